@@ -17,7 +17,7 @@ cpu_guard.apply()
 
 
 def _register() -> None:
-    """Add ``"moe_comm"`` to the registries of transformers, if its version has them."""
+    """Add ``"moe_comm"`` and ``"moe_comm_fp8"`` to the registries of transformers, if its version has them."""
     from moe_comm.errors import ConfigError, MissingDependency
 
     with contextlib.suppress(ConfigError, MissingDependency):

@@ -14,6 +14,7 @@ from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import rounded
+from moe_comm.kernels.fp8 import ScaledRows
 
 if TYPE_CHECKING:
     from moe_comm.dispatch.base import Dispatcher
@@ -103,7 +104,7 @@ def combine_forward(
 def dispatch_by(
     dispatcher: Dispatcher,
     x_TD: Tensor,
-    send: Callable[[Tensor], tuple[Tensor, DispatchHandle]],
+    send: Callable[[Tensor], tuple[Tensor | ScaledRows, DispatchHandle]],
     label: str = "",
     *,
     counted: bool = True,
@@ -114,8 +115,17 @@ def dispatch_by(
         counted: whether the span counts as a call of the group; False if the caller records that call.
     """
     with dispatch_span(dispatcher, "dispatch", label, counted=counted) as span:
-        rows_RD, handle = send(x_TD.detach())
+        rows, handle = send(x_TD.detach())
         record_handle(span, dispatcher, handle)
-    if torch.is_grad_enabled() and x_TD.requires_grad:
+    return connected(dispatcher, x_TD, rows, handle)
+
+
+def connected(dispatcher: Dispatcher, x_TD: Tensor, rows: Tensor | ScaledRows, handle: DispatchHandle) -> Dispatched:
+    """Return rows that were dispatched without autograd, connected to the tokens."""
+    if isinstance(rows, Tensor):
+        rows_RD, scaled = rows, None
+    else:
+        rows_RD, scaled = x_TD.new_full((1, 1), torch.nan).expand(handle.num_rows, handle.hidden), rows
+    if x_TD.requires_grad and torch.is_grad_enabled():
         rows_RD = DispatchFunction.apply(x_TD, rows_RD, dispatcher, handle)
-    return Dispatched(rows_RD, handle)
+    return Dispatched(rows_RD, handle, scaled)

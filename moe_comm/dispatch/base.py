@@ -28,12 +28,12 @@ from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import GroupCalls, Header
 from moe_comm.deprecated import warn_renamed
 from moe_comm.dispatch.arrays import Array, as_tensors
-from moe_comm.dispatch.autograd import CombineFunction, DispatchFunction, combine_forward, round_rows
+from moe_comm.dispatch.autograd import CombineFunction, DispatchFunction, combine_forward, connected, round_rows
 from moe_comm.dispatch.checksums import CorruptionLog, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.input_faults import combine_fault, dispatch_fault, scaled_fault, spread_fault
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire_dtype import UNCHANGED, pack, unpack_scaled
+from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized
 from moe_comm.errors import MoeCommError, PeerRaised, known_to_peers, mark_known
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.topology import ExpertPlacement, Placement
@@ -145,11 +145,9 @@ class Dispatcher(ABC):
         fault = None
         if not (isinstance(x_TD, Tensor) and isinstance(ids_TK, Tensor)):
             (x_TD, ids_TK), fault = as_tensors(x_TD, ids_TK)
-        header = self.dispatch_header(x_TD, ids_TK, label)
+        header = self.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
         if fault is not None:
             header = replace(header, fault=fault)
-        if scaled:
-            header = replace(header, scaled=True, fault=header.fault or scaled_fault(x_TD))
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         rows: ScaledRows | None = None
         with dispatch_span(self, "dispatch", label) as span:
@@ -165,11 +163,7 @@ class Dispatcher(ABC):
                 if checksums is not None:
                     checksums.check(rows_RD)
             record_handle(span, self, handle)
-        if rows is not None:
-            rows_RD = x_TD.new_full((1, 1), torch.nan).expand(handle.num_rows, handle.hidden)
-        if header.requires_grad:
-            rows_RD = DispatchFunction.apply(x_TD, rows_RD, self, handle)
-        return Dispatched(rows_RD, handle, rows)
+        return connected(self, x_TD, rows_RD if rows is None else rows, handle)
 
     def combine(self, rows_RD: Tensor | Array, weights_TK: Tensor | Array, handle: DispatchHandle) -> Tensor:
         """Return the weighted sum of each token's K expert outputs, in fp32 and in slot order.
@@ -320,9 +314,16 @@ class Dispatcher(ABC):
             of_call=handle.call,
         )
 
-    def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str, op: str = "dispatch") -> Header:
-        """Return the header of the dispatch ``op``. It contains the fault if the input is invalid."""
+    def dispatch_header(
+        self, x_TD: Tensor, ids_TK: Tensor, label: str, op: str = "dispatch", scaled: bool = False
+    ) -> Header:
+        """Return the header of the dispatch ``op``. It contains the fault if the input is invalid.
+
+        scaled: see ``dispatch``.
+        """
         fault = self._fault(x_TD, ids_TK)
+        if fault is None and scaled:
+            fault = scaled_fault(x_TD)
         if fault is None and self.options.checksums:
             fault = self.corruption.fault()
         return self._next_header(
@@ -333,6 +334,7 @@ class Dispatcher(ABC):
             requires_grad=x_TD.requires_grad and torch.is_grad_enabled(),
             label=label,
             fault=fault,
+            scaled=scaled,
             maker=self.maker,
             placement=0 if self.expert_placement is None else self.expert_placement.digest,
         )
@@ -358,8 +360,7 @@ class Dispatcher(ABC):
         A row has the same bytes, whichever rank encodes it.
         """
         rows_RD, handle = self._send(x_TD, ids_TK, header)
-        wire_dtype = self.options.wire_dtypes.of(header.op)
-        return unpack_scaled(pack(rows_RD, wire_dtype), wire_dtype, handle.hidden), handle
+        return quantized(rows_RD, self.options.wire_dtypes.of(header.op)), handle
 
     @abstractmethod
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor: ...

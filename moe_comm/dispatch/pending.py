@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_comm.comm.header import Header
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.kernels.fp8 import ScaledRows
 
 
 class PendingTransfer(ABC):
@@ -34,10 +35,13 @@ class IncomingRows(PendingTransfer):
     Attributes:
         rows_RD: The destination. This rank's own rows are complete. Rows of a peer are complete after ``next`` returns
             it, or once ``ready(peer)`` is True; on a GPU, for operations that are then queued on the current stream.
+        scaled: The encoded rows in place of ``rows_RD``, if the header has ``scaled`` and rows are encoded in fp8 in
+            transfer. Else None, and ``rows_RD`` are not rounded to an fp8 wire dtype.
         handle: The dispatch handle.
     """
 
     rows_RD: Tensor
+    scaled: ScaledRows | None = None
     handle: DispatchHandle
 
     @abstractmethod

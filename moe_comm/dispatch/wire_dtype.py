@@ -298,6 +298,17 @@ def as_scaled(values_RD: Tensor, scale_RS: Tensor) -> ScaledRows:
     return ScaledRows(values_RD.view(E4M3), scale_RS.expand(-1, -(-values_RD.shape[1] // BLOCK)))
 
 
+def scaled_format(wire_dtype: WireDtype) -> WireDtype:
+    """Return the format of rows for fp8 GEMMs: the wire dtype of dispatch if it is fp8, else "fp8_block"."""
+    return wire_dtype if wire_dtype.format == "fp8" else _BY_NAME["fp8_block"]
+
+
+def quantized(rows_RD: Tensor, wire_dtype: WireDtype) -> ScaledRows:
+    """Return rows in ``scaled_format``. A row has the same bytes, whichever rank quantizes it."""
+    wire_dtype = scaled_format(wire_dtype)
+    return unpack_scaled(pack(rows_RD, wire_dtype), wire_dtype, rows_RD.shape[1])
+
+
 def unpack_scaled(packed: Tensor, wire_dtype: WireDtype, hidden: int) -> ScaledRows:
     """Return the values and scales of fp8 rows from ``pack``, as views."""
     rows = of_packed(as_dtype(torch.uint8, packed), hidden, wire_dtype.num_scales(hidden))

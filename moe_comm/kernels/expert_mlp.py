@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.fp8 import BLOCK, GemmDtype
 from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, product_into
@@ -29,7 +29,6 @@ from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, prod
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
-SERIAL_ONLY = "experts with fp8 GEMMs run in the serial executor only: use overlap=None, or executor 'serial' or 'auto'"
 
 
 class ExpertForward(ABC):
@@ -141,7 +140,7 @@ class ExpertMLP(LocalExperts):
 
     tensors: w13 [E, G, D], w2 [E, D, F], b13 [E, G] or None, b2 [E, D] or None.
     recompute: save only the rows for backward, which then needs one more GEMM.
-    gemm_dtype: operands of the forward GEMMs. "fp8": see ``expert_mlp_fp8.py``.
+    gemm_dtype: operands of the forward GEMMs. "fp8": ``forward`` is in ``expert_mlp_fp8.py``.
     """
 
     activation: Activation
@@ -196,8 +195,6 @@ class ExpertMLP(LocalExperts):
                 )
 
     def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
-        if self.gemm_dtype == "fp8":
-            raise ConfigError(SERIAL_ONLY)
         return _MLPForward(self, rows_RD, out_RD, sizes, keep and not self.recompute, alloc)
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:

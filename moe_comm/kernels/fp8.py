@@ -50,6 +50,10 @@ class ScaledRows:
     values_RD: Tensor
     scale_RB: Tensor
 
+    def __getitem__(self, rows: slice) -> ScaledRows:
+        """Return a view of ``rows``."""
+        return ScaledRows(self.values_RD[rows], self.scale_RB[rows])
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return [R, D] of ``dtype``: values times scales in fp32, saturated at the largest finite number."""
         hidden = self.values_RD.shape[1]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch import WireDtypes
-from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode, rounded
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
 from tests.dispatch.workers import ErrorText, Job, caught
@@ -112,6 +113,41 @@ def test_every_backend_delivers_the_encoded_rows(backend: str, wire_dtype: str, 
 @pytest.mark.parametrize("backend", ["shared_memory", "hierarchical"])
 def test_rows_in_another_wire_dtype_are_quantized_by_the_receiver(backend: str, pools: Any) -> None:
     _check(pools[2].run(deliver, _job(backend, "same"), timeout=120), "fp8_block")
+
+
+def receive_low_latency(rank: int, world: int, job: Job) -> tuple[list[bool], ErrorText]:
+    """Compare values and scales of low-latency rows with those of a dispatch; one rank has no experts."""
+    dispatcher, same = workers.build(CASES[3], dist.group.WORLD, job, rank, world), []
+    assert isinstance(dispatcher, PeerToPeerDispatcher)
+    fp8 = job.wire_dtypes.of("dispatch").format == "fp8"
+    for step in range(3):
+        g = torch.Generator().manual_seed(10 * step + rank)
+        x_TD = torch.randn((rank + step) % 4, 256, generator=g)
+        ids_TK = torch.rand(x_TD.shape[0], dispatcher.num_experts, generator=g).argsort(1)[:, :2]
+        expected = dispatcher.dispatch(x_TD, ids_TK, scaled=True).scaled
+        assert expected is not None
+        sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
+        refused = ("", "") if fp8 else caught(sent.receive_scaled)
+        if fp8:
+            rows, counts_LW = sent.receive_scaled()
+            block_LW = torch.arange(4 * counts_LW.numel()).view(*counts_LW.shape, 4)
+            used_R = block_LW[torch.arange(4) < counts_LW.unsqueeze(2)]
+            bytes_RD = rows.values_RD.view(torch.uint8)[used_R]
+            same.append(torch.equal(bytes_RD, expected.values_RD.view(torch.uint8)))
+            same.append(torch.equal(rows.scale_RB[used_R], expected.scale_RB))
+            sent.results.flatten(0, 1).copy_(rows.dequantized(x_TD.dtype))
+        else:
+            sent.results.copy_(sent.receive()[0])
+        y_TD = dispatcher.low_latency_combine(sent.results, torch.full(ids_TK.shape, 0.5), sent)
+        same.append(torch.equal(y_TD, rounded(x_TD, job.wire_dtypes.of("dispatch"))))
+    return same, refused
+
+
+@pytest.mark.parametrize("wire_dtype", ["fp8_block", "fp8_token_pow2", "same"])
+def test_low_latency_delivers_values_and_scales_of_an_fp8_wire_dtype(wire_dtype: Any, pools: Any) -> None:
+    for same, refused in pools[4].run(receive_low_latency, _job("peer_to_peer", wire_dtype)):
+        assert all(same) and len(same) == (3 if wire_dtype == "same" else 9)
+        assert refused == ("", "") if wire_dtype != "same" else refused[0] == "ConfigError" and "fp8" in refused[1]
 
 
 def verify_checksums(rank: int, world: int, job: Job) -> int:

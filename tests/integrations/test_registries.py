@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_comm.errors import RoutingError, UnsupportedModel
+from moe_comm.errors import ConfigError, RoutingError, UnsupportedModel
 from moe_comm.integrations.hugging_face import register, registries, swap_moe
 from tests.integrations.models import (
     SMALL,
@@ -122,6 +122,43 @@ def test_ep_implementation_moves_rows_of_experts_that_only_transformers_can_comp
     check_distributed(results, folder, tp_size=1, share=1 / 2)
 
 
+def run_fp8(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits, and full gradients of experts, under expert parallelism."""
+    register()
+    config = DistributedConfig(tp_size=1, fsdp_size=2, ep_size=2, ep_implementation="moe_comm_fp8")
+    model, parts = load(folder, distributed_config=config), batch(world)
+    logits = model(parts[rank], use_cache=False).logits
+    token_loss(logits, parts[rank], num_targets(parts)).backward()
+    grads = {n: _full(p.grad) for n, p in model.named_parameters() if ".experts." in n and p.grad is not None}
+    return logits.detach(), grads
+
+
+@needs_cpu
+def test_moe_comm_fp8_has_the_bits_of_a_swapped_model_with_fp8_gemms(tmp_path: Path, pool2: RankPool) -> None:
+    register()
+    folder = save_model("mixtral", tmp_path / "wide", hidden_size=128)
+    parts = batch(2)
+
+    def run(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(ids, use_cache=False).logits
+        token_loss(logits, ids, num_targets(parts)).backward()
+        return logits.detach(), {n: p.grad for n, p in model.named_parameters() if ".experts." in n}
+
+    swapped = [run(swap_moe(load(folder), expert_gemm_dtype="fp8"), ids) for ids in parts]
+    logits, grads = run(load(folder, experts_implementation="moe_comm_fp8"), parts[0])
+    assert torch.equal(logits, swapped[0][0])
+    assert not torch.equal(logits, run(load(folder, experts_implementation="moe_comm"), parts[0])[0])
+    assert grads.keys() == swapped[0][1].keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, swapped[0][1][name]), name
+    for (expected, _), (of_rank, sums) in zip(swapped, pool2.run(run_fp8, folder, timeout=120), strict=True):
+        assert torch.equal(of_rank, expected)
+        for name, grad in sums.items():
+            assert_close(grad, (swapped[0][1][name] + swapped[1][1][name]) / 2, name)  # transformers averages
+    with pytest.raises(ConfigError, match="multiple of 128; got 32"):
+        load(save_model("mixtral", tmp_path / "narrow"), experts_implementation="moe_comm_fp8")(parts[0])
+
+
 def distributed_nan(rank: int, world: int, folder: str) -> str:
     register()
     config = DistributedConfig(tp_size=1, fsdp_size=2, ep_size=2, ep_implementation="moe_comm")
@@ -188,6 +225,7 @@ def test_registration_does_not_depend_on_the_order_of_imports(imports: str) -> N
 {imports}
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.moe import ExpertsInterface
-assert ExpertsInterface()["moe_comm"] and EPImplementationInterface()["moe_comm"]
+for registry in (ExpertsInterface(), EPImplementationInterface()):
+    assert registry["moe_comm"] and registry["moe_comm_fp8"]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -160,7 +160,10 @@ def gradients(rank: int, world: int, settings: Settings) -> tuple[bool, str]:
         (Settings("all_gather"), 2),
         (Settings("shared_memory"), 4),
         (Settings("shared_memory", overlap=Overlap("auto")), 2),
+        (Settings("shared_memory", overlap=Overlap(2, 1)), 2),
+        (Settings("all_to_all", bias=True, overlap=Overlap(2, 1)), 2),
         (Settings("peer_to_peer"), 2),
+        (Settings("peer_to_peer", dispatch="same", overlap=Overlap(2, 1)), 2),
     ],
     ids=str,
 )
@@ -175,17 +178,16 @@ def test_output_and_gradients_have_the_bits_of_one_rank(settings: Settings, worl
 # --- errors ---
 
 
-def refused(rank: int, world: int, executor: Any) -> list[ErrorText]:
-    layer = build(Settings(overlap=Overlap(executor=executor)), dist.group.WORLD)
+def refused(rank: int, world: int, arg: None) -> list[ErrorText]:
+    layer = build(Settings(overlap=Overlap(executor="device")), dist.group.WORLD)
     texts = [caught(lambda: layer(torch.zeros(3, HIDDEN)))]
     layer.overlap = None
     return [*texts, caught(lambda: layer(torch.zeros(3, HIDDEN)))]
 
 
-@pytest.mark.parametrize("executor", ["pipelined", "device"])
-def test_other_executors_are_refused_on_every_rank(executor: str, pools: Any) -> None:
-    for (kind, text), later in pools[2].run(refused, executor):
-        assert kind == "ConfigError" and "serial" in text and later == ("", "")
+def test_the_device_executor_is_refused_on_every_rank(pools: Any) -> None:
+    for (kind, text), later in pools[2].run(refused, None):
+        assert kind == "ConfigError" and "pipelined" in text and later == ("", "")
 
 
 def test_widths_and_names_that_fp8_does_not_support_are_typed_errors() -> None:
@@ -239,6 +241,7 @@ def test_training_with_fp8_gemms_reaches_the_same_loss_up_to_noise(tmp_path: Pat
     plain = train(0, 1, settings)
     assert plain.losses[-1] < 0.8 * plain.losses[0], "the loss must fall"
     fp8 = [*settings, "model.expert_gemm_dtype=fp8", "payload.dispatch=fp8_block"]
+    fp8 += ["parallel.ep=2", "parallel.overlap_chunks=2", "parallel.executor=pipelined"]
     for result in pools[2].run(train, fp8, timeout=120):
         assert result.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-5), "the GEMMs must be in fp8"
         assert sum(result.losses[-5:]) == pytest.approx(sum(plain.losses[-5:]), rel=NOISE)

@@ -98,6 +98,13 @@ class AllToAllDispatcher(Dispatcher):
         wire_dtype = self.options.wire_dtypes.of(header.op)
         return self._send_rows(x_TD, routes.slot_S // handle.top_k, wire_dtype, routes, describe(header))
 
+    def send_scaled(self, x_TD: Tensor, handle: DispatchHandle, header: Header) -> ScaledRows:
+        """Do the same for a dispatch with an fp8 wire dtype, and return the encoded rows."""
+        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(header.op)
+        packed_SX = take(pack(x_TD, wire_dtype), routes.slot_S // handle.top_k)
+        packed_RX = self._to_experts(packed_SX, routes, describe(header))
+        return unpack_scaled(packed_RX, wire_dtype, handle.hidden)
+
     def own_rows(self, handle: DispatchHandle, sent: int) -> int | None:
         return int(handle.state.send[self.rank])
 
@@ -107,10 +114,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
         handle = self.prepare_dispatch(x_TD, ids_TK, header)
-        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(header.op)
-        packed_SX = take(pack(x_TD, wire_dtype), routes.slot_S // handle.top_k)
-        packed_RX = self._to_experts(packed_SX, routes, describe(header))
-        return unpack_scaled(packed_RX, wire_dtype, handle.hidden), handle
+        return self.send_scaled(x_TD, handle, header), handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self.check_headers(header, rows_RD.device)

@@ -60,8 +60,9 @@ class SharedMemoryDispatcher(PendingDispatcher):
         return self._rows.empty_rows(num_rows, width, dtype)
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
-        if header.fault is None:
-            x_TD = rounded(x_TD, self.options.wire_dtypes.of(header.op))
+        wire_dtype = self.options.wire_dtypes.of(header.op)
+        if header.fault is None and not (header.scaled and wire_dtype.format == "fp8"):
+            x_TD = rounded(x_TD, wire_dtype)
         return self._rows.start_send(x_TD, ids_TK, header)
 
     def rows_by_source(self, incoming: IncomingRows) -> npt.NDArray[np.int64]:

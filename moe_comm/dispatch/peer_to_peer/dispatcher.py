@@ -142,8 +142,8 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
 
         Raises:
             InputError: rows or weights of another shape.
-            ConfigError: ``sent.receive`` was not called. This rank could then send rows before its peers have received
-                those of this dispatch.
+            ConfigError: neither ``sent.receive`` nor ``receive_scaled`` was called. This rank could then send rows
+                before its peers have received those of this dispatch.
         """
         if rows_LND.shape != sent.results.shape or weights_TK.shape != sent.place_TK.shape:
             raise InputError(

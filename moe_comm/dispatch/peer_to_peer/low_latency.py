@@ -7,10 +7,10 @@ Each (expert, source rank) has a fixed buffer for ``max_tokens`` rows at the own
 
     ll_send ─▶ [other work] ─▶ ll_arrive ─▶ experts ─▶ ll_ready ─▶ sum
 
-These are kernels (csrc/cuda/args.h). ``LowLatencyHandle.receive`` launches ``ll_arrive``, and rows are in flight until
-it has run. ``ll_ready`` waits for the ranks that hold experts of this rank's tokens, and not for other ranks. An offer
-is the address of a rank's buffer, which ranks exchange once, when they allocate buffers. There is no backward, and
-ranks do not compare headers: both would cost a round trip.
+These are kernels (csrc/cuda/args.h). ``LowLatencyHandle.receive`` and ``receive_scaled`` launch ``ll_arrive``, and rows
+are in flight until it has run. ``ll_ready`` waits for the ranks that hold experts of this rank's tokens, and not for
+other ranks. An offer is the address of a rank's buffer, which ranks exchange once, when they allocate buffers. There is
+no backward, and ranks do not compare headers: both would cost a round trip.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from moe_comm.dispatch.peer_to_peer.rows import ReceiveBuffer, RowFormat, offset
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.limits import check_shared
 from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, address
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import DTYPE_CODES
 
 MOST_TOKENS = 65535
@@ -103,9 +104,7 @@ class LowLatencyHandle:
     @property
     def results(self) -> Tensor:
         """[L, W * max_tokens, D] buffer that peers read in ``low_latency_combine``. Write to it after ``receive``."""
-        own = self.memory.turns.shape.own_experts
-        rows_RD = self.buffers.results_RD
-        return rows_RD.view(own.stop - own.start, -1, rows_RD.shape[1])
+        return self._by_expert(self.buffers.results_RD)
 
     def receive(self) -> tuple[Tensor, Tensor]:
         """Wait on the device until all rows have been received.
@@ -119,6 +118,32 @@ class LowLatencyHandle:
         Raises:
             PeerTimeout, PeerDied: on the CPU. On a GPU the next call raises them.
         """
+        counts_LW = self._wait()
+        return self._by_expert(self.buffers.received.rows(counts_LW)), counts_LW
+
+    def receive_scaled(self) -> tuple[ScaledRows, Tensor]:
+        """Do the same without a kernel that decodes the rows, for GEMMs that take values and scales.
+
+        Returns:
+            rows: the received bytes of [L * N, D], in the order of ``receive``. The wire dtype of dispatch must be fp8.
+            counts_LW: as ``receive``. ``grouped_mm_fp8`` takes both.
+
+        Raises:
+            ConfigError: the wire dtype of dispatch is not fp8; before this rank waits.
+            PeerTimeout, PeerDied: as in ``receive``.
+        """
+        received = self.buffers.received
+        if received.scale_RS is None:
+            wire_dtype = received.form.wire_dtype.name
+            raise ConfigError(f"receive_scaled needs an fp8 wire dtype of dispatch; rows were sent as {wire_dtype!r}")
+        return received.scaled(), self._wait()
+
+    def _by_expert(self, rows_RD: Tensor) -> Tensor:
+        own, world = self.memory.turns.shape.own_experts, self.memory.turns.shape.world
+        return rows_RD.view(own.stop - own.start, world * self.buffers.max_tokens, rows_RD.shape[1])
+
+    def _wait(self) -> Tensor:
+        """Queue the kernel that waits for all rows. Return the rows of each (expert, source)."""
         turns, shape = self.memory.turns, self.memory.turns.shape
         num_local = shape.own_experts.stop - shape.own_experts.start
         counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=turns.device)
@@ -127,9 +152,7 @@ class LowLatencyHandle:
         self.has_received = True
         if self.memory.on_host:
             self.memory.raise_fault(self.header)
-        rows_RD = self.buffers.received.rows(counts_LW[:num_local])
-        num_rows = shape.world * self.buffers.max_tokens
-        return rows_RD.view(num_local, num_rows, rows_RD.shape[1]), counts_LW[:num_local]
+        return counts_LW[:num_local]
 
 
 def send_low_latency(

@@ -20,6 +20,7 @@ from moe_comm.comm.header import Header
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
+from moe_comm.kernels.fp8 import ScaledRows
 
 if TYPE_CHECKING:
     from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
@@ -29,10 +30,19 @@ class PeerIncomingRows(IncomingRows):
     """Rows that ``push`` kernels of other ranks write. complete: whether the rows of all peers are complete."""
 
     def __init__(
-        self, dispatcher: PeerToPeerPrimitives, rows_RD: Tensor, handle: DispatchHandle, header: Header, complete: bool
+        self,
+        dispatcher: PeerToPeerPrimitives,
+        rows: Tensor | ScaledRows,
+        handle: DispatchHandle,
+        header: Header,
+        complete: bool,
     ) -> None:
         self._dispatcher, self._header, self._complete = dispatcher, header, complete
-        self.rows_RD, self.handle = rows_RD, handle
+        self.handle = handle
+        if isinstance(rows, ScaledRows):
+            self.scaled = rows
+        else:
+            self.rows_RD = rows
         self._awaited: set[int] = set()
 
     def ready(self, peer: int) -> bool:

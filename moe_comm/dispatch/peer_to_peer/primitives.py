@@ -297,10 +297,15 @@ class PeerToPeerPrimitives(PendingDispatcher):
     # --- the same operations, peer by peer ---
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
-        # Rows that are decoded or relayed complete together.
-        wait = header.fault is not None or not self._form(x_TD, header.op).bare
-        rows_RD, handle = self._send(x_TD, ids_TK, header, wait=wait)
-        return PeerIncomingRows(self, rows_RD, handle, header, complete=wait)
+        # Rows that are encoded or relayed complete together.
+        form = self._form(x_TD, header.op)
+        wait = header.fault is not None or not form.bare
+        rows: Tensor | ScaledRows
+        if header.scaled and form.packing != SAME:
+            rows, handle = self._send_scaled(x_TD, ids_TK, header)
+        else:
+            rows, handle = self._send(x_TD, ids_TK, header, wait=wait)
+        return PeerIncomingRows(self, rows, handle, header, complete=wait)
 
     def start_dispatch_aside(
         self, x_TD: Tensor, ids_TK: Tensor, header: Header, num_blocks: int | None

@@ -1,8 +1,9 @@
 """Expert, tensor and context parallelism for Hugging Face models.
 
 ``swap_moe``, ``swap_attention`` and ``swap_linears`` change a loaded model in place. ``register`` adds ``"moe_comm"``
-to the two registries of transformers. ``MoETrainer``, ``MoETrainerMixin`` and ``prepare_accelerator`` train swapped
-models with ``Trainer`` and accelerate. Their modules load on first use because importing ``Trainer`` takes seconds.
+and ``"moe_comm_fp8"`` to the two registries of transformers. ``MoETrainer``, ``MoETrainerMixin`` and
+``prepare_accelerator`` train swapped models with ``Trainer`` and accelerate. Their modules load on first use because
+importing ``Trainer`` takes seconds.
 """
 
 from moe_comm.errors import MissingDependency

@@ -1,4 +1,4 @@
-"""Register ``"moe_comm"`` in the two registries of transformers.
+"""Register ``"moe_comm"`` and ``"moe_comm_fp8"`` in the two registries of transformers.
 
 ``ExpertsInterface``, selected by ``from_pretrained(..., experts_implementation="moe_comm")``, computes the experts of
 one module. On one rank these are all experts. Under transformers' expert parallelism they are the local experts: ids
@@ -6,6 +6,9 @@ are local, and an id of ``num_experts`` or more refers to another rank.
 
 ``EPImplementationInterface``, selected by ``DistributedConfig(ep_size=..., ep_implementation="moe_comm")``, dispatches
 tokens to the ranks of their experts. Weights are loaded directly into their shards, so no rank holds all experts.
+
+``"moe_comm_fp8"`` does the same with the forward GEMMs of the experts in fp8. A name selects it, because trainers of
+other libraries pass on names only.
 """
 
 from __future__ import annotations
@@ -25,19 +28,21 @@ from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
+from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.overlap.executors.base import ExpertCall
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-NAME = "moe_comm"
+NAMES: dict[str, GemmDtype] = {"moe_comm": "same", "moe_comm_fp8": "fp8"}
+"""Names in the registries, and the operands of the experts' forward GEMMs (``Experts.gemm_dtype``)."""
 
 # Layout and dispatcher of each module. Not an attribute of the module, which must stay copyable and picklable.
 _local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, Dispatcher]] = WeakKeyDictionary()
 
 
 def register() -> None:
-    """Add ``"moe_comm"`` to the registries of transformers. Repeated calls have no effect.
+    """Add ``NAMES`` to the registries of transformers. Repeated calls have no effect.
 
     Versions below 5.23 have only the first registry.
 
@@ -47,16 +52,20 @@ def register() -> None:
     require_transformers()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-    if NAME in ALL_EXPERTS_FUNCTIONS:
+    if all(name in ALL_EXPERTS_FUNCTIONS for name in NAMES):
         return
-    ExpertsInterface.register(NAME, experts_forward)
+    for name, gemm_dtype in NAMES.items():
+        ExpertsInterface.register(name, partial(experts_forward, gemm_dtype=gemm_dtype))
     with suppress(ModuleNotFoundError):
         from transformers.distributed.expert_parallel import EPImplementationInterface
 
-        EPImplementationInterface.register(NAME, _ep_implementation())
+        for name, gemm_dtype in NAMES.items():
+            EPImplementationInterface.register(name, _ep_implementation(gemm_dtype))
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, gemm_dtype: GemmDtype = "same"
+) -> Tensor:
     """Compute the local experts of a module: sort the rows, run the grouped MLP, sum in slot order.
 
     Args:
@@ -65,19 +74,23 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_index: [T, K] local expert ids. Under expert parallelism, slots with ids of ``self.num_experts`` or more
             belong to other ranks and are dropped.
         top_k_weights: [T, K].
+        gemm_dtype: see ``Experts.gemm_dtype``.
 
     Returns:
         [T, D] in the dtype of ``hidden_states``.
 
     Raises:
         UnsupportedModel: this library cannot compute experts of this kind.
+        ConfigError: fp8 does not support the hidden size.
         RoutingError: weights are NaN or infinite, or ids are out of range.
     """
     layout, dispatcher = _local_experts(self)
     if getattr(self, "_is_expert_parallel", True):  # 5.16 has no such flag
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, DROPPED)
+    check_gemm_dtype(gemm_dtype, layout.hidden)
     x_TD = expert_input(hidden_states, self.gate_up_proj)
-    y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, partial(run_experts, layout, self))
+    run = partial(run_experts, layout, self, gemm_dtype=gemm_dtype)
+    y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, run, scaled=gemm_dtype == "fp8")
     return y_TD.to(hidden_states.dtype)
 
 
@@ -88,8 +101,8 @@ def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
     return _local[module]
 
 
-def _ep_implementation() -> type:
-    """Define the class. Its base class requires transformers, so it cannot be defined on import."""
+def _ep_implementation(gemm_dtype: GemmDtype) -> type:
+    """Define the class of a name. Its base class requires transformers, so it cannot be defined on import."""
     from transformers.distributed.expert_parallel import EPImplementation
 
     class MoeCommEP(EPImplementation):  # type: ignore[misc, no-any-unimported, unused-ignore]
@@ -102,7 +115,7 @@ def _ep_implementation() -> type:
             tp 1   t0 t1 t2 t3 ─▶ t2 t3 ─▶ dispatch ─▶ experts ─▶ combine ─▶ y2 y3 ─▶ y0 y1 y2 y3
 
         Supported experts run as a grouped MLP. Other kinds (quantized experts) run transformers' forward on the
-        grouped rows.
+        grouped rows, which is not possible in fp8.
         """
 
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -123,7 +136,8 @@ def _ep_implementation() -> type:
                     for t in (hidden_states, top_k_index, top_k_weights)
                 )
             dispatcher = shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
-            y_TD = expert_layer(dispatcher, self._input(hidden_states), top_k_index, top_k_weights, self._run)
+            x_TD, scaled = self._input(hidden_states), gemm_dtype == "fp8"
+            y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, self._run, scaled=scaled)
             if self.tp_mesh.size() == 1:
                 return y_TD
             hidden = y_TD.shape[1]
@@ -137,13 +151,16 @@ def _ep_implementation() -> type:
             if self.layout is None and self.layout_supported:
                 try:
                     self.layout = read_layout(self.experts)
+                    check_gemm_dtype(gemm_dtype, self.layout.hidden)
                 except UnsupportedModel:
+                    if gemm_dtype == "fp8":
+                        raise
                     self.layout_supported = False
             return x_TD if self.layout is None else expert_input(x_TD, self.experts.gate_up_proj)
 
         def _run(self, call: ExpertCall) -> Tensor:
             if self.layout is not None:
-                return run_experts(self.layout, self.experts, call)
+                return run_experts(self.layout, self.experts, call, gemm_dtype)
             rows_RD, rows_per_expert = call.rows, call.handle.rows_per_expert
             if not rows_RD.shape[0]:
                 # Some forwards do not accept zero rows. Pass one row of zeros, whose gradients are zeros.

@@ -209,7 +209,7 @@ def parallelize_moe(
         overlap: executor of dispatch, experts and combine, see ``MoELayer``. It does not change the results. None runs
             them serially.
         expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs a hidden size
-            that is a multiple of 128, and runs without overlap.
+            that is a multiple of 128, and another executor than "device".
         placement: the ranks that hold each expert, the same in every block.
 
     Returns:

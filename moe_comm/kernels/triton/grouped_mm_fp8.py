@@ -109,19 +109,24 @@ def grouped_mm_fp8_kernel(  # type: ignore[no-untyped-def]
     w_stride_expert, w_stride_column,
     w_scale_ptr,  # [E, columns / BLOCK_K, inner / BLOCK_K] fp32
     w_scale_stride_expert, w_scale_stride_column, w_scale_stride_block,
-    counts_ptr,  # [E] int64
+    counts_ptr,  # [E] or [E, SOURCES] int64
     out_ptr,  # [R, columns]
-    out_stride, experts, columns, inner,
-    ELEMENT: tl.constexpr, WHOLE: tl.constexpr, CONVERTS: tl.constexpr, TAIL: tl.constexpr,
+    out_stride, experts, columns, inner, block_rows,
+    ELEMENT: tl.constexpr, WHOLE: tl.constexpr, CONVERTS: tl.constexpr, SOURCES: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of all experts. Programs and tiles as in ``grouped_mm_kernel``; BLOCK_K is the scale block."""
+    """Compute the rows of all experts. Programs and tiles as in ``grouped_mm_kernel``; BLOCK_K is the scale block.
+
+    SOURCES: 0 if the rows of an expert follow those of the expert before; else each expert has that many blocks of
+    ``block_rows`` rows, with a count for each block.
+    """
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     skip = tl.program_id(0)
     start = int64(0)
-    for expert in range(experts):
-        count = tl.load(counts_ptr + expert)
+    for group in range(experts * SOURCES if SOURCES else experts):
+        expert = group // SOURCES if SOURCES else group
+        count = tl.load(counts_ptr + group)
         tiles_m = tl.cdiv(count, BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         w_expert_ptr = w_ptr + int64(expert) * w_stride_expert
@@ -143,7 +148,7 @@ def grouped_mm_fp8_kernel(  # type: ignore[no-untyped-def]
                     start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, CONVERTS, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
         skip = next_tile(skip, tiles, programs)
-        start += count
+        start += block_rows if SOURCES else count
 
 
 def grouped_mm_fp8_into(
@@ -151,14 +156,16 @@ def grouped_mm_fp8_into(
 ) -> None:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the host.
 
-    Rows beyond the sum of ``counts_E`` are not written.
+    Rows beyond the counts are neither read nor written.
 
     Args:
         rows: Values [R, K], e4m3 or its bytes (uint8), dense rows with any row stride; and fp32 scales [R, K / 128],
             any strides. Both may be views of packed rows (``quantize``).
         weights: Values [E, N, K], e4m3 or its bytes, dense along K; and fp32 scales [E, N / 128, K / 128]. Fractions
             are rounded up.
-        counts_E: [E] int64 rows of each expert, on the device. The sum is at most R.
+        counts_E: [E] int64 rows of each expert, on the device. The sum is at most R. Or [E, W]: the rows of each expert
+            consist of W blocks of R / (E W) rows, and the counts are those of the first rows of each block that are
+            used, as ``LowLatencyHandle.receive_scaled`` returns them.
         out_RN: [R, N] fp32, bf16 or fp16; dense rows.
 
     Raises:
@@ -171,23 +178,29 @@ def grouped_mm_fp8_into(
     _check_fp8("rows", values_RK, scale_RB, 2, (BLOCK,))
     _check_fp8("weights", w_ENK, w_scale_ECB, 3, (BLOCK, BLOCK))
     (experts, columns, inner), num_rows = w_ENK.shape, values_RK.shape[0]
-    check_index("grouped_mm_fp8", "counts", counts_E, (experts,))
+    blocked = counts_E.dim() == 2
+    check_index("grouped_mm_fp8", "counts", counts_E, (experts, -1) if blocked else (experts,))
+    if blocked and num_rows % max(1, counts_E.numel()):
+        raise InputError(
+            f"grouped_mm_fp8 needs blocks of equal size for counts {tuple(counts_E.shape)}; got {num_rows} rows"
+        )
     if values_RK.shape[1] != inner or tuple(out_RN.shape) != (num_rows, columns):
         raise InputError(
             f"grouped_mm_fp8 of weights {tuple(w_ENK.shape)} needs rows [R, {inner}] and out [R, {columns}]; "
             f"got {tuple(values_RK.shape)} and {tuple(out_RN.shape)}"
         )
-    if not out_RN.numel() or not experts:
+    if not out_RN.numel() or not counts_E.numel():
         return
     at = capability(values_RK)
-    tiling, converts = fp8_tiling_for(at, num_rows / experts), at >= CONVERTS_FROM
+    tiling, converts = fp8_tiling_for(at, num_rows / counts_E.numel()), at >= CONVERTS_FROM
     words = torch.float8_e4m3fn if converts else torch.uint8
     with on_device_of(values_RK):
         grouped_mm_fp8_kernel[(processors(values_RK.device),)](
             values_RK.view(words), values_RK.stride(0), scale_RB, *scale_RB.stride(),
             w_ENK.view(words), *w_ENK.stride()[:2], w_scale_ECB, *w_scale_ECB.stride(), counts_E,
-            out_RN, out_RN.stride(0), experts, columns, inner,
-            ELEMENT=DTYPES[out_RN.dtype], WHOLE=inner % BLOCK == 0, CONVERTS=converts, TAIL=tiling.tail_rows,
+            out_RN, out_RN.stride(0), experts, columns, inner, num_rows // counts_E.numel(),
+            ELEMENT=DTYPES[out_RN.dtype], WHOLE=inner % BLOCK == 0, CONVERTS=converts,
+            SOURCES=counts_E.shape[1] if blocked else 0, TAIL=tiling.tail_rows,
             **tiling.blocks, **options(values_RK, num_warps=tiling.warps, num_stages=tiling.stages),
         )  # fmt: skip
 

@@ -173,11 +173,15 @@ def _fp8_specs() -> tuple[KernelSpec, ...]:
     specs = []
     for target in TARGETS:
         converts = target >= quantize.CONVERTS_FROM
-        for name, mean_rows in (("grouped_mm_fp8, forward", 1000), ("grouped_mm_fp8, forward, few rows", 1)):
+        for name, mean_rows, sources in (
+            ("grouped_mm_fp8, forward", 1000, 0),
+            ("grouped_mm_fp8, forward, few rows", 1, 0),
+            ("grouped_mm_fp8, forward, low latency", 1, 8),
+        ):
             tiling = grouped_mm_fp8.fp8_tiling_for(target, mean_rows)
             constants = {
-                "ELEMENT": DTYPES[BF16], "WHOLE": True, "CONVERTS": converts, "TAIL": tiling.tail_rows,
-                "scale_stride_block": 1, "w_scale_stride_block": 1, **tiling.blocks,
+                "ELEMENT": DTYPES[BF16], "WHOLE": True, "CONVERTS": converts, "SOURCES": sources,
+                "TAIL": tiling.tail_rows, "scale_stride_block": 1, "w_scale_stride_block": 1, **tiling.blocks,
             }  # fmt: skip
             kernel = grouped_mm_fp8.grouped_mm_fp8_kernel
             spec = _spec(name, kernel, BF16, constants, tiling.warps, tiling.stages, targets=(target,))

@@ -51,8 +51,8 @@ class MoEConfig:
         placement: the expert-parallel ranks that hold each expert, in place of ``experts_per_rank``. The results have
             the same bits for every placement.
         expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs ``hidden`` to
-            be a multiple of 128, and runs without overlap. If the wire dtype of dispatch is fp8, experts read the
-            received bytes.
+            be a multiple of 128, and another executor than "device". If the wire dtype of dispatch is fp8, experts read
+            the received bytes.
 
     Raises:
         ConfigError: a size is out of range, ``shared_gate`` without a shared expert, fp8 with another ``hidden``, or a

@@ -29,28 +29,27 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.group_setup import compare
 from moe_comm.deprecated import converted_parameters, renamed_attributes, renamed_parameters
-from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, Traffic, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
-from moe_comm.dispatch.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
-from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
-from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
+from moe_comm.layers.moe.build import agree_on_seed, build_dispatcher, build_modules, check_parts
 from moe_comm.layers.moe.call import DispatchStats, MoECall
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
-from moe_comm.layers.moe.relocation import MovedStack, move_rows, moved_state
+from moe_comm.layers.moe.relocation import move_rows
+from moe_comm.layers.moe.relocation_checks import check_relocation, stacks_to_move
 from moe_comm.layers.moe.router import Router, Routing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.moe.slots import SlotTable
-from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_rank, group_size
+from moe_comm.layers.parallel.collectives import channel_of, group_size
 from moe_comm.layers.parallel.interleave import Steps, finish
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputing
@@ -140,28 +139,7 @@ class MoELayer(ParallelModule):
         self.placement = dispatcher.expert_placement or Placement.of_layout(layout)
         self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.count, "etp": part.index}
         self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
-        if layout.sliced(part.count) != dispatcher.placement or dispatcher.rank % part.count != part.index:
-            raise ConfigError(
-                f"slice {part.index} of {part.count} of the experts of rank {dispatcher.rank} does not match the "
-                f"dispatcher's placement {dispatcher.placement.experts_per_rank}: the {part.count} ranks that share "
-                "experts must be adjacent and hold the same number of slices"
-            )
-        if self.placement.layout != layout:
-            raise ConfigError(
-                f"the placement has {self.placement.slots_per_rank} experts on each rank, but the dispatcher has "
-                f"{layout.experts_per_rank}"
-            )
-        if router.config.num_experts != self.num_experts:
-            raise ConfigError(
-                f"the router chooses among {router.config.num_experts} real experts, but the dispatcher has "
-                f"{self.num_experts}"
-            )
-        homes = self.placement.homes_per_rank[self.place["ep"]]
-        if experts.num_experts != homes:
-            raise ConfigError(
-                f"rank {dispatcher.rank} is the home of {homes} experts, with the slots {layout.experts_per_rank} of "
-                f"all ranks, but its weights are for {experts.num_experts}"
-            )
+        check_parts(router, experts, dispatcher, self.placement, layout)
         self._slots = SlotTable.of(self.placement, part.count)
         if dispatcher.group is not None and dispatcher.world > 1:
             shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
@@ -204,67 +182,11 @@ class MoELayer(ParallelModule):
                 another number of ranks or experts.
             RankMismatch: ranks pass different placements.
         """
-        groups = MoEGroups.of(group)
-        group, etp = groups.experts, groups.etp
-        ranks = group_size(group)
-        if etp < 1 or ranks % etp:
-            raise ConfigError(f"etp = {etp} must divide the {ranks} ranks that share one set of experts")
-        if config.ffn % etp:
-            raise ConfigError(f"ffn = {config.ffn} must be a multiple of etp = {etp}, which splits the expert's width")
-        on_meta = device is not None and torch.device(device).type == "meta"
-        try:
-            placement = config.placement_on(ranks // etp)
-        except ConfigError as fault:
-            refuse_dispatcher(fault, None if on_meta else group, options)
-        slots = placement.layout.sliced(etp)
-        tokens_group = group if groups.tokens is None else groups.tokens
-        itemsize, opts = (dtype or torch.get_default_dtype()).itemsize, options or DispatchOptions()
-        overlap = Overlap.of(overlap)
-        traffic = Traffic(
-            config.router.top_k * etp,
-            config.hidden,
-            itemsize,
-            opts.deterministic,
-            opts.wire_dtypes,
-            overlap is not None,
-            overlap is not None and overlap.uses_kernels,
-            config.expert_gemm_dtype == "fp8",
-        )
-
-        def make_on(target: torch.device | str | None) -> Dispatcher:
-            return make_dispatcher(
-                slots.num_experts,
-                group,
-                backend=backend,
-                experts_per_rank=slots.experts_per_rank,
-                options=options,
-                traffic=traffic,
-                device=target,
-                expert_placement=placement,
-            )
-
-        if on_meta:
-            from moe_comm.dispatch.deferred import DeferredDispatcher  # only "meta" needs it
-
-            dispatcher: Dispatcher = DeferredDispatcher(slots, group, group_rank(group), options, make_on)
-            dispatcher.expert_placement = placement
-        else:
-            dispatcher = make_on(device)
-        factory: dict[str, Any] = {"dtype": dtype, "device": device}
-        hidden, activation = config.hidden, config.activation
-        router = Router(hidden, config.router, tokens_group, sequence_group=groups.sequence, **factory)
-        part = ExpertSlice(dispatcher.rank % etp, etp)
-        num_local = placement.homes_per_rank[dispatcher.rank // etp]
-        # On "meta" first: values are drawn once, by layer.reset_parameters.
-        bias, empty = config.expert_bias, factory | {"device": "meta"}
-        experts = Experts(num_local, hidden, config.ffn, activation, bias=bias, part=part, **empty)
-        experts.to_empty(device=device or torch.get_default_device())
-        experts.recompute, experts.gemm_dtype = config.recompute, config.expert_gemm_dtype
-        shared = None
-        if config.shared_ffn:
-            shared = SharedExpert(hidden, config.shared_ffn, activation, gate=config.shared_gate, **factory)
+        groups, overlap = MoEGroups.of(group), Overlap.of(overlap)
+        dispatcher = build_dispatcher(config, groups, backend, options, overlap, dtype=dtype, device=device)
+        router, experts, shared = build_modules(config, groups, dispatcher, dtype=dtype, device=device)
         layer = cls(router, experts, dispatcher, shared, capacity=config.capacity, label=label, overlap=overlap)
-        layer.reset_parameters(_agree_on_seed(tokens_group) if seed is None else seed)
+        layer.reset_parameters(agree_on_seed(router.group) if seed is None else seed)
         return layer
 
     @cached_property
@@ -332,59 +254,15 @@ class MoELayer(ParallelModule):
             RankMismatch: ranks pass different placements; on every rank.
             PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
         """
-        dispatcher = self.dispatcher
-        moved = self._agree_on(placement, {} if optimizer is None else optimizer.state)
-        old, new = (self.experts.shardings_over(one) for one in (self.placement, placement))
-        places = [{"ep": r // self.sizes["etp"], "etp": r % self.sizes["etp"]} for r in range(dispatcher.world)]
-        stacks = [MovedStack.of(tensors, old[name], new[name], places) for name, tensors in moved.items()]
+        stacks = stacks_to_move(self, placement, {} if optimizer is None else optimizer.state)
         what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
-        sent_bytes = move_rows(stacks, dispatcher.group, dispatcher.rank, what)
+        sent_bytes = move_rows(stacks, self.dispatcher.group, self.dispatcher.rank, what)
         self.set_placement(placement)
         return sent_bytes
 
-    def _agree_on(self, placement: Placement, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Tensor]]:
-        """Return the weights and tensors of ``state`` to move, by the name of the parameter. Collective.
-
-        Raises on all ranks unless ``placement`` is valid, and equal on all ranks as are the tensors.
-        """
-        fault: ConfigError | None = None
-        moved: dict[str, list[Tensor]] = {}
-        try:
-            self.check_placement(placement)
-            for name, param in self.experts.named_parameters():
-                moved[name] = [param.data, *map(plain, moved_state(name, param, state.get(param, {})))]
-            if any(managed_by_fsdp(param) for param in self.experts.parameters()):
-                raise ConfigError(f"FSDP shards the experts of layer {self.label!r}, which cannot be relocated")
-        except ConfigError as error:
-            fault = error
-        group = self.dispatcher.group
-        if group is not None and self.dispatcher.world > 1:
-            same = {
-                "new placement of experts": placement.digest,
-                "present placement": self.placement.digest,
-                "layer": self.label,
-                "weights and optimizer state": str([(name, [t.dtype for t in parts]) for name, parts in moved.items()]),
-            }
-            compare(channel_of(group), "a relocation of experts", same, fault=fault)
-        elif fault is not None:
-            raise fault
-        return moved
-
     def check_placement(self, placement: Placement) -> None:
         """Raise ConfigError unless ``placement`` keeps the number of experts and slots of each rank."""
-        placement.fitting(self.num_experts, self.sizes["ep"])
-        old = self.placement
-        if placement.homes_per_rank != old.homes_per_rank:
-            raise ConfigError(
-                f"a relocation keeps the number of experts of each rank, {old.homes_per_rank}; the new "
-                f"placement has {placement.homes_per_rank}"
-            )
-        if placement.slots_per_rank != old.slots_per_rank:
-            raise ConfigError(
-                f"a relocation keeps the slots of each rank, {old.slots_per_rank} with those for copies; the new "
-                f"placement has {placement.slots_per_rank}. Set Placement.slots of both to the copies that a rank can "
-                "hold"
-            )
+        check_relocation(self.placement, placement)
 
     def set_placement(self, placement: Placement) -> None:
         """Declare that the weights are those of ``placement``. ``relocate`` moves them; this method moves nothing.
@@ -586,9 +464,3 @@ class MoELayer(ParallelModule):
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
         self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
-
-
-def _agree_on_seed(group: ProcessGroup | None) -> int:
-    """Return a seed drawn by the first rank of the group. Collective."""
-    seed = torch.randint(2**31, (), device="cpu")
-    return int(gather_values(seed, group, "agreeing on a seed")[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.expert_mlp import SERIAL_ONLY, ExpertMLP
+from moe_comm.kernels.expert_mlp import ExpertMLP
 
 
 class ExpertCall(ABC):
@@ -71,9 +71,17 @@ class ExpertCall(ABC):
         """Return a context manager that reports an exception between dispatch and combine to the other ranks."""
 
 
+def fp8_fault() -> ConfigError:
+    """Return the error of the device executor for experts with fp8 GEMMs."""
+    return ConfigError(
+        "the kernels of the device executor multiply rows in their own dtype, not in fp8; use executor 'serial', "
+        "'pipelined' or 'auto'"
+    )
+
+
 def check_device_experts(mlp: ExpertMLP) -> None:
     """Raise ConfigError if the device executor cannot run these experts."""
     if any(bias is not None for bias in mlp.tensors[2:]):
         raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
     if mlp.gemm_dtype == "fp8":
-        raise ConfigError(SERIAL_ONLY)
+        raise fp8_fault()

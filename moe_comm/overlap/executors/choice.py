@@ -11,9 +11,8 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
-from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.expert_mlp import SERIAL_ONLY
-from moe_comm.overlap.executors.base import ExpertCall
+from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.overlap.executors.base import ExpertCall, fp8_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
 from moe_comm.overlap.executors.device import DeviceCall, device_fault
 from moe_comm.overlap.executors.device_rows import PeerDeviceCall
@@ -58,7 +57,7 @@ def dispatch_rows(
         beside: Work of the caller while rows, and results, are in flight, which "auto" hides transfers behind; see
             ``OperatorWork.beside``. The same on every rank.
         label: Name of the layer, for error messages.
-        scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which run serially.
+        scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which the device executor does not support.
 
     Returns:
         The call, with ``compute`` and ``combine``.
@@ -73,12 +72,10 @@ def dispatch_rows(
         return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
-    if scaled:
-        if use_kernels or pipelined_requested:
-            dispatcher.refuse(ConfigError(SERIAL_ONLY), x_TD, label=label)
-        return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
     if use_kernels or pipelined_requested:
-        fault = device_fault(dispatcher, x_TD) if use_kernels else pipelined_fault(dispatcher)
+        fault: MoeCommError | None = pipelined_fault(dispatcher)
+        if use_kernels:
+            fault = fp8_fault() if scaled else device_fault(dispatcher, x_TD)
         if fault is not None:
             dispatcher.refuse(fault, x_TD, label=label)
     if use_kernels and isinstance(dispatcher, PeerToPeerPrimitives):
@@ -97,21 +94,22 @@ def dispatch_rows(
             beside=beside,
             weights_grad=weights_grad,
             label=label,
+            scaled=scaled,
         )
         if use_kernels:
             return DeviceCall(dispatch, x_TD, ids_TK, weights_TK)
         if dispatch.small and not pipelined_requested:
             return SerialCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
-        return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK)
+        return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK, scaled)
     if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not pipelined_requested:
-            return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
+            return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
-        shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
+        shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, scaled=scaled)
         if shared.chunks == 1 and not pipelined_requested:
-            return SerialCall(dispatcher, shared.dispatch_at_once(send, x_TD), weights_TK)
-        return PipelinedCall(shared, lambda _: send, x_TD, weights_TK)
-    return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
+            return SerialCall(dispatcher, shared.dispatch_at_once(send, x_TD, scaled), weights_TK)
+        return PipelinedCall(shared, lambda _: send, x_TD, weights_TK, scaled)
+    return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
 
 
 def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:

@@ -29,8 +29,9 @@ from moe_comm.dispatch.checksums import SentChecksums, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import KINDS, record_handle, sent_bytes
 from moe_comm.dispatch.sums import scale_, weighted_sum
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
-from moe_comm.dispatch.wire_dtype import bytes_per_row, pack, unpack
+from moe_comm.dispatch.wire_dtype import bytes_per_row, pack, unpack, unpack_scaled
 from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.overlap.chunk_plan import ChunkPlan, RowRange, RowSegments, max_sent_rows
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
@@ -80,6 +81,7 @@ class ChunkedDispatch(RowDispatch):
         beside: tuple[int, int] = (0, 0),
         weights_grad: bool = False,
         label: str = "",
+        scaled: bool = False,
     ) -> ChunkedDispatch:
         """Run the handshake of ``Dispatcher.dispatch`` and choose the number of chunks. Collective.
 
@@ -90,6 +92,7 @@ class ChunkedDispatch(RowDispatch):
             beside: Work of the caller while rows, and results, are in flight (``OperatorWork.beside``); the same on
                 every rank.
             weights_grad: Whether the backward pass will send gradients of routing weights; compared between ranks.
+            scaled: The experts have fp8 GEMMs.
 
         Raises:
             ConfigError: the dispatcher's rows cannot be sent in chunks, see ``sends_chunks``.
@@ -102,7 +105,7 @@ class ChunkedDispatch(RowDispatch):
                 f"shared_memory), with wire dtypes that have scales for each row; got {dispatcher.name} with "
                 f"{dispatcher.options.wire_dtypes}"
             )
-        header = dispatcher.dispatch_header(x_TD, ids_TK, label)
+        header = dispatcher.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
         header = replace(header, weights_grad=weights_grad)
         handle = dispatcher.prepare_dispatch(x_TD, ids_TK, header)
         rows_WE = handle.state.rows_WE
@@ -176,17 +179,27 @@ class ChunkedDispatch(RowDispatch):
     def dispatch_at_once(self, x_TD: Tensor) -> Dispatched:
         """Send all rows in one transfer; differentiable."""
 
-        def send(x_TD: Tensor) -> tuple[Tensor, DispatchHandle]:
-            rows_RD = self.dispatcher.send(x_TD, self.handle, self.header)
-            self.check(rows_RD)
-            return rows_RD, self.handle
+        def send(x_TD: Tensor) -> tuple[Tensor | ScaledRows, DispatchHandle]:
+            rows: Tensor | ScaledRows
+            if self.receives_scaled(self.header):
+                rows = self.dispatcher.send_scaled(x_TD, self.handle, self.header)
+            else:
+                rows = self.dispatcher.send(x_TD, self.handle, self.header)
+            self.check(rows)
+            if self.header.scaled and isinstance(rows, Tensor):
+                rows = quantize_rows(rows)
+            return rows, self.handle
 
         return dispatch_by(self.dispatcher, x_TD, send, self.handle.label)
 
-    def check(self, rows_RD: Tensor) -> None:
+    def receives_scaled(self, header: Header) -> bool:
+        """Return whether ``header`` is of a dispatch whose encoded rows are not decoded."""
+        return header.scaled and self.dispatcher.options.wire_dtypes.of(header.op).format == "fp8"
+
+    def check(self, rows: Tensor | ScaledRows) -> None:
         """Compare received rows with their checksums, if there are any."""
         if self.checksums is not None:
-            self.checksums.check(rows_RD)
+            self.checksums.check(rows.dequantized(self.handle.dtype) if isinstance(rows, ScaledRows) else rows)
 
     @property
     def routes(self) -> Routes:
@@ -254,8 +267,12 @@ class ChunkedSend(RowSend):
             ]
             if header.op == "dispatch":
                 record_handle(span, dispatch.dispatcher, handle)
-        self.rows_RD = warm_rows(handle.num_rows, self._width, self._dtype, rows_TD.device)
-        self.rows_RD[self._plan.own_R] = self._unpacked(take(packed_TX, token_S[self._plan.own_slots]))
+        if dispatch.receives_scaled(header):
+            self._received_RX = warm_rows(handle.num_rows, packed_TX.shape[1], packed_TX.dtype, rows_TD.device)
+            self.scaled = unpack_scaled(self._received_RX, self._wire_dtype, self._width)
+        else:
+            self._received_RX = self.rows_RD = warm_rows(handle.num_rows, self._width, self._dtype, rows_TD.device)
+        self._store(self._plan.own_R, take(packed_TX, token_S[self._plan.own_slots]))
 
     def poll(self, wait: bool) -> Sequence[int]:
         chunk = self._next
@@ -266,16 +283,18 @@ class ChunkedSend(RowSend):
         return (chunk,)
 
     def receive_chunk(self, chunk: int) -> None:
-        """Wait for a chunk and copy its rows into ``rows_RD``."""
+        """Wait for a chunk and copy its rows into ``rows_RD`` or ``scaled``."""
         with EVENTS.span(KINDS[self._op], self._op, layer=self._dispatch.handle.label):
-            self.rows_RD[self._plan.chunks[chunk].receive_R] = self._unpacked(self._pending[chunk]())
+            self._store(self._plan.chunks[chunk].receive_R, self._pending[chunk]())
 
     def close(self) -> None:
         if self._op == "dispatch":
-            self._dispatch.check(self.rows_RD)
+            self._dispatch.check(self.scaled or self.rows_RD)
 
-    def _unpacked(self, packed_RX: Tensor) -> Tensor:
-        return unpack(packed_RX, self._wire_dtype, self._width, self._dtype)
+    def _store(self, at_N: Tensor, packed_NX: Tensor) -> None:
+        if self.scaled is None:
+            packed_NX = unpack(packed_NX, self._wire_dtype, self._width, self._dtype)
+        self._received_RX[at_N] = packed_NX
 
 
 class ChunkedGradients(ChunkedSend, SentGradients):

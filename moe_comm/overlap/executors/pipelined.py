@@ -37,16 +37,13 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
-from moe_comm.kernels.expert_mlp import (
-    BackwardInputs,
-    ExpertBackward,
-    ExpertMLP,
-    LocalExperts,
-    by_expert,
-)
+from moe_comm.kernels import expert_mlp_fp8
+from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.base import ExpertCall
+from moe_comm.overlap.executors.quantized_ranges import QuantizedRanges
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.runtime.memory import warm_like, warm_rows
 
@@ -192,13 +189,26 @@ class _Experts(torch.autograd.Function):
                 send.start(None)
             if run.returns:
                 back = dispatch.start_return("combine", (run.requires_grad, run.needs_weights), send)
-            rows_RD = input_RD if send is None else send.rows_RD
-            assert rows_RD is not None
-            out_RD = _rows(rows_RD, experts.columns) if back is None else back.rows_RD
-            mlp_pass = experts.forward(rows_RD, out_RD, _sizes(dispatch, tensors), keep_h, warm_rows)
-            run_ranges(
-                dispatch.segments, send, back, lambda row_range: mlp_pass.row_range(row_range.expert, row_range.rows)
-            )
+            rows: Tensor | ScaledRows | None = input_RD if send is None else send.scaled or send.rows_RD
+            assert rows is not None
+            quantized = None
+            if isinstance(rows, Tensor) and isinstance(experts, ExpertMLP) and experts.gemm_dtype == "fp8":
+                quantized = QuantizedRanges(rows, dispatch.dispatcher.options.wire_dtypes.of("dispatch"))
+                rows = quantized.rows
+            if back is None:
+                assert isinstance(rows, Tensor)
+                out_RD = _rows(rows, experts.columns)
+            else:
+                out_RD = back.rows_RD
+            sizes = _sizes(dispatch, tensors)
+            mlp_pass = expert_mlp_fp8.forward_pass(experts, rows, out_RD, sizes, keep_h, warm_rows)
+
+            def compute(row_range: RowRange) -> None:
+                if quantized is not None:
+                    quantized.quantize(row_range.rows)
+                mlp_pass.row_range(row_range.expert, row_range.rows)
+
+            run_ranges(dispatch.segments, send, back, compute)
             if back is not None:
                 back.close(run.wide_TK, lambda: False)
         except BaseException as error:
@@ -206,7 +216,8 @@ class _Experts(torch.autograd.Function):
             raise
         run.back = back
         saved_out_RD = out_RD if run.returns and run.needs_weights else None
-        ctx.save_for_backward(rows_RD, mlp_pass.saved_RG, saved_out_RD, *tensors)
+        rows_RD, scale_RB = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows, None)
+        ctx.save_for_backward(rows_RD, scale_RB, mlp_pass.saved_RG, saved_out_RD, *tensors)
         ctx.run, ctx.settings, ctx.pending_backward = run, settings, None
         return token.new_empty(0) if run.returns else out_RD
 
@@ -242,7 +253,7 @@ class _Backward:
         self, ctx: Any, grad_RD: Tensor, needs_token: bool, needs_rows: bool, needs_weights: Sequence[bool]
     ) -> None:
         # Read once only: with activation checkpointing, a second read raises.
-        rows_RD, saved_RG, results_RD, *tensors = ctx.saved_tensors
+        rows_RD, scale_RB, saved_RG, results_RD, *tensors = ctx.saved_tensors
         run: _Run = ctx.run
         dispatch, send, back = run.backward, run.gradients, None
         run.gradients = None
@@ -260,6 +271,10 @@ class _Backward:
             grad_out_RD = self.grad_rows_RD if back is None else back.rows_RD
             grad_RD = grad_RD.contiguous() if send is None else send.rows_RD
             experts = ctx.settings.with_tensors(tensors)
+            if scale_RB is not None:
+                rows_RD, saved_RG = expert_mlp_fp8.backward_inputs(
+                    experts, ScaledRows(rows_RD, scale_RB), saved_RG, self._sizes, dispatch.handle.dtype
+                )
             self._pass: ExpertBackward = experts.backward(
                 BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, grad_out_RD, needs, warm_rows, per_expert=False)
             )
@@ -346,14 +361,16 @@ class PipelinedCall(ExpertCall):
 
     skips_empty_slots = True
 
-    def __init__(self, dispatch: RowDispatch, start: Start, x_TD: Tensor, weights_TK: Tensor) -> None:
+    def __init__(
+        self, dispatch: RowDispatch, start: Start, x_TD: Tensor, weights_TK: Tensor, scaled: bool = False
+    ) -> None:
         # A copy: the caller may change its tensor in place before backward.
         wide_TK = weights_TK.detach().to(dispatch.sum_dtype, copy=True)
         run = _Run(
             dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
         )
         run.guard = lambda: dispatch.abort_on_error(None)
-        self._dispatch, self._run = dispatch, run
+        self._dispatch, self._run, self._scaled = dispatch, run, scaled
         self.rows = _Dispatch.apply(x_TD, weights_TK, run)
 
     @property
@@ -372,6 +389,10 @@ class PipelinedCall(ExpertCall):
             raise InputError(
                 f"an expert layer needs weights [{experts}, .., {dispatch.handle.hidden}] of this rank's experts on "
                 f"{dispatch.handle.device}; got {tuple(w13.shape)} on {w13.device}"
+            )
+        if (mlp.gemm_dtype == "fp8") != self._scaled:
+            raise InputError(
+                f"rows were dispatched with scaled={self._scaled}; got experts with {mlp.gemm_dtype} GEMMs"
             )
         mlp.check_weights(rows)
         run.requires_grad = needs_autograd(rows, *mlp.tensors)

@@ -68,12 +68,9 @@ class _Grouped(torch.autograd.Function):
         if values_RD is None and call.counts_E is not None and rows_RD.stride(1) != 1:
             rows_RD = rows_RD.contiguous()
         out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
-        if values_RD is not None and scale_RB is not None:
-            assert isinstance(experts, ExpertMLP)
-            h_RG = expert_mlp_fp8.forward(experts, ScaledRows(values_RD, scale_RB), call.sizes, out_RD)
-            rows_RD, saved_RG = values_RD, h_RG if call.save_hidden else None
-        elif call.counts_E is None:
-            mlp_pass = experts.forward(rows_RD, out_RD, call.sizes, call.save_hidden, warm_rows)
+        if call.counts_E is None or values_RD is not None:
+            rows = rows_RD if values_RD is None or scale_RB is None else ScaledRows(values_RD, scale_RB)
+            mlp_pass = expert_mlp_fp8.forward_pass(experts, rows, out_RD, call.sizes, call.save_hidden, warm_rows)
             mlp_pass.all_rows()
             saved_RG = mlp_pass.saved_RG
         else:
@@ -82,7 +79,7 @@ class _Grouped(torch.autograd.Function):
 
             h_RG = expert_mlp_gpu.forward(experts, rows_RD, call.counts_E, out_RD)
             saved_RG = h_RG if call.save_hidden else None
-        ctx.save_for_backward(rows_RD, scale_RB, saved_RG, *tensors)
+        ctx.save_for_backward(rows_RD if values_RD is None else values_RD, scale_RB, saved_RG, *tensors)
         ctx.call = call
         return out_RD
 
@@ -98,9 +95,7 @@ class _Grouped(torch.autograd.Function):
             if scale_RB is not None:
                 assert isinstance(experts, ExpertMLP)
                 scaled = ScaledRows(rows_RD, scale_RB)
-                if saved_RG is None:
-                    saved_RG = expert_mlp_fp8.hidden_rows(experts, scaled, call.sizes, grad_RD.dtype)
-                rows_RD = scaled.dequantized(grad_RD.dtype)
+                rows_RD, saved_RG = expert_mlp_fp8.backward_inputs(experts, scaled, saved_RG, call.sizes, grad_RD.dtype)
             rows, width = rows_RD.shape
             grad_rows = call.alloc(rows, width, rows_RD.dtype, rows_RD.device) if needs_rows else None
             if call.counts_E is None:

@@ -40,8 +40,9 @@ from moe_comm.dispatch.checksums import exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
-from moe_comm.dispatch.wire_dtype import rounded
+from moe_comm.dispatch.wire_dtype import WireDtype, quantized, rounded
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import RowRange, RowSegments, max_sent_rows, ranges_by_source
 from moe_comm.overlap.executors.chunked_rows import EXPERT_CHUNK_FACTOR
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
@@ -79,6 +80,7 @@ class SharedDispatch(RowDispatch):
         *,
         label: str = "",
         start: StartDispatch | None = None,
+        scaled: bool = False,
     ) -> tuple[SharedDispatch, SharedSend]:
         """Run the handshake of a dispatch and write this rank's rows. Collective.
 
@@ -86,6 +88,7 @@ class SharedDispatch(RowDispatch):
 
         Args:
             start: Starts the dispatch; None: ``dispatcher.start_dispatch``.
+            scaled: The experts have fp8 GEMMs.
 
         Raises:
             ConfigError: the wire dtype has scales per group of rows.
@@ -95,7 +98,7 @@ class SharedDispatch(RowDispatch):
         if not can_pipeline(dispatcher):
             wire_dtypes = dispatcher.options.wire_dtypes
             raise ConfigError(f"overlap needs wire dtypes with scales for each row; got {wire_dtypes}")
-        header = dispatcher.dispatch_header(x_TD, ids_TK, label)
+        header = dispatcher.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
         with dispatch_span(dispatcher, "dispatch", label) as span:
             incoming = (start or dispatcher.start_dispatch)(x_TD.detach(), ids_TK, header)
             record_handle(span, dispatcher, incoming.handle)
@@ -109,12 +112,17 @@ class SharedDispatch(RowDispatch):
             # As early as possible: if an expert raises on one rank, the exchange must not wait for that rank.
             early = exchange_checksums(dispatcher, x_TD, ids_TK, header) if dispatcher.collectives_in_flight else None
 
-            def check(rows_RD: Tensor) -> None:
+            def check(send: SharedSend) -> None:
                 checksums = early
                 if not dispatcher.collectives_in_flight:
                     checksums = exchange_checksums(dispatcher, x_TD, ids_TK, header)
-                if checksums is not None:
-                    checksums.check(rows_RD)
+                if checksums is None:
+                    return
+                wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
+                if scaled and wire_dtype.format == "fp8":
+                    checksums.check(send.quantized(wire_dtype).dequantized(handle.dtype))
+                else:
+                    checksums.check(send.rows_RD)
 
             dispatch = cls(dispatcher, handle, chunks, sources)
             return dispatch, SharedSend(dispatch.segments, handle.label, incoming, check)
@@ -132,12 +140,13 @@ class SharedDispatch(RowDispatch):
     def per_direction(self, operator: str, width: int) -> tuple[SharedDispatch, SharedDispatch]:
         return self, self
 
-    def dispatch_at_once(self, send: SharedSend, x_TD: Tensor) -> Dispatched:
+    def dispatch_at_once(self, send: SharedSend, x_TD: Tensor, scaled: bool = False) -> Dispatched:
         """Complete the dispatch in one step; differentiable."""
 
-        def complete(_: Tensor) -> tuple[Tensor, DispatchHandle]:
+        def complete(_: Tensor) -> tuple[Tensor | ScaledRows, DispatchHandle]:
             send.close()
-            return send.rows_RD, self.handle
+            wire_dtype = self.dispatcher.options.wire_dtypes.of("dispatch")
+            return send.quantized(wire_dtype) if scaled else send.rows_RD, self.handle
 
         return dispatch_by(self.dispatcher, x_TD, complete, self.handle.label, counted=False)
 
@@ -179,7 +188,7 @@ class SharedSend(RowSend):
             complete peers are returned together, for larger GEMMs.
 
     Args:
-        check: Compares the rows with their checksums, collectively, if there are any.
+        check: Compares the received rows with their checksums, collectively, if there are any.
     """
 
     def __init__(
@@ -187,7 +196,7 @@ class SharedSend(RowSend):
         segments: RowSegments,
         label: str,
         incoming: IncomingRows | None,
-        check: Callable[[Tensor], None] | None = None,
+        check: Callable[[SharedSend], None] | None = None,
     ) -> None:
         self._label, self._check = label, check
         self._pending_peers = [peer for group in segments.groups for peer in group]
@@ -197,7 +206,13 @@ class SharedSend(RowSend):
         self.on_complete: Callable[[], None] | None = None
         self.group_by_group = False
         if incoming is not None:
-            self.rows_RD = incoming.rows_RD
+            self.scaled = incoming.scaled
+            if self.scaled is None:
+                self.rows_RD = incoming.rows_RD
+
+    def quantized(self, wire_dtype: WireDtype) -> ScaledRows:
+        """Return all rows for fp8 GEMMs, after ``close``. wire_dtype: of dispatch."""
+        return self.scaled or quantized(self.rows_RD, wire_dtype)
 
     def poll(self, wait: bool) -> Sequence[int]:
         pending, incoming = self._pending_peers, self._incoming
@@ -224,7 +239,7 @@ class SharedSend(RowSend):
             incoming.__exit__(None, None, None)
         self.complete = True
         if self._check is not None:
-            self._check(self.rows_RD)
+            self._check(self)
         if self.on_complete is not None:
             self.on_complete()
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import RowRange, RowSegments
 
 
@@ -34,9 +35,12 @@ class RowSend(ABC):
 
     Attributes:
         rows_RD: [R, D], filled as segments complete. This rank's own rows are complete after ``start``.
+        scaled: the encoded rows in place of ``rows_RD``, for experts with fp8 GEMMs. None: rows are received in their
+            own dtype, or are gradients.
     """
 
     rows_RD: Tensor
+    scaled: ScaledRows | None = None
 
     def start(self, results_RD: Tensor | None) -> None:  # noqa: B027 - most transports start in the constructor
         """Start the transfer. Called before all other methods.

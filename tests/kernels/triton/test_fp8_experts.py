@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch import DispatchOptions, WireDtypes
+from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import InputError
-from moe_comm.kernels.fp8 import ScaledRows, quantize_rows, quantize_weights
+from moe_comm.kernels.activations import activation_of
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.expert_mlp_fp8 import forward_pass
+from moe_comm.kernels.fp8 import ScaledRows, of_packed, quantize_rows, quantize_weights
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.overlap.executors.serial import serial_call
+from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
 from tests.overlap.triton.common import needs_triton
@@ -48,6 +56,30 @@ def _quantized(rank: int, world: int, dtype: torch.dtype) -> None:
 def test_rows_and_weights_have_the_same_bytes(interpreter: RankPool, dtype: torch.dtype) -> None:
     """Also weights with any strides, and blocks with an infinity, which become NaN of any sign."""
     interpreter.run(_quantized, dtype, timeout=60)
+
+
+def _ranges(rank: int, world: int, arg: None) -> None:
+    tensors = drawn(3, 80, 256, seed=1), drawn(3, 256, 40, seed=2), drawn(3, 80, seed=3), drawn(3, 256, seed=4)
+    mlp, rows_RD, sizes = ExpertMLP(tensors, activation_of("swiglu"), gemm_dtype="fp8"), drawn(9, 256), (4, 0, 5)
+
+    def work() -> list[Tensor]:
+        rows, outputs = quantize_rows(rows_RD), [torch.full((9, 256), torch.nan) for _ in range(2)]
+        at_once, by_range = (forward_pass(mlp, rows, out_RD, sizes, True, warm_rows) for out_RD in outputs)
+        at_once.all_rows()
+        for expert, first, end in ((2, 6, 9), (0, 0, 3), (2, 4, 6), (0, 3, 4)):
+            by_range.row_range(expert, slice(first, end))
+        assert at_once.saved_RG is not None and by_range.saved_RG is not None
+        return [*outputs, at_once.saved_RG, by_range.saved_RG]
+
+    plain, actual, launched = run_plain_and_triton(work)
+    assert launched.count("quantize_weights_kernel") == 4 and launched.count("grouped_mm_fp8_kernel") == 2 + 2 * 4
+    assert torch.equal(plain[0], plain[1]) and torch.equal(plain[2], plain[3])
+    for one, other in zip(actual, plain, strict=True):
+        assert (one - other).norm() <= TOLERANCE * other.norm()
+
+
+def test_row_ranges_are_computed_as_all_rows_and_weights_are_quantized_once(interpreter: RankPool) -> None:
+    interpreter.run(_ranges, None, timeout=60)
 
 
 def _refused(rank: int, world: int, arg: None) -> None:
@@ -98,3 +130,40 @@ def _layer(rank: int, world: int, arg: tuple[torch.dtype, str, bool]) -> None:
 )
 def test_the_layer_with_kernels_is_near_plain_torch(interpreter: RankPool, arg: tuple[torch.dtype, str, bool]) -> None:
     interpreter.run(_layer, arg, timeout=120)
+
+
+# --- low latency ---
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2, bare=True) as pool:
+        yield pool
+
+
+def _low_latency(rank: int, world: int, arg: None) -> None:
+    mm, quantize = kernels("grouped_mm_fp8"), kernels("quantize")
+    options = DispatchOptions(wire_dtypes=WireDtypes("fp8_token"), peer_to_peer=PeerToPeerOptions(emulate=True))
+    dispatcher = make_dispatcher(4, dist.group.WORLD, backend="peer_to_peer", options=options)
+    assert isinstance(dispatcher, PeerToPeerDispatcher)
+    w13_EGD, w2_EDF = drawn(2, 80, 256, seed=rank) / 16, drawn(2, 256, 40, seed=7 + rank) / 6
+    for tokens in (3 + rank, 0 if rank else 8):
+        x_TD, ids_TK, weights_TK = drawn(tokens, 256, seed=rank), some_ids(tokens, 2, 4), drawn(tokens, 2, seed=1)
+        call = serial_call(dispatcher, x_TD, ids_TK, weights_TK, "", scaled=True)
+        mlp = ExpertMLP((w13_EGD, w2_EDF, None, None), activation_of("swiglu"), gemm_dtype="fp8")
+        expected_TD = call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
+
+        sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 8)
+        rows, counts_LW = sent.receive_scaled()
+        w13, w2 = quantize_weights(w13_EGD), quantize_weights(w2_EDF)
+        h_RG = mm.grouped_mm_fp8((rows.values_RD, rows.scale_RB), w13, counts_LW, x_TD.dtype)
+        act = of_packed(quantize.swiglu_quantize(h_RG), 40)
+        mm.grouped_mm_fp8_into((act.values_RD, act.scale_RB), w2, counts_LW, sent.results.flatten(0, 1))
+        y_TD = dispatcher.low_latency_combine(sent.results, weights_TK, sent)
+        assert (y_TD - expected_TD).norm() <= TOLERANCE * expected_TD.norm()
+
+
+def test_kernels_read_the_rows_of_a_low_latency_dispatch_in_place(ranks: RankPool) -> None:
+    """Emulated CUDA kernels move the rows, and interpreted Triton kernels multiply them. The scales have stride 0."""
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    ranks.run(_low_latency, None, timeout=120)

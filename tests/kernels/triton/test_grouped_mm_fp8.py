@@ -88,6 +88,30 @@ def test_rows_beyond_the_counts_are_neither_read_nor_written(interpreter: RankPo
     interpreter.run(_run_with_unused_rows)
 
 
+def _run_on_blocks(rank: int, world: int, arg: None) -> None:
+    mm = kernels("grouped_mm_fp8")
+    counts_EW = torch.tensor([[3, 0], [40, 2], [0, 0]])
+    rows_R = torch.arange(240).view(3, 2, 40)[torch.arange(40) < counts_EW.unsqueeze(2)]
+    (values_RK, scale_RB), (w_ENK, w_scale_ECB) = _operands([80, 80, 80], 200, 150)
+    unused_R = torch.ones(240, dtype=torch.bool).index_fill_(0, rows_R, False)
+    values_RK[unused_R] = 0x7F  # NaN
+    scale_RB[unused_R] = torch.nan
+    compact = values_RK[rows_R], scale_RB[rows_R]
+    expected_RN = mm.grouped_mm_fp8(compact, (w_ENK, w_scale_ECB), counts_EW.sum(1), torch.float32)
+    out_RN = torch.full((240, 150), 7.0)
+    mm.grouped_mm_fp8_into((values_RK, scale_RB), (w_ENK, w_scale_ECB), counts_EW, out_RN)
+    assert torch.equal(out_RN[rows_R], expected_RN)
+    assert (out_RN[unused_R] == 7).all()
+    for wrong in (counts_EW[:2], torch.zeros(3, 7, dtype=torch.int64), counts_EW.int()):
+        with pytest.raises(InputError, match="got"):
+            mm.grouped_mm_fp8_into((values_RK, scale_RB), (w_ENK, w_scale_ECB), wrong, out_RN)
+    mm.grouped_mm_fp8_into((values_RK, scale_RB), (w_ENK, w_scale_ECB), torch.empty(3, 0, dtype=torch.int64), out_RN)
+
+
+def test_blocks_of_rows_by_expert_and_source_are_read_in_place(interpreter: RankPool) -> None:
+    interpreter.run(_run_on_blocks, timeout=60)
+
+
 def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
     mm = kernels("grouped_mm_fp8")
     rows, weights = _operands([3, 1], 256, 130)
