@@ -252,7 +252,7 @@ void P2pRanks::fan_out(int rank, const P2pCase& c) {
 
 void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y) {
   SumArgs a = args<SumArgs>(rank, c);
-  a.hidden = c.hidden;
+  a.hidden = a.columns = c.hidden;
   a.dtype = c.dtype;
   a.tokens = c.tokens[at_index(rank)];
   a.top_k = c.top_k;
@@ -290,7 +290,7 @@ void P2pRanks::sum_reduced(int rank, const P2pCase& c, char* y) {
   run_p2p("reduce", 2, reduce);
   stage(1);
   SumReducedArgs sum = args<SumReducedArgs>(rank, c);
-  sum.hidden = c.hidden;
+  sum.hidden = sum.columns = c.hidden;
   sum.dtype = c.dtype;
   sum.tokens = weigh.tokens;
   sum.top_k = c.top_k;

@@ -22,7 +22,7 @@ pytest.importorskip("moe_comm._C", reason="the native core is not built")
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.dispatch.wire_dtype import WireDtypes
-from moe_comm.errors import ConfigError, PeerRaised, PeerTimeout
+from moe_comm.errors import ConfigError, PeerRaised, PeerTimeout, RankMismatch
 from moe_comm.kernels import native
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -61,7 +61,9 @@ def _dispatcher(
 
     peer_options = PeerToPeerOptions(emulate=True, relay=relay)
     settings = DispatchOptions(timeout_s=timeout_s, peer_to_peer=peer_options, **options)
-    return PeerToPeerDispatcher(ExpertPlacement.of(experts, world), dist.group.WORLD, rank, settings, "cpu", launcher)
+    # Dispatchers of a group share their memory and its launcher.
+    group = dist.group.WORLD if launcher is None else dist.new_group()
+    return PeerToPeerDispatcher(ExpertPlacement.of(experts, world), group, rank, settings, "cpu", launcher)
 
 
 @contextmanager
@@ -89,7 +91,9 @@ def _compare_lists(rank: int, world: int, arg: tuple[int, float, int]) -> None:
             tiles = tile_list.list_tiles(counts_WE, range(before, before + experts), own, int(rows_EW.sum()), rows)
             schedule = dispatch_order(rows_EW, Ring(own, ranks), Cut(rows, tile_list.EXTRA_PERCENT / 100))
             number = int(tiles.ends_W[-1])
-            assert number == len(schedule.expert_N) and (not experts or not tiles.taken_V.any())
+            assert number == len(schedule.expert_N)
+            with_rows = [sum(rank in ranks for ranks in schedule.ranks) for rank in range(ranks)]
+            assert tiles.tiles_W.tolist() == with_rows
             stages = [int((schedule.stage_N <= step).sum()) for step in range(ranks)]
             assert tiles.ends_W.tolist() == stages
             sources = [(schedule.ranks[i][0], schedule.ranks[i][-1]) for i in range(number)]
@@ -120,9 +124,9 @@ def _ids(kind: str, rank: int, experts: int, top_k: int) -> Tensor:
     return torch.full_like(ids, -1) if kind == "no rows" else ids
 
 
-def _leaves(rank: int, experts: int, ids: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def _leaves(rank: int, experts: int, ids: Tensor, dtype: torch.dtype, hidden: int = D) -> list[Tensor]:
     """Return x, routing weights, w13 and w2."""
-    shapes = (ids.shape[0], D), tuple(ids.shape), (experts, 2 * F, D), (experts, D, F)
+    shapes = (ids.shape[0], hidden), tuple(ids.shape), (experts, 2 * F, hidden), (experts, hidden, F)
     dtypes = dtype, torch.float32, dtype, dtype
     seeds = range(10 * rank, 10 * rank + 4)
     return [draw(*s, seed=seed, dtype=t).requires_grad_() for s, t, seed in zip(shapes, dtypes, seeds, strict=True)]
@@ -135,12 +139,13 @@ def _layer(
     dtype: torch.dtype = torch.bfloat16,
     recompute: bool = False,
     complete: bool = False,
+    hidden: int = D,
 ) -> list[Tensor]:
     """Run a layer forward and backward. Return the output and all gradients."""
     from moe_comm.overlap.executors.choice import dispatch_rows
 
     rank, experts = dispatcher.rank, len(dispatcher.local_experts)
-    x, weights, w13, w2 = leaves = _leaves(rank, experts, ids, dtype)
+    x, weights, w13, w2 = leaves = _leaves(rank, experts, ids, dtype, hidden)
     call = dispatch_rows(dispatcher, x, ids, weights, overlap, width=F)
     if complete:
         call.complete()
@@ -202,11 +207,14 @@ def test_fp32_agrees_with_serial_execution(pool: RankPool) -> None:
 
 def _compare_halves(rank: int, world: int, arg: None) -> None:
     """Compute the gradients of the rows and those of the weights in two backward passes, and again."""
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
     from moe_comm.overlap.executors.choice import dispatch_rows
 
     with _triton_on_cpus():
+        from torch.distributed.pipelining._backward import (  # imports Triton
+            stage_backward_input,
+            stage_backward_weight,
+        )
+
         dispatcher, ids = _dispatcher(rank, world, EXPERTS), _ids("random", rank, EXPERTS, 3)
         _, *expected = _layer(dispatcher, ids, None)
 
@@ -267,57 +275,117 @@ TOKENS = 64
 """Tokens of each rank, with an expert on every rank: whole tiles, so that no tile waits for two ranks."""
 
 
-def _delay_push(rank: int, world: int, path: Path) -> None:
-    """The push of the last rank starts after the other ranks have computed all rows but those of the last rank."""
-    kernels = interpreted("arrived_mm")
+def _store(path: Path, world: int) -> dist.FileStore:
     store = dist.FileStore(str(path), world)
     store.set_timeout(timedelta(seconds=90))
+    return store
+
+
+def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
+    """The kernel of the last rank that sends rows starts after the other ranks have computed all rows but its own."""
+    sending, path = arg
+    kernels, store = interpreted("arrived_mm"), _store(path, world)
 
     def before(kernel: str) -> None:
-        if kernel == "push" and rank == world - 1:
+        if kernel == "meet":
+            sources.clear()  # of the last operation
+        if kernel == sending and rank == world - 1:
             store.wait([f"computed {other}" for other in range(world - 1)])
 
     sources: list[int] = []
+    orders: list[list[int]] = []
     compute_tile, rest = kernels.compute_tile, kernels.rest
 
     def recorded(*args: Any) -> None:
         start, first_n = int(args[7]), int(args[10])
         if not first_n:
             sources.append(start // TOKENS)
+        if len(sources) == world * tiles_of_rank and not first_n:
+            orders.append([*sources])
         compute_tile(*args)
 
     def rest_and_check() -> None:
-        if rank != world - 1 and sorted({*sources}) == [*range(world - 1)] and len(sources) == others:
+        waits_in = "push" if not orders else "spread"
+        if rank != world - 1 and waits_in == sending and len(sources) == (world - 1) * tiles_of_rank:
+            assert sorted({*sources}) == [*range(world - 1)]
             store.set(f"computed {rank}", "")
         rest()
 
     with _triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
         dispatcher = _dispatcher(rank, world, world, HookedLauncher(before), timeout_s=90)
-        tile_rows = kernels.tiling_of(torch.empty(TOKENS * world, D, dtype=torch.bfloat16), 1).rows
-        others = (world - 1) * TOKENS // tile_rows  # tiles of other ranks than the last
+        tiles_of_rank = TOKENS // kernels.tiling_of(torch.empty(TOKENS * world, D, dtype=torch.bfloat16), 1).rows
         ids = torch.arange(world).repeat(TOKENS, 1)
         patch.setattr(kernels, "compute_tile", recorded)
         patch.setattr(kernels, "rest", rest_and_check)
         _layer(dispatcher, ids, DEVICE)
-    assert sources[: TOKENS // tile_rows] == [rank] * (TOKENS // tile_rows)
-    assert sorted(sources) == sorted([*range(world)] * (TOKENS // tile_rows))
+    assert len(orders) == 2, "forward and backward"
+    for order in orders:
+        assert order[:tiles_of_rank] == [rank] * tiles_of_rank
+        assert sorted(order) == sorted([*range(world)] * tiles_of_rank)
 
 
-def test_rows_of_other_ranks_are_computed_before_a_late_push_own_rows_first(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(_delay_push, tmp_path / "store", timeout=120)
+@pytest.mark.parametrize("kernel", ["push", "spread"])
+def test_rows_of_other_ranks_are_computed_before_late_rows_own_rows_first(
+    kernel: str, pool: RankPool, tmp_path: Path
+) -> None:
+    pool.run(_delay_rows, (kernel, tmp_path / "store"), timeout=120)
 
 
-def _hang(rank: int, world: int, arg: tuple[Path, float]) -> str:
-    """Rank 1 begins the dispatch, and sends its rows only after the others have raised."""
-    path, timeout_s = arg
-    store = dist.FileStore(str(path), world)
-    store.set_timeout(timedelta(seconds=90))
+def _delay_slice(rank: int, world: int, path: Path) -> None:
+    """The last GEMM of the last rank computes its second slice after the other ranks have summed the first one."""
+    kernels, store = interpreted("publish_mm"), _store(path, world)
+    columns, tokens, sums, order = kernels.SLICE_COLUMNS + 8, 32, 0, []
 
     def before(kernel: str) -> None:
-        if kernel == "push" and rank == 1:
-            store.wait([f"raised {other}" for other in range(world) if other != 1])
+        nonlocal sums
+        sums += kernel == "sum"
+        if kernel == "ready" and sums == 1 and rank != world - 1:
+            store.set(f"summed {rank}", "")
 
-    with _triton_on_cpus():
+    compute_tile = kernels.compute_tile
+
+    def recorded(*args: Any) -> None:
+        start, first_n = int(args[7]), int(args[10])
+        order.append((first_n // kernels.SLICE_COLUMNS, (rank - start // tokens) % world))
+        if rank == world - 1 and first_n >= kernels.SLICE_COLUMNS:
+            store.wait([f"summed {other}" for other in range(world - 1)])
+        compute_tile(*args)
+
+    with _triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        dispatcher = _dispatcher(rank, world, world, HookedLauncher(before), timeout_s=90)
+        ids = torch.arange(world).repeat(tokens, 1)
+        expected = _layer(dispatcher, ids, None, hidden=columns)
+        sums = 0
+        patch.setattr(kernels, "compute_tile", recorded)
+        actual = _layer(dispatcher, ids, DEVICE, hidden=columns)
+        assert all(map(torch.equal, actual, expected))
+    assert sums == 4, "two slices in each direction"
+    distances = [world - 1 if own == 0 else own - 1 for _, own in order]
+    forward = [*zip([part for part, _ in order], distances, strict=True)][: len(order) // 2]
+    assert forward == sorted(forward), "slice by slice, own rows last"
+
+
+def test_slices_are_summed_while_others_are_computed(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_delay_slice, tmp_path / "store", timeout=120)
+
+
+def _hang(rank: int, world: int, arg: tuple[str, Path, float]) -> str:
+    """Rank 1 begins an operation, and sends its rows or results only after the others have raised."""
+    kernel, path, timeout_s = arg
+    store, publish = _store(path, world), interpreted("publish_mm")
+    others = [f"raised {other}" for other in range(world) if other != 1]
+
+    def before(launched: str) -> None:
+        if launched == kernel and rank == 1:
+            store.wait(others)
+
+    def late(*args: Any) -> None:
+        before("publish_mm")
+        multiply(*args)
+
+    multiply = publish.publish_mm_into
+    with _triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish, "publish_mm_into", late)
         dispatcher = _dispatcher(rank, world, EXPERTS, HookedLauncher(before), timeout_s)
         ids = _ids("random", rank, EXPERTS, 3)
         with pytest.raises(PeerTimeout) as error:
@@ -328,14 +396,34 @@ def _hang(rank: int, world: int, arg: tuple[Path, float]) -> str:
     return str(error.value)
 
 
-def test_a_rank_that_does_not_send_is_named_at_the_deadline(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "awaited"),
+    [
+        ("push", "to send its rows"),
+        ("spread", "to send its rows"),
+        ("publish_mm", "to compute the results of its experts"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_at_the_deadline(kernel: str, awaited: str, tmp_path: Path) -> None:
     def check(timeout_s: float) -> None:
         with RankPool(WORLD, bare=True) as pool:
-            errors = pool.run(_hang, (tmp_path / f"store {timeout_s}", timeout_s), timeout=120)
+            errors = pool.run(_hang, (kernel, tmp_path / f"store {timeout_s}", timeout_s), timeout=120)
         for rank in (0, 2):
-            assert "rank 1" in errors[rank] and "to send its rows" in errors[rank]
+            assert "rank 1" in errors[rank] and awaited in errors[rank]
 
     with_longer_deadline(check, 3.0, 30.0)
+
+
+def _mix_with_serial(rank: int, world: int, arg: None) -> None:
+    with _triton_on_cpus():
+        dispatcher, ids = _dispatcher(rank, world, EXPERTS), _ids("random", rank, EXPERTS, 3)
+        with pytest.raises(RankMismatch, match="whether GEMMs overlap on the device"):
+            _layer(dispatcher, ids, None if rank == 1 else DEVICE)
+        _layer(dispatcher, ids, DEVICE)  # the group can be used again
+
+
+def test_ranks_with_other_executors_raise(pool: RankPool) -> None:
+    pool.run(_mix_with_serial)
 
 
 def _raise_before_experts(rank: int, world: int, arg: None) -> None:
