@@ -1,4 +1,4 @@
-"""Operations of ``peer_to_peer`` that run beside GEMMs of the caller, on a separate stream, with flags for their parts.
+"""Operations of ``peer_to_peer`` that run while GEMMs of the caller compute, with flags for their parts.
 
     separate stream    meet ▸ push / spread ───── flags (expert, source) ──▶ a GEMM that waits for rows
     separate stream    meet ▸ ready ▸ sum ▸ ... ▸ done     a GEMM ──────── flags (slice of columns, owner) ──▶ ready
@@ -26,7 +26,7 @@ from moe_comm.runtime.memory import DTYPE_CODES
 
 
 class OverlappedPrimitives(PeerToPeerPrimitives):
-    """The primitives of ``peer_to_peer``, also beside GEMMs of the caller."""
+    """The primitives of ``peer_to_peer``, also for operations that run while GEMMs of the caller compute."""
 
     def start_dispatch_aside(
         self, x_TD: Tensor, ids_TK: Tensor, header: Header, num_blocks: int | None

@@ -281,10 +281,10 @@ class PeerToPeerPrimitives(PendingDispatcher):
         header: Header,
         slots: SlotFlags,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run ``_spread``. With ``slots``, rows of peers may be in flight afterwards; see ``Turns.spread``."""
+        """Run ``_spread``. With ``slots``, peers may still write rows when it returns; see ``Turns.spread``."""
         grad_TD = dense(self._round_rows(grad_TD, self._form(grad_TD, header.op)))
         weights_TK, heap = weights_TK.contiguous(), self.memory.turns.heap
-        with KernelOperation(self, header, grad_TD, rows_RD, weights_TK):
+        with KernelOperation(self, header, grad_TD, rows_RD, weights_TK, *slots):
             try:
                 _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
                 grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)

@@ -1,4 +1,4 @@
-"""How the rows of the device executor move: as those of ``peer_to_peer``, beside GEMMs that wait for or set flags.
+"""Rows of the device executor: ``peer_to_peer`` moves them while GEMMs compute, which wait for its flags or set them.
 
     forward    separate stream   meet ▸ push ─── flags ──┐                meet ▸ ready ▸ sum ▸ ready ▸ sum ... ▸ done
                caller's stream               tile list ▸ arrived_mm ▸ ... ▸ publish_mm ── flags ──┘
@@ -37,7 +37,7 @@ class DeviceDispatch(SharedDispatch):
     """One dispatch over ``peer_to_peer`` for kernels that wait on the device.
 
     tiles: of the rows of this rank's experts. flags: of the rows. slots: of this rank's tokens, to set the flags of
-    gradients. num_blocks: thread blocks that send rows beside a GEMM.
+    gradients. num_blocks: thread blocks that send rows while a GEMM computes.
     """
 
     dispatcher: OverlappedPrimitives
@@ -69,7 +69,7 @@ class DeviceDispatch(SharedDispatch):
         return cls(dispatcher, shared.handle, shared.chunks, shared.sources, tiles, flags, slots, blocks), send
 
     def multiply_arrived(self, send: RowSend) -> FirstProduct:
-        """Return the GEMM of the rows in flight. It waits for them on the device, and then closes ``send``."""
+        """Return the GEMM of the rows of ``send``. It waits for them on the device, and closes ``send``."""
         flags = send.flags if isinstance(send, FlaggedGradients) else self.flags
 
         def multiply(rows_RD: Tensor, w_END: Tensor, out_RN: Tensor) -> None:
