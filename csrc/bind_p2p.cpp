@@ -42,6 +42,8 @@ std::map<std::string, int64_t> p2p_constants() {
           {"offer_words", kOfferWords},
           {"nowhere", kNowhere},
           {"max_parts", kMaxParts},
+          {"max_slices", kMaxSlices},
+          {"slice_columns", kSliceColumns},
           {"scale_channels", kScaleChannels},
           {"rows_at", kRowsAt},
           {"block_at", kBlockAt},
@@ -208,6 +210,15 @@ void bind_plan(py::module_& m) {
              p.sum(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at);
              p.done();
            })
+      .def(
+          "sum_slices",
+          [](Plan& p, int64_t blocks, int64_t tokens, int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at,
+             int64_t weights_at, int64_t y_at) {
+            p.sum_slices(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at);
+            p.done();
+          },
+          py::call_guard<Release>())
+      .def("done", &Plan::done, py::call_guard<Release>())
       .def("sum_reduced",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at,
@@ -222,12 +233,13 @@ void bind_plan(py::module_& m) {
       .def("spread",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t grad_at,
-              int64_t stride, int64_t dots_at) {
+              int64_t stride, int64_t dots_at, const std::array<int64_t, 2>& flags, bool done) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
-             p.spread(blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, place_at, weights_at, dots_at);
-             p.done();
+             p.spread(blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, place_at, weights_at, dots_at,
+                      {flags[0], flags[1]});
+             if (done) p.done();
            })
       .def("send_few",
            [](Plan& p, int64_t tokens, int64_t top_k, int64_t ids_at, int64_t hidden, int64_t dtype, int64_t x_at,
@@ -288,9 +300,10 @@ void bind_p2p(py::module_& m) {
       "p2p_control",
       [](int64_t world, int64_t experts, int64_t local_experts) {
         const p2p::Control c{world, experts, local_experts};
-        return std::map<std::string, int64_t>{
-            {"header", c.header(0, 0)},   {"offer", c.offer(0, 0)},     {"counts", c.counts(0, 0)}, {"done", c.done(0)},
-            {"arrived", c.arrived(0, 0)}, {"sent", c.sent(0, 0, 0, 0)}, {"bytes", c.bytes()}};
+        return std::map<std::string, int64_t>{{"header", c.header(0, 0)},   {"offer", c.offer(0, 0)},
+                                              {"counts", c.counts(0, 0)},   {"done", c.done(0)},
+                                              {"arrived", c.arrived(0, 0)}, {"sent", c.sent(0, 0, 0, 0)},
+                                              {"results", c.results(0, 0)}, {"bytes", c.bytes()}};
       },
       py::arg("world"), py::arg("experts"), py::arg("local_experts"),
       "Return the size of the control area in bytes, and the first word of each part.");

@@ -371,6 +371,19 @@ class P2pPlan:
         y_at: int,
         /,
     ) -> None: ...
+    def sum_slices(
+        self,
+        blocks: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: int,
+        place_at: int,
+        weights_at: int,
+        y_at: int,
+        /,
+    ) -> None: ...
+    def done(self) -> None: ...
     def sum_reduced(
         self,
         header: bytes,
@@ -402,6 +415,8 @@ class P2pPlan:
         grad_at: int,
         stride: int,
         dots_at: int,
+        flags: tuple[int, int],
+        done: bool,
         /,
     ) -> None: ...
     def send_few(

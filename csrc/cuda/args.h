@@ -8,7 +8,7 @@
 //   block   [ control | heap: rows that peers write to or read from ]
 //
 //   control [ posted W | header 2 x W x 49 | offer 2 x W x 5 | counts 2 x W x E |
-//             done W | arrived L x W | sent 2 x L x W x 4 | staged 2 x W ]
+//             done W | arrived L x W | sent 2 x L x W x 4 | staged 2 x W | results 4 x W ]
 //
 // Each peer writes to its own words of the control area and then sets the matching flag word to the current turn
 // number. Flags are never reset. A turn is a sequence number: each meet starts a new turn. A rank can be at most one
@@ -18,6 +18,8 @@
 //   dispatch   count ▸ scan ▸ meet (counts, offers) ▸ push ▸ arrive [▸ fan_out]      one turn, no host in between
 //   combine    meet (offers) ▸ sum ▸ done            also the backward of dispatch, without weights
 //   backward   meet (offers) ▸ spread ▸ done         backward of combine
+//   overlapped meet (offers) ▸ [ready ▸ sum] for each slice ▸ done      combine of results that are still computed
+//              meet (offers) ▸ spread with flags ▸ done                 backward of combine, for a GEMM that waits
 //   reduced    meet (offers) ▸ weigh ▸ stage ▸ reduce ▸ stage ▸ sum_reduced ▸ done      combine, see below
 //
 // The reduced combine moves one row per (token, owner), where sum moves one per slot. If several slots of a token have
@@ -25,6 +27,11 @@
 // reduce then adds the linked rows of each token in fp32, in slot order, and rounds once to the row dtype. After the
 // second stage all reduced rows can be read; sum_reduced adds one row per owner. Rows of other slots are read in place.
 // Partial sums are rounded, so the result differs from that of sum, and depends on the placement of experts.
+//
+// The overlapped combine divides the columns of the results into slices. On another stream, a GEMM computes them slice
+// by slice (overlap/triton/publish_mm.py). After the last of a rank's rows of a slice, it sets results(slice, rank) at
+// the rank of the tokens. ready waits for one slice of all ranks; sum then adds its columns, while the GEMM computes
+// the next slice. spread with flags sets arrived(e, rank) at the owner of e as push does.
 //
 //   low latency  ll_send ▸ ll_arrive ▸ [experts] ▸ ll_ready ▸ sum
 //
@@ -49,8 +56,9 @@
 //
 // A turn of another kind begins with meet, which waits until all ranks have completed their earlier turns.
 //
-// Only meet, arrive, stage, done, ll_arrive and ll_ready wait, and each runs with one block. A waiting kernel therefore
-// never keeps a peer's kernel off the device, even if ranks share a device and other kernels have many blocks.
+// Only meet, arrive, ready, stage, done, ll_arrive and ll_ready wait, and each runs with one block. A waiting kernel
+// therefore never keeps a peer's kernel off the device, even if ranks share a device and other kernels have many
+// blocks.
 #pragma once
 
 #include "layout.h"
@@ -63,8 +71,10 @@ constexpr int64_t kComparedWords = 8;  // the first kComparedWords words must be
 constexpr int64_t kFaultWord = 8;      // 0; 1 + the kind of error in this rank's input; or kBadIdsWord
 constexpr int64_t kBadIdsWord = -1;    // bad expert ids; words 9, 10, 11: first bad slot, its id, number of bad ids
 constexpr int64_t kOfferWords = 5;
-constexpr int64_t kNowhere = -1;  // offered by a rank that could not allocate
-constexpr int64_t kMaxParts = 4;  // maximum number of ll_send blocks per expert
+constexpr int64_t kNowhere = -1;        // offered by a rank that could not allocate
+constexpr int64_t kMaxParts = 4;        // maximum number of ll_send blocks per expert
+constexpr int64_t kMaxSlices = 4;       // maximum number of column slices of an overlapped combine
+constexpr int64_t kSliceColumns = 256;  // the first column of a slice is a multiple of it
 
 // Words of an offer. The first four are byte offsets from the start of the offering rank's block. The last is the
 // capacity in rows; -1 means unlimited.
@@ -121,9 +131,20 @@ struct Control {
     return arrived(local_experts, 0) + ((parity * local_experts + local_expert) * world + from) * kMaxParts + part;
   }
   MOE_HD int64_t staged(int64_t stage, int64_t from) const { return sent(2, 0, 0, 0) + stage * world + from; }
+  MOE_HD int64_t results(int64_t slice, int64_t from) const { return staged(2, 0) + slice * world + from; }
   // Size of the control area in bytes, rounded up to a multiple of 256.
-  MOE_HD int64_t bytes() const { return (staged(2, 0) * 8 + 255) / 256 * 256; }
+  MOE_HD int64_t bytes() const { return (results(kMaxSlices, 0) * 8 + 255) / 256 * 256; }
 };
+
+// The slices of an overlapped combine: their number, and the first column of a slice, or the end after the last one.
+MOE_HD inline int64_t num_slices(int64_t columns) {
+  const int64_t units = (columns + kSliceColumns - 1) / kSliceColumns;
+  return units < kMaxSlices ? units : kMaxSlices;
+}
+MOE_HD inline int64_t first_column(int64_t columns, int64_t slice) {
+  const int64_t units = (columns + kSliceColumns - 1) / kSliceColumns, slices = num_slices(columns);
+  return slice < slices ? slice * units / slices * kSliceColumns : columns;
+}
 
 // This rank's state in device memory; initially zero.
 struct State {
@@ -248,16 +269,23 @@ struct Report {
 
 // sum: any number of blocks. y[t] = sum over k, in order, of weights[t, k] * row at place[t, k] (offer word 0),
 // accumulated in fp32 and rounded once. If weights_at is 0, the sum is unweighted. Slots without a place contribute
-// nothing.
+// nothing. Only `columns` columns from `first_column` are computed.
 #define MOE_P2P_SUM(X)            \
   MOE_P2P_GROUP(X)                \
   MOE_P2P_ROWS(X)                 \
+  X(first_column)                 \
+  X(columns)                      \
   X(tokens)                       \
   X(top_k)                        \
   X(place_at)                     \
   X(offers_at)                    \
   X(weights_at) /* [T, K] fp32 */ \
   X(y_at)       /* [T, hidden], dense */
+
+// ready: one block. Waits until all ranks have computed a slice of their results for this rank's tokens.
+#define MOE_P2P_READY(X) \
+  MOE_P2P_GROUP(X)       \
+  X(slice)
 
 // weigh: any number of blocks. If several slots of a token have one owner, writes a RowLink for each of their rows to
 // the owner's links (offer word 3), which are zero before. Other slots get none.
@@ -291,18 +319,22 @@ struct Report {
 // spread: any number of blocks. Backward of the weighted sum: writes grad[t] * weights[t, k] to place[t, k] in the
 // owners' blocks (offer word 1). Unless dots_at is 0, writes the dot products of grad[t] with the row at place[t, k]
 // (offer word 0) to dots_at [T, K] fp32. The additions follow the order of the CPU kernel (csrc/cpu/kernels_impl.inc),
-// so the bits are equal. If weights_at is 0, all weights are 1.
-#define MOE_P2P_SPREAD(X) \
-  MOE_P2P_GROUP(X)        \
-  MOE_P2P_ROWS(X)         \
-  X(tokens)               \
-  X(top_k)                \
-  X(place_at)             \
-  X(offers_at)            \
-  X(weights_at)           \
-  X(grad_at)              \
-  X(stride) /* bytes */   \
-  X(dots_at)
+// so the bits are equal. If weights_at is 0, all weights are 1. Unless ids_at is 0, sets arrived(e, rank) at the owner
+// of e once all of this rank's rows for e are written.
+#define MOE_P2P_SPREAD(X)                                        \
+  MOE_P2P_GROUP(X)                                               \
+  MOE_P2P_ROWS(X)                                                \
+  X(tokens)                                                      \
+  X(top_k)                                                       \
+  X(place_at)                                                    \
+  X(offers_at)                                                   \
+  X(weights_at)                                                  \
+  X(grad_at)                                                     \
+  X(stride) /* bytes */                                          \
+  X(dots_at)                                                     \
+  X(ids_at)   /* [T, K] int64, or 0 */                           \
+  X(slots_at) /* [E] int64: this rank's slots for each expert */ \
+  X(left_at)  /* as for push */
 
 // done: one block. Announces that this rank no longer accesses peers' memory in this turn; waits until all ranks have
 // done so.
@@ -352,6 +384,7 @@ struct Report {
   K(arrive, ArriveArgs, MOE_P2P_ARRIVE)         \
   K(fan_out, FanOutArgs, MOE_P2P_FAN_OUT)       \
   K(sum, SumArgs, MOE_P2P_SUM)                  \
+  K(ready, ReadyArgs, MOE_P2P_READY)            \
   K(weigh, WeighArgs, MOE_P2P_WEIGH)            \
   K(stage, StageArgs, MOE_P2P_STAGE)            \
   K(reduce, ReduceArgs, MOE_P2P_REDUCE)         \

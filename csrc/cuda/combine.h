@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/convert.h"
+#include "cuda/meet.h"
 #include "cuda/shared.h"
 
 namespace moe_comm {
@@ -78,6 +79,7 @@ MOE_BLOCK void sum_pieces(M& m, const Args& a, const Blocks& blocks) {
   const float* weights = at<const float>(a.weights_at);
   const int top_k = static_cast<int>(a.top_k), batch = static_cast<int>(kBatch);
   const int64_t bytes = a.hidden * static_cast<int64_t>(sizeof(typename P::Bits));
+  const int64_t first_byte = a.first_column * static_cast<int64_t>(sizeof(typename P::Bits));
   const Addends x(m, kBatch, a.top_k);
   for (int64_t first = m.block() * batch; first < a.tokens; first += m.blocks() * batch) {
     const int n = static_cast<int>(a.tokens - first < batch ? a.tokens - first : batch);
@@ -99,20 +101,20 @@ MOE_BLOCK void sum_pieces(M& m, const Args& a, const Blocks& blocks) {
         bool linked = false;
         if constexpr (reduced) linked = same_owner(of_token, top_k, slot).next < top_k;
         x.rows[t * top_k + before] = blocks.peers[owner] + offers[owner * kOfferWords + (linked ? kBlockAt : kRowsAt)] +
-                                     place_row(of_token[slot]) * bytes;
+                                     place_row(of_token[slot]) * bytes + first_byte;
         x.factors[t * top_k + before] = weights && !linked ? weights[first * top_k + i] : 1.0f;
       }
       if (slot == top_k - 1) x.live[t] = before + row;
     });
     m.sync();
-    add_rows<P>(m, n, a.hidden, x, [&](int t) { return at<char>(a.y_at) + (first + t) * bytes; });
+    add_rows<P>(m, n, a.columns, x, [&](int t) { return at<char>(a.y_at) + (first + t) * bytes + first_byte; });
   }
 }
 
 template <bool reduced, class M, class Args>
 MOE_BLOCK void sum_rows(M& m, const Args& a) {
   const Blocks blocks(a);
-  int64_t bits = a.y_at | (a.hidden * element_bytes(a.dtype));
+  int64_t bits = a.y_at | ((a.hidden | a.first_column | a.columns) * element_bytes(a.dtype));
   const int64_t* offers = at<const int64_t>(a.offers_at);
   for (int64_t p = 0; p < a.world; ++p) {
     bits |= offers[p * kOfferWords + kRowsAt];
@@ -256,6 +258,13 @@ MOE_BLOCK void spread_pieces(M& m, const SpreadArgs& a, const Blocks& blocks) {
           for (int l = 0; l < half; ++l) lane[l] = plus(lane[l], lane[l + half]);
         }
         at<float>(a.dots_at)[first + s] = lane[0];
+      });
+    }
+    if (a.ids_at) {
+      m.sync();
+      m.each(n, [&](int s) {
+        const int64_t id = at<const int64_t>(a.ids_at)[first + s];
+        if (to[s] != nullptr) count_written(m, a, blocks, id, 1, at<const int64_t>(a.slots_at)[id]);
       });
     }
   }

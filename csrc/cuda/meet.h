@@ -1,4 +1,4 @@
-// Kernels that start and end a turn or its stages: count, scan, meet, arrive, stage, done.
+// Kernels that start and end a turn or its stages: count, scan, meet, arrive, ready, stage, done.
 #pragma once
 
 #include "cuda/machine.h"
@@ -279,6 +279,19 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   m.each(1, [&](int) { m.store_release(&at<Report>(a.report_at)->turn, turn); });
 }
 
+// Called by one thread, after a sync that follows the writes. Counts `written` rows of this rank for expert `id`, and
+// sets the flag at the expert's owner after the last of `all`.
+template <class M, class Args>
+MOE_BLOCK void count_written(M& m, const Args& a, const Blocks& blocks, int64_t id, int64_t written, int64_t all) {
+  int64_t* left = at<int64_t>(a.left_at) + id;
+  if (m.fetch_add(left, written) + written != all) return;
+  *left = 0;
+  const int64_t* offsets = at<const int64_t>(a.offsets_at);
+  const int64_t owner = owner_of(offsets, a.world, id);
+  m.store_release(blocks.words(owner) + blocks.control.arrived(id - offsets[owner], a.rank),
+                  at<const State>(a.state_at)->turn);
+}
+
 template <class M>
 MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
   if (failed(a)) return;
@@ -292,6 +305,15 @@ MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
     const bool any = counts[from * a.experts + first + expert] > 0;
     return Word{any ? blocks.words(a.rank) + blocks.control.arrived(expert, from) : nullptr, from};
   });
+}
+
+template <class M>
+MOE_BLOCK void ready(M& m, const ReadyArgs& a) {
+  if (failed(a)) return;
+  const Blocks blocks(a);
+  const int64_t* mine = blocks.words(a.rank) + blocks.control.results(a.slice, 0);
+  wait_all(m, group_of(a), static_cast<int>(a.world), kResults, at<const State>(a.state_at)->turn, 0,
+           [&](int p) { return Word{mine + p, p}; });
 }
 
 template <class M>

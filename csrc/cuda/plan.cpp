@@ -140,7 +140,7 @@ void Plan::meet(const MeetInput& input, const Slots* slots) {
 template <class Args>
 Args Plan::sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const {
   Args a{};
-  a.hidden = y.hidden;
+  a.hidden = a.columns = y.hidden;
   a.dtype = y.dtype;
   a.tokens = t.tokens;
   a.top_k = t.top_k;
@@ -155,6 +155,18 @@ void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at,
                int64_t offers_at) {
   auto a = sum_args<SumArgs>(t, y, place_at, weights_at, offers_at);
   start(k_sum, blocks < t.tokens ? blocks : t.tokens, a);
+}
+
+void Plan::sum_slices(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at) {
+  auto a = sum_args<SumArgs>(t, y, place_at, weights_at, 0);
+  for (int64_t slice = 0; slice < num_slices(y.hidden); ++slice) {
+    ReadyArgs ready{};
+    ready.slice = slice;
+    start(k_ready, 1, ready);
+    a.first_column = first_column(y.hidden, slice);
+    a.columns = first_column(y.hidden, slice + 1) - a.first_column;
+    start(k_sum, blocks < t.tokens ? blocks : t.tokens, a);
+  }
 }
 
 void Plan::sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
@@ -190,7 +202,7 @@ void Plan::stage(int64_t number) {
 }
 
 void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at,
-                  int64_t dots_at) {
+                  int64_t dots_at, const Flagged& flags) {
   SpreadArgs a{};
   a.hidden = grad.hidden;
   a.dtype = grad.dtype;
@@ -202,6 +214,9 @@ void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t pla
   a.grad_at = grad.at;
   a.stride = grad.stride;
   a.dots_at = dots_at;
+  a.ids_at = flags.ids_at;
+  a.slots_at = flags.slots_at;
+  a.left_at = constants_.left_at;
   start(k_spread, blocks < t.tokens ? blocks : t.tokens, a);
 }
 

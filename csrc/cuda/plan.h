@@ -45,6 +45,11 @@ struct Tokens {
   int64_t tokens = 0, top_k = 0;
 };
 
+// For spread with flags: the expert ids of the slots, and this rank's slots for each expert; see SpreadArgs.
+struct Flagged {
+  int64_t ids_at = 0, slots_at = 0;
+};
+
 // Slots of dispatched tokens: expert ids, and output for places. `chunk`: slots per block of count.
 struct Slotted {
   Tokens of;
@@ -89,10 +94,13 @@ class Plan {
   void meet(const MeetInput& input);
   // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet.
   void sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at = 0);
+  // As sum, of results that are still computed: each slice of columns after all ranks have computed it.
+  void sum_slices(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at);
   // As sum, with rows that their owners have reduced.
   void sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
                    const Reduction& own);
-  void spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at);
+  void spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at,
+              const Flagged& flags);
   // End the turn of sum or spread.
   void done();
 

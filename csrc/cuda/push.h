@@ -79,12 +79,7 @@ MOE_BLOCK void push_chunk(M& m, const Args& a, const Blocks& blocks, int64_t chu
   m.each(n, [&](int i) {
     if (s.together[i] == 0) return;
     const int64_t id = s.ids[i], all = at<const int64_t>(a.all_counts_at)[a.rank * a.experts + id];
-    int64_t* left = at<int64_t>(a.left_at) + id;
-    if (m.fetch_add(left, s.together[i]) + s.together[i] != all) return;
-    *left = 0;
-    const int64_t owner = owner_of(offsets, a.world, id);
-    m.store_release(blocks.words(owner) + blocks.control.arrived(id - offsets[owner], a.rank),
-                    at<const State>(a.state_at)->turn);
+    count_written(m, a, blocks, id, s.together[i], all);
   });
 }
 

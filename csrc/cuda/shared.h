@@ -75,6 +75,7 @@ MOE_HD inline Pieces addend_pieces(int64_t n, int64_t most) {
 }
 MOE_HD inline int64_t shared_bytes(const SumArgs& a, int64_t) { return addend_pieces(kBatch, a.top_k).bytes; }
 MOE_HD inline int64_t shared_bytes(const SumReducedArgs& a, int64_t) { return addend_pieces(kBatch, a.top_k).bytes; }
+MOE_HD inline int64_t shared_bytes(const ReadyArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const WeighArgs&, int64_t) { return 0; }
 MOE_HD inline int64_t shared_bytes(const StageArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const ReduceArgs& a, int64_t) {

@@ -260,7 +260,11 @@ void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y) {
   a.offers_at = reinterpret_cast<int64_t>(of(rank).offers.data());
   a.weights_at = weighted ? reinterpret_cast<int64_t>(c.weights[at_index(rank)].data()) : 0;
   a.y_at = reinterpret_cast<int64_t>(y);
-  run_p2p("sum", 2, a);
+  for (int64_t slice = 0; slice < p2p::num_slices(c.hidden); ++slice) {
+    a.first_column = p2p::first_column(c.hidden, slice);
+    a.columns = p2p::first_column(c.hidden, slice + 1) - a.first_column;
+    run_p2p("sum", 2, a);
+  }
 }
 
 void P2pRanks::sum_reduced(int rank, const P2pCase& c, char* y) {
@@ -290,7 +294,7 @@ void P2pRanks::sum_reduced(int rank, const P2pCase& c, char* y) {
   run_p2p("reduce", 2, reduce);
   stage(1);
   SumReducedArgs sum = args<SumReducedArgs>(rank, c);
-  sum.hidden = c.hidden;
+  sum.hidden = sum.columns = c.hidden;
   sum.dtype = c.dtype;
   sum.tokens = weigh.tokens;
   sum.top_k = c.top_k;
@@ -313,7 +317,13 @@ void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
   a.grad_at = reinterpret_cast<int64_t>(c.g[at_index(rank)].data());
   a.stride = c.hidden * c.element();
   a.dots_at = reinterpret_cast<int64_t>(dots);
+  if (c.room < 0) {  // with flags; slots without room have none
+    a.ids_at = reinterpret_cast<int64_t>(c.ids[at_index(rank)].data());
+    a.slots_at = reinterpret_cast<int64_t>(of(rank).all_counts.data() + rank * c.experts());
+    a.left_at = reinterpret_cast<int64_t>(of(rank).left.data());
+  }
   run_p2p("spread", 2, a);
+  if (c.room < 0) arrive(rank, c);
 }
 
 void P2pRanks::done(int rank, const P2pCase& c) { run_p2p("done", 1, args<DoneArgs>(rank, c)); }

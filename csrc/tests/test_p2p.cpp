@@ -223,8 +223,8 @@ TEST(p2p_parts_of_the_control_area_do_not_overlap) {
   for (const int64_t world : {1, 3, 8}) {
     for (const int64_t experts : {1, 7, 64}) {
       const p2p::Control c{world, experts, experts};
-      const int64_t starts[] = {c.posted(0),     c.header(0, 0),     c.offer(0, 0),  c.counts(0, 0), c.done(0),
-                                c.arrived(0, 0), c.sent(0, 0, 0, 0), c.staged(0, 0), c.bytes() / 8};
+      const int64_t starts[] = {c.posted(0),     c.header(0, 0),     c.offer(0, 0),  c.counts(0, 0),  c.done(0),
+                                c.arrived(0, 0), c.sent(0, 0, 0, 0), c.staged(0, 0), c.results(0, 0), c.bytes() / 8};
       const int64_t sizes[] = {world,
                                2 * world * p2p::kHeaderWords,
                                2 * world * kOfferWords,
@@ -232,8 +232,9 @@ TEST(p2p_parts_of_the_control_area_do_not_overlap) {
                                world,
                                experts * world,
                                2 * experts * world * kMaxParts,
-                               2 * world};
-      for (int i = 0; i < 8; ++i) CHECK(starts[i] + sizes[i] <= starts[i + 1]);
+                               2 * world,
+                               p2p::kMaxSlices * world};
+      for (int i = 0; i < 9; ++i) CHECK(starts[i] + sizes[i] <= starts[i + 1]);
       CHECK_EQ(c.header(1, world - 1) + p2p::kHeaderWords, c.offer(0, 0));
       CHECK_EQ(c.sent(1, experts - 1, world - 1, kMaxParts - 1) + 1, starts[6] + sizes[6]);
       CHECK_EQ(c.bytes() % 256, int64_t{0});

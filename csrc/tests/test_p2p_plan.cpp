@@ -154,11 +154,13 @@ TEST(p2p_plan_operations_launch_these_kernels_with_the_words_of_the_group) {
   CHECK(recorder->names() == "count scan meet push arrive fan_out ");
   plan.dispatch(rank.meet_args(0), {{0, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2}, {5, 6, 7, 0, 8});
   CHECK(recorder->names() == "scan meet arrive ");
-  plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6);
+  plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6, {});
   CHECK_EQ(recorder->launches.back().how.blocks, int64_t{6});
   plan.done();
   plan.sum(9, {0, 2}, {1, 2, 3, 0}, 4, 5);
   CHECK(recorder->names() == "spread done ");
+  plan.sum_slices(9, {6, 2}, {1, 0, 520, 1}, 4, 5);
+  CHECK(recorder->names() == "ready sum ready sum ready sum ");
   plan.sum_few(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 77);
   CHECK(recorder->names() == "ll_ready sum ");
 }

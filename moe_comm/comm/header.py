@@ -53,7 +53,12 @@ TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
 PLACEMENT_WORD = 6
 """Index of the word with the ``FLAGS`` and, above their bits, the digest of the placement."""
-FLAGS = ("requires_grad", "whether rows are scaled", "whether routing weights require gradients")
+FLAGS = (
+    "requires_grad",
+    "whether rows are scaled",
+    "whether routing weights require gradients",
+    "whether GEMMs overlap on the device",
+)
 """Names of the bits of this word, from the lowest one."""
 ORDINAL_MASK = 0xFFF
 """Bits of a word that hold the ordinal of a dispatcher."""
@@ -125,6 +130,7 @@ class Header:
     calls: the operations of the group; ``check`` updates them when ranks differ.
     scaled: whether a dispatch returns rows as values and scales.
     weights_grad: whether backward sends gradients of routing weights of a dispatch in chunks.
+    flagged: whether kernels of a combine, or of a backward pass, set a flag for each part of the rows.
     placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
     """
 
@@ -144,6 +150,7 @@ class Header:
     scaled: bool = False
     placement: int = 0
     weights_grad: bool = False
+    flagged: bool = False
 
     def compared(self) -> tuple[int, ...]:
         """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
@@ -154,7 +161,11 @@ class Header:
             _DTYPE_INDICES.get(self.dtype, -1),
             self.top_k,
             self.num_experts,
-            self.requires_grad | self.scaled << 1 | self.weights_grad << 2 | self.placement << len(FLAGS),
+            self.requires_grad
+            | self.scaled << 1
+            | self.weights_grad << 2
+            | self.flagged << 3
+            | self.placement << len(FLAGS),
             # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
             # dispatches in different orders.
             _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,

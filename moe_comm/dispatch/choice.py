@@ -73,8 +73,7 @@ class Traffic:
         deterministic, wire_dtypes: as in ``DispatchOptions``.
         overlap: rows are transferred while experts compute. On GPUs ``auto`` then takes a backend that supports it.
             On CPUs it has no effect, because the computing cores also move the rows.
-        fused: the device executor is requested, whose kernels need ``peer_to_peer`` or ``all_to_all``. As ``overlap``,
-            only on GPUs.
+        fused: the device executor is requested, whose kernels need ``peer_to_peer``. As ``overlap``, only on GPUs.
         scaled: dispatch returns rows as values and scales (``Dispatcher.dispatch``).
     """
 
@@ -181,7 +180,8 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> BackendChoice:
         _hierarchical(facts, traffic, remote_slots, off_host_slots),
     ]
     if traffic.overlap and facts.device == "cuda" and traffic.wire_dtypes.invariant:
-        overlaps, reason = (_FUSED, _NOT_FUSED) if traffic.fused else (_OVERLAPS, _SERIAL)
+        fused = traffic.fused and any(c.backend == "peer_to_peer" and not c.problem for c in candidates)
+        overlaps, reason = (_FUSED, _NOT_FUSED) if fused else (_OVERLAPS, _SERIAL)
         candidates = [c if c.backend in overlaps else replace(c, if_asked=c.if_asked or reason) for c in candidates]
     picked = min((c for c in candidates if not c.problem and not c.if_asked), key=lambda c: c.cost)
     return BackendChoice(picked.backend, facts, traffic, tuple(candidates))
@@ -223,8 +223,8 @@ def _hierarchical(facts: GroupFacts, traffic: Traffic, remote_slots: float, off_
 
 
 _OVERLAPS = ("local", "all_to_all", "peer_to_peer")
-_FUSED = ("local", "all_to_all", "peer_to_peer")
-_NOT_FUSED = "the device executor is requested, and its kernels need peer_to_peer or all_to_all"
+_FUSED = ("local", "peer_to_peer")
+_NOT_FUSED = "the device executor is requested, and its kernels need peer_to_peer"
 _SERIAL = "overlap is requested, and it cannot transfer rows while the experts compute"
 _LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
 

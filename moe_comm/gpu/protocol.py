@@ -30,6 +30,8 @@ NOWHERE = -1
 UNLIMITED = -1
 MAX_PARTS = 4
 """Maximum number of thread blocks of ll_send per expert."""
+MAX_SLICES, SLICE_COLUMNS = 4, 256
+"""Maximum number of column slices of a combine that overlaps, and the multiple at which slices begin."""
 NO_FAULT, TIMED_OUT, ABORTED, DISAGREE, BAD_IDS, NO_ROOM = 0, 1, 2, 3, 4, 6
 POSTED, DONE, ARRIVED, SENT, RESULTS, STAGED = range(6)
 """What a rank waited for: a header, the end of a turn, rows, rows or results of low-latency dispatch, the
@@ -76,7 +78,8 @@ class GroupShape:
         world = self.world
         # Alternate turns use two copies, because a rank may begin a turn while a peer still reads the previous one.
         exchanged = 2 * world * (HEADER_WORDS + OFFER_WORDS + self.experts)
-        return round_up(8 * (4 * world + exchanged + self.local_experts * world * (1 + 2 * MAX_PARTS)))
+        flags = 4 + MAX_SLICES + self.local_experts * (1 + 2 * MAX_PARTS)
+        return round_up(8 * (exchanged + flags * world))
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,26 @@ class Sending(NamedTuple):
     wait: int = 1
 
 
+class SlotFlags(NamedTuple):
+    """What ``spread`` needs to set the flags of the rows that it writes.
+
+    ids_TK: int64 experts of this rank's slots, or -1. slots_E: int64 number of its slots for each expert.
+    """
+
+    ids_TK: Tensor | None
+    slots_E: Tensor | None
+
+
+WITHOUT_FLAGS = SlotFlags(None, None)
+
+
 class RowFlags(NamedTuple):
-    """Where kernels find the flags of the rows of one dispatch, and where they report a rank whose flag is missing.
+    """Where kernels find the flags of rows or results, and where they report a rank whose flag is missing.
 
     peers_W: [W] int64 addresses of the ranks' blocks. state, report, abort: State, Report and the abort word of
-    csrc/cuda/args.h. first_flag: word of the control area with the flag of (local expert 0, rank 0); that of
-    (expert, source) is ``expert * W + source`` words after it. turn: the value of a raised flag, or more.
+    csrc/cuda/args.h. first_flag: word of the control area with the flag of (local expert 0, rank 0) for rows, or of
+    (slice 0, rank 0) for results; that of (i, rank) is ``i * W + rank`` words after it. turn: the value of a raised
+    flag, or more.
     """
 
     peers_W: Tensor
@@ -175,6 +192,11 @@ def chunk_of(tokens: int, top_k: int) -> int:
     There are more chunks if one would exceed ``MOST_SLOTS``.
     """
     return max(1, min(-(-tokens // COUNT_BLOCKS), MOST_SLOTS // top_k)) * top_k
+
+
+def num_slices(columns: int) -> int:
+    """Return the number of column slices of a combine that overlaps."""
+    return min(-(-columns // SLICE_COLUMNS), MAX_SLICES)
 
 
 def address(x: Tensor | None) -> int:

@@ -28,6 +28,7 @@ from moe_comm.gpu.protocol import (
     HEADER_WORDS,
     OFFER_WORDS,
     REPORT_WORDS,
+    WITHOUT_FLAGS,
     FaultReport,
     GroupShape,
     Ints,
@@ -36,6 +37,7 @@ from moe_comm.gpu.protocol import (
     RelayLinks,
     RowFlags,
     Sending,
+    SlotFlags,
     address,
     chunk_of,
 )
@@ -229,10 +231,10 @@ class Turns:
         """Return whether all rows of the rank ``source`` have been written in this turn. Only in emulation."""
         return self.plan.received(source)
 
-    def row_flags(self) -> RowFlags:
-        """Return the flags of the rows of the last dispatch."""
+    def flags(self, part: str) -> RowFlags:
+        """Return the flags of the last turn that begin at ``part`` of the control area: "arrived" or "results"."""
         shape = self.shape
-        first_flag = native_core().p2p_control(shape.world, shape.experts, shape.local_experts)["arrived"]
+        first_flag = native_core().p2p_control(shape.world, shape.experts, shape.local_experts)[part]
         memory = self._peers_W, self._state, self._report, self._abort
         return RowFlags(*memory, shape.rank, shape.world, first_flag, self.turn, int(self._timeout_s * 1e9))
 
@@ -262,6 +264,13 @@ class Turns:
         tokens, top_k = place_TK.shape
         addresses = place_TK.data_ptr(), 0 if weights_TK is None else weights_TK.data_ptr(), y_TD.data_ptr()
         self.plan.sum(header, header_index, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *addresses)
+
+    def sum_slices(self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int, blocks: int) -> None:
+        """Queue the rest of a turn that began with ``meet``: as ``sum``, a slice of columns when peers have set its
+        flag."""
+        tokens, top_k = place_TK.shape
+        addresses = address(place_TK), address(weights_TK), address(y_TD)
+        self.plan.sum_slices(blocks, tokens, top_k, y_TD.shape[1], dtype, *addresses)
 
     def sum_reduced(
         self,
@@ -294,17 +303,22 @@ class Turns:
         dots_TK: Tensor | None,
         dtype: int,
         blocks: int,
+        slots: SlotFlags = WITHOUT_FLAGS,
     ) -> None:
         """Queue a turn that writes each token's weighted gradient (rows of unit stride) into the peers' second offer.
 
         Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
+        ``slots``: for the flags of the rows. On a host, the caller then ends the turn with ``plan.done``.
         """
         header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
         places = address(place_TK), address(weights_TK)
         rows = grad_TD.shape[1], dtype
         grad = address(grad_TD), grad_TD.stride(0) * grad_TD.element_size()
-        self.plan.spread(header, header_index, offer, blocks, tokens, top_k, *rows, *places, *grad, address(dots_TK))
+        self.plan.spread(
+            header, header_index, offer, blocks, tokens, top_k, *rows, *places, *grad, address(dots_TK),
+            (address(slots.ids_TK), address(slots.slots_E)), self._on_gpu or slots is WITHOUT_FLAGS,
+        )  # fmt: skip
 
     def count_turn(self) -> None:
         """Synchronise the count of turns before a turn is queued. The device counts turns of a graph when it runs."""

@@ -40,33 +40,35 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 FirstProduct = Callable[[Tensor, Tensor, Tensor], None]
-"""Multiplies rows by w13 into h."""
+"""Multiplies rows by w13, or gradients by w2, into its last argument, with the bits of ``grouped_mm_into``."""
+LastProduct = Callable[[Tensor, Tensor], None]
+"""Multiplies rows by w2, or gradients by w13, and returns the results to where they are used."""
 
 
-def forward(
-    mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor, first: FirstProduct | None = None
-) -> Tensor:
+def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -> Tensor:
     """Write the experts' output into ``out_RD``. Returns h_RG, for ``backward``.
 
     Args:
         rows_RD: [R, D], unit stride along D.
         counts_E: int64 rows of each expert, on the device. Rows of ``out_RD`` beyond their sum are not written.
-        first: the first GEMM, with the bits of ``grouped_mm_into``, if rows are still in flight.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
 
+    h_RG, act_RF, w2_EDF = hidden(mlp, rows_RD, lambda x, w, out: grouped_mm_into(x, w, counts_E, out))
+    grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
+    return h_RG
+
+
+def hidden(mlp: ExpertMLP, rows_RD: Tensor, first: FirstProduct) -> tuple[Tensor, Tensor, Tensor]:
+    """Return h_RG, the activations [R, F], and w2, which they are multiplied by."""
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None
     assert w2_EDF is not None
     h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
+    first(rows_RD, w13_EGD, h_RG)
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-    if first is None:
-        grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
-    else:
-        first(rows_RD, w13_EGD, h_RG)
     mlp.activation.forward(h_RG, act_RF)
-    grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
-    return h_RG
+    return h_RG, act_RF, w2_EDF
 
 
 def backward(
@@ -88,9 +90,29 @@ def backward(
         The gradients, as ``main_grad.weight_grad`` returns them.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
+
+    def first(rows: Tensor, w: Tensor, out: Tensor) -> None:
+        grouped_mm_into(rows, w, counts_E, out)
+
+    last = None if grad_rows_RD is None else lambda rows, w: grouped_mm_into(rows, w, counts_E, grad_rows_RD)
+    return backward_by(mlp, rows_RD, h_RG, grad_RD, counts_E, needs, (first, last))
+
+
+def backward_by(
+    mlp: ExpertMLP,
+    rows_RD: Tensor,
+    h_RG: Tensor | None,
+    grad_RD: Tensor,
+    counts_E: Tensor,
+    needs: Sequence[bool],
+    products: tuple[FirstProduct, LastProduct | None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Run ``backward`` with these products of ``grad_RD`` and of the gradient of h. The second one is None if the rows
+    need no gradient; the first one is then used only if w13 does. Weight gradients are computed last."""
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
     from moe_comm.kernels.triton.main_grad import weight_grad
 
-    w13_EGD, w2_EDF, _, _ = mlp.tensors
+    (w13_EGD, w2_EDF, _, _), (first, last) = mlp.tensors, products
     assert w13_EGD is not None
     assert w2_EDF is not None
     needs_w13, needs_w2, *_ = needs
@@ -99,17 +121,17 @@ def backward(
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
         grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-    grad_h_RG = torch.empty_like(h_RG) if grad_rows_RD is not None or needs_w13 else None
+    grad_h_RG = torch.empty_like(h_RG) if last is not None or needs_w13 else None
     if grad_h_RG is not None:
-        grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
+        first(grad_RD, w2_EDF.transpose(1, 2), act_RF)
         # ``act_RF`` contains the gradient of the activation, which is read before the activation overwrites it.
         mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
+        if last is not None:
+            last(grad_h_RG, w13_EGD.transpose(1, 2))
     elif needs_w2:
         mlp.activation.forward(h_RG, act_RF)
     if needs_w2:
         grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
     if grad_h_RG is not None and needs_w13:
         grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
-    if grad_h_RG is not None and grad_rows_RD is not None:
-        grouped_mm_into(grad_h_RG, w13_EGD.transpose(1, 2), counts_E, grad_rows_RD)
     return grad_w13, grad_w2

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
+from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
-from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.errors import MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import weights_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
-from moe_comm.overlap.executors.device import fused_choice, fused_dispatch, fused_fault
-from moe_comm.overlap.executors.device_rows import device_dispatch_matmul, peer_fault
+from moe_comm.overlap.executors.device import device_dispatch_matmul, device_fault
 from moe_comm.overlap.executors.pipelined import pipelined_dispatch
 from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
@@ -64,38 +63,25 @@ def dispatch_matmul(
     """
     overlap, width, experts = overlap or Overlap(), w_EGD.shape[1], ExpertLinear((w_EGD,))
     fault: MoeCommError | None = weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")
+    if overlap.backend == TRITON:
+        fault = fault or device_fault(dispatcher, x_TD)
+    if fault is not None:
+        dispatcher.refuse(fault, x_TD, label=label)
+    if overlap.backend == TRITON:
+        assert isinstance(dispatcher, OverlappedPrimitives)
+        return device_dispatch_matmul(dispatcher, x_TD, ids_TK, w_EGD, overlap, label)
     if isinstance(dispatcher, PendingDispatcher):
-        if overlap.backend == TRITON:
-            fault = fault or _kernels_fault(dispatcher, x_TD)
-        if fault is not None:
-            dispatcher.refuse(fault, x_TD, label=label)
-        if overlap.backend == TRITON and isinstance(dispatcher, PeerToPeerPrimitives):
-            return device_dispatch_matmul(dispatcher, x_TD, ids_TK, w_EGD, overlap, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
         if shared.chunks == 1:
             rows_RD = shared.dispatch_at_once(send, x_TD).rows_RD
             return grouped(experts, rows_RD, shared.handle.rows_per_expert), shared
         return pipelined_dispatch(shared, lambda _: send, x_TD, experts), shared
-    fault = fault or fused_fault(dispatcher, x_TD, overlap)
-    if fault is not None:
-        dispatcher.refuse(fault, x_TD, label=label)
     dispatch = ChunkedDispatch.open(dispatcher, x_TD, ids_TK, overlap, width=width, label=label)
-    if (choice := fused_choice(dispatch, "dispatch_matmul", width)) is not None:
-        return fused_dispatch(dispatch, x_TD, ids_TK, w_EGD, choice)
     forward, backward = dispatch.per_direction("dispatch_matmul", width)
     if forward.chunks == backward.chunks == 1:
         rows_RD = dispatch.dispatch_at_once(x_TD).rows_RD
         return grouped(experts, rows_RD, dispatch.handle.rows_per_expert), dispatch
     return pipelined_dispatch(dispatch, forward.send, x_TD, experts), dispatch
-
-
-def _kernels_fault(dispatcher: PendingDispatcher, x_TD: Tensor) -> MoeCommError | None:
-    if isinstance(dispatcher, PeerToPeerPrimitives):
-        return peer_fault(dispatcher, x_TD)
-    return ConfigError(
-        f"the Triton kernels need the dispatcher peer_to_peer or all_to_all; got {dispatcher.name}. Use Overlap() with "
-        "it"
-    )
 
 
 def reference(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, *, label: str = "") -> Tensor:

@@ -23,7 +23,7 @@ from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import combine_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
-from moe_comm.overlap.executors.device import fused_combine
+from moe_comm.overlap.executors.device import device_matmul_combine
 from moe_comm.overlap.executors.pipelined import pipelined_combine
 from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
@@ -52,8 +52,8 @@ def matmul_combine(
     fault = combine_fault(dispatch.dispatcher, handle, rows_RF, w_EDF, weights_TK)
     if fault is not None:
         dispatch.refuse("combine", fault)
-    if isinstance(dispatch, ChunkedDispatch) and dispatch.fused is not None:
-        return fused_combine(dispatch, rows_RF, w_EDF, weights_TK)
+    if isinstance(dispatch, SharedDispatch) and dispatch.on_device:
+        return device_matmul_combine(dispatch, rows_RF, w_EDF, weights_TK)
     if all(direction.chunks == 1 for direction in dispatch.per_direction("matmul_combine", rows_RF.shape[1])):
         results_RD = grouped(experts, rows_RF, handle.rows_per_expert)
         return dispatch.dispatcher.combine(results_RD, weights_TK, handle)

@@ -36,17 +36,19 @@ class Overlap:
         deterministic: If True, weight gradients have the same bits for every number of chunks: they are one GEMM over
             all rows (or one for each rank) and wait for all rows. If False, they are accumulated as rows are received,
             which hides more communication.
-        backend: "chunked": collectives in chunks, over any transport. "triton": one fused kernel on symmetric memory,
-            for the GPUs of one host (CPU ranks only in Triton's interpreter); its bits differ from the other backends
-            and do not depend on ``programs``. "auto": linear layers of CPU ranks that share memory read peers' rows in
-            place, all other operators are chunked. With ``chunks="auto"``, "auto" also selects a Triton kernel where
-            ``moe-comm tune`` measured that it is faster, so on GPUs the bits depend on the stored measurements.
+        backend: "chunked": collectives in chunks, over any transport. "triton": Triton kernels, for the GPUs of one
+            host (CPU ranks only in Triton's interpreter): of linear layers one fused kernel on symmetric memory, of
+            experts kernels over ``peer_to_peer``. The bits of linear layers, and of fp32 experts, differ from those of
+            the other backends and do not depend on ``programs``. "auto": linear layers of CPU ranks that share memory
+            read peers' rows in place, all other operators are chunked. With ``chunks="auto"``, "auto" also selects a
+            Triton kernel of a linear layer where ``moe-comm tune`` measured that it is faster, so on GPUs the bits
+            depend on the stored measurements.
         programs: Number of programs of a Triton kernel that communicate; over ``peer_to_peer``, of thread blocks that
             send rows beside it. None: the tuned number with ``chunks="auto"``, else the kernel's default.
         executor: Execution order of a whole expert layer. "serial": dispatch, experts, combine. "pipelined": experts
             compute rows as they are received, over ``all_to_all`` in chunks, and over ``shared_memory`` and
-            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without biases, over ``peer_to_peer``
-            or ``all_to_all``. "auto": "device" with ``backend="triton"``, else "pipelined" if the dispatcher supports
+            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without biases, over
+            ``peer_to_peer``. "auto": "device" with ``backend="triton"``, else "pipelined" if the dispatcher supports
             it and there are enough rows for two chunks, else "serial". If the dispatcher does not support the named
             executor, the first call raises ConfigError on every rank.
 

@@ -4,7 +4,7 @@ A GEMM is cut into tiles of rows. Communication runs concurrently: it delivers t
 
     producer              flags                 consumer
     rows from rank 2  ──▶ [2] raised ─────────▶ tiles with rows of rank 2              gather_order, dispatch_order
-    tiles of rank 2   ──▶ [2] counted to full ▶ rank 2 reads its results               scatter_order, combine_order
+    tiles of rank 2   ──▶ [2] counted to full ▶ rank 2 reads its results               scatter_order
 
 Rows have dispatch's order: (expert, source rank, token, slot). Rank 1 of 4, one expert, tiles of 4 rows:
 
@@ -16,8 +16,8 @@ Rows have dispatch's order: (expert, source rank, token, slot). Rank 1 of 4, one
     this cut   ╰ A ╯╰──── B ─────╯╰───── C ─────╯              order B C A, same number of tiles
 
 In row order, a rank would start with A and wait for the last rows before it computes anything. Sources: Flux (arXiv
-2406.06858) for gather and scatter, COMET (2502.19811) for the stage of a tile and for the column-first order of
-combine, UniEP (2604.19241) for flags per (expert, rank).
+2406.06858) for gather and scatter, COMET (2502.19811) for the stage of a tile, UniEP (2604.19241) for flags per
+(expert, rank).
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe_comm.errors import InputError
-from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.tiles import Cut, Ints, Ragged, RowTiles, chunk_rows
 
 
 @dataclass(frozen=True)
 class ScheduledTile:
-    """Rows ``first_row`` to ``end_row - 1`` of one local expert, and one slice of the result's columns.
+    """Rows ``first_row`` to ``end_row - 1`` of one local expert.
 
-    ranks: source ranks (dispatch, gather) or destination ranks (combine, scatter) of the rows, ascending.
+    ranks: source ranks (dispatch, gather) or destination ranks (scatter) of the rows, ascending.
     stage: position of the source or destination in the ring; tiles are sorted by it.
     needs: flags that must be raised before the tile is read. signals: counters to increment after it is written.
     """
@@ -46,7 +45,6 @@ class ScheduledTile:
     expert: int
     first_row: int
     end_row: int
-    column_slice: int
     stage: int
     ranks: tuple[int, ...]
     needs: tuple[int, ...]
@@ -61,14 +59,13 @@ class ScheduledTile:
 class TileSchedule:
     """N tiles in order of execution. The arrays are for kernels; ``schedule[i]`` is a ``ScheduledTile``.
 
-    expert_N, first_row_N, end_row_N, slice_N, stage_N: int64 [N], the fields of ``ScheduledTile``.
+    expert_N, first_row_N, end_row_N, stage_N: int64 [N], the fields of ``ScheduledTile``.
     ranks, needs, signals: the same as ragged lists. num_flags: total number of flags or counters.
     """
 
     expert_N: Ints
     first_row_N: Ints
     end_row_N: Ints
-    slice_N: Ints
     stage_N: Ints
     ranks: Ragged
     needs: Ragged
@@ -79,11 +76,11 @@ class TileSchedule:
         return len(self.expert_N)
 
     def __getitem__(self, index: int) -> ScheduledTile:
-        fields = (self.expert_N, self.first_row_N, self.end_row_N, self.slice_N, self.stage_N)
+        fields = (self.expert_N, self.first_row_N, self.end_row_N, self.stage_N)
         position = range(len(self))[index]
-        expert, first, end, column_slice, stage = (int(field[position]) for field in fields)
+        expert, first, end, stage = (int(field[position]) for field in fields)
         ranks, needs, signals = (lists[position] for lists in (self.ranks, self.needs, self.signals))
-        return ScheduledTile(expert, first, end, column_slice, stage, ranks, needs, signals)
+        return ScheduledTile(expert, first, end, stage, ranks, needs, signals)
 
     def __iter__(self) -> Iterator[ScheduledTile]:
         return (self[index] for index in range(len(self)))
@@ -137,7 +134,7 @@ def dispatch_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, *, flags_per_expert
         num_flags *= rows_EWC.shape[0]
     stage_N = tiles.flags.extreme(np.maximum, stage_F).astype(np.int64)
     order_N = np.argsort(stage_N, kind="stable")
-    return _schedule(tiles, order_N, np.zeros_like(stage_N), stage_N[order_N], num_flags, needs=flags.take(order_N))
+    return _schedule(tiles, order_N, stage_N[order_N], num_flags, needs=flags.take(order_N))
 
 
 def row_order(rows_EW: ArrayLike, ring: Ring, cut: Cut) -> TileSchedule:
@@ -148,7 +145,6 @@ def row_order(rows_EW: ArrayLike, ring: Ring, cut: Cut) -> TileSchedule:
         expert_N=staged.expert_N[order_N],
         first_row_N=staged.first_row_N[order_N],
         end_row_N=staged.end_row_N[order_N],
-        slice_N=staged.slice_N,
         stage_N=staged.stage_N[order_N],
         ranks=staged.ranks.take(order_N),
         needs=staged.needs.take(order_N),
@@ -179,45 +175,16 @@ def gather_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> Ti
     return dispatch_order(rows_WC[None], ring, cut)
 
 
-def combine_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, slices: int = 1) -> TileSchedule:
-    """Schedule grouped GEMM + combine: all experts' tiles for the first slice of columns, then the next slice (COMET).
+def scatter_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> TileSchedule:
+    """Schedule GEMM + reduce-scatter: the rows of rank + 1 first, own rows last, so that ranks write to different ones.
 
-    A token's K results are in different experts. In row order, the first sum could start only when nearly all experts
-    are computed. In column order, it starts after the first of ``slices``:
-
-                 slice 0       slice 1       slice 2
-        expert 0  1  2  3       7  8  9     13 14 15         numbers: order of tiles
-        expert 1  4  5  6      10 11 12     16 17 18
-                           │
-                           └─ the sums of slice 0 are taken while slice 1 is computed
-
-    Within a slice, tiles are sorted by the *first* destination that they serve, in the order of ``ring.scatters``:
-    other hosts first, own rows last, and each rank at another destination. 4 ranks with equally many rows for each:
+    With several hosts, the rows of other hosts come first (Flux). 4 ranks with shards of one tile:
 
         step        0     1     2     3
         rank 0      1     2     3     0        a column is a permutation: no destination has two writers
         rank 1      2     3     0     1
         rank 2      3     0     1     2
         rank 3      0     1     2     3
-
-    Args:
-        rows_EW: [E, W] integers, rows of each local expert that return to each rank.
-        slices: Slices of the columns; ``column_slices`` returns their bounds. Tiles signal counter
-            ``slice * W + destination``, which is complete at ``expected_F()[counter]``.
-
-    Raises:
-        InputError: rows_EW has another shape or dtype, or negative counts.
-        ConfigError: ``slices`` is below one.
-    """
-    at_least_one("slices", slices)
-    return _outgoing(_counts(rows_EW, ring, (2,)), ring, cut, slices)
-
-
-def scatter_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> TileSchedule:
-    """Schedule GEMM + reduce-scatter: the rows of rank + 1 first, own rows last, so that ranks write to different ones.
-
-    4 ranks with shards of one tile have the order of the table in ``combine_order``. With several hosts, the rows of
-    other hosts come first (Flux).
 
     Args:
         rows_W: [W] rows of each destination's shard; they may differ, and be zero.
@@ -228,28 +195,17 @@ def scatter_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> T
         ConfigError: ``chunks`` is below one.
     """
     rows_WC = chunk_rows(_counts(rows_W, ring, (1,))[0, :, 0], chunks, cut.tile_rows)
-    return _outgoing(rows_WC[None], ring, cut, 1)
-
-
-def _outgoing(rows_EWC: Ints, ring: Ring, cut: Cut, slices: int) -> TileSchedule:
-    """Schedule tiles as producers. A tile with rows for several ranks is sorted by the first of them."""
-    chunks = rows_EWC.shape[2]
     step_F = (ring.turn_W[:, None] * chunks + np.arange(chunks)).reshape(-1)
-    tiles = RowTiles.of(rows_EWC, step_F, cut)
+    tiles = RowTiles.of(rows_WC[None], step_F, cut)
+    # A tile with rows for several ranks is sorted by the first of them.
     step_N = tiles.flags.extreme(np.minimum, step_F).astype(np.int64)
     order_N = np.argsort(step_N, kind="stable")
-    slice_N = np.repeat(np.arange(slices), len(order_N))
-    tile_N = np.tile(order_N, slices)
-    signals = tiles.flags.take(tile_N)
-    signals = Ragged(signals.offsets, signals.values + slice_N[signals.owners()] * step_F.size)
-    stage_N = step_N[tile_N] + slice_N * step_F.size
-    return _schedule(tiles, tile_N, slice_N, stage_N, slices * step_F.size, signals=signals)
+    return _schedule(tiles, order_N, step_N[order_N], step_F.size, signals=tiles.flags.take(order_N))
 
 
 def _schedule(
     tiles: RowTiles,
     order_N: Ints,
-    slice_N: Ints,
     stage_N: Ints,
     num_flags: int,
     needs: Ragged | None = None,
@@ -260,7 +216,6 @@ def _schedule(
         expert_N=tiles.expert_N[order_N],
         first_row_N=tiles.first_row_N[order_N],
         end_row_N=tiles.end_row_N[order_N],
-        slice_N=slice_N,
         stage_N=stage_N,
         ranks=tiles.ranks.take(order_N),
         needs=Ragged.empty(len(order_N)) if needs is None else needs,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,21 +132,6 @@ def chunk_rows(rows_W: ArrayLike, chunks: int, align: int = 1) -> Ints:
     ends = np.minimum(blocks_W[:, None] * np.arange(chunks + 1) // chunks * align, rows_W[:, None])
     rows_WC: Ints = np.diff(ends, axis=1)
     return rows_WC
-
-
-def column_slices(columns: int, slices: int, align: int = 1) -> tuple[range, ...]:
-    """Return the columns of each slice: even, cut at multiples of ``align`` (a kernel's block), none empty.
-
-    Raises:
-        ConfigError: fewer blocks of ``align`` columns than slices.
-    """
-    for name, value in (("columns", columns), ("slices", slices), ("align", align)):
-        at_least_one(name, value)
-    blocks = -(-columns // align)
-    if blocks < slices:
-        raise ConfigError(f"{columns} columns in blocks of {align} make {blocks} slices at most; got slices={slices}")
-    ends = [min(blocks * cut // slices * align, columns) for cut in range(slices + 1)]
-    return tuple(range(first, end) for first, end in itertools.pairwise(ends))
 
 
 def _touched(first_N: Ints, end_N: Ints, rows_EX: Ints) -> Ragged:

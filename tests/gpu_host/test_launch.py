@@ -64,6 +64,8 @@ def test_the_host_counts_as_the_device_code_does() -> None:
         "offer_words": len(protocol.Offer._fields),
         "nowhere": protocol.NOWHERE,
         "max_parts": protocol.MAX_PARTS,
+        "max_slices": protocol.MAX_SLICES,
+        "slice_columns": protocol.SLICE_COLUMNS,
         "rows_at": protocol.Offer._fields.index("rows"),
         "block_at": protocol.Offer._fields.index("block"),
         "scales_at": protocol.Offer._fields.index("scales"),

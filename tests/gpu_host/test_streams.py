@@ -51,11 +51,26 @@ def test_an_operation_runs_on_the_callers_stream_unless_it_has_its_own(current: 
 def test_the_caller_does_not_wait_for_an_operation_aside(current: list[Stream]) -> None:
     heap: Any = None
     caller, operations = current[0], OperationStream(CUDA, heap, own=False)
-    operations.aside, operations.caller_waits = True, False
+    operations.run_aside(True)
     aside = _run(operations, current)
     assert aside is not caller and aside.waited == [caller] and not caller.waited and current == [caller]
     assert aside.priority < caller.priority, "a lower number is a higher priority"
-    operations.aside, operations.caller_waits = False, True
+    operations.run_aside(False)
     assert _run(operations, current) is caller and not caller.waited
-    operations.aside = True
+    operations.run_aside(True)
     assert _run(operations, current) is aside
+    operations.wait()
+    assert caller.waited == [aside]
+
+
+def test_the_callers_stream_can_be_used_within_an_operation(current: list[Stream]) -> None:
+    heap: Any = None
+    caller, operations = current[0], OperationStream(CUDA, heap, own=False)
+    operations.run_aside(True)
+    assert operations.is_separate
+    operations.enter(())
+    with operations.on_callers():
+        assert current == [caller]
+    assert current != [caller]
+    operations.leave(failed=False)
+    assert current == [caller] and not caller.waited

@@ -205,9 +205,11 @@ def _check_choices(rank: int, world: int, _: Any) -> None:
     assert isinstance(call(gathered, chunk_bytes=1), SerialCall)
     for dispatcher in (shared, peers):
         assert isinstance(call(dispatcher, chunks="auto"), SerialCall)
-    for dispatcher, name in ((gathered, "pipelined"), (gathered, "device"), (shared, "device")):
-        with pytest.raises(ConfigError, match=f"the {name} executor"):
-            call(dispatcher, executor=name)
+    with pytest.raises(ConfigError, match="the pipelined executor"):
+        call(gathered, executor="pipelined")
+    for dispatcher in (gathered, shared, network):
+        with pytest.raises(ConfigError, match=f"need the dispatcher peer_to_peer; got {dispatcher.name}"):
+            call(dispatcher, executor="device")
     with pytest.raises((ConfigError, MissingDependency), match=r"TRITON_INTERPRET=1|pip install"):
         call(peers, executor="device")
     reasons = [

@@ -14,14 +14,13 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.schedule import (
     TileSchedule,
-    combine_order,
     dispatch_order,
     gather_order,
     row_order,
     scatter_order,
 )
 from moe_comm.overlap.simulate import TileTimeline, simulate
-from moe_comm.overlap.tiles import Cut, chunk_rows, column_slices
+from moe_comm.overlap.tiles import Cut, chunk_rows
 
 SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -62,10 +61,9 @@ def cases(draw: st.DrawFn, chunks: int = 1, most_ranks: int = 12) -> Case:
     return Case(rows, Ring(draw(st.integers(0, hosts * size - 1)), hosts * size, size), cut, seed)
 
 
-def assert_every_row_once(schedule: TileSchedule, case: Case, slices: int = 1) -> None:
+def assert_every_row_once(schedule: TileSchedule, case: Case) -> None:
     labels = case.labels()
-    computed = sorted((tile.column_slice, row) for tile in schedule for row in tile.rows)
-    assert computed == [(part, row) for part in range(slices) for row in range(len(labels))]
+    assert sorted(row for tile in schedule for row in tile.rows) == list(range(len(labels)))
     for tile in schedule:
         assert 1 <= len(tile.rows) <= case.cut.tile_rows
         assert {labels[row][0] for row in tile.rows} == {tile.expert}
@@ -233,32 +231,17 @@ def test_gather_computes_every_row_once_and_waits_for_its_chunks(case: Case, chu
 
 
 @SEEDED
-@given(cases(), st.integers(1, 3))
-def test_combine_computes_slice_after_slice_far_rows_first_and_own_ones_last(case: Case, slices: int) -> None:
-    schedule = combine_order(case.rows_EW, case.ring, case.cut, slices)
-    assert_every_row_once(schedule, case, slices)
-    turn = {rank: step for step, rank in enumerate(case.ring.scatters)}
-    keys = [(t.column_slice, min(turn[rank] for rank in t.ranks), t.expert, t.first_row) for t in schedule]
-    assert keys == sorted(keys)
-    assert [tile.stage for tile in schedule] == [part * case.ring.world + first for part, first, _, _ in keys]
-    for tile in schedule:
-        assert tile.needs == ()
-        assert tile.signals == tuple(tile.column_slice * case.ring.world + rank for rank in tile.ranks)
-
-
-@SEEDED
 @given(cases(), st.integers(1, 3), st.integers(1, 3))
-def test_a_counter_is_full_when_the_last_row_of_its_rank_and_slice_is_written(
-    case: Case, slices: int, workers: int
-) -> None:
-    schedule = combine_order(case.rows_EW, case.ring, case.cut, slices)
+def test_a_counter_is_full_when_the_last_row_of_its_chunk_is_written(case: Case, chunks: int, workers: int) -> None:
+    rows_W = case.rows_EW.sum(0)
+    whole = Case(chunk_rows(rows_W, chunks, case.cut.tile_rows)[None], case.ring, case.cut, case.seed)
+    schedule = scatter_order(rows_W, case.ring, case.cut, chunks)
     times = np.random.default_rng(case.seed).integers(1, 9, len(schedule)).astype(float)
     timeline = simulate(schedule, None, times, workers=workers)
     expected, counts = np.zeros(schedule.num_flags), np.zeros(schedule.num_flags, int)
-    labels = case.labels()
+    labels = whole.labels()
     for tile, end in zip(schedule, timeline.finish_N, strict=True):
-        numbers = {tile.column_slice * case.ring.world + labels[row][1] for row in tile.rows}
-        for number in numbers:
+        for number in {labels[row][1] * chunks + labels[row][2] for row in tile.rows}:
             expected[number], counts[number] = max(expected[number], end), counts[number] + 1
     assert timeline.raised_F().tolist() == expected.tolist()
     assert schedule.expected_F().tolist() == counts.tolist()
@@ -266,27 +249,16 @@ def test_a_counter_is_full_when_the_last_row_of_its_rank_and_slice_is_written(
         assert timeline.idle == 0
 
 
-def test_the_first_sums_of_combine_can_begin_after_one_slice() -> None:
-    rows_EW, ring = np.full((8, 4), 6), Ring(1, 4)
-    sliced, whole = (combine_order(rows_EW, ring, Cut(3), slices) for slices in (4, 1))
-    first = simulate(sliced, None, sliced.rows_N / 4).raised_F()[:4].max()
-    assert first == simulate(whole, None, whole.rows_N).raised_F().max() / 4 == rows_EW.sum() / 4
-
-
 @SEEDED
-@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-def test_ranks_with_equal_shards_never_write_to_one_destination_at_a_time(
-    hosts: int, size: int, tiles: int, experts: int, slices: int
-) -> None:
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
+def test_ranks_with_equal_shards_never_write_to_one_destination_at_a_time(hosts: int, size: int, tiles: int) -> None:
     world, cut = hosts * size, Cut(2, math.inf)
     rings = [Ring(rank, world, size) for rank in range(world)]
     scatters = [scatter_order([2 * tiles] * world, ring, cut, chunks=tiles) for ring in rings]
-    combines = [combine_order(np.full((experts, world), 2 * tiles), ring, cut, slices) for ring in rings]
-    for schedules in (scatters, combines):
-        steps = list(zip(*schedules, strict=True))
-        assert len(steps) == world * tiles * (1 if schedules is scatters else experts * slices)
-        for step in steps:
-            assert sorted(tile.ranks for tile in step) == [(rank,) for rank in range(world)]
+    steps = list(zip(*scatters, strict=True))
+    assert len(steps) == world * tiles
+    for step in steps:
+        assert sorted(tile.ranks for tile in step) == [(rank,) for rank in range(world)]
 
 
 @SEEDED
@@ -320,7 +292,6 @@ def test_a_schedule_without_rows_has_no_tiles_and_no_waits(rows_EW: np.ndarray) 
         dispatch_order(rows_EW, ring, cut),
         dispatch_order(rows_EW, ring, cut, flags_per_expert=True),
         row_order(rows_EW, ring, cut),
-        combine_order(rows_EW, ring, cut, 2),
         gather_order(rows_EW.sum(0), ring, cut, 2),
         scatter_order(rows_EW.sum(0), ring, cut, 2),
     ):
@@ -343,10 +314,10 @@ def test_one_rank_computes_its_tiles_in_row_order_in_stage_0() -> None:
 def test_schedules_of_many_experts_and_ranks_cover_all_rows() -> None:
     rows_EW = np.random.default_rng(0).integers(0, 600, (512, 64))
     ring, cut = Ring(37, 64, 8), Cut(128)
-    for schedule, slices in ((dispatch_order(rows_EW, ring, cut), 1), (combine_order(rows_EW, ring, cut, 2), 2)):
-        assert schedule.rows_N.sum() == slices * rows_EW.sum()
-        assert len(schedule) == slices * (-(-rows_EW.sum(1) // 128)).sum()
-        assert (np.diff(schedule.stage_N) >= 0).all()
+    schedule = dispatch_order(rows_EW, ring, cut)
+    assert schedule.rows_N.sum() == rows_EW.sum()
+    assert len(schedule) == (-(-rows_EW.sum(1) // 128)).sum()
+    assert (np.diff(schedule.stage_N) >= 0).all()
 
 
 @SEEDED
@@ -360,19 +331,6 @@ def test_chunk_rows_differ_by_at_most_one_block_and_cover_the_shard(rows: list[i
     assert ((ends_WC % align == 0) | (ends_WC == ends_WC[:, -1:])).all()
 
 
-@SEEDED
-@given(st.integers(1, 99), st.integers(1, 9), st.integers(1, 9))
-def test_column_slices_differ_by_at_most_one_block_and_cover_all_columns(columns: int, slices: int, align: int) -> None:
-    if slices > -(-columns // align):
-        with pytest.raises(ConfigError, match="slices at most"):
-            column_slices(columns, slices, align)
-        return
-    ranges = column_slices(columns, slices, align)
-    assert [column for part in ranges for column in part] == list(range(columns))
-    blocks = [-(-len(part) // align) for part in ranges]
-    assert len(ranges) == slices and min(blocks) >= 1 and max(blocks) - min(blocks) <= 1
-
-
 @pytest.mark.parametrize(
     "rows",
     [[[1, 2, 3]], [1, 2], [[1.0, 2.0]], [[1, -1]], [[True, False]], np.zeros((1, 2, 0), int), 3, []],
@@ -381,8 +339,6 @@ def test_column_slices_differ_by_at_most_one_block_and_cover_all_columns(columns
 def test_invalid_row_counts_are_refused(rows: object) -> None:
     with pytest.raises(InputError, match="rows must"):
         dispatch_order(rows, Ring(0, 2), Cut(4))
-    with pytest.raises(InputError, match="rows must"):
-        combine_order(rows, Ring(0, 2), Cut(4))
     if not isinstance(rows, list) or rows != [1, 2]:
         with pytest.raises(InputError, match="rows must"):
             gather_order(rows, Ring(0, 2), Cut(4))
@@ -392,7 +348,5 @@ def test_settings_out_of_range_are_refused() -> None:
     for arguments in ((0, 0.0), (1.5, 0.0), (True, 0.0), (4, -0.1), (4, math.nan)):
         with pytest.raises(ConfigError, match=r"tile_rows|extra_tiles"):
             Cut(*arguments)
-    with pytest.raises(ConfigError, match="slices"):
-        combine_order([[1]], Ring(0, 1), Cut(1), slices=0)
     with pytest.raises(ConfigError, match="chunks"):
         scatter_order([1], Ring(0, 1), Cut(1), chunks=0)

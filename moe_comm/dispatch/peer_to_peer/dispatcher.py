@@ -33,7 +33,8 @@ from moe_comm.dispatch.peer_to_peer.low_latency import (
     send_low_latency,
     sum_low_latency,
 )
-from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, PeerToPeerPrimitives, dense
+from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
+from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, dense
 from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
@@ -57,7 +58,7 @@ class FixedDispatched:
     handle: DispatchHandle
 
 
-class PeerToPeerDispatcher(PeerToPeerPrimitives):
+class PeerToPeerDispatcher(OverlappedPrimitives):
     """For GPUs of one host with peer access. Construction is collective over ``group``; see the base class."""
 
     @cached_property

@@ -48,12 +48,13 @@ from moe_comm.gpu.protocol import (
     NOWHERE,
     ROW_LINK_WORDS,
     SAME,
+    WITHOUT_FLAGS,
     GroupShape,
     Ints,
     Offer,
     Reduction,
-    RowFlags,
     Sending,
+    SlotFlags,
     address,
 )
 from moe_comm.gpu.turns import Turns
@@ -269,9 +270,21 @@ class PeerToPeerPrimitives(PendingDispatcher):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
+        return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, header, WITHOUT_FLAGS)
+
+    def _spread_rows(
+        self,
+        grad_TD: Tensor,
+        rows_RD: Tensor | None,
+        weights_TK: Tensor,
+        handle: DispatchHandle,
+        header: Header,
+        slots: SlotFlags,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run ``_spread``. With ``slots``, peers may still write rows when it returns; see ``Turns.spread``."""
         grad_TD = dense(self._round_rows(grad_TD, self._form(grad_TD, header.op)))
         weights_TK, heap = weights_TK.contiguous(), self.memory.turns.heap
-        with KernelOperation(self, header, grad_TD, rows_RD, weights_TK):
+        with KernelOperation(self, header, grad_TD, rows_RD, weights_TK, *slots):
             try:
                 _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
                 grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
@@ -289,6 +302,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 dots_TK,
                 DTYPE_CODES[handle.dtype],
                 self._blocks,
+                slots,
             )
             self._check_if_blocking(header)
             self._stream.use_by_caller(grad_RD, dots_TK)
@@ -306,33 +320,6 @@ class PeerToPeerPrimitives(PendingDispatcher):
         else:
             rows, handle = self._send(x_TD, ids_TK, header, wait=wait)
         return PeerIncomingRows(self, rows, handle, header, complete=wait)
-
-    def start_dispatch_aside(
-        self, x_TD: Tensor, ids_TK: Tensor, header: Header, num_blocks: int | None
-    ) -> IncomingRows:
-        """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks.
-
-        On a GPU the caller's stream then does not wait for this rank's own rows either: ``row_flags`` has flags for
-        them too. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``.
-        """
-        if header.fault is not None or not self._form(x_TD, header.op).bare:
-            return self.start_dispatch(x_TD, ids_TK, header)
-        blocks, stream = self._blocks, self._stream
-        self._blocks = min(blocks, num_blocks or blocks)
-        stream.aside, stream.caller_waits = True, False
-        try:
-            return self.start_dispatch(x_TD, ids_TK, header)
-        finally:
-            self._blocks, stream.aside, stream.caller_waits = blocks, False, True
-
-    def row_flags(self) -> RowFlags:
-        """Return the flags of the rows of the last dispatch, for kernels that wait for them."""
-        return self.memory.turns.row_flags()
-
-    @property
-    def device_counts_WE(self) -> Tensor:
-        """[W, E] int64 rows of each rank for each expert in the last dispatch, on the device, until the next one."""
-        return self.memory.turns.scratch.counts_WE
 
     def rows_by_source(self, incoming: IncomingRows) -> Ints:
         return self.memory.turns.counts_WE()

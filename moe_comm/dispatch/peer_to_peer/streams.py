@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -11,24 +14,27 @@ from moe_comm.gpu.heap import Heap
 class OperationStream:
     """The stream of a dispatcher's kernels: the caller's, or with ``own`` a separate one (on GPUs).
 
-    is_separate: whether kernels run on a separate stream. If not, no other method needs to be called.
     event: recorded after the last operation on a separate stream.
+    is_separate: whether kernels run on a separate stream. If not, no other method needs to be called.
     caller_waits: whether the caller's stream waits for each operation.
-    aside: whether operations run on a separate stream also without ``own``.
     """
 
     def __init__(self, device: torch.device, heap: Heap, own: bool) -> None:
         self.event: torch.cuda.Event | None = None
         self.caller_waits = True
-        self.aside = False
         self._device, self._heap, self._own = device, heap, own
         self._stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None
-        self.is_separate = self._stream is not None
+        self.is_separate = own and device.type == "cuda"
+
+    def run_aside(self, aside: bool) -> None:
+        """Run the operations that follow on a separate stream also without ``own``, and let the caller not wait."""
+        self.is_separate = (aside or self._own) and self._device.type == "cuda"
+        self.caller_waits = not aside
 
     def enter(self, used: tuple[Tensor | None, ...]) -> None:
         """Make the stream current, after the caller's queued work. Keep ``used`` alive until the operation ends."""
-        if self._device.type != "cuda" or not (self._own or self.aside):
+        if not self.is_separate:
             return
         if self._stream is None:
             # Peers wait for these kernels, so their blocks start before those of the caller's kernels.
@@ -49,6 +55,23 @@ class OperationStream:
         if self.caller_waits:
             self._caller.wait_stream(self._stream)
         self._caller = None
+
+    @contextmanager
+    def on_callers(self) -> Iterator[None]:
+        """Make the caller's stream current in a block between ``enter`` and ``leave``."""
+        if self._stream is None or self._caller is None:
+            yield
+            return
+        torch.cuda.set_stream(self._caller)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(self._stream)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the operations on the separate stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def use_by_caller(self, *results: Tensor | None) -> None:
         """Record that the caller's stream uses ``results``. Call it between ``enter`` and ``leave``."""

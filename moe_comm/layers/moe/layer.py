@@ -351,11 +351,7 @@ class MoELayer(ParallelModule):
             if copies is not None:  # after the hook, in which other layers may use the stack
                 copies.materialize_in_backward(rows)
         yield
-        if copies is not None and call.combine_multiplies:
-            copies.materialize()
         y_TD = call.combine(rows)
-        if copies is not None and call.combine_multiplies:
-            copies.materialize_in_backward(y_TD)
         if identity_T1 is not None and self.zero_experts.identity:
             y_TD = (y_TD.to(identity_T1.dtype) + identity_T1 * x_TD.to(y_TD.dtype)).to(y_TD.dtype)
         if shared_TD is not None:

@@ -27,12 +27,10 @@ class ExpertCall(ABC):
         handle: the dispatch handle.
         skips_empty_slots: whether ``compute`` accepts parameters without those of the last experts, if these have no
             rows, with the counts of the others.
-        combine_multiplies: whether ``combine`` and its backward read the parameters.
     """
 
     rows: Tensor
     skips_empty_slots = False
-    combine_multiplies = False
 
     @property
     @abstractmethod

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
+from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.overlap.executors.base import ExpertCall, fp8_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
 from moe_comm.overlap.executors.device import DeviceCall, device_fault
-from moe_comm.overlap.executors.device_rows import PeerDeviceCall
 from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.executors.serial import SerialCall, serial_call
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
@@ -52,7 +49,7 @@ def dispatch_rows(
         ids_TK: [T, K] as for ``Dispatcher.dispatch``.
         weights_TK: [T, K] routing weights.
         overlap: Executor and number of chunks; None: serial. Results and gradients have the same bits for every setting
-            except the device executor, whose kernels have their own bits.
+            except the device executor with fp32.
         width: F of the experts, from which "auto" estimates the compute time; the same on every rank.
         beside: Work of the caller while rows, and results, are in flight, which "auto" hides transfers behind; see
             ``OperatorWork.beside``. The same on every rank.
@@ -78,17 +75,18 @@ def dispatch_rows(
             fault = fp8_fault() if scaled else device_fault(dispatcher, x_TD)
         if fault is not None:
             dispatcher.refuse(fault, x_TD, label=label)
-    if use_kernels and isinstance(dispatcher, PeerToPeerPrimitives):
+    if use_kernels:
+        assert isinstance(dispatcher, OverlappedPrimitives)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
-        return PeerDeviceCall(dispatcher, x_TD, ids_TK, weights_TK, overlap, label)
-    if isinstance(dispatcher, AllToAllDispatcher) and (use_kernels or sends_chunks(dispatcher)):
+        return DeviceCall(dispatcher, x_TD, ids_TK, weights_TK, overlap, label)
+    if isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad
         dispatch = ChunkedDispatch.open(
             dispatcher,
             x_TD,
             ids_TK,
-            replace(overlap, backend="triton" if use_kernels else "chunked"),
+            overlap,
             width=FIRST_GEMMS * width,
             width_back=width,
             beside=beside,
@@ -96,8 +94,6 @@ def dispatch_rows(
             label=label,
             scaled=scaled,
         )
-        if use_kernels:
-            return DeviceCall(dispatch, x_TD, ids_TK, weights_TK)
         if dispatch.small and not pipelined_requested:
             return SerialCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK, scaled)

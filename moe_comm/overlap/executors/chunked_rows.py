@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,15 +34,12 @@ from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.overlap.chunk_plan import ChunkPlan, RowRange, RowSegments, max_sent_rows
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
-from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
+from moe_comm.overlap.options import CHUNKED, Overlap
 from moe_comm.overlap.tuning.choose import choose
 from moe_comm.overlap.tuning.cost import DIRECTIONS, OperatorWork
 from moe_comm.runtime.events import EVENTS, Open
 from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.memory import take, warm_rows
-
-if TYPE_CHECKING:
-    from moe_comm.overlap.triton.launch import TritonDispatch
 
 EXPERT_CHUNK_FACTOR = 4
 """Factor by which a chunk for experts must be larger than a chunk of a linear layer, because it needs routing and one
@@ -54,16 +51,14 @@ class ChunkedDispatch(RowDispatch):
     """One dispatch over ``all_to_all``. A segment is a chunk.
 
     header: this rank's message in the handshake, which compares the ranks' calls before rows move. small: there is one
-        chunk, smaller than ``overlap.chunk_bytes``; serial execution is faster. overlap: the settings. fused: the same
-        dispatch for Triton kernels, if these have moved the rows. checksums: of the sent rows; None for Triton kernels,
-        which do not check them.
+        chunk, smaller than ``overlap.chunk_bytes``; serial execution is faster. overlap: the settings. checksums: of
+        the sent rows, if they are checked.
     """
 
     dispatcher: AllToAllDispatcher
     header: Header
     small: bool
     overlap: Overlap
-    fused: TritonDispatch | None = None
     checksums: SentChecksums | None = None
 
     in_flight: ClassVar[bool] = True
@@ -114,10 +109,9 @@ class ChunkedDispatch(RowDispatch):
         num_bytes = max_sent_rows(rows_WE, dispatcher.placement) * row_bytes // EXPERT_CHUNK_FACTOR
         chunks = overlap.chunks_of(num_bytes)
         small = chunks == 1 and num_bytes < overlap.chunk_bytes
-        # Fused kernels compute with rows as they are received, before their checksums could be compared.
-        checksums = None if overlap.backend == TRITON else exchange_checksums(dispatcher, x_TD, ids_TK, header)
+        checksums = exchange_checksums(dispatcher, x_TD, ids_TK, header)
         dispatch = cls(dispatcher, handle, chunks, header, small, overlap, checksums=checksums)
-        if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
+        if isinstance(overlap.chunks, str):
             works = dispatch.works("dispatch_matmul", width)[:1]
             if width_back is not None:
                 works = dispatch.works("dispatch_matmul", width, beside[0])

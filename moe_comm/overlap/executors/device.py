@@ -1,144 +1,192 @@
-"""The device executor: fused Triton kernels that move the rows and multiply them (``triton/experts.py``).
+"""The device executor: over ``peer_to_peer``, GEMMs of the experts wait for rows, and publish results, on the device.
 
-``dispatch_matmul`` and ``matmul_combine`` run as kernels if requested, or if measured to be faster. A whole layer is
-both, with the activation in between:
+    forward    rows ──arrived_mm, w13──▶ h ──activation──▶ act ──publish_mm, w2──▶ results, sums
+    backward   gradients of the results ──arrived_mm, w2──▶ grad act ──▶ grad h ──publish_mm, w13──▶ results, sums
 
-    x_TD ──dispatch_matmul, w13──▶ h_RG ──activation──▶ act_RF ──matmul_combine, w2──▶ y_TD
-
-A dispatch and its combine use the same backend in all four passes, because combine reads the rows where dispatch wrote
-them. So "auto" compares the sum of the measured times of ``dispatch_matmul`` forward and backward.
+So the first GEMM starts while its rows are received, and sums start while the last GEMM computes, in both directions
+(``device_rows.py``). Weight gradients are computed while the gradients of the rows are summed. Autograd is that of the
+pipelined executor, apart from the function that runs the experts. The other kernels are those of the serial executor on
+a GPU, so 16-bit experts have its bits. ``dispatch_matmul`` and ``matmul_combine`` are the two halves of a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
-from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
-from moe_comm.kernels.activations import SwiGLU
-from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.kernels.swiglu import swiglu
-from moe_comm.overlap.executors.base import ExpertCall, check_device_experts
-from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
-from moe_comm.overlap.executors.device_rows import peer_fault
-from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
-from moe_comm.overlap.tuning.choose import choose, on_gpus
-from moe_comm.overlap.tuning.store import OverlapChoice
-
-
-def fused_fault(dispatcher: Dispatcher, x_TD: Tensor, overlap: Overlap) -> MoeCommError | None:
-    """Return the error if kernels are requested and cannot run over ``all_to_all``. Other dispatchers are
-    checked elsewhere."""
-    if overlap.backend != TRITON or not isinstance(dispatcher, AllToAllDispatcher):
-        return None
-    return _fault(dispatcher, x_TD.dtype, x_TD.device)
-
-
-def _fault(dispatcher: Dispatcher, dtype: torch.dtype, device: torch.device) -> MoeCommError | None:
-    try:
-        fault: MoeCommError | None = _kernels().kernels_fault(dispatcher, dtype, device)
-    except MissingDependency as error:
-        return error
-    return fault
-
-
-def _kernels() -> ModuleType:
-    from moe_comm.overlap.triton import experts  # needs Triton
-
-    return experts
-
-
-def fused_choice(dispatch: ChunkedDispatch, operator: str, width: int) -> OverlapChoice | None:
-    """Return how ``operator`` runs as a kernel, or None if it does not; the same on every rank.
-
-    With chunks "auto", the first call for a shape is collective.
-    """
-    overlap, handle, dispatcher = dispatch.overlap, dispatch.handle, dispatch.dispatcher
-    requested = overlap.backend == TRITON
-    if requested and (overlap.programs or not isinstance(overlap.chunks, str)):
-        return OverlapChoice(TRITON, programs=overlap.programs or 0)
-    if not requested and (
-        overlap.backend != "auto" or not isinstance(overlap.chunks, str) or not on_gpus(handle.device)
-    ):
-        return None
-    if not requested and _fault(dispatcher, handle.dtype, handle.device) is not None:
-        return None
-    backends = (TRITON,) if dispatch.fused is not None or requested else (CHUNKED, TRITON)
-    choice = choose(dispatch.works(operator, width), dispatcher.channel, handle.device, backends)
-    return choice if choice.backend == TRITON else None
-
-
-def fused_dispatch(
-    dispatch: ChunkedDispatch, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, choice: OverlapChoice
-) -> tuple[Tensor, ChunkedDispatch]:
-    """Run ``dispatch_matmul`` as a kernel. Returns its result, and the dispatch for ``fused_combine``."""
-    kernels = _kernels()
-    fused = kernels.open_dispatch(dispatch.dispatcher, dispatch.handle, ids_TK, choice.programs or None)
-    return kernels.multiply_dispatched(fused, x_TD, w_EGD), replace(dispatch, fused=fused)
-
-
-def fused_combine(dispatch: ChunkedDispatch, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor) -> Tensor:
-    """Run ``matmul_combine`` as a kernel."""
-    assert dispatch.fused is not None
-    choice = fused_choice(dispatch, "matmul_combine", rows_RF.shape[1])
-    programs = choice.programs or None if choice is not None else None
-    y_TD: Tensor = _kernels().matmul_combine(rows_RF, w_EDF, weights_TK, dispatch.fused.with_programs(programs))
-    return y_TD
+from moe_comm.kernels import expert_mlp_gpu
+from moe_comm.kernels.expert_mlp import ExpertLinear, ExpertMLP, LocalExperts
+from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.overlap.executors.base import check_device_experts
+from moe_comm.overlap.executors.pipelined import PipelinedCall, Run, pipelined_combine, pipelined_dispatch
+from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
+from moe_comm.overlap.options import Overlap
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS
 
 
 def device_fault(dispatcher: Dispatcher, x_TD: Tensor) -> MoeCommError | None:
-    """Return the error if the kernels cannot run a whole layer, else None."""
-    if isinstance(dispatcher, PeerToPeerPrimitives):
-        return peer_fault(dispatcher, x_TD)
-    if type(dispatcher) is not AllToAllDispatcher:
+    """Return the error if the kernels do not support ``dispatcher`` or its rows, else None."""
+    if not isinstance(dispatcher, OverlappedPrimitives):
         return ConfigError(
-            f"the device executor needs the dispatcher peer_to_peer or all_to_all; got {dispatcher.name}"
+            f"the Triton kernels of experts need the dispatcher peer_to_peer; got {dispatcher.name}. Use "
+            "Overlap(executor='pipelined') or Overlap(backend='chunked') with it"
         )
-    return _fault(dispatcher, x_TD.dtype, x_TD.device)
+    if not can_pipeline(dispatcher):
+        wire_dtypes = dispatcher.options.wire_dtypes
+        return ConfigError(f"overlap needs wire dtypes with scales for each row; got {wire_dtypes}")
+    try:
+        from moe_comm.overlap.triton.arrived_mm import rows_fault  # needs Triton
+    except MissingDependency as error:
+        return error
+    return rows_fault(x_TD.dtype, x_TD.device)
 
 
-class DeviceCall(ExpertCall):
-    """One call of a whole layer of experts without biases. ``rows`` is [T, D], the tokens: the kernels dispatch
-    them."""
+class _DeviceExperts(torch.autograd.Function):
+    """As ``pipelined._Experts``: run the experts, or one GEMM. Takes and returns the same."""
 
-    combine_multiplies = True
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, input_RD: Tensor | None, run: Run, settings: LocalExperts, keep_h: bool, *tensors: Any
+    ) -> Tensor:
+        dispatch: Any = run.forward
+        send, run.send = run.send, None
+        experts = settings.with_tensors(tensors)
+        rows_RD = input_RD if send is None else send.rows_RD
+        assert rows_RD is not None
+        h_RG = out_RD = None
+        try:
+            first = _grouped(dispatch) if send is None else dispatch.multiply_arrived(send)
+            if isinstance(experts, ExpertMLP):
+                h_RG, last_RF, w_last = expert_mlp_gpu.hidden(experts, rows_RD, first)
+            else:
+                last_RF, w_last = rows_RD, tensors[0]
+            if run.returns:
+                run.back, out_RD = dispatch.multiply_and_sum("combine", last_RF, w_last, run.wide_TK, run.requires_grad)
+            else:
+                out_RD = rows_RD.new_empty(rows_RD.shape[0], w_last.shape[1])
+                first(rows_RD, w_last, out_RD)
+        except BaseException as error:
+            if send is not None:
+                send.abort(error)
+            raise
+        ctx.save_for_backward(
+            rows_RD, h_RG if keep_h else None, out_RD if run.returns and run.needs_weights else None, *tensors
+        )
+        ctx.run, ctx.settings, ctx.received_RD = run, settings, None
+        return token.new_empty(0) if run.returns else out_RD
 
-    def __init__(self, dispatch: ChunkedDispatch, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        programs = dispatch.overlap.programs
-        self._dispatch, self._weights_TK, self.rows = dispatch, weights_TK, x_TD
-        self._fused = _kernels().open_dispatch(dispatch.dispatcher, dispatch.handle, ids_TK, programs)
-        self._w2_EDF: Tensor | None = None
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        run: Run = ctx.run
+        with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=run.backward.handle.label), run.guard():
+            return _backward(ctx, run, grad_RD)
 
-    @property
-    def handle(self) -> DispatchHandle:
-        return self._dispatch.handle
+
+def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+    needs_token, needs_rows, _, _, _, *needs = needed_gradients(ctx)
+    dispatch: Any = run.backward
+    send: Any = run.gradients
+    run.gradients = None
+    rows_RD, h_RG, results_RD, *tensors = ctx.saved_tensors
+    experts, counts_E = ctx.settings.with_tensors(tensors), dispatch.tiles.counts_E
+    token_grad = grad_RD.new_empty(0) if ctx.needs_input_grad[0] else None
+    first, grad_rows_RD = _grouped(dispatch), None
+    try:
+        if send is not None:
+            send.start(results_RD)
+            run.weights_grad = send.start_weight_gradient()
+            grad_RD, first = send.rows_RD, dispatch.multiply_arrived(send)
+        elif run.returns:
+            # A pipeline schedule requests the gradients of the weights in a second pass. The first one has received
+            # the rows.
+            grad_RD, ctx.received_RD = ctx.received_RD, None
+        grad_RD, sums = grad_RD.contiguous(), run.needs_x and needs_token
+
+        def last(rows: Tensor, w: Tensor) -> None:
+            run.returning, _ = dispatch.multiply_and_sum("dispatch backward", rows, w)
+
+        if isinstance(experts, ExpertMLP):
+            if send is not None and not (sums or needs[0]):
+                send.wait()
+            products = first, last if sums else None
+            grads = expert_mlp_gpu.backward_by(experts, rows_RD, h_RG, grad_RD, counts_E, needs, products)
+        else:
+            from moe_comm.kernels.triton.main_grad import weight_grad  # needs Triton
+
+            if needs_rows:
+                grad_rows_RD = torch.empty_like(rows_RD)
+                first(grad_RD, tensors[0].transpose(1, 2), grad_rows_RD)
+            elif sums:
+                last(grad_RD, tensors[0].transpose(1, 2))
+            elif send is not None:
+                send.wait()
+            grads = (weight_grad(tensors[0], grad_RD, rows_RD, counts_E) if needs[0] else None, None)
+    except BaseException as error:
+        if send is not None:
+            send.abort(error)
+        raise
+    if send is not None and any(ctx.needs_input_grad[5:]) and not any(needs):
+        ctx.received_RD = grad_RD
+    of_tensors = [*grads, None, None][: len(tensors)]  # there are no biases
+    return token_grad, grad_rows_RD, None, None, None, *of_tensors
+
+
+def _grouped(dispatch: Any) -> expert_mlp_gpu.FirstProduct:
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
+
+    counts_E = dispatch.tiles.counts_E
+    return lambda rows, w, out: grouped_mm_into(rows, w, counts_E, out)
+
+
+class DeviceCall(PipelinedCall):
+    """One call of a whole layer of experts without biases. Collective."""
+
+    skips_empty_slots = False
+    stage = _DeviceExperts
+
+    def __init__(
+        self,
+        dispatcher: OverlappedPrimitives,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        overlap: Overlap,
+        label: str,
+    ) -> None:
+        from moe_comm.overlap.executors.device_rows import DeviceDispatch  # needs Triton
+
+        dispatch, send = DeviceDispatch.start(dispatcher, x_TD, ids_TK, overlap, label)
+        super().__init__(dispatch, lambda _: send, x_TD, weights_TK)
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
-        """Return [R, F], the activations. ``combine`` multiplies them by the last weights.
+        """As the base class.
 
         Raises:
             ConfigError: the experts have biases, or fp8 GEMMs.
         """
-        w13_EGD, self._w2_EDF, *_ = mlp.tensors
-        assert w13_EGD is not None
         check_device_experts(mlp)
-        mlp.check_weights(rows)
-        h_RG: Tensor = _kernels().multiply_dispatched(self._fused, rows, w13_EGD)
-        return swiglu(h_RG) if isinstance(mlp.activation, SwiGLU) else mlp.activation.fn(h_RG)
+        return super().compute(rows, rows_per_expert, mlp)
 
-    def combine(self, rows: Tensor) -> Tensor:
-        assert self._w2_EDF is not None
-        y_TD: Tensor = _kernels().matmul_combine(rows, self._w2_EDF, self._weights_TK, self._fused)
-        return y_TD
 
-    def abort_on_error(self) -> AbstractContextManager[None]:
-        return self._dispatch.dispatcher.abort_on_error(self.handle.label)
+def device_dispatch_matmul(
+    dispatcher: OverlappedPrimitives, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, overlap: Overlap, label: str
+) -> tuple[Tensor, SharedDispatch]:
+    """Run ``dispatch_matmul`` with the kernels, after its checks. Returns its results."""
+    from moe_comm.overlap.executors.device_rows import DeviceDispatch  # needs Triton
+
+    dispatch, send = DeviceDispatch.start(dispatcher, x_TD, ids_TK, overlap, label)
+    return pipelined_dispatch(dispatch, lambda _: send, x_TD, ExpertLinear((w_EGD,)), _DeviceExperts), dispatch
+
+
+def device_matmul_combine(dispatch: SharedDispatch, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor) -> Tensor:
+    """Run ``matmul_combine`` with the kernels, after its checks, for a dispatch of ``device_dispatch_matmul``."""
+    return pipelined_combine(dispatch, rows_RF, ExpertLinear((w_EDF,)), weights_TK, _DeviceExperts)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ from moe_comm.runtime.memory import warm_like, warm_rows
 
 Start = Callable[[Tensor], RowSend]
 """Starts to send the rows of tokens [T, D] to their experts."""
+Sums = Callable[[Tensor | None], Tensor]
+"""Returns [T, D], the sums of the results, times weights [T, K] if given; ``RowReturn.result``."""
 
 
 def run_ranges(
@@ -99,7 +101,7 @@ def run_ranges(
 
 
 @dataclass(eq=False)
-class _Run:
+class Run:
     """State that the autograd functions of one call share. Backward may run more than once.
 
     forward, backward: the dispatch, with the chunks of each direction.
@@ -109,7 +111,8 @@ class _Run:
     requires_grad: whether any input does; compared between ranks in combine.
     guard: context of the experts' backward pass.
     wide_TK, weights_dtype: routing weights in the dtype of the sums, and their own dtype.
-    send, back: pending transfers of rows and results in forward; gradients, returning: those of backward.
+    send, gradients: pending transfers of the rows in forward, and of the gradients in backward.
+    back, returning: wait for the sums of the results, and of the gradients.
     weights_grad: waits for the gradient of the routing weights.
     """
 
@@ -124,9 +127,9 @@ class _Run:
     requires_grad: bool = False
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
     send: RowSend | None = None
-    back: RowReturn | None = None
+    back: Sums | None = None
     gradients: SentGradients | None = None
-    returning: RowReturn | None = None
+    returning: Sums | None = None
     weights_grad: Callable[[], Tensor | None] = lambda: None
 
 
@@ -134,7 +137,7 @@ class _Dispatch(torch.autograd.Function):
     """Start the dispatch. Returns the autograd token."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor | None, weights_TK: Tensor | None, run: _Run) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor | None, weights_TK: Tensor | None, run: Run) -> Tensor:
         ctx.run = run
         handle = run.forward.handle
         if x_TD is not None and run.start is not None:
@@ -145,29 +148,29 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: Run = ctx.run
         returning, weights_grad = run.returning, run.weights_grad
         run.returning, run.weights_grad = None, lambda: None
         grad_TK = weights_grad() if run.needs_weights else None
         grad_TK = None if grad_TK is None else grad_TK.to(run.weights_dtype)
-        return None if returning is None else returning.result(None), grad_TK, None
+        return None if returning is None else returning(None), grad_TK, None
 
 
 class _Combine(torch.autograd.Function):
     """Return the sums of the results, from the autograd token."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, run: _Run) -> Tensor:
+    def forward(ctx: Any, token: Tensor, run: Run) -> Tensor:
         back = run.back
         assert back is not None
         run.back = None
         ctx.run = run
-        return back.result(run.wide_TK)
+        return back(run.wide_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: Run = ctx.run
         assert run.wide_TK is not None
         run.gradients = run.backward.send_gradients(grad_TD, run.wide_TK, run.needs_weights)
         return grad_TD.new_empty(0), None
@@ -179,7 +182,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, input_RD: Tensor | None, run: _Run, settings: LocalExperts, keep_h: bool, *tensors: Any
+        ctx: Any, token: Tensor, input_RD: Tensor | None, run: Run, settings: LocalExperts, keep_h: bool, *tensors: Any
     ) -> Tensor:
         dispatch, send, back = run.forward, run.send, None
         run.send = None
@@ -214,7 +217,7 @@ class _Experts(torch.autograd.Function):
         except BaseException as error:
             _abort(error, send, back)
             raise
-        run.back = back
+        run.back = None if back is None else back.result
         saved_out_RD = out_RD if run.returns and run.needs_weights else None
         rows_RD, scale_RB = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows, None)
         ctx.save_for_backward(rows_RD, scale_RB, mlp_pass.saved_RG, saved_out_RD, *tensors)
@@ -224,7 +227,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: Run = ctx.run
         needs_token, needs_rows, _, _, _, *needs_weights = needed_gradients(ctx)
         grad_rows_RD = None
         # A pipeline schedule may request input and weight gradients in two backward passes. Gradients are sent only in
@@ -254,7 +257,7 @@ class _Backward:
     ) -> None:
         # Read once only: with activation checkpointing, a second read raises.
         rows_RD, scale_RB, saved_RG, results_RD, *tensors = ctx.saved_tensors
-        run: _Run = ctx.run
+        run: Run = ctx.run
         dispatch, send, back = run.backward, run.gradients, None
         run.gradients = None
         needs = tuple(ctx.needs_input_grad[5:])
@@ -293,7 +296,7 @@ class _Backward:
         except BaseException as error:
             _abort(error, send, back)
             raise
-        run.returning = back
+        run.returning = None if back is None else back.result
         if send is not None:
             run.weights_grad = send.start_weight_gradient()
 
@@ -357,16 +360,17 @@ def _rows(like: Tensor, width: int) -> Tensor:
 
 
 class PipelinedCall(ExpertCall):
-    """One call of a whole layer; ``rows`` is the autograd token."""
+    """One call of a whole layer; ``rows`` is the autograd token. stage: the function that runs the experts."""
 
     skips_empty_slots = True
+    stage: ClassVar[type[torch.autograd.Function]] = _Experts
 
     def __init__(
         self, dispatch: RowDispatch, start: Start, x_TD: Tensor, weights_TK: Tensor, scaled: bool = False
     ) -> None:
         # A copy: the caller may change its tensor in place before backward.
         wide_TK = weights_TK.detach().to(dispatch.sum_dtype, copy=True)
-        run = _Run(
+        run = Run(
             dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
         )
         run.guard = lambda: dispatch.abort_on_error(None)
@@ -397,7 +401,8 @@ class PipelinedCall(ExpertCall):
         mlp.check_weights(rows)
         run.requires_grad = needs_autograd(rows, *mlp.tensors)
         keep_h = run.requires_grad and not mlp.recomputes
-        return _Experts.apply(rows, None, run, mlp.with_tensors(), keep_h, *mlp.tensors)  # type: ignore[no-any-return]
+        token: Tensor = self.stage.apply(rows, None, run, mlp.with_tensors(), keep_h, *mlp.tensors)
+        return token
 
     def combine(self, rows: Tensor) -> Tensor:
         return _Combine.apply(rows, self._run)  # type: ignore[no-any-return]
@@ -406,21 +411,34 @@ class PipelinedCall(ExpertCall):
         return self._dispatch.abort_on_error(self._run.send)
 
 
-def pipelined_dispatch(dispatch: RowDispatch, start: Start, x_TD: Tensor, experts: LocalExperts) -> Tensor:
+def pipelined_dispatch(
+    dispatch: RowDispatch,
+    start: Start,
+    x_TD: Tensor,
+    experts: LocalExperts,
+    stage: type[torch.autograd.Function] = _Experts,
+) -> Tensor:
     """Return [R, columns]: dispatch, and one GEMM of the rows as they complete. start: starts to send the rows."""
     forward, backward = dispatch.per_direction("dispatch_matmul", experts.columns)
-    run = _Run(forward, backward, start, False, needs_x=needs_autograd(x_TD))
+    run = Run(forward, backward, start, False, needs_x=needs_autograd(x_TD))
     token = _Dispatch.apply(x_TD, None, run)
-    return _Experts.apply(token, None, run, experts.with_tensors(), False, *experts.tensors)  # type: ignore[no-any-return]
+    out_RG: Tensor = stage.apply(token, None, run, experts.with_tensors(), False, *experts.tensors)
+    return out_RG
 
 
-def pipelined_combine(dispatch: RowDispatch, rows_RF: Tensor, experts: LocalExperts, weights_TK: Tensor) -> Tensor:
+def pipelined_combine(
+    dispatch: RowDispatch,
+    rows_RF: Tensor,
+    experts: LocalExperts,
+    weights_TK: Tensor,
+    stage: type[torch.autograd.Function] = _Experts,
+) -> Tensor:
     """Return [T, D]: one GEMM of the rows, and the combine of its results as they are computed."""
     forward, backward = dispatch.per_direction("matmul_combine", rows_RF.shape[1])
     wide_TK = weights_TK.detach().to(dispatch.sum_dtype)
-    run = _Run(forward, backward, None, True, wide_TK, weights_TK.dtype, needs_weights=needs_autograd(weights_TK))
+    run = Run(forward, backward, None, True, wide_TK, weights_TK.dtype, needs_weights=needs_autograd(weights_TK))
     run.requires_grad = needs_autograd(rows_RF, weights_TK, *experts.tensors)
     token = _Dispatch.apply(None, weights_TK, run)
     rows_RF = rows_RF.contiguous()
-    token = _Experts.apply(token, rows_RF, run, experts.with_tensors(), False, *experts.tensors)
+    token = stage.apply(token, rows_RF, run, experts.with_tensors(), False, *experts.tensors)
     return _Combine.apply(token, run)  # type: ignore[no-any-return]

@@ -38,7 +38,7 @@ _TIMED_OUT, _ABORTED, _ARRIVED = (tl.constexpr(value) for value in (TIMED_OUT, A
 _FAULT, _WHO, _WHAT, _EXPECTED, _VALUE = (
     tl.constexpr(REPORT_WORDS.index(name)) for name in ("fault", "who", "what", "expected", "value")
 )
-_STATE_FAULT = tl.constexpr(1)
+STATE_FAULT = tl.constexpr(1)
 """Index of ``fault`` in State of csrc/cuda/args.h."""
 
 
@@ -60,7 +60,7 @@ def _report(flag_ptr, source, turn, state_ptr, report_ptr, abort_ptr):  # type: 
     """Report a missing flag of rank ``source``, as ``fail`` of csrc/cuda/machine.h does. The first report counts."""
     aborted = tl.load(abort_ptr, volatile=True) != 0
     fault = tl.where(aborted, int64(_ABORTED), int64(_TIMED_OUT))
-    if tl.atomic_cas(state_ptr + _STATE_FAULT, tl.full((), 0, tl.int64), fault, sem="acq_rel", scope="gpu") == 0:
+    if tl.atomic_cas(state_ptr + STATE_FAULT, tl.full((), 0, tl.int64), fault, sem="acq_rel", scope="gpu") == 0:
         tl.store(report_ptr + _WHO, source)
         tl.store(report_ptr + _WHAT, int64(_ARRIVED))
         tl.store(report_ptr + _EXPECTED, int64(turn))
@@ -79,7 +79,8 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
     rows_stride,
     w_ptr,  # [E, columns, inner], any strides
     w_stride_expert, w_stride_column, w_stride_inner,
-    items_ptr, ends_ptr, taken_ptr, counts_ptr,  # items_N5, ends_W, taken_V and rows_EW of TileList
+    items_ptr, ends_ptr, counts_ptr,  # items_N5, ends_W and rows_EW of TileList
+    taken_ptr,  # [W + 1] int64 zeros: tiles that programs have taken, by distance of their source, and failed waits
     out_ptr,  # [R, columns]
     out_stride, columns, inner,
     peers_ptr, state_ptr, report_ptr, abort_ptr, rank, world, first_flag, turn, timeout_ns,  # RowFlags
@@ -175,18 +176,18 @@ def arrived_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16, dense; rows in flight.
         w_END: [E, N, D] weights of this rank's experts, of the same dtype, any strides.
-        tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows. A list is used once.
-        flags: of the dispatch.
+        tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows.
+        flags: of the dispatch, or of the gradients.
         out_RN: [R, N], dense.
     """
     experts, columns, inner = w_END.shape
     if not out_RN.numel() or not experts:
         return
-    tiling = tiling_of(rows_RD, experts)
+    tiling, taken_V = tiling_of(rows_RD, experts), tiles.ends_W.new_zeros(flags.world + 1)
     with on_device_of(rows_RD):
         arrived_mm_kernel[(waiting_programs(rows_RD.device),)](
-            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N5, tiles.ends_W, tiles.taken_V,
-            tiles.rows_EW, out_RN, out_RN.stride(0), columns, inner,
+            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N5, tiles.ends_W, tiles.rows_EW,
+            taken_V, out_RN, out_RN.stride(0), columns, inner,
             flags.peers_W, flags.state, flags.report, flags.abort, flags.rank, flags.world, flags.first_flag,
             flags.turn, flags.timeout_ns,
             ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, TAIL=tiling.tail_rows, **tiling.blocks,

@@ -44,14 +44,13 @@ class TileList:
     """The tiles of one dispatch, in device memory.
 
     items_N5: int64 tiles; only the first ``ends_W[-1]`` are valid. ends_W: int64 number of tiles whose latest source is
-    at this distance in the ring, or nearer. taken_V: int64 [W + 1] zeros: counters of the tiles that programs have
-    taken, by distance, and of failed waits. rows_EW: int64 rows of each local expert from each rank. counts_E: int64
-    rows of each local expert.
+    at this distance in the ring, or nearer. tiles_W: int64 number of tiles that have rows of each rank. rows_EW: int64
+    rows of each local expert from each rank. counts_E: int64 rows of each local expert.
     """
 
     items_N5: Tensor
     ends_W: Tensor
-    taken_V: Tensor
+    tiles_W: Tensor
     rows_EW: Tensor
     counts_E: Tensor
 
@@ -95,6 +94,17 @@ def _cut(rows_EW, source, rank, world, ROWS: tl.constexpr, EXTRA: tl.constexpr):
 
 
 @triton.jit
+def _with_rows(rows_EW, tiles, wraps, by_source, by_wrap, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return [E, W], the number of tiles that have rows of each source. The arguments are those of ``_cut``."""
+    end = tl.cumsum(rows_EW, 1)
+    start = end - rows_EW
+    last = end - 1
+    first_tile = tl.where(by_wrap & (start >= wraps), tl.cdiv(wraps, ROWS) + (start - wraps) // ROWS, start // ROWS)
+    last_tile = tl.where(by_wrap & (last >= wraps), tl.cdiv(wraps, ROWS) + (last - wraps) // ROWS, last // ROWS)
+    return tl.where(rows_EW > 0, tl.where(by_source, tiles, last_tile - first_tile + 1), 0)
+
+
+@triton.jit
 def _at(values, source, chosen):  # type: ignore[no-untyped-def]
     """Return ``values`` [1, W] at the sources ``chosen`` [N], as [N]."""
     return tl.sum(tl.where(source == chosen[:, None], values, 0), 1)
@@ -103,7 +113,7 @@ def _at(values, source, chosen):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=("first_expert", "experts", "all_experts", "rank"))
 def tile_list_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,  # [W, all experts] int64 rows of each rank for each expert
-    items_ptr, ends_ptr, taken_ptr, rows_ptr, counts_E_ptr,  # the fields of TileList
+    items_ptr, ends_ptr, tiles_ptr, rows_ptr, counts_E_ptr,  # the fields of TileList
     first_expert, experts, all_experts, rank,
     WORLD: tl.constexpr, SOURCES: tl.constexpr,  # a power of two above WORLD
     ROWS: tl.constexpr, EXTRA: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
@@ -115,12 +125,14 @@ def tile_list_kernel(  # type: ignore[no-untyped-def]
     from_ptr = counts_ptr + first_expert + source * all_experts
     num_tiles = tl.zeros((1, SOURCES), tl.int64)  # by latest source, of all experts
     before = tl.zeros((1, SOURCES), tl.int64)  # of the experts before this one
+    with_rows = tl.zeros((1, SOURCES), tl.int64)
     first_row = tl.zeros((1, 1), tl.int64)
     for first in range(0, experts, EXPERTS):
         e = first + tl.arange(0, EXPERTS)[:, None]
         rows_EW = tl.load(from_ptr + e, mask=(e < experts) & is_source, other=0)
-        tiles, _, total, _, _ = _cut(rows_EW, source, rank, WORLD, ROWS, EXTRA)
+        tiles, wraps, total, by_source, by_wrap = _cut(rows_EW, source, rank, WORLD, ROWS, EXTRA)
         num_tiles += tl.sum(tiles, 0)[None, :]
+        with_rows += tl.sum(_with_rows(rows_EW, tiles, wraps, by_source, by_wrap, ROWS), 0)[None, :]
         before += tl.sum(tl.where(e < expert, tiles, 0), 0)[None, :]
         first_row += tl.sum(tl.where(e < expert, total, 0), 0)[None, :]
     distance = (source - rank + WORLD) % WORLD
@@ -129,7 +141,7 @@ def tile_list_kernel(  # type: ignore[no-untyped-def]
     first_by_source = tl.sum(tl.where(nearer, tl.trans(num_tiles), 0), 0)[None, :]
     if expert == 0:
         tl.store(ends_ptr + distance, first_by_source + num_tiles, mask=is_source)
-        tl.store(taken_ptr + source, tl.zeros((1, SOURCES), tl.int64), mask=source <= WORLD)
+        tl.store(tiles_ptr + source, with_rows, mask=is_source)
 
     rows = tl.load(from_ptr + expert, mask=is_source, other=0)
     tiles, wraps, total, by_source, by_wrap = _cut(rows, source, rank, WORLD, ROWS, EXTRA)
@@ -194,16 +206,17 @@ def list_tiles(counts_WE: Tensor, experts: range, rank: int, num_rows: int, tile
     tiles = TileList(
         words(most_tiles(num_rows, len(experts), tile_rows), TILE_WORDS),
         words(world),
-        words(world + 1),
+        words(world),
         words(len(experts), world),
         words(len(experts)),
     )
     if not len(experts):
         tiles.ends_W.zero_()
+        tiles.tiles_W.zero_()
         return tiles
     with on_device_of(counts_WE):
         tile_list_kernel[(len(experts),)](
-            counts_WE, tiles.items_N5, tiles.ends_W, tiles.taken_V, tiles.rows_EW, tiles.counts_E,
+            counts_WE, tiles.items_N5, tiles.ends_W, tiles.tiles_W, tiles.rows_EW, tiles.counts_E,
             experts.start, len(experts), counts_WE.shape[1], rank,
             WORLD=world, SOURCES=1 << world.bit_length(), ROWS=tile_rows, EXTRA=EXTRA_PERCENT,
             EXPERTS=EXPERTS_AT_ONCE, TILES=TILES_AT_ONCE, **options(counts_WE, num_warps=4),

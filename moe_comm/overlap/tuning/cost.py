@@ -48,7 +48,7 @@ EXPERTS = ("dispatch_matmul", "matmul_combine")
 """Operators with one grouped GEMM per chunk, over the rows of all ranks. Others have one GEMM per rank and chunk."""
 SWAPS = ("swap_matmul", "matmul_swap")
 """Ulysses operators: the GEMM runs on local rows, and an all-to-all exchanges columns (``ulysses.py``)."""
-FUSED = ("gather_matmul", "matmul_scatter", "dispatch_matmul", "matmul_combine")
+FUSED = ("gather_matmul", "matmul_scatter")
 """Operators that also have a Triton kernel. The model does not predict the time of the kernels."""
 IN_PLACE = ("gather_matmul", "matmul_scatter")
 """Operators that can read peers' rows in place. The execution is then the same for any number of chunks above one."""

@@ -1,0 +1,145 @@
+"""Operations of ``peer_to_peer`` that run while GEMMs of the caller compute, with flags for their parts.
+
+    separate stream    meet ▸ push / spread ───── flags (expert, source) ──▶ a GEMM that waits for rows
+    separate stream    meet ▸ ready ▸ sum ▸ ... ▸ done     a GEMM ──────── flags (slice of columns, owner) ──▶ ready
+
+The kernels of the caller are in ``overlap/triton``. A turn is one operation of all ranks; see csrc/cuda/args.h. Kernels
+of this module wait with one thread block, so the GEMM of the caller always has processors to run on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moe_comm.comm.header import Header
+from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, PeerToPeerPrimitives
+from moe_comm.dispatch.peer_to_peer.rows import offset_of
+from moe_comm.dispatch.pending import IncomingRows
+from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.errors import HeapError
+from moe_comm.gpu.protocol import Offer, RowFlags, SlotFlags
+from moe_comm.runtime.memory import DTYPE_CODES
+
+
+class OverlappedPrimitives(PeerToPeerPrimitives):
+    """The primitives of ``peer_to_peer``, also for operations that run while GEMMs of the caller compute."""
+
+    def start_dispatch_aside(
+        self, x_TD: Tensor, ids_TK: Tensor, header: Header, num_blocks: int | None
+    ) -> IncomingRows:
+        """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks.
+
+        On a GPU the caller's stream then does not wait for this rank's own rows either: ``row_flags`` has flags for
+        them too. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``.
+        """
+        if header.fault is not None or not self._form(x_TD, header.op).bare:
+            return self.start_dispatch(x_TD, ids_TK, header)
+        with self._aside(num_blocks):
+            return self.start_dispatch(x_TD, ids_TK, header)
+
+    def row_flags(self) -> RowFlags:
+        """Return the flags of the rows of the last dispatch or ``spread_aside``, for kernels that wait for them."""
+        return self.memory.turns.flags("arrived")
+
+    @property
+    def device_counts_WE(self) -> Tensor:
+        """[W, E] int64 rows of each rank for each expert in the last dispatch, on the device, until the next one."""
+        return self.memory.turns.scratch.counts_WE
+
+    def spread_aside(
+        self,
+        grad_TD: Tensor,
+        rows_RD: Tensor | None,
+        weights_TK: Tensor,
+        handle: DispatchHandle,
+        header: Header,
+        slots: SlotFlags,
+        num_blocks: int | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run ``_spread`` on a separate stream, on at most ``num_blocks`` thread blocks. ``row_flags`` has the flags.
+
+        The gradient of the weights is complete after ``wait_aside``. The caller must call ``end_spread``.
+        """
+        with self._aside(num_blocks):
+            return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, header, slots)
+
+    def end_spread(self, header: Header) -> None:
+        """End the turn of ``spread_aside``. In emulation, wait for all ranks; on a GPU, the kernel ``done`` does.
+
+        Raises:
+            PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
+        """
+        if self.memory.on_host:
+            with KernelOperation(self, header):
+                self.memory.turns.plan.done()
+                self.memory.raise_fault(header)
+
+    def wait_aside(self) -> None:
+        """Make the caller's stream wait for the operations on the separate stream."""
+        self._stream.wait()
+
+    def sums_slices(self, op: str, dtype: torch.dtype, weighted: bool) -> bool:
+        """Return whether ``sum_while`` supports rows of ``dtype``: they are neither rounded nor reduced by their owner.
+        The same on every rank."""
+        return not (self.options.wire_dtypes.of(op).narrows(dtype) or (weighted and self.peer_options.fast_combine))
+
+    def sum_while(
+        self,
+        compute: Callable[[Tensor, RowFlags], None],
+        weights_TK: Tensor | None,
+        handle: DispatchHandle,
+        header: Header,
+    ) -> tuple[Tensor, Tensor]:
+        """Run ``_sum`` of rows that a GEMM computes meanwhile: each slice of their columns once it is computed.
+
+        Args:
+            compute: queues the GEMM on the caller's stream. Its arguments are [R, D], where it writes the rows, and the
+                flags of (slice, owner): it sets those of this rank, at the ranks of the tokens.
+            header: with ``flagged``.
+
+        Returns:
+            [T, D], the sums, which are complete after ``wait_aside``, and [R, D], the rows.
+
+        Raises:
+            RankMismatch, HeapError: on every rank.
+            PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
+        """
+        turns, problem = self.memory.turns, None
+        rows_RD = torch.empty(0, handle.hidden, dtype=handle.dtype, device=self.device)
+        if handle.num_rows and handle.hidden:
+            try:
+                rows_RD = turns.heap.rows(handle.num_rows, handle.hidden, handle.dtype)
+            except HeapError as error:
+                problem = error
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        with self._aside(None), KernelOperation(self, header, rows_RD, weights_TK):
+            if problem is not None:
+                self._raise_no_room(header, problem)
+            y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=self.device)
+            turns.meet(self.packed(header), Offer(offset_of(turns.heap, rows_RD)))
+            if self.memory.on_host:
+                self.memory.check(header)
+            with self._stream.on_callers():
+                compute(rows_RD, turns.flags("results"))
+            turns.sum_slices(handle.state, weights_TK, y_TD, DTYPE_CODES[handle.dtype], self._blocks)
+            if self.memory.on_host:
+                self.memory.raise_fault(header)
+            self._check_if_blocking(header)
+            self._stream.use_by_caller(y_TD)
+        return y_TD, rows_RD
+
+    @contextmanager
+    def _aside(self, num_blocks: int | None) -> Iterator[None]:
+        """Run operations on a separate stream, on at most ``num_blocks`` thread blocks. The caller does not wait."""
+        blocks = self._blocks
+        self._blocks = min(blocks, num_blocks or blocks)
+        self._stream.run_aside(True)
+        try:
+            yield
+        finally:
+            self._blocks = blocks
+            self._stream.run_aside(False)

@@ -1,0 +1,133 @@
+"""Grouped GEMM whose results peers read while it computes: it sets a flag after each slice of columns of a rank's rows.
+
+    rank 1's tiles    slice 0: rows of rank 0 │ of rank 2 │ own      slice 1: rows of rank 0 │ ...
+                                              ╰─▶ results(0, rank 1) in rank 0's control area
+
+    rank 0            waits for slice 0 of all ranks ▸ sums it ▸ waits for slice 1 ...       (``sum_while``)
+
+A sum of a token needs all its K results, which are in tiles of different experts. If whole rows were computed one after
+another, nearly all tiles would be computed before most sums could start. So the columns are divided into slices (COMET,
+arXiv 2502.19811), and sums start after the first one. Within a slice, tiles are in the reverse order of
+``tile_list.py``: rows of other ranks first, and in each step each rank computes for another one.
+
+Programs take tiles in this order with a counter. No program waits. A tile may have rows of several ranks; it counts for
+each of them, and the last tile of a (slice, rank) sets its flag. The bits are those of ``grouped_mm``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.gpu.protocol import SLICE_COLUMNS, RowFlags, num_slices
+from moe_comm.kernels.triton.grouped_mm import compute_tile
+from moe_comm.kernels.triton.launch import DTYPES, on_device_of, options, waiting_programs
+from moe_comm.overlap.triton.arrived_mm import STATE_FAULT, tiling_of
+from moe_comm.overlap.triton.device import words_of
+from moe_comm.overlap.triton.flags import notify
+from moe_comm.overlap.triton.tile_list import TILE_WORDS, TileList
+
+_WORDS = tl.constexpr(TILE_WORDS)
+_UNIT = tl.constexpr(SLICE_COLUMNS)
+
+VARYING = ("rank", "world", "first_flag", "turn")
+"""Arguments whose values do not cause a recompilation."""
+
+
+@triton.jit
+def _end_tile(part, columns, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the end of slice ``part`` in tiles of BLOCK_N columns, as ``first_column`` of csrc/cuda/args.h."""
+    end = (part + 1) * tl.cdiv(columns, _UNIT) // SLICES * (_UNIT // BLOCK_N)
+    return tl.minimum(end, tl.cdiv(columns, BLOCK_N))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def publish_mm_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr,  # [R, inner]
+    rows_stride,
+    w_ptr,  # [E, columns, inner], any strides
+    w_stride_expert, w_stride_column, w_stride_inner,
+    items_ptr, ends_ptr, counts_ptr, tiles_ptr,  # items_N5, ends_W, rows_EW and tiles_W of TileList
+    written_ptr,  # [SLICES * W + 1] int64 zeros: tiles that are written, by slice and rank; tiles that are taken
+    out_ptr,  # [R, columns]
+    out_stride, columns, inner,
+    peers_ptr, state_ptr, rank, world, first_flag, turn,  # RowFlags
+    ELEMENT: tl.constexpr,
+    WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
+    SLICES: tl.constexpr,
+    TAIL: tl.constexpr,  # BLOCK_M of tiles whose rows fit
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute out[r] = rows[r] @ w[expert of r].T, slice by slice, and set the flags of the rows' ranks.
+
+    After a fault of the group, nothing is computed and no flag is set.
+    """
+    one = tl.full((), 1, tl.int64)
+    healthy = tl.load(state_ptr + STATE_FAULT) == 0
+    tiles_m = tl.where(healthy, tl.load(ends_ptr + world - 1), 0)
+    if healthy & (tl.program_id(0) == 0):
+        for to in range(world):
+            if tl.load(tiles_ptr + to) == 0:
+                for part in range(SLICES):
+                    notify(words_of(peers_ptr, to), first_flag + part * world + rank, turn)
+    total = tiles_m * tl.cdiv(columns, BLOCK_N)
+    part = 0
+    first_tile_n = 0
+    end_tile_n = _end_tile(0, columns, SLICES, BLOCK_N)
+    taken = tl.atomic_add(written_ptr + SLICES * world, one, sem="relaxed")
+    while taken < total:
+        while taken >= tiles_m * end_tile_n:
+            part += 1
+            first_tile_n = end_tile_n
+            end_tile_n = _end_tile(part, columns, SLICES, BLOCK_N)
+        width = end_tile_n - first_tile_n
+        tile = taken - tiles_m * first_tile_n
+        item_ptr = items_ptr + (tiles_m - 1 - tile // width) * _WORDS
+        expert, start, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+        count = (end - start).to(tl.int32)
+        first_n = (first_tile_n + (tile % width).to(tl.int32)) * BLOCK_N
+        w_expert_ptr = w_ptr + expert * w_stride_expert
+        if TAIL < BLOCK_M and count <= TAIL:
+            compute_tile(
+                rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, TAIL, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            compute_tile(
+                rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        tl.debug_barrier()  # one thread counts, after the stores of all
+        for to in range(tl.load(item_ptr + 3), tl.load(item_ptr + 4) + 1):
+            if tl.load(counts_ptr + expert * world + to) > 0:
+                # System scope, like the flag: the rank that reads the flag also sees the tiles of other programs.
+                before = tl.atomic_add(written_ptr + part * world + to, one, sem="acq_rel", scope="sys")
+                if before + 1 == tl.load(tiles_ptr + to) * width:
+                    notify(words_of(peers_ptr, to), first_flag + part * world + rank, turn)
+        taken = tl.atomic_add(written_ptr + SLICES * world, one, sem="relaxed")
+
+
+def publish_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor) -> None:
+    """Write out[r] = rows[r] @ w[e].T for each row r of expert e, and set the flags of its slices. No autograd.
+
+    Args:
+        rows_RD: [R, D] fp32, bf16 or fp16; dense rows.
+        w_END: [E, N, D] weights of this rank's experts, of the same dtype, any strides.
+        tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows.
+        flags: of the results. All of them are set, also by a rank without rows.
+        out_RN: [R, N], dense, where peers can read it.
+    """
+    experts, columns, inner = w_END.shape
+    slices, tiling = num_slices(columns), tiling_of(rows_RD, experts)
+    if not slices:
+        return
+    written = tiles.ends_W.new_zeros(slices * flags.world + 1)
+    with on_device_of(rows_RD):
+        publish_mm_kernel[(waiting_programs(rows_RD.device),)](
+            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N5, tiles.ends_W, tiles.rows_EW,
+            tiles.tiles_W, written, out_RN, out_RN.stride(0), columns, inner,
+            flags.peers_W, flags.state, flags.rank, flags.world, flags.first_flag, flags.turn,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, SLICES=slices, TAIL=tiling.tail_rows,
+            **tiling.blocks, **options(rows_RD, num_warps=tiling.warps, num_stages=tiling.stages),
+        )  # fmt: skip

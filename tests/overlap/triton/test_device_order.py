@@ -1,0 +1,273 @@
+"""The order in which the device executor computes and sums rows of late ranks, and its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("moe_comm._C", reason="the native core is not built")
+
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import DispatchOptions
+from moe_comm.errors import ConfigError, PeerRaised, PeerTimeout, RankMismatch
+from moe_comm.kernels.activations import activation_of
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
+from moe_comm.overlap.options import Overlap
+from tests.layers.reference import draw
+from tests.overlap.triton.common import interpreted, needs_triton
+from tests.overlap.triton.device_layer import (
+    DEVICE,
+    EXPERTS,
+    WORLD,
+    D,
+    F,
+    leaves_of,
+    make_device_dispatcher,
+    run_layer,
+    slot_ids,
+    triton_on_cpus,
+)
+from tests.pool import RankPool, with_longer_deadline
+from tests.support.launches import HookedLauncher
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """A separate pool, because its ranks import Triton as an interpreter (see ``interpreted``)."""
+    with RankPool(WORLD, bare=True) as pool:
+        yield pool
+
+
+TOKENS = 64
+"""Tokens of each rank, with an expert on every rank: whole tiles, so that no tile waits for two ranks."""
+
+
+def _store(path: Path, world: int) -> dist.FileStore:
+    store = dist.FileStore(str(path), world)
+    store.set_timeout(timedelta(seconds=90))
+    return store
+
+
+def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
+    """The kernel of the last rank that sends rows starts after the other ranks have computed all rows but its own."""
+    sending, path = arg
+    kernels, store = interpreted("arrived_mm"), _store(path, world)
+
+    def before(kernel: str) -> None:
+        if kernel == "meet":
+            sources.clear()  # of the last operation
+        if kernel == sending and rank == world - 1:
+            store.wait([f"computed {other}" for other in range(world - 1)])
+
+    sources: list[int] = []
+    orders: list[list[int]] = []
+    compute_tile, rest = kernels.compute_tile, kernels.rest
+
+    def recorded(*args: Any) -> None:
+        start, first_n = int(args[7]), int(args[10])
+        if not first_n:
+            sources.append(start // TOKENS)
+        if len(sources) == world * tiles_of_rank and not first_n:
+            orders.append([*sources])
+        compute_tile(*args)
+
+    def rest_and_check() -> None:
+        waits_in = "push" if not orders else "spread"
+        if rank != world - 1 and waits_in == sending and len(sources) == (world - 1) * tiles_of_rank:
+            assert sorted({*sources}) == [*range(world - 1)]
+            store.set(f"computed {rank}", "")
+        rest()
+
+    with triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        dispatcher = make_device_dispatcher(rank, world, world, HookedLauncher(before), timeout_s=90)
+        tiles_of_rank = TOKENS // kernels.tiling_of(torch.empty(TOKENS * world, D, dtype=torch.bfloat16), 1).rows
+        ids = torch.arange(world).repeat(TOKENS, 1)
+        patch.setattr(kernels, "compute_tile", recorded)
+        patch.setattr(kernels, "rest", rest_and_check)
+        run_layer(dispatcher, ids, DEVICE)
+    assert len(orders) == 2, "forward and backward"
+    for order in orders:
+        assert order[:tiles_of_rank] == [rank] * tiles_of_rank
+        assert sorted(order) == sorted([*range(world)] * tiles_of_rank)
+
+
+@pytest.mark.parametrize("kernel", ["push", "spread"])
+def test_rows_of_other_ranks_are_computed_before_late_rows_own_rows_first(
+    kernel: str, pool: RankPool, tmp_path: Path
+) -> None:
+    pool.run(_delay_rows, (kernel, tmp_path / "store"), timeout=120)
+
+
+def _delay_slice(rank: int, world: int, path: Path) -> None:
+    """The last GEMM of the last rank computes its second slice after the other ranks have summed the first one."""
+    kernels, store = interpreted("publish_mm"), _store(path, world)
+    columns, tokens, sums, order = kernels.SLICE_COLUMNS + 8, 32, 0, []
+
+    def before(kernel: str) -> None:
+        nonlocal sums
+        sums += kernel == "sum"
+        if kernel == "ready" and sums == 1 and rank != world - 1:
+            store.set(f"summed {rank}", "")
+
+    compute_tile = kernels.compute_tile
+
+    def recorded(*args: Any) -> None:
+        start, first_n = int(args[7]), int(args[10])
+        order.append((first_n // kernels.SLICE_COLUMNS, (rank - start // tokens) % world))
+        if rank == world - 1 and first_n >= kernels.SLICE_COLUMNS:
+            store.wait([f"summed {other}" for other in range(world - 1)])
+        compute_tile(*args)
+
+    with triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        dispatcher = make_device_dispatcher(rank, world, world, HookedLauncher(before), timeout_s=90)
+        ids = torch.arange(world).repeat(tokens, 1)
+        expected = run_layer(dispatcher, ids, None, hidden=columns)
+        sums = 0
+        patch.setattr(kernels, "compute_tile", recorded)
+        actual = run_layer(dispatcher, ids, DEVICE, hidden=columns)
+        assert all(map(torch.equal, actual, expected))
+    assert sums == 4, "two slices in each direction"
+    distances = [world - 1 if own == 0 else own - 1 for _, own in order]
+    forward = [*zip([part for part, _ in order], distances, strict=True)][: len(order) // 2]
+    assert forward == sorted(forward), "slice by slice, own rows last"
+
+
+def test_slices_are_summed_while_others_are_computed(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_delay_slice, tmp_path / "store", timeout=120)
+
+
+def _hang(rank: int, world: int, arg: tuple[str, Path, float]) -> str:
+    """Rank 1 begins an operation, and sends its rows or results only after the others have raised."""
+    kernel, path, timeout_s = arg
+    store, publish = _store(path, world), interpreted("publish_mm")
+    others = [f"raised {other}" for other in range(world) if other != 1]
+
+    def before(launched: str) -> None:
+        if launched == kernel and rank == 1:
+            store.wait(others)
+
+    def late(*args: Any) -> None:
+        before("publish_mm")
+        multiply(*args)
+
+    multiply = publish.publish_mm_into
+    with triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish, "publish_mm_into", late)
+        dispatcher = make_device_dispatcher(rank, world, EXPERTS, HookedLauncher(before), timeout_s)
+        ids = slot_ids("random", rank, EXPERTS, 3)
+        with pytest.raises(PeerTimeout) as error:
+            run_layer(dispatcher, ids, DEVICE)
+        store.set(f"raised {rank}", "")
+        with pytest.raises(PeerTimeout):
+            dispatcher.dispatch(torch.ones(1, D), torch.zeros(1, 1, dtype=torch.int64))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "awaited"),
+    [
+        ("push", "to send its rows"),
+        ("spread", "to send its rows"),
+        ("publish_mm", "to compute the results of its experts"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_at_the_deadline(kernel: str, awaited: str, tmp_path: Path) -> None:
+    def check(timeout_s: float) -> None:
+        with RankPool(WORLD, bare=True) as pool:
+            errors = pool.run(_hang, (kernel, tmp_path / f"store {timeout_s}", timeout_s), timeout=120)
+        for rank in (0, 2):
+            assert "rank 1" in errors[rank] and awaited in errors[rank]
+
+    with_longer_deadline(check, 3.0, 30.0)
+
+
+def _mix_with_serial(rank: int, world: int, arg: None) -> None:
+    with triton_on_cpus():
+        dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
+        with pytest.raises(RankMismatch, match="whether GEMMs overlap on the device"):
+            run_layer(dispatcher, ids, None if rank == 1 else DEVICE)
+        run_layer(dispatcher, ids, DEVICE)  # the group can be used again
+
+
+def test_ranks_with_other_executors_raise(pool: RankPool) -> None:
+    pool.run(_mix_with_serial)
+
+
+def _raise_before_experts(rank: int, world: int, arg: None) -> None:
+    from moe_comm.overlap.executors.choice import dispatch_rows
+
+    with triton_on_cpus():
+        dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
+        x, weights, w13, w2 = leaves_of(rank, len(dispatcher.local_experts), ids, torch.bfloat16)
+        call = dispatch_rows(dispatcher, x, ids, weights, DEVICE, width=F)
+        with pytest.raises(ZeroDivisionError if rank == 1 else PeerRaised):  # noqa: PT012
+            with call.abort_on_error():
+                if rank == 1:
+                    raise ZeroDivisionError("between")
+                mlp = ExpertMLP((w13, w2, None, None), activation_of("swiglu"))
+                rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
+            call.combine(rows)
+        call = dispatch_rows(dispatcher, x, ids, weights, DEVICE, width=F)
+        b2 = torch.zeros(len(dispatcher.local_experts), D, dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match="experts without biases"), call.abort_on_error():
+            call.compute(
+                call.rows, call.handle.rows_per_expert, ExpertMLP((w13, w2, None, b2), activation_of("swiglu"))
+            )
+        run_layer(dispatcher, ids, DEVICE)  # the group can be used again
+
+
+def test_an_exception_before_the_experts_reaches_all_ranks(pool: RankPool) -> None:
+    pool.run(_raise_before_experts)
+
+
+def _run_moe_layer(rank: int, world: int, arg: None) -> None:
+    with triton_on_cpus():
+        options = DispatchOptions(timeout_s=60, peer_to_peer=PeerToPeerOptions(emulate=True))
+        x = draw(20 + rank, D, seed=rank, dtype=torch.bfloat16)
+        results = []
+        for overlap in (None, DEVICE, Overlap("auto", backend="triton")):
+            layer = MoELayer.build(
+                MoEConfig(D, F, RouterConfig(EXPERTS, 2)),
+                dist.group.WORLD,
+                backend="peer_to_peer",
+                options=options,
+                overlap=overlap,
+                seed=1,
+                dtype=torch.bfloat16,
+            )
+            launched = _launches(layer, x)
+            assert ("arrived_mm_kernel" in launched) == (overlap is not None)
+            results.append([p.grad for p in layer.parameters() if p.grad is not None])
+        for actual in results[1:]:
+            assert len(actual) > 2 and all(map(torch.equal, actual, results[0]))
+
+
+def _launches(layer: torch.nn.Module, x: Tensor) -> set[str]:
+    """Run ``layer`` forward and backward. Return the names of the Triton kernels that ran."""
+    from triton.runtime import interpreter
+
+    names = set()
+    launch = interpreter.GridExecutor.__call__
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.add(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", recorded)
+        layer(x).float().square().sum().backward()
+    return names
+
+
+def test_a_layer_uses_the_kernels_by_its_overlap_option(pool: RankPool) -> None:
+    pool.run(_run_moe_layer)
