@@ -170,6 +170,11 @@ class ExpertCopies:
         """The parameters of the experts whose home is this rank."""
         return list(self._params().values())
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of copies that have not been added to those of the homes."""
+        return [stack.copies_CX.grad for stack in self._stacks.values() if stack.copies_CX.grad is not None]
+
     def parameter(self, name: str) -> nn.Parameter:
         """Return the parameter ``name`` of the module."""
         param: nn.Parameter = getattr(self._experts, name)
