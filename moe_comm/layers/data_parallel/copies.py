@@ -85,6 +85,7 @@ class _Stacked(torch.autograd.Function):
         _ = ctx.saved_tensors
         param_HX = ctx.copies.parameter(ctx.name)  # not the leaf of a micro-batch that takes turns (TurnParameters)
         ctx.copies.unreduced = True
+        watch_copies(param_HX, ctx.copies.check_reduced)  # here, because deep copies and loads may replace a parameter
         homes, copies_CX = param_HX.shape[0], ctx.copies_CX
         if ctx.copies.cleared_by_owner:
             # Not by autograd: a split backward pass computes the gradients of the parameters of modules only.
@@ -333,7 +334,6 @@ class ExpertCopies:
                 if old is not None and old.rows_SX.device.type != "meta":
                     rows_SX[homes:] = old.rows_SX[homes:]
                 param.data = rows_SX[:homes]
-            watch_copies(param, self.check_reduced)
             copies_CX = rows_SX.data[homes:].requires_grad_()
             copies_CX.grad_dtype = param.grad_dtype
         self._stacks[name] = _Stack(rows_SX, copies_CX)
