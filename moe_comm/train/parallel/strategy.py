@@ -142,8 +142,6 @@ class DataParallel:
             raise ConfigError(
                 "experts with copies on other ranks can be trained with the strategies replicate and zero1; got fsdp"
             )
-        for copies in self._copies:
-            copies.cleared_by_owner = True  # in zero_grad
         # The gradients of copies are added to those of the homes first, and copies are published after the homes.
         self._after_passes = {param for copies in self._copies for param in copies.parameters}
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
