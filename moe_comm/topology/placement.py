@@ -117,7 +117,8 @@ class Placement:
         version: number of switches since the start of training.
         slots: slots for copies on each rank, which may be empty. A layer can switch between placements with equal
             ``slots``. None: each rank has as many slots as copies.
-        order: for each rank the experts that it is the home of, in the order in which it stores them. None: ascending.
+        order: for each rank the experts that it is the home of, in the order in which it stores them. None: ascending,
+            as one rank must.
 
     Raises:
         ConfigError: there is no expert; an expert has no owner, has one owner twice or has an owner outside the world;
@@ -156,6 +157,10 @@ class Placement:
                 raise ConfigError(f"the ranks are the homes of the experts {ascending}; got them as {self.order}")
             if self.order == ascending:
                 object.__setattr__(self, "order", None)  # equal placements compare as equal
+            elif self.world == 1:
+                raise ConfigError(
+                    f"one rank stores all experts in ascending order, in which state dicts list them; got {self.order}"
+                )
 
     @classmethod
     def contiguous(

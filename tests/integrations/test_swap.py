@@ -102,9 +102,20 @@ def test_every_backend_works_with_a_swapped_model(backend: str, saved: Callable[
     compare(pool4.run(run_swapped, (folder, 2, {"backend": backend}), timeout=120), reference(folder), 2)
 
 
-def test_a_placement_moves_experts_and_changes_no_bit(saved: Callable[[str], str], pool4: RankPool) -> None:
-    folder, homes = saved("mixtral"), (1, 0, 0, 1, 1, 1, 0, 0)
-    placement = Placement(tuple((home,) for home in homes), 2)
+@pytest.mark.parametrize(
+    ("homes", "order"),
+    [
+        ((1, 0, 0, 1, 1, 1, 0, 0), None),
+        ((1, 0, 0, 1, 1, 1, 0, 0), ((6, 2, 1, 7), (0, 5, 4, 3))),
+        ((0,) * 8, ((6, 2, 1, 7, 0, 5, 4, 3), ())),
+    ],
+    ids=["ascending", "order", "order_on_one_rank"],
+)
+def test_a_placement_moves_experts_and_changes_no_bit(
+    homes: tuple[int, ...], order: tuple[tuple[int, ...], ...] | None, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder = saved("mixtral")
+    placement = Placement(tuple((home,) for home in homes), 2, order=order)
     expected = pool4.run(run_swapped, (folder, 2, {}), timeout=120)
     results = pool4.run(run_swapped, (folder, 2, {"placement": placement}), timeout=120)
     for (logits, _), (wanted, _) in zip(results, expected, strict=True):
@@ -115,8 +126,8 @@ def test_a_placement_moves_experts_and_changes_no_bit(saved: Callable[[str], str
             for ranks in (results, expected)
         ]
         if ".experts." in name:
-            order = [expert for rank in (0, 1) for expert in placement.experts_of(rank)]
-            assert all(torch.equal(got, wanted[order]) for got, wanted in zip(*copies, strict=True)), name
+            stored = [expert for rank in (0, 1) for expert in placement.experts_of(rank)]
+            assert all(torch.equal(got, wanted[stored]) for got, wanted in zip(*copies, strict=True)), name
         else:
             assert all(torch.equal(got, wanted) for got, wanted in zip(*copies, strict=True)), name
 

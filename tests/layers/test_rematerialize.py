@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_comm
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.layers import MoELayer, gather_state_dict, load_state_dict
+from moe_comm.layers.data_parallel import expert_modules
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.parallel.recompute import run_layer
 from moe_comm.overlap.options import Overlap
@@ -213,6 +214,32 @@ def load_copy_and_cast(rank: int, world: int, arg: None) -> None:
 
 def test_shared_copies_follow_state_dicts_deep_copies_and_casts(pool2: RankPool) -> None:
     pool2.run(load_copy_and_cast, None, timeout=60)
+
+
+def step_without_sync(rank: int, world: int, replaced: str) -> str:
+    """Train with parameters that have replaced those of the first forward pass."""
+    layers = build_layers(Case(rematerialize=True), rank, world)
+    x, text = draw(4, HIDDEN, seed=rank), "nothing raised"
+    forward(layers, x)
+    trained = copy.deepcopy(layers) if replaced == "deep copy" else layers
+    if replaced == "assigned":
+        trained.load_state_dict({name: value.clone() for name, value in layers.state_dict().items()}, assign=True)
+    for _, _, gradients in expert_modules(trained):
+        gradients.stop_checking()
+    forward(trained, x).sum().backward()
+    try:
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    except ConfigError as error:
+        text = str(error)
+    for layer in layers:
+        layer.dispatcher.close()
+    return text
+
+
+@pytest.mark.parametrize("replaced", ["deep copy", "assigned"])
+def test_optimizers_of_replaced_parameters_need_reduced_gradients_too(pool2: RankPool, replaced: str) -> None:
+    for text in pool2.run(step_without_sync, replaced, timeout=60):
+        assert "gradients have not been added" in text
 
 
 def misuse(rank: int, world: int, case: str) -> str:

@@ -134,6 +134,8 @@ def test_the_order_of_a_rank_changes_the_digest_and_must_fit() -> None:
     for order in (((1, 2), (0, 3)), ((0, 1),), ((0, 0, 1), (2, 3))):
         with pytest.raises(ConfigError, match="the ranks are the homes of"):
             Placement(owners, 2, order=order)
+    with pytest.raises(ConfigError, match="one rank stores all experts in ascending order"):
+        Placement(((0,), (0,)), 1, order=((1, 0),))
 
 
 def test_digests_differ_by_owner_world_and_version() -> None:

@@ -57,10 +57,10 @@ _HOOKS = (
 class EPExperts(nn.Module):
     """The local experts of one MoE block, with the forward signature of transformers' experts modules.
 
-    Parameters keep transformers' names and layouts. Dimension 0 holds only the experts whose home is this rank,
-    ascending by id; ``local_experts`` are these, then copies of other ranks' experts. Their gradients already contain
-    the rows of every rank of the expert-parallel group and need no reduction over it. With copies they do so after
-    ``moe_comm.sync_gradients``.
+    Parameters keep transformers' names and layouts. Dimension 0 holds only the experts whose home is this rank, in the
+    order of the placement; ``local_experts`` are these, then copies of other ranks' experts. Their gradients already
+    contain the rows of every rank of the expert-parallel group and need no reduction over it. With copies they do so
+    after ``moe_comm.sync_gradients``.
     """
 
     gate_up_proj: nn.Parameter
@@ -156,7 +156,7 @@ class EPExperts(nn.Module):
     def extra_repr(self) -> str:
         local = self.local_experts
         experts = f"experts {local[0]}..{local[-1]}" if local else "no experts"
-        if local and local[-1] - local[0] >= len(local):
+        if list(local) != list(range(local[0], local[0] + len(local)) if local else ()):
             experts = f"experts {' '.join(map(str, local))}"
         return (
             f"{experts} of {self.num_experts}, hidden={self.layout.hidden}, ffn={self.layout.ffn}, "
@@ -165,7 +165,7 @@ class EPExperts(nn.Module):
 
 
 def _local_slice(full: nn.Parameter, experts: Sequence[int]) -> nn.Parameter:
-    if len(experts) == full.shape[0]:
+    if list(experts) == list(range(full.shape[0])):
         return full
     # Indexing with a list copies: a view would keep the memory of all experts alive.
     return nn.Parameter(full.detach()[list(experts)], requires_grad=full.requires_grad)

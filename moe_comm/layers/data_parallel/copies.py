@@ -24,7 +24,7 @@ rank, and the weights of copies are published again. While no other layer has us
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,14 +37,6 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
 from moe_comm.layers.data_parallel.optimizers import watch_copies
 from moe_comm.topology import Placement
-
-
-@dataclass(frozen=True, eq=False)
-class _Stack:
-    """rows_SX: all slots of a parameter. copies_CX: those of copies, a leaf that collects their gradients."""
-
-    rows_SX: Tensor
-    copies_CX: Tensor
 
 
 class SharedStacks:
@@ -69,33 +61,22 @@ class SharedStacks:
 
 
 class _Stacked(torch.autograd.Function):
-    """The stack of a parameter and its copies, in place."""
+    """The stack of a parameter, in place.
+
+    Gradients of copies are not those of a leaf: a split backward pass computes the gradients of module parameters only.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, param_HX: Tensor, copies_CX: Tensor, rows_SX: Tensor, copies: ExpertCopies, name: str
-    ) -> Tensor:
+    def forward(ctx: Any, param_HX: Tensor, rows_SX: Tensor, copies: ExpertCopies, name: str) -> Tensor:
         ctx.save_for_backward(param_HX)  # backward raises if it has changed
-        ctx.copies_CX, ctx.copies, ctx.name = copies_CX, copies, name
+        ctx.copies, ctx.name = copies, name
         return rows_SX.data
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SX: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        param_HX = ctx.copies.parameter(ctx.name)  # not the leaf of a micro-batch that takes turns (TurnParameters)
-        ctx.copies.unreduced = True
-        homes, copies_CX = param_HX.shape[0], ctx.copies_CX
-        if ctx.copies.cleared_by_owner:
-            # Not by autograd: a split backward pass computes the gradients of the parameters of modules only.
-            if copies_CX.grad is None:
-                copies_CX.grad = grad_SX[homes:].to(copies_CX.grad_dtype or copies_CX.dtype, copy=True)
-            else:
-                copies_CX.grad += grad_SX[homes:]
-            return grad_SX[:homes], None, None, None, None
-        if param_HX.grad is None:
-            copies_CX.grad = None  # of a step that was discarded
-        return grad_SX[:homes], grad_SX[homes:], None, None, None
+        return ctx.copies.take_gradient(ctx.name, grad_SX), None, None, None
 
 
 class ExpertCopies:
@@ -110,17 +91,16 @@ class ExpertCopies:
     Attributes:
         unreduced: the gradients of copies have not been added to those of the homes.
         published_bytes: bytes of this rank's experts that other ranks have received so far.
-        cleared_by_owner: whether ``clear`` is called before the first backward pass of each step. If not, gradients of
-            copies are dropped in backward where those of the parameters have been reset.
     """
 
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
         self._experts, self._shards, self._label = experts, shards, label
-        self._stacks: dict[str, _Stack] = {}
+        self._stacks: dict[str, Tensor] = {}  # all slots of each parameter, [S, ...]
+        self._gradients: dict[str, Tensor] = {}  # of copies, [C, ...]
+        self._tasks: dict[str, int] = {}  # autograd's number of the last backward pass
         self._shared: SharedStacks | None = None
         self._fill = 0
         self.published_bytes = 0
-        self.cleared_by_owner = False
         self.set_placement(placement)
 
     @classmethod
@@ -162,13 +142,17 @@ class ExpertCopies:
     def clear(self) -> None:
         """Drop the gradients of copies."""
         self.unreduced = False
-        for stack in self._stacks.values():
-            stack.copies_CX.grad = None
+        self._gradients.clear()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the experts whose home is this rank."""
         return list(self._params().values())
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of copies that have not been added to those of the homes."""
+        return list(self._gradients.values())
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return the parameter ``name`` of the module."""
@@ -179,12 +163,30 @@ class ExpertCopies:
         """Return all slots of each parameter by name, [slots, ...]. Differentiable."""
         result = {}
         for name, param in self._params().items():
-            stack = self._stack(name)
+            rows_SX = self._stack(name)
             if torch.is_grad_enabled() and param.requires_grad:
-                result[name] = _Stacked.apply(param, stack.copies_CX, stack.rows_SX, self, name)
+                result[name] = _Stacked.apply(param, rows_SX, self, name)
             else:
-                result[name] = stack.rows_SX.data
+                result[name] = rows_SX.data
         return result
+
+    def take_gradient(self, name: str, grad_SX: Tensor) -> Tensor:
+        """Add the gradient of the copies in a stack to theirs, and return that of the parameter. Called in backward.
+
+        Gradients of copies are dropped first if those of the parameter have been reset: the step was discarded.
+        """
+        param_HX = self.parameter(name)  # not the leaf of a micro-batch that takes turns (TurnParameters)
+        self.unreduced = True
+        watch_copies(param_HX, self.check_reduced)  # here, because deep copies and loads may replace a parameter
+        homes, task = param_HX.shape[0], torch._C._current_graph_task_id()
+        if param_HX.grad is None and self._tasks.get(name) != task:
+            self._gradients.pop(name, None)
+        self._tasks[name] = task
+        if name in self._gradients:
+            self._gradients[name] += grad_SX[homes:]
+        else:
+            self._gradients[name] = grad_SX[homes:].to(param_HX.grad_dtype or param_HX.dtype, copy=True)
+        return grad_SX[:homes]
 
     def publish_if_due(self, *, later: bool = False) -> ConfigError | None:
         """Publish if all ranks know that weights may have changed, or that another layer uses the stack. Collective
@@ -225,7 +227,7 @@ class ExpertCopies:
         Returns:
             Bytes of this rank's experts that other ranks received.
         """
-        stacks = [self._stack(name).rows_SX for name in self._params()]
+        stacks = [self._stack(name) for name in self._params()]
         if self._shared is not None:
             self._shared.fills += 1
             for stack, param in zip(stacks, self._params().values(), strict=True):
@@ -252,7 +254,7 @@ class ExpertCopies:
     def _fits(self, name: str) -> bool:
         """Return whether the stack of a parameter has its device and dtype."""
         old, param = self._stacks.get(name), self.parameter(name)
-        return old is not None and (old.rows_SX.device, old.rows_SX.dtype) == (param.device, param.dtype)
+        return old is not None and (old.device, old.dtype) == (param.device, param.dtype)
 
     @property
     def num_slots(self) -> int:
@@ -271,8 +273,9 @@ class ExpertCopies:
         trained = {name: param for name, param in self._params().items() if param.requires_grad}
         copies, grads = [], []
         for name, param in trained.items():
-            leaf, dtype = self._stack(name).copies_CX, param.grad_dtype or param.dtype
-            copies.append(torch.zeros_like(leaf, dtype=dtype) if leaf.grad is None else leaf.grad)
+            dtype, shape = param.grad_dtype or param.dtype, (self.num_slots - param.shape[0], *param.shape[1:])
+            grad_CX = self._gradients.get(name)
+            copies.append(torch.zeros(shape, dtype=dtype, device=param.device) if grad_CX is None else grad_CX)
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=dtype)
             grads.append(plain(param.grad))
@@ -312,12 +315,12 @@ class ExpertCopies:
         rank = self._shards.group.rank()
         return sum(one.source == rank for one in transfers)
 
-    def _stack(self, name: str) -> _Stack:
+    def _stack(self, name: str) -> Tensor:
         """Return the stack of a parameter, after making the parameter a view of it if no other layer uses it."""
         param = self.parameter(name)
         old, homes = self._stacks.get(name), param.shape[0]
         owned = self._shared is None and homes > 0  # the parameter is a view
-        if old is not None and self._fits(name) and (not owned or old.rows_SX.data_ptr() == param.data_ptr()):
+        if old is not None and self._fits(name) and (not owned or old.data_ptr() == param.data_ptr()):
             return old
         with torch.inference_mode(False), torch.no_grad():
             if self._shared is not None:
@@ -325,14 +328,11 @@ class ExpertCopies:
             else:
                 rows_SX = torch.zeros(self.num_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
                 rows_SX[:homes] = param
-                if old is not None and old.rows_SX.device.type != "meta":
-                    rows_SX[homes:] = old.rows_SX[homes:]
+                if old is not None and old.device.type != "meta":
+                    rows_SX[homes:] = old[homes:]
                 param.data = rows_SX[:homes]
-            watch_copies(param, self.check_reduced)
-            copies_CX = rows_SX.data[homes:].requires_grad_()
-            copies_CX.grad_dtype = param.grad_dtype
-        self._stacks[name] = _Stack(rows_SX, copies_CX)
-        return self._stacks[name]
+        self._stacks[name] = rows_SX
+        return rows_SX
 
 
 def _transfers(placement: Placement, shards: ExpertShards) -> Iterator[RowTransfer]:

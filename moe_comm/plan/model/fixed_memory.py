@@ -112,15 +112,22 @@ def moved_bytes(optimizer: Optimizer, momentum: bool = False) -> int:
     return MASTER + state_bytes(optimizer, momentum, matrix=True)
 
 
-def copied_bytes(size: int, rematerialized: int = 0) -> int:
+def copied_bytes(size: int, publications: int = 1) -> int:
     """Return the bytes per element that are sent in a step for a copy of an expert: its weight, and its fp32 gradient.
 
     Args:
         size: bytes of an element in the compute dtype.
-        rematerialized: micro-batches of a step in which the weight is sent in forward and in backward. 0: it is sent
-            once in a step.
+        publications: how often the weight is sent in a step.
     """
-    return size * (2 * rematerialized or 1) + MASTER
+    return size * publications + MASTER
+
+
+def publications(micro_batches: int, split: bool) -> int:
+    """Return how often the weight of a copy is sent in a step at most, if layers share the memory for copies.
+
+    It is sent for each pass. split: backward passes run in two halves, which both need it.
+    """
+    return micro_batches * (3 if split else 2)
 
 
 class StageContents(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.collectives import CollectiveCost, GroupSpan
 from moe_comm.plan.machine.hardware import BYTES
-from moe_comm.plan.model.fixed_memory import copied_bytes, moved_bytes
+from moe_comm.plan.model.fixed_memory import copied_bytes, moved_bytes, publications
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import PlacedMapping
 from moe_comm.plan.model.shape import LayerKind, ModelShape
@@ -153,9 +153,10 @@ class StageWeights:
             for stage in self.stages.stages_of(rank)
             for layer in self.stages.layers_of(stage)
         )
-        rematerialized = self.micro_batches if self.loads.shared_slots(ep, layers) else 0
+        shared = bool(self.loads.shared_slots(ep, layers))
+        times = publications(self.micro_batches, self.placed.mapping.splits) if shared else 1
         elements = {
-            "expert copies": placed.copies * expert * copied_bytes(self.size, rematerialized),
+            "expert copies": placed.copies * expert * copied_bytes(self.size, times),
             "expert moves": placed.moved * expert * moved_bytes("adamw") / self.loads.every,
         }
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.

@@ -24,8 +24,9 @@ from moe_comm.observe.records import (
     read_lines,
 )
 from moe_comm.plan.machine.hardware import BYTES
-from moe_comm.plan.model.fixed_memory import copied_bytes, moved_bytes
+from moe_comm.plan.model.fixed_memory import copied_bytes, moved_bytes, publications
 from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.pipeline.schedules import can_split
 from moe_comm.plan.whatif.even_routing import EXPERTS
 from moe_comm.plan.whatif.run_spans import WAITS
 from moe_comm.plan.whatif.run_trace import read_run_trace
@@ -240,6 +241,9 @@ def _expert_bytes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     shape = ModelShape("run", 1, hidden, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=1, top_k=1, ffn=ffn)
     moved = moved_bytes(optimizer.get("kind", "adamw"), bool(optimizer.get("momentum")))
     elements, size = shape.parameters("moe")["experts"], BYTES["bf16" if model.get("dtype") == "bfloat16" else "fp32"]
-    rematerialized = config.get("placement", {}).get("rematerialize", False)
-    micro_batches = config.get("data", {}).get("micro_batches", 1) if rematerialized else 0
-    return elements * moved, elements * copied_bytes(size, micro_batches)
+    times = 1
+    if config.get("placement", {}).get("rematerialize", False):
+        parallel = config.get("parallel", {})
+        split = can_split(parallel.get("schedule"), parallel.get("pp", 1)) and model.get("recompute") != "full"
+        times = publications(config.get("data", {}).get("micro_batches", 1), split)
+    return elements * moved, elements * copied_bytes(size, times)

@@ -267,10 +267,11 @@ def _degrees_with_slots(config: TrainConfig, shape: ModelShape, world: int) -> t
     """Return the degrees of expert parallelism that ``config.placement`` supports; None: all, or one is given."""
     if config.placement.kind != "replicate" or not shape.moe_layers or "ep" in _given(config.parallel):
         return None
+    layers = -(-shape.moe_layers // dict(search_space(config).fixed).get("pp", 1))  # with rematerialize, pp is fixed
     degrees = []
     for ep in divisors(world):
         with suppress(ConfigError):
-            config.placement.first(shape.experts, ep, shape.moe_layers)
+            config.placement.first(shape.experts, ep, layers)
             degrees.append(ep)
     return tuple(degrees)
 

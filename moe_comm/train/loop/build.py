@@ -17,8 +17,9 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.overlap.options import Overlap
+from moe_comm.plan.model.fixed_memory import publications
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.pipeline.schedules import check_micro_batches
+from moe_comm.plan.pipeline.schedules import can_split, check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
 from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.architecture import transformer_config, with_training_settings
@@ -183,6 +184,8 @@ def build(
             nesterov=o.kind == "muon" and o.momentum_of_kind > 0,
         ),
     )
+    # With full recomputation, both halves of a split backward would recompute the whole layer.
+    split_backward = config.model.recompute != "full"
     runner = make_runner(
         stages,
         mesh,
@@ -191,14 +194,14 @@ def build(
         ActivationShape(architecture.hidden, dtype, mesh.size("tp")),
         RunnerOptions(
             timeout_s=config.parallel.timeout_s,
-            # With full recomputation, both halves of a split backward would recompute the whole layer.
-            split_backward=config.model.recompute != "full",
+            split_backward=split_backward,
             gradients=data_parallel,
             interleave=config.parallel.interleave,
         ),
     )
     moe_names = tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers)
     num_experts = architecture.moe.num_experts
+    split = split_backward and can_split(config.parallel.schedule, mesh.size("pp"))
     return TrainState(
         mesh=mesh,
         stages=list(stages),
@@ -216,7 +219,7 @@ def build(
             num_experts,
             data_parallel,
             optimizer,
-            config.data.micro_batches,
+            publications(config.data.micro_batches, split) if config.placement.rematerialize else 1,
         ),
         peak_flops=peak_flops,
     )

@@ -73,7 +73,7 @@ class ExpertPlacements:
         stages: this rank's stages of the model.
         names: names of all MoE layers of the whole model.
         num_experts: real experts of each layer.
-        micro_batches: micro-batches of a step.
+        publications: how often the weights of a copy are sent in a step.
 
     Attributes:
         by_layer: the placement of each layer.
@@ -89,9 +89,9 @@ class ExpertPlacements:
         num_experts: int,
         data_parallel: DataParallel,
         optimizer: Optimizer,
-        micro_batches: int,
+        publications: int,
     ) -> None:
-        self._rematerialized = micro_batches if section.rematerialize else 0
+        self._publications = publications
         self.section, self._data_parallel, self._optimizer = section, data_parallel, optimizer
         self._mesh: ParallelMesh = data_parallel.mesh
         self._layers: dict[str, MoELayer] = {name: layer for stage in stages for name, layer in moe_layers(stage)}
@@ -277,7 +277,7 @@ class ExpertPlacements:
                 rates_3 = [
                     gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * size.weights),
                     bytes_per_s / max(size.num_bytes, 1),
-                    bytes_per_s / (size.weights * copied_bytes(dtype.itemsize, self._rematerialized)),
+                    bytes_per_s / (size.weights * copied_bytes(dtype.itemsize, self._publications)),
                 ]
             rates = torch.tensor(rates_3, dtype=torch.float64)
             rates_W3 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")

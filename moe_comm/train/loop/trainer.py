@@ -282,8 +282,7 @@ class Trainer:
         limit = self.config.run.time_limit_s
         over_time = limit is not None and time.monotonic() - self._began >= limit
         summary = self._agreement.agree(loss, (self._stop_requested, over_time))
-        parameters = (param for stage in train_state.stages for param in stage.parameters())
-        decision = self._guard.after_loss(summary, loss, parameters)
+        decision = self._guard.after_loss(summary, loss, train_state.data_parallel.local_gradients())
         clock.agreement += COMMUNICATION.take()
         return summary, decision
 

@@ -15,14 +15,14 @@ forward pass runs (``bucket_schedule``). The results have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.communicator import find_communicator
@@ -131,7 +131,7 @@ class DataParallel:
         options: DataParallelOptions = DataParallelOptions(),
         tied: Sequence[str] = (),
     ) -> None:
-        stages = [modules] if isinstance(modules, nn.Module) else list(modules)
+        self._stages = stages = [modules] if isinstance(modules, nn.Module) else list(modules)
         self._copies = [
             copies
             for stage in stages
@@ -142,8 +142,6 @@ class DataParallel:
             raise ConfigError(
                 "experts with copies on other ranks can be trained with the strategies replicate and zero1; got fsdp"
             )
-        for copies in self._copies:
-            copies.cleared_by_owner = True  # in zero_grad
         # The gradients of copies are added to those of the homes first, and copies are published after the homes.
         self._after_passes = {param for copies in self._copies for param in copies.parameters}
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
@@ -178,6 +176,14 @@ class DataParallel:
     def owned(self) -> list[OwnedParameter]:
         """Return the shards that this rank's optimizer updates, in the same order on all ranks of the stage."""
         return list(self._owned)
+
+    def local_gradients(self) -> Iterator[Tensor]:
+        """Iterate over the gradients that the backward passes of this rank have computed, before ``reduce``."""
+        for param in (param for stage in self._stages for param in stage.parameters()):
+            if param.grad is not None:
+                yield param.grad
+        for copies in self._copies:
+            yield from copies.gradients
 
     def zero_grad(self) -> None:
         """Reset all gradients. Call it before the first backward pass of a step. Collective after a discarded step."""

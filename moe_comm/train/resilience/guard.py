@@ -33,7 +33,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch.checksums import row_sums
@@ -104,8 +104,8 @@ class StepDigest:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, loss: float, parameters: Iterable[nn.Parameter]) -> StepDigest:
-        sums = [_gradient_checksum(param.grad) for param in parameters if param.grad is not None]
+    def of(cls, loss: float, gradients: Iterable[Tensor]) -> StepDigest:
+        sums = list(map(_gradient_checksum, gradients))
         values = torch.stack(sums).tolist() if sums else []
         return cls(struct.pack("<d", loss), tuple(values))
 
@@ -161,13 +161,13 @@ class StepGuard:
         self.skipped = ""  # why the step is skipped
         self._execution_start = time.monotonic()
 
-    def after_loss(self, summary: StepSummary, loss: float, parameters: Iterable[nn.Parameter]) -> StepDecision:
+    def after_loss(self, summary: StepSummary, loss: float, gradients: Iterable[Tensor]) -> StepDecision:
         """Decide about a step before its gradients are reduced. Collective in a rerun.
 
         Args:
             summary: values of the step, reduced over all ranks.
             loss: local loss of this rank.
-            parameters: parameters with local gradients.
+            gradients: this rank's gradients, which are read only if bad steps are rerun.
 
         Raises:
             NonFiniteLoss, UnsettledStep, CorruptPayload: on every rank. The weights are unchanged.
@@ -176,7 +176,7 @@ class StepGuard:
         if summary.damaged:
             return self._handle_damage(summary.damaged)
         if self.compares:
-            digest = StepDigest.of(loss, parameters)
+            digest = StepDigest.of(loss, gradients)
             if self._first_digest is not None:
                 self._compare(digest)
             elif summary.bad or self._exceeds(summary.loss, self._history.losses, self._settings.loss_spike):

@@ -159,13 +159,19 @@ def test_switches_and_copies_cost_the_bytes_of_an_expert_at_the_rate_of_the_run(
     assert result.settings[0].seconds_to_publish == pytest.approx(3 * 16 * 8 * (size + 4) / 1000)
 
 
-def test_rematerialized_copies_are_published_in_forward_and_backward_of_each_micro_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "passes"), [("1f1b", "none", 2), ("zbv", "selective", 3), ("zbv", "full", 2)]
+)
+def test_rematerialized_copies_are_published_for_each_pass_of_a_micro_batch(
+    tmp_path: Path, schedule: str, recompute: str, passes: int
+) -> None:
     write(tmp_path)
-    write_spans(tmp_path, 'kind = "adamw"', "bfloat16")
+    write_spans(tmp_path, 'kind = "adamw"', f'bfloat16"\nrecompute = "{recompute}')
     with (tmp_path / "config.resolved.toml").open("a") as file:
-        file.write("[placement]\nrematerialize = true\n[data]\nmicro_batches = 3\n")
+        file.write(f'[placement]\nrematerialize = true\n[parallel]\npp = 2\nschedule = "{schedule}"\n')
+        file.write("[data]\nmicro_batches = 3\n")
     (settings,) = study(tmp_path, [NEVER]).settings
-    assert settings.seconds_to_publish == pytest.approx(3 * 16 * 8 * (2 * 3 * 2 + 4) / 1000)
+    assert settings.seconds_to_publish == pytest.approx(3 * 16 * 8 * (2 * 3 * passes + 4) / 1000)
 
 
 def test_a_replay_makes_no_copies_that_cost_more_in_each_step_than_they_save(tmp_path: Path) -> None:

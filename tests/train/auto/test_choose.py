@@ -150,6 +150,11 @@ def test_copies_exclude_degrees_without_room_for_them() -> None:
         assert {settings.get("ep", 1) for settings, _ in choice.candidates} <= {1, 4}  # with ep 2 nothing is saved
     given = config_of("comm", *copies, "parallel.ep=2")
     assert choose(given, shape_of(given), hosts_of_two(FAST)).settings["ep"] == 2
+    # The layers of a stage share memory: with ep 2, four layers would save some, but two do not.
+    copies = ("placement.kind=replicate", "placement.slots=6", "placement.rematerialize=true", "data.batch=16")
+    config = config_of("comm", *copies, "parallel.pp=2", "parallel.etp=1", "model.ffn=4096")
+    choice = choose(config, shape_of(config), replace(hosts_of_two(GBIT), inside=GBIT))
+    assert {settings.get("ep", 1) for settings, _ in choice.candidates} == {1}
 
 
 def hosts_of_two(between: Link) -> Cluster:

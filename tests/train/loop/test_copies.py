@@ -12,6 +12,7 @@ import torch
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.records import ATTEMPTS, PLACEMENTS, Attempt, PlacementLine, read_lines
+from moe_comm.plan.model.fixed_memory import publications
 from moe_comm.runtime.persistent_memory import LauncherProcess
 from moe_comm.topology import Placement
 from moe_comm.train.checkpoint import CheckpointReader
@@ -220,6 +221,32 @@ def test_pipelines_train_as_with_fixed_experts_while_copies_change(
         assert equal
         assert_floats(got.losses, wanted.losses)
         assert_floats(got.norms, wanted.norms, 1e-3)
+
+
+def count_publications(rank: int, world: int, settings: list[str]) -> list[float]:
+    """Return how often each layer has sent the weights of this rank's experts to their copies in a step."""
+    with session([*settings, *REPLICATE, "placement.every=1000"]) as active:
+        state = active.trainer.train_state
+        state.placements.switch({name: replicated(old, 1) for name, old in state.placements.by_layer.items()})
+        state.data_parallel.publish()
+        active.trainer.train_step(0)
+        counts = []
+        for layer in (layer for stage in active.stages for _, layer in moe_layers(stage)):
+            assert layer.copies is not None
+            copies = sum(len(ranks) - 1 for ranks in layer.placement.owners if ranks[0] == layer.place["ep"])
+            expert = sum(param[0].nbytes for param in layer.experts.parameters())
+            counts.append(layer.copies.published_bytes / (expert * copies))
+        return counts
+
+
+@pytest.mark.parametrize(("schedule", "split"), [("1f1b", False), ("zero_bubble", True)])
+def test_rematerialized_copies_are_published_for_each_pass(
+    pool4: RankPool, shared_settings: list[str], schedule: str, split: bool
+) -> None:
+    pipeline = ("model.layers=8", "data.micro_batches=4", "parallel.pp=2", "parallel.ep=2")
+    settings = [*shared_settings, *LONG, *pipeline, f"parallel.schedule={schedule}", "placement.rematerialize=true"]
+    counts = pool4.run(count_publications, settings, timeout=200)
+    assert max(map(max, counts)) == publications(4, split)
 
 
 @pytest.mark.parametrize(
