@@ -130,11 +130,11 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
         """
-        sent = self._dispatcher.dispatch(hidden_states, self._ids_TK, label=self._label)
-        # One token per slot: rows are ordered by (rank, slot), which is the order above.
-        weights = self._dispatcher.dispatch(probs.reshape(-1, 1), self._ids_TK.view(-1, 1), label=self._label)
+        probs_TK1 = probs.float().unsqueeze(2)
+        sent = self._dispatcher.dispatch(hidden_states, self._ids_TK, label=self._label, extra_TKX=probs_TK1)
+        assert sent.extra_RX is not None
         self._handle = sent.handle
-        return sent.rows_RD, weights.rows_RD.squeeze(1)
+        return sent.rows_RD, sent.extra_RX.squeeze(1).to(probs.dtype)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, rows per local expert [L] int64 on the CPU, and probabilities."""
