@@ -155,36 +155,38 @@ void bind_operators(py::module_& m) {
       "`partner`. partner 0: none.");
 
   m.def(
-      "last_slots",
-      [](uintptr_t ids, std::array<int64_t, 2> shape, bool wide, uintptr_t owner, std::array<int64_t, 2> sizes,
-         std::array<uintptr_t, 3> counts, uintptr_t rank) {
+      "rank_layout",
+      [](uintptr_t ids, std::array<int64_t, 2> shape, int64_t id_bytes, uintptr_t owner, int64_t world,
+         std::array<uintptr_t, 4> outputs) {
         py::gil_scoped_release release;
-        const RankCounts to{
-            pointer<int32_t>(owner),    sizes[0], sizes[1], pointer<int32_t>(counts[0]), pointer<int32_t>(counts[1]),
-            pointer<uint8_t>(counts[2])};
-        auto* out = pointer<int64_t>(rank);
-        return wide ? last_slots(pointer<int64_t>(ids), shape[0], shape[1], to, out)
-                    : last_slots(pointer<int32_t>(ids), shape[0], shape[1], to, out);
-      },
-      py::arg("ids"), py::arg("shape"), py::arg("wide"), py::arg("owner"), py::arg("sizes"), py::arg("counts"),
-      py::arg("rank"), "See cpu/rank_slots.h. shape: T, K. sizes: E, W. counts: per rank, per expert, in rank, or 0.");
-  m.def(
-      "local_slots",
-      [](uintptr_t words, std::array<int64_t, 3> shape, std::array<int64_t, 2> own, bool wide, uintptr_t local,
-         uintptr_t weights, uintptr_t rows) {
-        py::gil_scoped_release release;
-        const auto [count, width, top_k] = shape;
-        const auto* from = pointer<int32_t>(words);
-        auto* bits = pointer<int32_t>(weights);
-        auto* sums = pointer<int64_t>(rows);
-        if (wide) {
-          local_slots(from, count, width, top_k, own[0], own[1], pointer<int64_t>(local), bits, sums);
+        const auto [tokens, top_k] = shape;
+        const RankLayout to{pointer<int32_t>(outputs[0]), pointer<int32_t>(outputs[1]), pointer<uint8_t>(outputs[2]),
+                            pointer<int64_t>(outputs[3])};
+        if (id_bytes == 8) {
+          rank_layout(pointer<int64_t>(ids), tokens, top_k, pointer<int32_t>(owner), world, to);
         } else {
-          local_slots(from, count, width, top_k, own[0], own[1], pointer<int32_t>(local), bits, sums);
+          rank_layout(pointer<int32_t>(ids), tokens, top_k, pointer<int32_t>(owner), world, to);
         }
       },
-      py::arg("words"), py::arg("shape"), py::arg("own"), py::arg("wide"), py::arg("local"), py::arg("weights"),
-      py::arg("rows"), "See cpu/rank_slots.h. shape: R, width, K. own: first expert and number of experts.");
+      py::arg("ids"), py::arg("shape"), py::arg("id_bytes"), py::arg("owner"), py::arg("world"), py::arg("outputs"),
+      "See cpu/rank_slots.h. shape: T, K. outputs: per rank, per expert, in rank, ranks.");
+  m.def(
+      "local_slots",
+      [](uintptr_t words, std::array<int64_t, 3> shape, std::array<int64_t, 2> own, int64_t id_bytes,
+         std::array<uintptr_t, 3> outputs) {
+        py::gil_scoped_release release;
+        const auto [local, weights, rows] = outputs;
+        if (id_bytes == 8) {
+          local_slots(pointer<int32_t>(words), shape, own, pointer<int64_t>(local), pointer<int32_t>(weights),
+                      pointer<int64_t>(rows));
+        } else {
+          local_slots(pointer<int32_t>(words), shape, own, pointer<int32_t>(local), pointer<int32_t>(weights),
+                      pointer<int64_t>(rows));
+        }
+      },
+      py::arg("words"), py::arg("shape"), py::arg("own"), py::arg("id_bytes"), py::arg("outputs"),
+      "See cpu/rank_slots.h. shape: R, width, K. own: first expert and number of experts. outputs: local ids, weights "
+      "or 0, rows of each expert.");
 
   m.def(
       "bare_gather",

@@ -284,23 +284,11 @@ def weighted_sum(
 def scale_rows(
     rows: int, weights: int, partner: int, dots: int, shape: Sequence[int], dtype: int, threads: int
 ) -> None: ...
-def last_slots(
-    ids: int,
-    shape: tuple[int, int],
-    wide: bool,
-    owner: int,
-    sizes: tuple[int, int],
-    counts: tuple[int, int, int],
-    rank: int,
-) -> bool: ...
+def rank_layout(
+    ids: int, shape: tuple[int, int], id_bytes: int, owner: int, world: int, outputs: tuple[int, int, int, int]
+) -> None: ...
 def local_slots(
-    words: int,
-    shape: tuple[int, int, int],
-    own: tuple[int, int],
-    wide: bool,
-    local: int,
-    weights: int,
-    rows: int,
+    words: int, shape: tuple[int, int, int], own: tuple[int, int], id_bytes: int, outputs: tuple[int, int, int]
 ) -> None: ...
 def bare_gather(src: int, index: int, dst: int, count: int, row_bytes: int, threads: int, /) -> None: ...
 def bare_weighted_sum(

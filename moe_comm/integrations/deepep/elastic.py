@@ -58,7 +58,7 @@ class EPHandle:
             slots = routes.padded_rows * min(topk_idx.shape[1], max(1, len(counts_L)))
             self.num_expanded_tokens = -(-(slots + len(counts_L) * (alignment - 1)) // alignment) * alignment
         self.num_recv_tokens_per_expert_list: list[int] = aligned_L.tolist() if sync else []
-        self.psum_num_recv_tokens_per_scaleup_rank = routes.rows_per_rank.cumsum(0).int()
+        self.psum_num_recv_tokens_per_scaleup_rank = routes.rank_ends
         self.psum_num_recv_tokens_per_expert = (starts_L + counts_L if expand else aligned_L.cumsum(0)).int()
         self.num_unaligned_recv_tokens_per_expert = counts_L.int()
 
@@ -201,12 +201,7 @@ class ElasticBuffer(GroupBuffer):
                         f"num_max_tokens_per_rank, here or in the constructor, must be {needed} or more, not {most}"
                     )
         if handle is not None:
-            routes, weights = handle.routes, None
-            rows = routes.send(x)
-            if topk_weights is not None:
-                assert routes.local_ids_RK is not None
-                bits = routes.send_words(topk_weights.contiguous().view(torch.int32))
-                weights = bits.view(torch.float32).masked_fill(routes.local_ids_RK < 0, 0.0)
+            rows, weights = handle.routes.again(x, topk_weights)
         else:
             assert topk_idx is not None and num_experts is not None
             sync = do_cpu_sync is None or do_cpu_sync
