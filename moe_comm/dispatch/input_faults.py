@@ -45,7 +45,7 @@ def scaled_fault(x_TD: Tensor) -> InputError | None:
 
 
 def extra_fault(extra_TKX: Tensor, slots: tuple[int, ...], device: torch.device) -> InputError | None:
-    """Return what is wrong with the extra values of slots [T, K]."""
+    """Return the error of invalid extra values of slots [T, K], or None."""
     got = type(extra_TKX).__name__
     if isinstance(extra_TKX, Tensor):
         shape, fits = extra_TKX.shape, extra_TKX.dtype in EXTRA_DTYPES and extra_TKX.device == device

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DROPPED, DispatchHandle
 from moe_comm.kernels.native import core, on_host
@@ -100,6 +101,15 @@ def local_slots(
     counts_L = torch.bincount(local_RK.flatten() + 1, minlength=1 + len(own))[1:]
     weights_RK = bits_RK.masked_fill(others_RK, 0).view(torch.float32) if weighted else None
     return local_RK.to(dtype), weights_RK, counts_L
+
+
+def expert_places(local_RK: Tensor, counts_L: Tensor, starts_L: Tensor) -> Tensor:
+    """Return [R, K] int64: the place of each slot among rows by expert, which start at ``starts_L``; else -1."""
+    if not len(counts_L):
+        return torch.full(local_RK.shape, DROPPED, device=local_RK.device)
+    _, place_RK = plain.order_slots(local_RK, len(counts_L))
+    shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
+    return torch.where(local_RK < 0, DROPPED, place_RK + shift_L[local_RK.clamp(min=0).long()])
 
 
 @dataclass(eq=False)
