@@ -2,9 +2,9 @@
 
     slot (t, k)   row of x[t], words[t, k]   ──▶   row r and words[r] at the owner of the slot's expert
 
-The native core copies them beside the rows, in the same operation. Collectives send them along the routes of the rows.
-The other backends dispatch them a second time, with each slot as a token of its own (``dispatch_slots``). Their order
-is then (expert, source rank, slot), which is that of the rows.
+The native core copies them in the operation that moves the rows. Collectives use the routes of the rows again. Other
+backends start a second dispatch, in which each slot is a token (``dispatch_slots``). Its rows are ordered by (expert,
+source rank, slot), which is the order of the first dispatch.
 """
 
 from __future__ import annotations
