@@ -10,6 +10,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
+#include "cpu/rank_slots.h"
 #include "layout.h"
 
 namespace py = pybind11;
@@ -152,6 +153,40 @@ void bind_operators(py::module_& m) {
       py::arg("threads"),
       "Multiply rows [R, D] by weights [R] in place. dots [R]: dot products of the rows before that and the rows of "
       "`partner`. partner 0: none.");
+
+  m.def(
+      "rank_layout",
+      [](uintptr_t ids, std::array<int64_t, 2> shape, int64_t id_bytes, uintptr_t owner, int64_t world,
+         std::array<uintptr_t, 4> outputs) {
+        py::gil_scoped_release release;
+        const auto [tokens, top_k] = shape;
+        const RankLayout to{pointer<int32_t>(outputs[0]), pointer<int32_t>(outputs[1]), pointer<uint8_t>(outputs[2]),
+                            pointer<int64_t>(outputs[3])};
+        if (id_bytes == 8) {
+          rank_layout(pointer<int64_t>(ids), tokens, top_k, pointer<int32_t>(owner), world, to);
+        } else {
+          rank_layout(pointer<int32_t>(ids), tokens, top_k, pointer<int32_t>(owner), world, to);
+        }
+      },
+      py::arg("ids"), py::arg("shape"), py::arg("id_bytes"), py::arg("owner"), py::arg("world"), py::arg("outputs"),
+      "See cpu/rank_slots.h. shape: T, K. outputs: per rank, per expert, in rank, ranks.");
+  m.def(
+      "local_slots",
+      [](uintptr_t words, std::array<int64_t, 3> shape, std::array<int64_t, 2> own, int64_t id_bytes,
+         std::array<uintptr_t, 3> outputs) {
+        py::gil_scoped_release release;
+        const auto [local, weights, rows] = outputs;
+        if (id_bytes == 8) {
+          local_slots(pointer<int32_t>(words), shape, own, pointer<int64_t>(local), pointer<int32_t>(weights),
+                      pointer<int64_t>(rows));
+        } else {
+          local_slots(pointer<int32_t>(words), shape, own, pointer<int32_t>(local), pointer<int32_t>(weights),
+                      pointer<int64_t>(rows));
+        }
+      },
+      py::arg("words"), py::arg("shape"), py::arg("own"), py::arg("id_bytes"), py::arg("outputs"),
+      "See cpu/rank_slots.h. shape: R, width, K. own: first expert and number of experts. outputs: local ids, weights "
+      "or 0, rows of each expert.");
 
   m.def(
       "bare_gather",

@@ -62,6 +62,18 @@ py::capsule pending_tensor(std::shared_ptr<Heap> heap, std::shared_ptr<PendingRe
                        });
 }
 
+// Address, width and both strides of extra words (transfer.h); width 0 without.
+using ExtraWords = std::array<int64_t, 4>;
+
+Extra extra_of(const ExtraWords& words) {
+  return {pointer<uint32_t>(static_cast<uintptr_t>(words[0])), words[1], words[2], words[3]};
+}
+
+py::object extra_tensor(const std::shared_ptr<Heap>& heap, int64_t block, int64_t rows, int64_t width) {
+  if (block < 0) return py::none();
+  return block_tensor(heap, block, rows, width, kFloat32);
+}
+
 Op make_op(const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
   Op op;
   std::copy(compared.begin(), compared.end(), op.compared);
@@ -198,41 +210,49 @@ PYBIND11_MODULE(_C, m) {
       // send, sum, spread: both halves of the operation in one call.
       .def("send",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, uintptr_t x,
-              int64_t x_stride, uintptr_t ids, int64_t tokens, int64_t top_k, int64_t hidden, int dtype) {
+              int64_t x_stride, uintptr_t ids, std::array<int64_t, 4> shape, const ExtraWords& extra) {
              const Op op = make_op(compared, std::move(label), 0, "");
+             const auto [tokens, top_k, hidden, dtype] = shape;
+             const Shape sizes{tokens, top_k, hidden, static_cast<int>(dtype)};
              const Sent sent = without_gil([&] {
-               Sent sent = t.start_send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids),
-                                        {tokens, top_k, hidden, dtype});
+               Sent sent =
+                   t.start_send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids), sizes, extra_of(extra));
                sent.pending->finish();
                return sent;
              });
-             return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, sent.layout->rows, hidden, dtype),
+             return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, sent.layout->rows, hidden, sizes.dtype),
                                    sent.layout, py::tuple(py::cast(sent.layout->rows_per_expert)), sent.layout->rows,
-                                   sent.layout->dropped);
+                                   sent.layout->dropped,
+                                   extra_tensor(t.heap_ptr(), sent.extra_block, sent.layout->rows, extra[1]));
            })
-      .def("sum",
-           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
-              uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
-             const Op op = make_op(compared, std::move(label), 0, "");
-             py::gil_scoped_release release;
-             const std::shared_ptr<PendingSum> pending =
-                 t.start_sum(op, layout, {pointer<char>(rows), rows_stride}, /*computed=*/true);
-             pending->sum(pointer<float>(weights), pointer<char>(y));
-             pending->finish();
-           })
+      .def(
+          "sum",
+          [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
+             uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y, const std::array<int64_t, 3>& extra) {
+            const Op op = make_op(compared, std::move(label), 0, "");
+            const auto [words, width, out] = extra;
+            py::gil_scoped_release release;
+            const std::shared_ptr<PendingSum> pending =
+                t.start_sum(op, layout, {pointer<char>(rows), rows_stride}, /*computed=*/true,
+                            {pointer<char>(static_cast<uintptr_t>(words)), width});
+            pending->sum(pointer<float>(weights), pointer<char>(y), pointer<uint32_t>(static_cast<uintptr_t>(out)),
+                         width);
+            pending->finish();
+          })
       .def("spread",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
               uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride, uintptr_t weights, bool weight_grads,
-              uintptr_t grad_weights) {
+              uintptr_t grad_weights, const ExtraWords& extra) {
              const Op op = make_op(compared, std::move(label), 0, "");
-             const int64_t block = without_gil([&] {
-               const Spread spread =
+             const Spread spread = without_gil([&] {
+               Spread spread =
                    t.start_spread(op, layout, {pointer<char>(g), g_stride}, {pointer<char>(rows), rows_stride},
-                                  pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
+                                  pointer<float>(weights), weight_grads, pointer<float>(grad_weights), extra_of(extra));
                spread.pending->finish();
-               return spread.block;
+               return spread;
              });
-             return block_tensor(t.heap_ptr(), block, layout.rows, layout.hidden, layout.dtype);
+             return py::make_tuple(block_tensor(t.heap_ptr(), spread.block, layout.rows, layout.hidden, layout.dtype),
+                                   extra_tensor(t.heap_ptr(), spread.extra_block, layout.rows, extra[1]));
            })
       .def("start_send",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,

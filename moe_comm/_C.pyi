@@ -83,13 +83,15 @@ class Transfer:
         x: int,
         x_stride: int,
         ids: int,
-        tokens: int,
-        top_k: int,
-        hidden: int,
-        dtype: int,
+        shape: tuple[int, int, int, int],
+        words: tuple[int, int, int, int],
         /,
-    ) -> tuple[Any, Layout, tuple[int, ...], int, int]:
-        """Dispatch. Return the rows, the layout, and its rows per expert, number of rows and of dropped slots."""
+    ) -> tuple[Any, Layout, tuple[int, ...], int, int, Any]:
+        """Dispatch. Return the rows, the layout, its rows per expert, number of rows and of dropped slots, and words.
+
+        shape: T, K, D and the dtype code. words: address, width and both strides in words of [T, K, width] 32-bit words
+        that are sent with the rows; width 0 without, which returns None for them.
+        """
 
     def sum(
         self,
@@ -100,8 +102,11 @@ class Transfer:
         rows_stride: int,
         weights: int,
         y: int,
+        words: tuple[int, int, int],
         /,
-    ) -> None: ...
+    ) -> None:
+        """Combine. y 0: move words only. words: address [R, width], width, and address of the result [T, K, width]."""
+
     def spread(
         self,
         compared: Sequence[int],
@@ -114,9 +119,10 @@ class Transfer:
         weights: int,
         weight_grads: bool,
         grad_weights: int,
+        words: tuple[int, int, int, int],
         /,
-    ) -> Any:
-        """Run the backward of combine. Return the gradient of the rows."""
+    ) -> tuple[Any, Any]:
+        """Run the backward of combine. Return the gradient of the rows, and words as ``send``."""
 
     def start_send(
         self,
@@ -277,6 +283,12 @@ def weighted_sum(
 ) -> None: ...
 def scale_rows(
     rows: int, weights: int, partner: int, dots: int, shape: Sequence[int], dtype: int, threads: int
+) -> None: ...
+def rank_layout(
+    ids: int, shape: tuple[int, int], id_bytes: int, owner: int, world: int, outputs: tuple[int, int, int, int]
+) -> None: ...
+def local_slots(
+    words: int, shape: tuple[int, int, int], own: tuple[int, int], id_bytes: int, outputs: tuple[int, int, int]
 ) -> None: ...
 def bare_gather(src: int, index: int, dst: int, count: int, row_bytes: int, threads: int, /) -> None: ...
 def bare_weighted_sum(

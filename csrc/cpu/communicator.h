@@ -38,7 +38,9 @@ struct Record {
   int64_t rows_offset;    // the block peers read from (sum, spread)
   int64_t rows_bytes;     // the size of that block, and of the block written to in spread
   int64_t block_offset;   // the block peers write to; -1 before it is allocated, -2 if the allocation failed
-  int64_t flags_offset;   // sum: one flag per reading rank, set once its rows are written; -1: all rows are written
+  int64_t extra_offset;   // the extra words of the rows of that block, and their size
+  int64_t extra_bytes;
+  int64_t flags_offset;  // sum: one flag per reading rank, set once its rows are written; -1: all rows are written
 };
 
 struct Control {

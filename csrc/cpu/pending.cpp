@@ -72,13 +72,11 @@ int PendingReceive::next(const std::vector<int>& peers) {
 PendingSum::PendingSum(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap, const Layout& layout,
                        int threads)
     : PendingTransfer(std::move(communicator), std::move(heap)), layout_(layout), threads_(threads) {
-  own_record().flags_offset = -1;  // without rows, raise_flag must not write to the flags of an earlier operation
+  record().flags_offset = -1;  // without rows, raise_flag must not write to the flags of an earlier operation
 }
 
-Record& PendingSum::own_record() { return communicator_ ? communicator_->record() : local_record_; }
-
 void PendingSum::publish_rows(int64_t rows_offset, bool computed) {
-  Record& own = own_record();
+  Record& own = record();
   own.rows_offset = rows_offset;
   own.rows_bytes = layout_.rows * layout_.hidden * dtype_bytes(layout_.dtype);
   if (!communicator_ || computed) return;
@@ -120,7 +118,7 @@ bool PendingSum::ready() {
   });
 }
 
-void PendingSum::sum(const float* weights, char* y) {
+void PendingSum::sum(const float* weights, char* y, uint32_t* extra, int64_t width) {
   step([&] {
     const int world = communicator_ ? communicator_->world() : 1, rank = communicator_ ? communicator_->rank() : 0;
     std::vector<int> missing;
@@ -132,13 +130,17 @@ void PendingSum::sum(const float* weights, char* y) {
     for (const int p : peers) {
       if (const std::atomic<uint32_t>* const peer_flag = flag(p, rank)) communicator_->wait_flag(*peer_flag, p);
     }
-    std::vector<char*> base(static_cast<size_t>(world));
+    const auto at = [&](int p, int64_t offset, int64_t bytes) {
+      return communicator_ ? communicator_->address(p, offset, bytes) : heap_->base() + offset;
+    };
+    std::vector<char*> base(static_cast<size_t>(world)), extra_base(base);
     for (int p = 0; p < world; ++p) {
       const Record& other = communicator_ ? communicator_->record(p) : local_record_;
-      base[static_cast<size_t>(p)] = communicator_ ? communicator_->address(p, other.rows_offset, other.rows_bytes)
-                                                   : heap_->base() + other.rows_offset;
+      if (y) base[static_cast<size_t>(p)] = at(p, other.rows_offset, other.rows_bytes);
+      if (extra) extra_base[static_cast<size_t>(p)] = at(p, other.extra_offset, other.extra_bytes);
     }
-    sum_rows(layout_, base, weights, threads_, y);
+    if (y) sum_rows(layout_, base, weights, threads_, y);
+    if (extra) read_extra(layout_, extra_base, width, threads_, extra);
   });
   publish_done();
 }

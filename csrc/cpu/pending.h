@@ -100,14 +100,16 @@ class PendingSum : public PendingTransfer {
   bool ready();
   // y [T, D] = the sum of each token's rows in slot order, multiplied by `weights` [T, K] unless null. Waits until all
   // peers have raised their flags for this rank. This rank's own rows must be written. Calls publish_done() at the end.
-  void sum(const float* weights, char* y);
+  // extra [T, K, width]: the words of each slot's row; null without. y null: only these.
+  void sum(const float* weights, char* y, uint32_t* extra = nullptr, int64_t width = 0);
 
   // --- for Transfer ---
   // Publish the rows at `rows_offset` from the heap's start. No flags are needed if the rows are already `computed`.
   void publish_rows(int64_t rows_offset, bool computed);
+  // The record that describes this rank's rows.
+  Record& record() { return communicator_ ? communicator_->record() : local_record_; }
 
  private:
-  Record& own_record();
   // The flag of `owner` for rank `reader`; null if all of the owner's rows are already written.
   std::atomic<uint32_t>* flag(int owner, int reader);
 

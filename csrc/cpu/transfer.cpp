@@ -29,6 +29,36 @@ TokenLoop token_loop(const Layout& layout, const std::vector<char*>& base, int64
   return {layout.place.data(), base.data(), layout.top_k, layout.hidden, layout.dtype, result_bytes > kStreamBytes};
 }
 
+int64_t extra_grain(const Layout& layout, int64_t width) {
+  return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, layout.top_k * width * 4));
+}
+
+// Call visit(slot, place) for the slots of tokens [0, T) that are not dropped.
+template <class Visit>
+void for_each_slot(const Layout& layout, int64_t width, int threads, Visit visit) {
+  parallel_for(layout.tokens, extra_grain(layout, width), threads, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      for (int64_t k = 0; k < layout.top_k; ++k) visit(t, k, layout.place[static_cast<size_t>(t * layout.top_k + k)]);
+    }
+  });
+}
+
+void alloc_extra(Record& own, PendingTransfer& pending, int64_t rows, int64_t width) {
+  own.extra_bytes = rows * width * 4;
+  own.extra_offset = pending.alloc(own.extra_bytes);
+}
+
+// Write the extra words of each slot to its owner's block.
+void write_extra(const Layout& layout, const std::vector<char*>& base, const Extra& extra, int threads) {
+  for_each_slot(layout, extra.width, threads, [&](int64_t t, int64_t k, int64_t place) {
+    if (place == kDropped) return;
+    const uint32_t* from = extra.data + t * extra.token_stride + k * extra.slot_stride;
+    auto* to =
+        reinterpret_cast<uint32_t*>(base[static_cast<size_t>(place_owner(place))]) + place_row(place) * extra.width;
+    for (int64_t i = 0; i < extra.width; ++i) to[i] = from[i];
+  });
+}
+
 }  // namespace
 
 Transfer::Transfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap,
@@ -65,7 +95,7 @@ std::string Transfer::routing_fault(const int64_t* ids, const Shape& shape) cons
          " (-1 drops a slot); " + std::to_string(bad) + " bad ids";
 }
 
-Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
+Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra extra) {
   const int64_t experts = static_cast<int64_t>(owner_.size());
   const int64_t slots = shape.tokens * shape.top_k;
   const size_t world_size = static_cast<size_t>(world()), my_rank = static_cast<size_t>(rank());
@@ -130,6 +160,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   const int64_t row_bytes = shape.hidden * dtype_bytes(shape.dtype);
   std::string heap_error;
   try {
+    if (extra.width) alloc_extra(own, *pending, layout->rows, extra.width);
     own.block_offset = pending->alloc(layout->rows * row_bytes);
   } catch (const HeapError& error) {
     heap_error = error.what();
@@ -145,10 +176,11 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   }
 
   if (communicator_) communicator_->wait_ready();
-  std::vector<char*> base(world_size, nullptr);
+  std::vector<char*> base(world_size, nullptr), extra_base(base);
   int failed = -1;
   for (int p = 0; p < world(); ++p) {
-    const int64_t block = communicator_ ? communicator_->record(p).block_offset : own.block_offset;
+    const Record& other = communicator_ ? communicator_->record(p) : local;
+    const int64_t block = other.block_offset;
     if (block == kBlockFailed) {
       failed = p;
       continue;
@@ -157,6 +189,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
     int64_t rows = 0;
     for (int64_t e = expert_offsets_[owner]; e < expert_offsets_[owner + 1]; ++e) rows += rows_of(e);
     base[owner] = address(p, block, rows * row_bytes);
+    if (extra.width) extra_base[owner] = address(p, other.extra_offset, other.extra_bytes);
   }
   if (failed >= 0) {
     pending->finish();
@@ -170,9 +203,11 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
     parallel_for(shape.tokens, grain(*layout), threads_,
                  [&](int64_t first, int64_t last) { kernels().scatter(loop, first, last, x.data, x.stride); });
   }
+  if (extra.width) write_extra(*layout, extra_base, extra, threads_);
   const int64_t block = pending->release(own.block_offset);
+  const int64_t extra_block = extra.width ? pending->release(own.extra_offset) : -1;
   pending->publish_done();
-  return {std::move(layout), block, std::move(pending)};
+  return {std::move(layout), block, extra_block, std::move(pending)};
 }
 
 int64_t Transfer::ensure_in_heap(const Layout& layout, Rows rows, PendingTransfer& pending) {
@@ -212,11 +247,17 @@ char* Transfer::address(int peer, int64_t offset, int64_t bytes) const {
   return communicator_ ? communicator_->address(peer, offset, bytes) : heap_->base() + offset;
 }
 
-std::shared_ptr<PendingSum> Transfer::start_sum(Op op, const Layout& layout, Rows rows, bool computed) {
+std::shared_ptr<PendingSum> Transfer::start_sum(Op op, const Layout& layout, Rows rows, bool computed,
+                                                ExtraRows extra) {
   auto pending = std::make_shared<PendingSum>(communicator_, heap_, layout, threads_);
   try {
     if (!op.fault && created_here(layout, op) && (computed || in_heap(layout, rows, op))) {
-      pending->publish_rows(ensure_in_heap(layout, rows, *pending), computed);
+      pending->publish_rows(rows.data ? ensure_in_heap(layout, rows, *pending) : 0, computed);
+      if (extra.data) {
+        Record& own = pending->record();
+        alloc_extra(own, *pending, layout.rows, extra.width);
+        std::memcpy(heap_->base() + own.extra_offset, extra.data, static_cast<size_t>(own.extra_bytes));
+      }
     }
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
@@ -224,6 +265,19 @@ std::shared_ptr<PendingSum> Transfer::start_sum(Op op, const Layout& layout, Row
   }
   pending->post(op);
   return pending;
+}
+
+void read_extra(const Layout& layout, const std::vector<char*>& base, int64_t width, int threads, uint32_t* out) {
+  for_each_slot(layout, width, threads, [&](int64_t t, int64_t k, int64_t place) {
+    uint32_t* to = out + (t * layout.top_k + k) * width;
+    if (place == kDropped) {
+      std::memset(to, 0, static_cast<size_t>(width) * 4);
+      return;
+    }
+    const auto* from =
+        reinterpret_cast<uint32_t*>(base[static_cast<size_t>(place_owner(place))]) + place_row(place) * width;
+    for (int64_t i = 0; i < width; ++i) to[i] = from[i];
+  });
 }
 
 void sum_rows(const Layout& layout, const std::vector<char*>& base, const float* weights, int threads, char* y) {
@@ -234,7 +288,7 @@ void sum_rows(const Layout& layout, const std::vector<char*>& base, const float*
 }
 
 Spread Transfer::start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
-                              float* grad_weights) {
+                              float* grad_weights, Extra extra) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
   auto pending = std::make_shared<PendingReceive>(communicator_, heap_);
   Record local{};
@@ -243,26 +297,30 @@ Spread Transfer::start_spread(Op op, const Layout& layout, Rows g, Rows rows, co
   own.rows_offset = 0;
   try {
     own.block_offset = pending->alloc(own.rows_bytes);
+    if (extra.width) alloc_extra(own, *pending, layout.rows, extra.width);
     if (created_here(layout, op) && weight_grads) own.rows_offset = ensure_in_heap(layout, rows, *pending);
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
     op.fault_text = error.what();
   }
   pending->begin(op);
-  std::vector<char*> base(static_cast<size_t>(world()), nullptr), grad_base(base);
+  std::vector<char*> base(static_cast<size_t>(world()), nullptr), grad_base(base), extra_base(base);
   for (int p = 0; p < world(); ++p) {
     const Record& other = communicator_ ? communicator_->record(p) : local;
     if (weight_grads) base[static_cast<size_t>(p)] = address(p, other.rows_offset, other.rows_bytes);
     grad_base[static_cast<size_t>(p)] = address(p, other.block_offset, other.rows_bytes);
+    if (extra.width) extra_base[static_cast<size_t>(p)] = address(p, other.extra_offset, other.extra_bytes);
   }
   const TokenLoop loop = token_loop(layout, base, layout.tokens * layout.top_k * row_bytes);
   parallel_for(layout.tokens, grain(layout), threads_, [&](int64_t first, int64_t last) {
     kernels().spread(loop, first, last, g.data, g.stride, weights, grad_base.data(),
                      weight_grads ? grad_weights : nullptr);
   });
+  if (extra.width) write_extra(layout, extra_base, extra, threads_);
   const int64_t block = pending->release(own.block_offset);
+  const int64_t extra_block = extra.width ? pending->release(own.extra_offset) : -1;
   pending->publish_done();
-  return {block, std::move(pending)};
+  return {block, extra_block, std::move(pending)};
 }
 
 }  // namespace moe_comm

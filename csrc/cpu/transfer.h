@@ -6,6 +6,9 @@
 //                        └─── rank 1's rows
 //   spread   backward of sum: writes row gradients to the owners' blocks and computes dot products
 //
+// Each operation can also move a few 32-bit words with each row (Extra), in blocks of their own and in the same
+// handshake.
+//
 // start_* starts an operation. It is complete when finish() of the returned object has returned (pending.h).
 #pragma once
 
@@ -37,15 +40,28 @@ struct Rows {
   int64_t stride = 0;
 };
 
+// 32-bit words [T, K, width] that are sent with the row of each slot. Strides are in words, and may be 0.
+struct Extra {
+  const uint32_t* data = nullptr;
+  int64_t width = 0, token_stride = 0, slot_stride = 0;
+};
+
+// The words of the rows of a block, [rows, width], dense.
+struct ExtraRows {
+  const char* data = nullptr;
+  int64_t width = 0;
+};
+
 // A dispatch whose rows are in flight to this rank's block. No peer writes to the block after `pending` has finished.
 struct Sent {
   std::shared_ptr<Layout> layout;
-  int64_t block = -1;  // offset of the block in this rank's heap
+  int64_t block = -1;        // offset of the block in this rank's heap
+  int64_t extra_block = -1;  // offset of the [rows, width] extra words; -1 without
   std::shared_ptr<PendingReceive> pending;
 };
 
 struct Spread {
-  int64_t block = -1;
+  int64_t block = -1, extra_block = -1;
   std::shared_ptr<PendingReceive> pending;
 };
 
@@ -62,14 +78,15 @@ class Transfer {
            int threads);
 
   // On return, all rows of this rank are written at their owners.
-  Sent start_send(Op op, Rows x, const int64_t* ids, Shape shape);
+  Sent start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra extra = {});
   // If `computed` is false, `rows` is in this rank's heap and the caller writes it and then raises the flags. `layout`
-  // must outlive the returned object.
-  std::shared_ptr<PendingSum> start_sum(Op op, const Layout& layout, Rows rows, bool computed);
+  // must outlive the returned object. `extra` has the words of each row, whose width the sum's caller passes again; its
+  // data is null without. If rows.data is null, only these are returned.
+  std::shared_ptr<PendingSum> start_sum(Op op, const Layout& layout, Rows rows, bool computed, ExtraRows extra = {});
   // The returned `block` holds gradient rows. On return, this rank's gradients are written at their owners. Without
   // `weight_grads`, `rows` and `grad_weights` are unused.
   Spread start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
-                      float* grad_weights);
+                      float* grad_weights, Extra extra = {});
 
   Heap& heap() const { return *heap_; }
   const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
@@ -95,6 +112,8 @@ class Transfer {
   int threads_;
 };
 
+// out [T, K, width]: the words of the row of each slot, 0 for dropped slots. base[p] is the address of rank p's words.
+void read_extra(const Layout& layout, const std::vector<char*>& base, int64_t width, int threads, uint32_t* out);
 // y [T, D]: the reduction of a sum. base[p] is the address of rank p's rows.
 void sum_rows(const Layout& layout, const std::vector<char*>& base, const float* weights, int threads, char* y);
 

@@ -22,7 +22,18 @@ from moe_comm import errors
 COLLECTIVE = "collective"
 DISPATCH_FIXED = "dispatch_fixed"
 """The dispatch of ``peer_to_peer`` into a block of fixed size, whose header has no size of free memory."""
-OPS = ("dispatch", "combine", "combine backward", "dispatch backward", COLLECTIVE, DISPATCH_FIXED)
+EXTRA, EXTRA_BACKWARD = "extra values", "extra values backward"
+"""The separate transfers of the extra values of a dispatch, and of their gradients."""
+OPS = (
+    "dispatch",
+    "combine",
+    "combine backward",
+    "dispatch backward",
+    COLLECTIVE,
+    DISPATCH_FIXED,
+    EXTRA,
+    EXTRA_BACKWARD,
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
 FAULTS: tuple[type[errors.MoeCommError], ...] = (
@@ -40,7 +51,7 @@ COMPARED = (
     "call number",
     "hidden size",
     "dtype",
-    "top-k",
+    "top-k or extra values",
     "experts",
     "gradients, scales or the placement of experts",
     "layer, dispatcher or rows",
@@ -60,6 +71,8 @@ FLAGS = (
     "whether GEMMs overlap on the device",
 )
 """Names of the bits of this word, from the lowest one."""
+EXTRA_SHIFT = 32
+"""The word of top-k has the number of extra values, and the lowest bit whether they require gradients, above it."""
 ORDINAL_MASK = 0xFFF
 """Bits of a word that hold the ordinal of a dispatcher."""
 COLLECTIVES = ORDINAL_MASK
@@ -132,6 +145,7 @@ class Header:
     weights_grad: whether backward sends gradients of routing weights of a dispatch in chunks.
     flagged: whether kernels of a combine, or of a backward pass, set a flag for each part of the rows.
     placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
+    extra, extra_grad: number of extra values of each slot, and whether they require gradients.
     """
 
     op: str
@@ -151,6 +165,8 @@ class Header:
     placement: int = 0
     weights_grad: bool = False
     flagged: bool = False
+    extra: int = 0
+    extra_grad: bool = False
 
     def compared(self) -> tuple[int, ...]:
         """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
@@ -159,7 +175,7 @@ class Header:
             self.seq,
             self.hidden,
             _DTYPE_INDICES.get(self.dtype, -1),
-            self.top_k,
+            self.top_k | (self.extra << 1 | self.extra_grad) << EXTRA_SHIFT,
             self.num_experts,
             self.requires_grad
             | self.scaled << 1
@@ -213,6 +229,9 @@ def _format_word(index: int, words: Words) -> str:
         return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
     if index == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
+    if index == 4 and value >> EXTRA_SHIFT:
+        grad = " that require gradients" if value >> EXTRA_SHIFT & 1 else ""
+        return f"{value & (1 << EXTRA_SHIFT) - 1} with {value >> EXTRA_SHIFT + 1} extra values{grad}"
     if index == 7:
         rows = f", rows of call {value >> 32}" if value >> 32 else ""
         return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"

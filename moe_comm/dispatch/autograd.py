@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,34 @@ class DispatchFunction(torch.autograd.Function):
         return dispatch_backward(ctx.dispatcher, grad_RD, ctx.handle), None, None, None
 
 
+class ExtraDispatchFunction(torch.autograd.Function):
+    """``DispatchFunction`` for rows and their extra values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        extra_TKX: Tensor,
+        rows_RD: Tensor,
+        extra_RX: Tensor,
+        dispatcher: Dispatcher,
+        handle: DispatchHandle,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.dispatcher, ctx.handle = dispatcher, handle
+        outputs = zip((rows_RD, extra_RX), ctx.needs_input_grad[:2], strict=True)
+        ctx.mark_non_differentiable(*(output for output, grad in outputs if not grad))
+        return rows_RD, extra_RX
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor, grad_RX: Tensor) -> tuple[Tensor | None, ...]:
+        rows_grad, extra_grad = ctx.needs_input_grad[:2]
+        if not extra_grad:
+            return dispatch_backward(ctx.dispatcher, grad_RD, ctx.handle), None, None, None, None, None
+        grads = return_rows(ctx.dispatcher, grad_RD if rows_grad else None, grad_RX, ctx.handle)
+        return *grads, None, None, None, None
+
+
 class CombineFunction(torch.autograd.Function):
     """Combine; its backward spreads the gradients of the tokens."""
 
@@ -71,6 +100,23 @@ def dispatch_backward(dispatcher: Dispatcher, grad_RD: Tensor, handle: DispatchH
         grad_RD = round_rows(dispatcher, grad_RD, header)
     with dispatch_span(dispatcher, header.op, handle.label, handle):
         return dispatcher._sum(grad_RD, None, handle, header)
+
+
+def return_rows(
+    dispatcher: Dispatcher, rows_RD: Tensor | None, extra_RX: Tensor, handle: DispatchHandle
+) -> tuple[Tensor | None, Tensor]:
+    """Return ``dispatch_backward`` of rows, and [T, K, X]: extra values of each slot's row, 0 if dropped. Collective.
+
+    Args:
+        rows_RD: None if only the values are needed; the same on every rank.
+        extra_RX: fp32 or int32 values; gradients of those of the dispatch, or others of the same X.
+    """
+    header = replace(dispatcher.header("dispatch backward", handle, rows_RD is not None), extra=extra_RX.shape[1])
+    if dispatcher.rounds and rows_RD is not None:
+        rows_RD = round_rows(dispatcher, rows_RD, header)
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        y_TD, words_TKX = dispatcher._sum_with(rows_RD, extra_RX.view(torch.float32), handle, header)
+    return y_TD, words_TKX.view(extra_RX.dtype)
 
 
 def combine_backward(
@@ -120,12 +166,17 @@ def dispatch_by(
     return connected(dispatcher, x_TD, rows, handle)
 
 
+def no_rows(x_TD: Tensor, handle: DispatchHandle) -> Tensor:
+    """Return [R, D] NaN without memory, in place of rows that experts read as values and scales."""
+    return x_TD.new_full((1, 1), torch.nan).expand(handle.num_rows, handle.hidden)
+
+
 def connected(dispatcher: Dispatcher, x_TD: Tensor, rows: Tensor | ScaledRows, handle: DispatchHandle) -> Dispatched:
     """Return rows that were dispatched without autograd, connected to the tokens."""
     if isinstance(rows, Tensor):
         rows_RD, scaled = rows, None
     else:
-        rows_RD, scaled = x_TD.new_full((1, 1), torch.nan).expand(handle.num_rows, handle.hidden), rows
+        rows_RD, scaled = no_rows(x_TD, handle), rows
     if x_TD.requires_grad and torch.is_grad_enabled():
         rows_RD = DispatchFunction.apply(x_TD, rows_RD, dispatcher, handle)
     return Dispatched(rows_RD, handle, scaled)

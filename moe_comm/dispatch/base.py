@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -28,11 +28,19 @@ from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import GroupCalls, Header
 from moe_comm.deprecated import warn_renamed
 from moe_comm.dispatch.arrays import Array, as_tensors
-from moe_comm.dispatch.autograd import CombineFunction, DispatchFunction, combine_forward, connected, round_rows
+from moe_comm.dispatch.autograd import (
+    CombineFunction,
+    DispatchFunction,
+    combine_forward,
+    connected,
+    no_rows,
+    round_rows,
+)
 from moe_comm.dispatch.checksums import CorruptionLog, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
+from moe_comm.dispatch.extra import dispatch_slots, return_slots, with_autograd, with_extra
 from moe_comm.dispatch.input_faults import combine_fault, dispatch_fault, scaled_fault, spread_fault
-from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions
+from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions, ExtraRoutes
 from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized
 from moe_comm.errors import MoeCommError, PeerRaised, known_to_peers, mark_known
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
@@ -118,7 +126,13 @@ class Dispatcher(ABC):
         return self.placement.local_range(self.rank)
 
     def dispatch(
-        self, x_TD: Tensor | Array, ids_TK: Tensor | Array, *, label: str = "", scaled: bool = False
+        self,
+        x_TD: Tensor | Array,
+        ids_TK: Tensor | Array,
+        *,
+        label: str = "",
+        scaled: bool = False,
+        extra_TKX: Tensor | None = None,
     ) -> Dispatched:
         """Send each token's row to the owners of its K experts.
 
@@ -132,6 +146,10 @@ class Dispatcher(ABC):
             scaled: return the rows as e4m3 values and fp32 scales per 128 channels (``Dispatched.scaled``), for GEMMs
                 that take them. If the wire dtype of dispatch is fp8, these are the received bytes. Otherwise this rank
                 quantizes the received rows. The same on every rank. D must be a multiple of 128.
+            extra_TKX: [T, K, X] fp32 or int32 values that are sent with the row of each slot, such as routing weights
+                for experts that multiply by them (``Dispatched.extra_RX``). Never rounded. Strides may be 0. X and
+                ``requires_grad`` are the same on every rank. ``local`` and ``shared_memory`` on the CPU send them in
+                the operation that sends the rows, the other backends in one that follows it.
 
         Returns:
             Rows of this rank's experts, and the handle for ``combine``.
@@ -148,6 +166,9 @@ class Dispatcher(ABC):
         header = self.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
         if fault is not None:
             header = replace(header, fault=fault)
+        words_TKX = words_RX = None
+        if extra_TKX is not None:
+            header, words_TKX = with_extra(header, extra_TKX, x_TD, ids_TK)
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         rows: ScaledRows | None = None
         with dispatch_span(self, "dispatch", label) as span:
@@ -156,14 +177,26 @@ class Dispatcher(ABC):
                 rows_RD = rows.dequantized(x_TD.dtype) if self.options.checksums else tokens_TD
             else:
                 rounded_TD = round_rows(self, tokens_TD, header) if self.rounds else tokens_TD
-                rows_RD, handle = self._send(rounded_TD, ids_TK, header)
+                if words_TKX is None:
+                    rows_RD, handle = self._send(rounded_TD, ids_TK, header)
+                else:
+                    rows_RD, handle, words_RX = self._send_with(rounded_TD, ids_TK, words_TKX, header)
                 rows = quantize_rows(rows_RD) if scaled else None
+            if words_TKX is not None:
+                handle.extra = ExtraRoutes(header.extra, ids_TK.reshape(-1, 1))
+                if words_RX is None:
+                    words_RX = self._send_words(words_TKX, handle)
             if self.options.checksums:
                 checksums = exchange_checksums(self, tokens_TD, ids_TK, header)
                 if checksums is not None:
                     checksums.check(rows_RD)
             record_handle(span, self, handle)
-        return connected(self, x_TD, rows_RD if rows is None else rows, handle)
+        if extra_TKX is None or words_RX is None:
+            return connected(self, x_TD, rows_RD if rows is None else rows, handle)
+        if rows is not None:
+            rows_RD = no_rows(x_TD, handle)
+        rows_RD, extra_RX = with_autograd(self, x_TD, extra_TKX, rows_RD, words_RX, handle)
+        return Dispatched(rows_RD, handle, rows, extra_RX)
 
     def combine(self, rows_RD: Tensor | Array, weights_TK: Tensor | Array, handle: DispatchHandle) -> Tensor:
         """Return the weighted sum of each token's K expert outputs, in fp32 and in slot order.
@@ -195,7 +228,15 @@ class Dispatcher(ABC):
             return CombineFunction.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
         return combine_forward(self, rows_RD, weights_TK, handle, False)[0]
 
-    def spread(self, x_TD: Tensor, handle: DispatchHandle) -> Tensor:
+    @overload
+    def spread(self, x_TD: Tensor, handle: DispatchHandle) -> Tensor: ...
+
+    @overload
+    def spread(self, x_TD: Tensor, handle: DispatchHandle, extra_TKX: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def spread(
+        self, x_TD: Tensor, handle: DispatchHandle, extra_TKX: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Send other rows along the routes of an earlier dispatch, without counting the slots again.
 
         The rows are those of ``dispatch`` with the same ids, in the same order, and ``combine`` accepts ``handle`` for
@@ -204,23 +245,32 @@ class Dispatcher(ABC):
         Args:
             x_TD: [T, D] with the shape, dtype and device of the dispatched tokens.
             handle: from ``dispatch`` of this dispatcher.
+            extra_TKX: as in ``dispatch``, with the X of the dispatch that returned ``handle``.
 
         Returns:
-            [R, D] rows of this rank's experts.
+            [R, D] rows of this rank's experts; with ``extra_TKX`` also their extra values [R, X].
 
         Raises:
             InputError: shape, dtype, device or handle do not match the dispatch.
             RankMismatch, PeerDied, PeerTimeout: as in ``combine``.
         """
         header = self.header("combine backward", handle, False)
-        fault = spread_fault(self.maker, x_TD, handle)
+        if extra_TKX is not None:
+            header = replace(header, extra=handle.extra.width if handle.extra else 0)
+        fault = spread_fault(self.maker, x_TD, handle, extra_TKX)
         if fault is not None:
             self._raise_fault(fault, header, x_TD, everywhere=self.handshakes)
         tokens_TD = round_rows(self, x_TD.detach(), header) if self.rounds else x_TD.detach()
         wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
         ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
         with dispatch_span(self, header.op, handle.label, handle):
-            rows_RD, _ = self._spread(tokens_TD, None, ones_TK, handle, header)
+            if extra_TKX is not None:
+                words_TKX = extra_TKX.detach().view(torch.float32)
+                rows_RD, words_RX = self._spread_with(tokens_TD, ones_TK, words_TKX, handle, header)
+            else:
+                rows_RD, _ = self._spread(tokens_TD, None, ones_TK, handle, header)
+        if extra_TKX is not None:
+            return with_autograd(self, x_TD, extra_TKX, rows_RD, words_RX, handle)
         if torch.is_grad_enabled() and x_TD.requires_grad:
             rows_RD = DispatchFunction.apply(x_TD, rows_RD, self, handle)
         return rows_RD
@@ -370,6 +420,35 @@ class Dispatcher(ABC):
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         """``rows_RD`` is None if the weights need no gradient."""
+
+    # --- extra values as words in fp32. Backends that send them with the rows override the first three ---
+
+    def _send_with(
+        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor, header: Header
+    ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
+        """Run ``_send``, and also return the words [R, X]; None if ``_send_words`` sends them."""
+        return *self._send(x_TD, ids_TK, header), None
+
+    def _spread_with(
+        self, grad_TD: Tensor, weights_TK: Tensor, words_TKX: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor, Tensor]:
+        """Return [R, D] of ``_spread``, and the words [R, X]."""
+        return self._spread(grad_TD, None, weights_TK, handle, header)[0], self._send_words(words_TKX, handle)
+
+    def _sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return [T, D] of ``_sum`` without weights, or None without rows, and the words [T, K, X], 0 where dropped."""
+        y_TD = None if rows_RD is None else self._sum(rows_RD, None, handle, header)
+        return y_TD, self._return_words(words_RX, handle)
+
+    def _send_words(self, words_TKX: Tensor, handle: DispatchHandle) -> Tensor:
+        """Return [R, X], by a dispatch in which each slot is a token. Rows then have the same order."""
+        return dispatch_slots(self, words_TKX, handle)
+
+    def _return_words(self, words_RX: Tensor, handle: DispatchHandle) -> Tensor:
+        """Return [T, K, X], after ``_send_words`` with the same X."""
+        return return_slots(self, words_RX, handle)
 
 
 class _AbortOnError:

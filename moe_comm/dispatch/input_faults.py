@@ -11,6 +11,7 @@ from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.fp8 import BLOCK
 
 ID_DTYPES = (torch.int64, torch.int32)
+EXTRA_DTYPES = (torch.float32, torch.int32)
 
 
 def dispatch_fault(x_TD: Tensor, ids_TK: Tensor, num_experts: int | None) -> MoeCommError | None:
@@ -43,6 +44,19 @@ def scaled_fault(x_TD: Tensor) -> InputError | None:
     )
 
 
+def extra_fault(extra_TKX: Tensor, slots: tuple[int, ...], device: torch.device) -> InputError | None:
+    """Return the error of invalid extra values of slots [T, K], or None."""
+    got = type(extra_TKX).__name__
+    if isinstance(extra_TKX, Tensor):
+        shape, fits = extra_TKX.shape, extra_TKX.dtype in EXTRA_DTYPES and extra_TKX.device == device
+        if fits and len(shape) == 3 and shape[:2] == slots and shape[2]:
+            return None
+        got = f"{extra_TKX.dtype} {list(shape)} on {extra_TKX.device}"
+    return InputError(
+        f"extra values must be float32 or int32 [{slots[0]}, {slots[1]}, X] on {device}, X at least 1; got {got}"
+    )
+
+
 def _maker_fault(maker: int, handle: DispatchHandle) -> InputError | None:
     if handle.maker == maker:
         return None
@@ -51,8 +65,17 @@ def _maker_fault(maker: int, handle: DispatchHandle) -> InputError | None:
     )
 
 
-def spread_fault(maker: int, x_TD: Tensor, handle: DispatchHandle) -> InputError | None:
+def spread_fault(
+    maker: int, x_TD: Tensor, handle: DispatchHandle, extra_TKX: Tensor | None = None
+) -> InputError | None:
     """Return what is wrong with the arguments of ``Dispatcher.spread``. maker: id of the dispatcher."""
+    if extra_TKX is not None:
+        fault = extra_fault(extra_TKX, (handle.num_tokens, handle.top_k), handle.device)
+        if fault is not None:
+            return fault
+        if handle.extra is None or handle.extra.width != extra_TKX.shape[2]:
+            width = "none" if handle.extra is None else str(handle.extra.width)
+            return InputError(f"spread got {extra_TKX.shape[2]} extra values for each slot; dispatch had {width}")
     given, expected = (
         (tuple(x_TD.shape), x_TD.dtype, x_TD.device),
         ((handle.num_tokens, handle.hidden), handle.dtype, handle.device),

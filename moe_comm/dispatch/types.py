@@ -72,6 +72,7 @@ class DispatchHandle:
         state: private to the backend.
         call: sequence number of the dispatch. Ranks compare it in ``combine``.
         maker: id of the dispatcher that created the handle. ``combine`` of any other dispatcher raises.
+        extra: of a dispatch with extra values; None without. Private to the backend.
     """
 
     num_tokens: int
@@ -86,6 +87,22 @@ class DispatchHandle:
     state: Any = field(repr=False)
     call: int = 0
     maker: int = 0
+    extra: ExtraRoutes | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True, eq=False)
+class ExtraRoutes:
+    """The routes of extra values.
+
+    Attributes:
+        width: number of values of each slot.
+        ids_N1: expert ids of the slots, for backends that send the values in a dispatch in which a slot is a token.
+        slots: handle of the last one.
+    """
+
+    width: int
+    ids_N1: Tensor
+    slots: DispatchHandle | None = None
 
 
 @renamed_attributes(layout="handle")
@@ -99,11 +116,13 @@ class Dispatched:
             Experts read ``scaled`` and return the gradient of the rows as the gradient of ``rows_RD``.
         handle: argument of ``combine``.
         scaled: the same rows as e4m3 values and fp32 scales, without autograd; None without ``scaled``.
+        extra_RX: [R, X] the extra values of each row; None without them.
     """
 
     rows_RD: Tensor
     handle: DispatchHandle
     scaled: ScaledRows | None = None
+    extra_RX: Tensor | None = None
 
 
 def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:

@@ -32,6 +32,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.fp8 import (
     BLOCK,
@@ -166,6 +167,8 @@ class WireDtypes:
 
     def of(self, op: str) -> WireDtype:
         """Return the wire dtype of an operation, given its name in headers, such as "combine backward"."""
+        if op in (EXTRA, EXTRA_BACKWARD):
+            return SAME
         wire_dtype = getattr(self, op.replace(" ", "_"))
         assert isinstance(wire_dtype, WireDtype)  # by __post_init__
         return wire_dtype

@@ -139,6 +139,15 @@ class AllToAllDispatcher(Dispatcher):
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
 
+    def _send_words(self, words_TKX: Tensor, handle: DispatchHandle) -> Tensor:
+        """Send the words along the routes of the rows, without another handshake."""
+        words_SX = take(words_TKX.reshape(-1, words_TKX.shape[2]), handle.state.slot_S)
+        return self._to_experts(words_SX, handle.state, f"extra values of layer {handle.label!r}")
+
+    def _return_words(self, words_RX: Tensor, handle: DispatchHandle) -> Tensor:
+        words_SX = self._to_tokens(words_RX, handle.state, f"extra values of layer {handle.label!r}, backward")
+        return to_slots(words_SX, handle)
+
     def _dots(self, dots_R: Tensor, handle: DispatchHandle, description: str) -> Tensor:
         """Send dot products of rows and gradients to their tokens: [T, K]."""
         routes: Routes = handle.state
@@ -218,10 +227,10 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def to_slots(values_S: Tensor, handle: DispatchHandle) -> Tensor:
-    """Return [T, K], the value of the row of each slot; 0 for dropped slots."""
-    flat = values_S.new_zeros(handle.num_tokens * handle.top_k)
+    """Return [T, K], the value (or vector) of the row of each slot; 0 for dropped slots."""
+    flat = values_S.new_zeros(handle.num_tokens * handle.top_k, *values_S.shape[1:])
     flat[handle.state.slot_S] = values_S
-    return flat.view(handle.num_tokens, handle.top_k)
+    return flat.view(handle.num_tokens, handle.top_k, *values_S.shape[1:])
 
 
 def _permuted(x_RX: Tensor, order_R: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class NativeLocalDispatcher(LocalDispatcher):
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         if header.fault is None and supported(x_TD):
-            return self._rows.send(x_TD, ids_TK, header)
+            return self._rows.send(x_TD, ids_TK, header)[:2]
         return super()._send(x_TD, ids_TK, header)
 
     def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
@@ -55,8 +55,31 @@ class NativeLocalDispatcher(LocalDispatcher):
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(handle.state, self._core.Layout):
-            return self._rows.spread(grad_TD, rows_RD, weights_TK, handle, header)
+            return self._rows.spread(grad_TD, rows_RD, weights_TK, handle, header)[:2]
         return super()._spread(grad_TD, rows_RD, weights_TK, handle, header)
+
+    def _send_with(
+        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor, header: Header
+    ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
+        if header.fault is None and supported(x_TD):
+            return self._rows.send(x_TD, ids_TK, header, words_TKX)
+        return super()._send_with(x_TD, ids_TK, words_TKX, header)
+
+    def _spread_with(
+        self, grad_TD: Tensor, weights_TK: Tensor, words_TKX: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(handle.state, self._core.Layout):
+            rows_RD, _, words_RX = self._rows.spread(grad_TD, None, weights_TK, handle, header, words_TKX)
+            assert words_RX is not None
+            return rows_RD, words_RX
+        return super()._spread_with(grad_TD, weights_TK, words_TKX, handle, header)
+
+    def _sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor | None, Tensor]:
+        if isinstance(handle.state, self._core.Layout):
+            return self._rows.sum_with(rows_RD, words_RX, handle, header)
+        return super()._sum_with(rows_RD, words_RX, handle, header)
 
 
 def local_dispatcher(

@@ -58,6 +58,25 @@ def _spread_args(
     )
 
 
+WordsArgs = tuple[int, int, int, int]
+"""Address, width, and strides of the words of slots; zeros without."""
+
+
+def _words_args(words_TKX: Tensor | None) -> tuple[Tensor | None, WordsArgs]:
+    """Return words that the native core reads in place, and its arguments."""
+    if words_TKX is None:
+        return None, (0, 0, 0, 0)
+    if words_TKX.stride(2) != 1:
+        words_TKX = words_TKX.contiguous()
+    return words_TKX, (words_TKX.data_ptr(), words_TKX.shape[2], words_TKX.stride(0), words_TKX.stride(1))
+
+
+def _received(capsule: Any, rows: int, words: WordsArgs) -> Tensor | None:
+    if capsule is None:
+        return None
+    return from_capsule(capsule) if rows else torch.empty(0, words[1])
+
+
 class _NativeTransfer(PendingTransfer):
     """A transfer of the native core."""
 
@@ -177,33 +196,34 @@ class NativeRows:
         handle = make_handle(header, x_TD, state.rows_per_expert, rows, state.dropped, state)
         return NativeIncomingRows(self, pending, rows_RD, handle, capsule)
 
-    def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
-        """Dispatch with one native call; see ``Dispatcher._send``."""
+    def send(
+        self, x_TD: Tensor, ids_TK: Tensor, header: Header, words_TKX: Tensor | None = None
+    ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
+        """Dispatch with one native call; see ``Dispatcher._send_with``."""
         if header.fault is not None:
             with self.start_send(x_TD, ids_TK, header) as incoming:
-                return incoming.rows_RD, incoming.handle
+                return incoming.rows_RD, incoming.handle, None
         if not x_TD.is_contiguous():
             x_TD = _dense(x_TD)
         if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
             ids_TK = ids_TK.to(torch.int64).contiguous()
+        words_TKX, words = _words_args(words_TKX)
         (tokens, hidden), dtype = x_TD.shape, x_TD.dtype
         self._set_deadline()
         try:
-            capsule, state, sizes, rows, dropped = self._transfer.send(
+            capsule, state, sizes, rows, dropped, received = self._transfer.send(
                 header.compared(),
                 header.label,
                 x_TD.data_ptr(),
                 x_TD.stride(0) * dtype.itemsize,
                 ids_TK.data_ptr(),
-                tokens,
-                header.top_k,
-                hidden,
-                DTYPE_CODES[dtype],
+                (tokens, header.top_k, hidden, DTYPE_CODES[dtype]),
+                words,
             )
         except self.errors as error:
             raise self.translated(error, header) from None
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        return rows_RD, make_handle(header, x_TD, sizes, rows, dropped, state)
+        return rows_RD, make_handle(header, x_TD, sizes, rows, dropped, state), _received(received, rows, words)
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> NativeOutgoingRows:
         """Start ``sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""
@@ -226,25 +246,50 @@ class NativeRows:
 
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         """Combine with one native call; see ``Dispatcher._sum``."""
-        if not rows_RD.is_contiguous():
-            rows_RD = _dense(rows_RD)
         if weights_TK is not None and not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
+        self._sum(rows_RD, weights_TK, y_TD, handle, header)
+        return y_TD
+
+    def sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor | None, Tensor]:
+        """See ``Dispatcher._sum_with``."""
+        y_TD = None
+        if rows_RD is not None:
+            y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
+        words_RX, width = words_RX.contiguous(), words_RX.shape[1]
+        words_TKX = torch.empty(handle.num_tokens, handle.top_k, width)
+        self._sum(rows_RD, None, y_TD, handle, header, (words_RX.data_ptr(), width, words_TKX.data_ptr()))
+        return y_TD, words_TKX
+
+    def _sum(
+        self,
+        rows_RD: Tensor | None,
+        weights_TK: Tensor | None,
+        y_TD: Tensor | None,
+        handle: DispatchHandle,
+        header: Header,
+        words: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
+        """Write sums to ``y_TD``. words: address and width of the rows' words, and address of the slots'."""
+        if rows_RD is not None and not rows_RD.is_contiguous():
+            rows_RD = _dense(rows_RD)
         self._set_deadline()
         try:
             self._transfer.sum(
                 header.compared(),
                 header.label,
                 handle.state,
-                rows_RD.data_ptr(),
-                rows_RD.stride(0) * rows_RD.element_size(),
+                0 if rows_RD is None else rows_RD.data_ptr(),
+                0 if rows_RD is None else rows_RD.stride(0) * rows_RD.element_size(),
                 0 if weights_TK is None else weights_TK.data_ptr(),
-                y_TD.data_ptr(),
+                0 if y_TD is None else y_TD.data_ptr(),
+                words,
             )
         except BaseException as error:
             raise self._failed(error, header, rows_RD) from None
-        return y_TD
 
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
@@ -266,24 +311,33 @@ class NativeRows:
         return NativeIncomingRows(self, pending, grad_RD, handle, capsule, rows), grad_TK
 
     def spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the backward of combine with one native call; see ``Dispatcher._spread``."""
+        self,
+        grad_TD: Tensor,
+        rows_RD: Tensor | None,
+        weights_TK: Tensor,
+        handle: DispatchHandle,
+        header: Header,
+        words_TKX: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run the backward of combine with one native call; see ``Dispatcher._spread`` and ``_spread_with``."""
         if not grad_TD.is_contiguous():
             grad_TD = _dense(grad_TD)
         if rows_RD is not None and not rows_RD.is_contiguous():
             rows_RD = _dense(rows_RD)
         if not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
+        words_TKX, words = _words_args(words_TKX)
         grad_TK = None if rows_RD is None else torch.empty(handle.num_tokens, handle.top_k)
         self._set_deadline()
         try:
-            capsule = self._transfer.spread(*_spread_args(header, handle, grad_TD, rows_RD, weights_TK, grad_TK))
+            capsule, received = self._transfer.spread(
+                *_spread_args(header, handle, grad_TD, rows_RD, weights_TK, grad_TK), words
+            )
         except BaseException as error:
             raise self._failed(error, header, rows_RD) from None
         has_elements = handle.num_rows and handle.hidden
         grad_RD = from_capsule(capsule) if has_elements else grad_TD.new_empty(handle.num_rows, handle.hidden)
-        return grad_RD, grad_TK
+        return grad_RD, grad_TK, _received(received, handle.num_rows, words)
 
     def retain(self, buffers: object) -> None:
         """Keep memory that peers may still read after an error, so that it is not reused."""

@@ -98,7 +98,7 @@ class SharedMemoryDispatcher(PendingDispatcher):
         return own
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
-        return self._rows.send(x_TD, ids_TK, header)
+        return self._rows.send(x_TD, ids_TK, header)[:2]
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         return self._rows.sum(rows_RD, weights_TK, handle, header)
@@ -106,4 +106,21 @@ class SharedMemoryDispatcher(PendingDispatcher):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        return self._rows.spread(grad_TD, rows_RD, weights_TK, handle, header)
+        return self._rows.spread(grad_TD, rows_RD, weights_TK, handle, header)[:2]
+
+    def _send_with(
+        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor, header: Header
+    ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
+        return self._rows.send(x_TD, ids_TK, header, words_TKX)
+
+    def _spread_with(
+        self, grad_TD: Tensor, weights_TK: Tensor, words_TKX: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor, Tensor]:
+        rows_RD, _, words_RX = self._rows.spread(grad_TD, None, weights_TK, handle, header, words_TKX)
+        assert words_RX is not None
+        return rows_RD, words_RX
+
+    def _sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor | None, Tensor]:
+        return self._rows.sum_with(rows_RD, words_RX, handle, header)

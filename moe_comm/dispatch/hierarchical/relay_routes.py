@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.group_scales import GROUP
 from moe_comm.dispatch.handshake import Words
@@ -33,7 +34,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.kernels.accumulate import accumulate_dtype
 from moe_comm.topology import ExpertPlacement
 
-OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
+OPS = ("dispatch", "combine", "combine backward", "dispatch backward", EXTRA, EXTRA_BACKWARD)
 
 
 @dataclass(frozen=True)

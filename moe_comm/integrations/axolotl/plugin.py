@@ -16,9 +16,7 @@ from moe_comm.layers.data_parallel import state_dict
 from moe_comm.overlap.options import Overlap
 
 UNSUPPORTED = {
-    "deepspeed": "its ZeRO treats experts as replicated; use DDP",
-    "fsdp": "its wrapping shards experts over all ranks; use DDP",
-    "fsdp_config": "its wrapping shards experts over all ranks; use DDP",
+    "deepspeed": "its ZeRO treats experts as replicated; use DDP or FSDP2",
     "rl": "it loads a second model",
     "lora_target_parameters": "adapters of experts are not distributed; use lora_target_modules",
     "fix_untrained_tokens": "it writes the model on rank 0 only",
@@ -30,7 +28,7 @@ SIZES = "expert_parallel_size", "tensor_parallel_size", "context_parallel_size",
 
 
 class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """Expert parallelism in axolotl's DDP.
+    """Expert parallelism in axolotl's DDP and FSDP2 (``fsdp_version: 2``).
 
         plugins:
           - moe_comm.integrations.axolotl.MoeCommPlugin
@@ -57,6 +55,11 @@ class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused
         for option in SIZES:
             if (cfg.get(option) or 1) > 1:
                 raise ConfigError(f"moe_comm needs {option}: 1, because each rank has its own batch; got {cfg[option]}")
+        if cfg.get("fsdp") or cfg.get("fsdp_config"):
+            if str(cfg.get("fsdp_version")) != "2":
+                raise ConfigError("fsdp and fsdp_config need fsdp_version: 2; FSDP 1 cannot leave experts out")
+            if cfg.get("adapter"):
+                raise ConfigError("moe_comm supports adapters with DDP, not with FSDP2; remove fsdp_config or adapter")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Distribute the experts. Collective.

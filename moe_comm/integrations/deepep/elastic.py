@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import plain
+from moe_comm.dispatch.per_rank import expert_places
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Routes, Rows, check_handle, check_input, placed
@@ -44,10 +45,7 @@ class EPHandle:
         local_RK, counts_L, aligned_L = routes.local_ids_RK, routes.rows_per_expert, routes.aligned(alignment)
         assert local_RK is not None
         starts_L = aligned_L.cumsum(0) - aligned_L
-        shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
-        _, self.place_RK = plain.order_slots(local_RK, max(1, len(counts_L)))
-        if len(counts_L):
-            self.place_RK = torch.where(local_RK < 0, -1, self.place_RK + shift_L[local_RK.clamp(min=0).long()])
+        self.place_RK = expert_places(local_RK, counts_L, starts_L)
         source_R1 = (routes.source_R * most + routes.token_R).unsqueeze(1)
         index_R1 = torch.arange(routes.num_rows, device=local_RK.device).unsqueeze(1)
         metadata = torch.cat((source_R1, index_R1, self.place_RK), 1).int()
@@ -58,7 +56,7 @@ class EPHandle:
             slots = routes.padded_rows * min(topk_idx.shape[1], max(1, len(counts_L)))
             self.num_expanded_tokens = -(-(slots + len(counts_L) * (alignment - 1)) // alignment) * alignment
         self.num_recv_tokens_per_expert_list: list[int] = aligned_L.tolist() if sync else []
-        self.psum_num_recv_tokens_per_scaleup_rank = routes.rows_per_rank.cumsum(0).int()
+        self.psum_num_recv_tokens_per_scaleup_rank = routes.rank_ends
         self.psum_num_recv_tokens_per_expert = (starts_L + counts_L if expand else aligned_L.cumsum(0)).int()
         self.num_unaligned_recv_tokens_per_expert = counts_L.int()
 
@@ -201,12 +199,7 @@ class ElasticBuffer(GroupBuffer):
                         f"num_max_tokens_per_rank, here or in the constructor, must be {needed} or more, not {most}"
                     )
         if handle is not None:
-            routes, weights = handle.routes, None
-            rows = routes.send(x)
-            if topk_weights is not None:
-                assert routes.local_ids_RK is not None
-                bits = routes.send_words(topk_weights.contiguous().view(torch.int32))
-                weights = bits.view(torch.float32).masked_fill(routes.local_ids_RK < 0, 0.0)
+            rows, weights = handle.routes.again(x, topk_weights)
         else:
             assert topk_idx is not None and num_experts is not None
             sync = do_cpu_sync is None or do_cpu_sync

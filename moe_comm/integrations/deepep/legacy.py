@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import DispatchHandle
+from moe_comm.dispatch import DROPPED, DispatchHandle
 from moe_comm.dispatch.input_faults import ID_DTYPES
+from moe_comm.dispatch.per_rank import rank_layout
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import (
@@ -19,13 +20,10 @@ from moe_comm.integrations.deepep.routes import (
     GroupBuffer,
     Routes,
     Rows,
-    any_of,
-    by_slot,
     check_handle,
     check_ids,
     check_input,
     checked,
-    last_slots,
     placed,
     unpacked,
 )
@@ -143,12 +141,8 @@ class Buffer(GroupBuffer):
         """
         _wait(previous_event, async_finish, allocate_on_comm_stream)
         check_ids(topk_idx, None, num_experts)
-        ids_KT = by_slot(topk_idx)
-        owner_KT = self._owners(ids_KT, num_experts)
-        in_rank_WT = torch.stack([any_of(owner_KT == rank) for rank in range(self.group_size)])
-        per_expert = torch.bincount(ids_KT.view(-1), minlength=1 + num_experts)[1:].int()
-        in_rank_TW = in_rank_WT.view(torch.bool).T.contiguous()
-        return in_rank_WT.sum(1, dtype=torch.int32), None, per_expert, in_rank_TW, finished(async_finish)
+        layout = rank_layout(topk_idx, num_experts, self.group_size)
+        return layout.per_rank_W, None, layout.per_expert_E, layout.in_rank_TW, finished(async_finish)
 
     @torch.no_grad()
     def dispatch(
@@ -200,7 +194,7 @@ class Buffer(GroupBuffer):
                 shape = len(unpacked(x)[0]), self.group_size
                 in_rank_TW = checked("is_token_in_rank", is_token_in_rank, (torch.bool,), shape)
         if handle is not None:
-            rows, _, _ = handle.routes.padded(handle.routes.send(x), None)
+            rows, _, _ = handle.routes.padded(*handle.routes.again(x))
             return rows, None, None, None, None, finished(async_finish, x)
         routes, rows, weights = self._exchange(
             x, topk_idx, topk_weights, len(counts_E), in_rank_TW, counts_E, least_rows=num_worst_tokens
@@ -252,7 +246,7 @@ class Buffer(GroupBuffer):
     def _handle(self, routes: Routes, in_rank_TW: Tensor) -> Handle:
         """Return DeepEP's tuple. Of its prefix matrix, only the column of this rank is known; the others are -1."""
         prefix_WW = routes.token_R.new_full((self.group_size, self.group_size), -1)
-        prefix_WW[:, self.rank] = routes.rows_per_rank.cumsum(0)
+        prefix_WW[:, self.rank] = routes.rank_ends
         none = prefix_WW.new_empty(0)
         handle = Handle((prefix_WW, none, none, routes.pad(routes.token_R, -1), in_rank_TW, none))
         handle.routes = routes
@@ -304,7 +298,8 @@ class Buffer(GroupBuffer):
             if use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
                 shape = tuple(x.shape)
                 raise InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {shape}")
-            if not torch.equal(last_slots(topk_idx.T), topk_idx.long()):
+            sorted_TK = topk_idx.sort(1).values
+            if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] != DROPPED)).any()):
                 raise InputError("a token has an expert twice, but a low-latency block has one place for each token")
         sent = dispatcher.dispatch(x, topk_idx)
         counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x.device)

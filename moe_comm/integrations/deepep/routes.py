@@ -1,32 +1,21 @@
-"""One row per (token, rank), as DeepEP sends tokens, with a dispatcher whose experts are the ranks.
-
-    token 5, experts 0 1 on rank 0 and 2 3 on rank 1, ids [2, 0, 3]
-
-    slots      2 0 3
-    owners     1 0 1
-    sent to    . 0 1        each rank once, in the last of its slots: combine adds in the order of DeepEP's reference
-
-A rank receives the rows in the order (source rank, token). A second row per token carries bits in fp32 words: source
-rank, token, expert ids, weights and scales.
-"""
+"""What both buffers of DeepEP share: checks of arguments, dispatchers, and routes with padding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property, reduce
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.dispatch import DROPPED, Dispatcher, DispatchHandle, DispatchOptions
+from moe_comm.dispatch import DROPPED, Dispatcher, DispatchOptions
 from moe_comm.dispatch.input_faults import ID_DTYPES
+from moe_comm.dispatch.per_rank import SENDER_WORDS, RankRoutes, local_slots, rank_layout
 from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.fp8 import E4M3
@@ -139,11 +128,6 @@ class GroupBuffer:
         options = DispatchOptions(timeout_s=self.timeout_s)
         return shared_dispatcher(num_experts or self.group_size, self.group, self._device, self.backend, options)
 
-    def _owners(self, ids_KT: Tensor, num_experts: int) -> Tensor:
-        """Return the rank of each expert id, [K, T] int32; -1 for -1. ids_KT: from ``by_slot``."""
-        owner_E = _owner_table(num_experts, self.group_size, ids_KT.device)
-        return owner_E.index_select(0, ids_KT.view(-1)).view(ids_KT.shape)
-
     @contextmanager
     def _checks(self, x: Any, num_experts: int | None = None) -> Iterator[Dispatcher]:
         """Yield the dispatcher that the other ranks call next, and raise an error of the block on every rank."""
@@ -176,96 +160,61 @@ class GroupBuffer:
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher = self._dispatcher(x)
-        tokens, device = len(unpacked(x)[0]), self._device
-        top_k = 0 if topk_idx is None else topk_idx.shape[1]
-        words_TX = torch.empty(
-            tokens, 2 + top_k + (0 if topk_weights is None else top_k), dtype=torch.int32, device=device
-        )
-        words_TX[:, 0] = self.rank
-        words_TX[:, 1] = torch.arange(tokens, device=device)
+        dispatcher, values, scales = self._dispatcher(x), *wide_rows(x)
+        own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank)
+        words = [part for part in (topk_idx, topk_weights, scales) if part is not None]
+        local_RK = weights_RK = None
         if topk_idx is None:
             assert is_token_in_rank is not None and tokens_per_expert is not None
-            ids_TN = torch.arange(self.group_size, device=device).where(is_token_in_rank, DROPPED)
-            ids_E1 = torch.arange(num_experts, device=device).unsqueeze(1)
+            ids_TN = torch.arange(self.group_size, device=self._device).where(is_token_in_rank, DROPPED)
+            ids_E1 = torch.arange(num_experts, device=self._device).unsqueeze(1)
             counts_E1 = tokens_per_expert.int().view(torch.float32).unsqueeze(1)
             counts_N1 = self._dispatcher(x, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
             counts_L = counts_N1.view(-1, self.group_size).sum(1)  # of all ranks, for this rank's experts
         else:
-            ids_TN = last_slots(self._owners(by_slot(topk_idx), num_experts))
-            words_TX[:, 2 : 2 + top_k] = topk_idx
-        if topk_weights is not None:
-            words_TX[:, 2 + top_k :] = topk_weights.view(torch.int32)
-        sent = dispatcher.dispatch(words_TX.view(torch.float32), ids_TN)
-        words_RX = sent.rows_RD.view(torch.int32)
-        local_RK = weights_RK = None
+            ids_TN = rank_layout(topk_idx, num_experts, self.group_size).ranks_TN
+        routes = Routes(dispatcher, ids_TN)
+        rows, words_RX = routes.send_with(values, words)
         if topk_idx is not None:
-            own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank)
-            local_RK = words_RX[:, 2 : 2 + top_k] - (own.start - 1)
-            # Ones in all bits for this rank's experts: bit operations are much faster than ``masked_fill`` on CPU.
-            mine_RK = ((local_RK > 0) & (local_RK <= len(own))).int().neg_()
-            local_RK &= mine_RK
-            counts_L = torch.bincount(local_RK.view(-1), minlength=1 + len(own))[1:]
-            local_RK = local_RK.to(topk_idx.dtype).sub_(1)
-            if topk_weights is not None:
-                weights_RK = mine_RK.bitwise_and_(words_RX[:, 2 + top_k :]).view(torch.float32)
-        source_R, token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
-        padded = max(len(source_R), least_rows)
-        routes = Routes(dispatcher, ids_TN, sent.handle, source_R, token_R, local_RK, counts_L, padded)
-        return routes, routes.send(x), weights_RK
+            weighted = topk_weights is not None
+            local_RK, weights_RK, counts_L = local_slots(words_RX, topk_idx.shape[1], own, topk_idx.dtype, weighted)
+        routes.received(words_RX, local_RK, counts_L, least_rows)
+        return routes, rows if scales is None else narrow_rows(rows, words_RX, scales), weights_RK
 
 
-@cache
-def _owner_table(num_experts: int, world: int, device: torch.device) -> Tensor:
-    """Return [1 + E] int32: -1, and the rank of each expert."""
-    counts = torch.tensor(ExpertPlacement.of(num_experts, world).experts_per_rank)
-    owner_E = torch.arange(world, dtype=torch.int32).repeat_interleave(counts)
-    return F.pad(owner_E, (1, 0), value=DROPPED).to(device)
+def wide_rows(x: Rows) -> tuple[Tensor, Tensor | None]:
+    """Return values and scales. e4m3 values become bf16, which holds each of them, so that combine can return bf16."""
+    values, scales = unpacked(x)
+    return (values, None) if scales is None else (values.to(torch.bfloat16), scales)
 
 
-def by_slot(ids_TK: Tensor) -> Tensor:
-    """Return the ids plus one, [K, T] int32. CPU operations on its rows are the fastest."""
-    return ids_TK.T.to(torch.int32, memory_format=torch.contiguous_format, copy=True).add_(1)
+def narrow_rows(rows_RD: Tensor, words_RX: Tensor, scales: Tensor) -> Rows:
+    """Return received e4m3 values, and scales like ``scales``, which are the last words."""
+    first = words_RX.shape[1] - scales.shape[1]
+    return rows_RD.to(E4M3), words_RX[:, first:].contiguous().view(scales.dtype)
 
 
-def last_slots(owner_KT: Tensor) -> Tensor:
-    """Keep the last slot of each rank in each token, and replace the others by -1. Returns [T, K] int64."""
-    kept_KT = owner_KT.clone()
-    for k in range(len(kept_KT) - 1):
-        repeated_T = any_of(kept_KT[k + 1 :] == kept_KT[k])
-        kept_KT[k].bitwise_or_(repeated_T.int().neg_())
-    return kept_KT.T.to(torch.int64, memory_format=torch.contiguous_format)
-
-
-def any_of(values_KT: Tensor) -> Tensor:
-    """Return [T], 1 where one of ``values_KT``, bool, is True. ``Tensor.any`` is ten times slower on CPU."""
-    return values_KT.view(torch.uint8).amax(0)
-
-
-@dataclass(eq=False)
-class Routes:
+class Routes(RankRoutes):
     """The routes of one dispatch, for combine and for further rows.
 
     Attributes:
-        ids_TN: [T, N] int64 ranks of each token; -1 elsewhere.
-        words: of the dispatch of bits.
         source_R, token_R: int32 source rank and token of each received row.
         local_ids_RK: ids of this rank's experts, -1 for experts of other ranks; None without ids.
         rows_per_expert: [L].
         padded_rows: number of rows that the caller sees.
     """
 
-    dispatcher: Dispatcher
-    ids_TN: Tensor
-    words: DispatchHandle
     source_R: Tensor
     token_R: Tensor
     local_ids_RK: Tensor | None
     rows_per_expert: Tensor
     padded_rows: int
 
-    def __post_init__(self) -> None:
-        self._handles = {(False, self.words.hidden, self.words.dtype): self.words}
+    def received(self, words_RX: Tensor, local_ids_RK: Tensor | None, rows_per_expert: Tensor, least_rows: int) -> None:
+        """Store what the rows are."""
+        self.source_R, self.token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
+        self.local_ids_RK, self.rows_per_expert = local_ids_RK, rows_per_expert
+        self.padded_rows = max(len(words_RX), least_rows)
 
     @property
     def num_rows(self) -> int:
@@ -273,34 +222,27 @@ class Routes:
         return len(self.source_R)
 
     @property
-    def rows_per_rank(self) -> Tensor:
-        """[W] int64 received rows of each source rank."""
-        return torch.bincount(self.source_R.long(), minlength=self.dispatcher.world)
+    def rank_ends(self) -> Tensor:
+        """[W] int32 end of the received rows of each source rank."""
+        ranks_W = torch.arange(self.dispatcher.world, dtype=torch.int32, device=self.source_R.device)
+        return torch.searchsorted(self.source_R, ranks_W, right=True, out_int32=True)
 
     def aligned(self, alignment: int) -> Tensor:
         """Return the rows per expert, rounded up."""
         return (self.rows_per_expert + alignment - 1) // alignment * alignment
 
-    def send(self, x: Rows) -> Rows:
-        """Send rows. e4m3 values are sent as bf16, which holds each of them, so that combine can return bf16."""
-        values_TD, scales = unpacked(x)
-        if scales is None:
-            return self._send(values_TD)
-        values_RD = self._send(values_TD.to(torch.bfloat16)).to(E4M3)
-        return values_RD, self.send_words(scales.contiguous()).view(scales.dtype)
-
-    def _send(self, x_TD: Tensor) -> Tensor:
-        """Return the rows that this rank receives. Rows of a new width or dtype count their slots once more."""
-        key = False, x_TD.shape[1], x_TD.dtype
-        if key in self._handles:
-            return self.dispatcher.spread(x_TD, self._handles[key])
-        sent = self.dispatcher.dispatch(x_TD, self.ids_TN)
-        self._handles[key] = sent.handle
-        return sent.rows_RD
-
-    def send_words(self, words_TX: Tensor) -> Tensor:
-        """Return the received rows of any 32-bit words, as int32. ``spread`` may multiply by one, which changes NaN."""
-        return self.dispatcher.dispatch(words_TX.view(torch.float32), self.ids_TN).rows_RD.view(torch.int32)
+    def again(self, x: Rows, topk_weights: Tensor | None = None) -> tuple[Rows, Tensor | None]:
+        """Send other rows, and weights [T, K] or None. Return those of this rank's experts. Collective."""
+        values, scales = wide_rows(x)
+        if scales is None and topk_weights is None:
+            return self.send(values), None
+        rows, words_RX = self.send_with(values, [part for part in (topk_weights, scales) if part is not None])
+        weights = None
+        if topk_weights is not None:
+            assert self.local_ids_RK is not None
+            bits_RK = words_RX[:, SENDER_WORDS : SENDER_WORDS + topk_weights.shape[1]]
+            weights = bits_RK.masked_fill(self.local_ids_RK < 0, 0).view(torch.float32)
+        return rows if scales is None else narrow_rows(rows, words_RX, scales), weights
 
     def combine(self, rows_RD: Tensor, weights_RK: Tensor | None, bias: Bias) -> tuple[Tensor, Tensor | None]:
         """Return the sums of each token's rows [T, D] and weights [T, K] over the ranks. Collective.
@@ -308,26 +250,9 @@ class Routes:
         Rows are added in fp32, starting with ``bias``, and rounded once. Ranks that disagree on the presence of weights
         or bias start different operations, which raises RankMismatch.
         """
-        weights_TK = None
-        if weights_RK is not None:
-            top_k = weights_RK.shape[1]
-            padded_RX = F.pad(weights_RK[: self.num_rows], (0, max(0, self.words.hidden - top_k)))
-            weights_TK = self._sum(padded_RX)[:, :top_k]
-        if bias is None:
-            return self._sum(rows_RD[: self.num_rows]), weights_TK
-        slots_TND = self._sum(rows_RD[: self.num_rows], slots=True).view(*self.ids_TN.shape, rows_RD.shape[1])
-        terms = (*(bias if isinstance(bias, tuple) else (bias,)), *slots_TND.unbind(1))
-        total_TD = reduce(torch.add, (term.float() for term in terms))
-        return total_TD.to(rows_RD.dtype), weights_TK
-
-    def _sum(self, rows_RD: Tensor, slots: bool = False) -> Tensor:
-        """Return the sums [T, D]. slots: [T * N, D], the row of each slot; zeros without one."""
-        ids = self.ids_TN.reshape(-1, 1) if slots else self.ids_TN
-        key = slots, rows_RD.shape[1], rows_RD.dtype
-        if key not in self._handles:
-            nothing = rows_RD.new_zeros(1, 1).expand(len(ids), rows_RD.shape[1])
-            self._handles[key] = self.dispatcher.dispatch(nothing, ids).handle
-        return self.dispatcher.combine(rows_RD, torch.ones(ids.shape, device=rows_RD.device), self._handles[key])
+        weights_TK = None if weights_RK is None else self.sum(weights_RK[: self.num_rows])
+        terms = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        return self.sum(rows_RD[: self.num_rows], terms), weights_TK
 
     def pad(self, rows: Tensor, fill: float = 0) -> Tensor:
         """Append rows up to ``padded_rows``."""

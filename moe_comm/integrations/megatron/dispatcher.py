@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from moe_comm.dispatch import DROPPED, Dispatcher, DispatchHandle, DispatchOptions
+from moe_comm.dispatch.masks import ids_of_mask
 from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.topology import ExpertPlacement
@@ -101,25 +101,21 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         # Padding to the capacity adds rows of tokens that have not chosen the expert, so a token may have any experts.
         padded = self.config.moe_pad_expert_input_to_capacity
         top_k = self.num_experts if padded else self.config.moe_router_topk
-        expected, count_T = (x_TD.shape[0], self.num_experts), routing_map.sum(-1, dtype=torch.int32)
-        fault = None
+        expected = x_TD.shape[0], self.num_experts
         if routing_map.dtype != torch.bool or routing_map.shape != expected or probs.shape != expected:
             fault = InputError(
                 f"routing_map must be bool {expected} and probs {expected}; got {routing_map.dtype} "
                 f"{tuple(routing_map.shape)} and {tuple(probs.shape)}"
             )
-        elif count_T.numel() and int(count_T.max()) > top_k:
-            fault = InputError(f"a token has {int(count_T.max())} experts, but moe_router_topk is {top_k}")
-        if fault is not None:
             self._dispatcher.refuse(fault, x_TD, label=self._label)
-        used_TK = torch.arange(top_k, device=x_TD.device) < count_T.unsqueeze(1)
-        first_T = torch.arange(0, routing_map.numel(), self.num_experts, device=x_TD.device)
-        expert_N = _true_positions(routing_map) - first_T.repeat_interleave(count_T)
-        ids_TK = torch.full(used_TK.shape, DROPPED, device=x_TD.device).masked_scatter_(used_TK, expert_N)
+        ids_TK, most = ids_of_mask(routing_map, top_k)
+        if most > top_k:
+            fault = InputError(f"a token has {most} experts, but moe_router_topk is {top_k}")
+            self._dispatcher.refuse(fault, x_TD, label=self._label)
         weights_TK = probs.gather(1, ids_TK.clamp(min=0))
         if self.tp_size > 1:
             self._slices_EW = self._slices_EW.to(x_TD.device)
-            ids_TKW = self._slices_EW[ids_TK].masked_fill_(~used_TK.unsqueeze(2), DROPPED)
+            ids_TKW = self._slices_EW[ids_TK].masked_fill_((ids_TK < 0).unsqueeze(2), DROPPED)
             ids_TK, weights_TK = ids_TKW.flatten(1), weights_TK.repeat_interleave(self.tp_size, 1)
         self._ids_TK = ids_TK
         return x_TD, weights_TK
@@ -130,11 +126,11 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
         """
-        sent = self._dispatcher.dispatch(hidden_states, self._ids_TK, label=self._label)
-        # One token per slot: rows are ordered by (rank, slot), which is the order above.
-        weights = self._dispatcher.dispatch(probs.reshape(-1, 1), self._ids_TK.view(-1, 1), label=self._label)
+        probs_TK1 = probs.float().unsqueeze(2)
+        sent = self._dispatcher.dispatch(hidden_states, self._ids_TK, label=self._label, extra_TKX=probs_TK1)
+        assert sent.extra_RX is not None
         self._handle = sent.handle
-        return sent.rows_RD, weights.rows_RD.squeeze(1)
+        return sent.rows_RD, sent.extra_RX.squeeze(1).to(probs.dtype)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, rows per local expert [L] int64 on the CPU, and probabilities."""
@@ -156,13 +152,6 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Return [S, B, H]."""
         return hidden_states.view(self._shape)
-
-
-def _true_positions(mask: Tensor) -> Tensor:
-    """Return the positions of True in the flat mask, int64. On CPU, NumPy finds them four times faster than torch."""
-    if mask.is_cpu:
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.flatten().nonzero().squeeze(1)
 
 
 def _check_config(config: Any) -> None:

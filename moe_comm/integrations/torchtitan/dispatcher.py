@@ -10,9 +10,8 @@ from torch import Tensor
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions
+from moe_comm.dispatch import Dispatcher, DispatchOptions, operators
 from moe_comm.dispatch.shared import shared_dispatcher
-from moe_comm.integrations.torchtitan import ops
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Metadata:
 
     number: Tensor
     weights_TK: Tensor
-    sent: ops.Sent
+    sent: operators.Sent
 
 
 class MoeCommTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc, no-any-unimported, unused-ignore]
@@ -64,16 +63,16 @@ class MoeCommTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc, no-an
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
         dispatcher = self._dispatcher(x_TD.device)
-        rows_RD, counts_L, number = ops.dispatch(x_TD, topk_expert_ids_TK, ops.register(dispatcher))
+        rows_RD, counts_L, number = operators.dispatch(x_TD, topk_expert_ids_TK, operators.register(dispatcher))
         dtype = num_local_tokens_per_expert_E.dtype
         counts_L = counts_L if dtype == torch.int32 else counts_L.to(dtype)  # torch sums int32 as int64
-        return rows_RD, counts_L, Metadata(number, topk_scores_TK, ops.sent_of(number))
+        return rows_RD, counts_L, Metadata(number, topk_scores_TK, operators.sent_of(number))
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """Return [T, D], the sum of each token's outputs times their scores. Collective over the mesh."""
         if self.ep_mesh is None:
             return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)  # type: ignore[no-any-return, unused-ignore]
-        return ops.combine(routed_output_RD, metadata.weights_TK, metadata.number)  # type: ignore[no-any-return]
+        return operators.combine(routed_output_RD, metadata.weights_TK, metadata.number)  # type: ignore[no-any-return]
 
 
 class MoeCommSelectiveAC(SelectiveAC):  # type: ignore[misc, no-any-unimported, unused-ignore]

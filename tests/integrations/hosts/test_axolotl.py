@@ -70,7 +70,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     }
     settings = {"ACCELERATE_USE_CPU": "true", "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 
-    def train(world: int, lengths: str, **options: Any) -> Path:
+    (root / "wandb.py").write_text("")  # axolotl imports it, also where it is not used
+
+    def train(world: int, lengths: str, *, shell: bool = False, **options: Any) -> Path:
         out = root / f"run{len(list(root.iterdir()))}"
         data = {"path": str(root / f"{lengths}.jsonl"), "ds_type": "json", "type": None}
         config = common | {"output_dir": str(out), "micro_batch_size": 8 // world, "datasets": [data]} | options
@@ -78,9 +80,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         command = ["-m", "tests.integrations.hosts.axolotl_train", str(root / "config.yml")]
         if world > 1:
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *command]
-        done = subprocess.run(
-            [sys.executable, *command], env=os.environ | settings, capture_output=True, text=True, timeout=200
-        )
+        environment = os.environ | settings
+        if shell:
+            launcher = ["--launcher", "torchrun", "--", "--standalone", "--nproc-per-node", str(world)]
+            command = ["-m", "axolotl.cli.main", "train", str(root / "config.yml"), *launcher]
+            paths = os.environ["PYTHONPATH"], str(root)
+            environment |= {
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            }
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return out
 
@@ -118,6 +127,25 @@ def test_adapters_train_as_in_axolotls_ddp(run: Run) -> None:
     assert_same(resumed, expected, "adapter_model.safetensors")
 
 
+FSDP2 = {
+    "plugins": [PLUGIN, "tests.integrations.hosts.axolotl_cpu.CpuMesh"],
+    "fsdp_version": 2,
+    "fsdp_config": {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": "Qwen3MoeDecoderLayer",
+        "state_dict_type": "FULL_STATE_DICT",
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": False,
+    },
+}
+
+
+def test_the_shell_command_trains_with_fsdp2_as_one_process(run: Run) -> None:
+    """``axolotl train config.yml --launcher torchrun``."""
+    expected = run(1, "equal", plugins=None)
+    assert_same(run(2, "equal", shell=True, **FSDP2), expected, "model.safetensors")
+
+
 def test_options_join_axolotls_schema() -> None:
     from axolotl.integrations.base import PluginManager
     from axolotl.integrations.config import merge_input_args
@@ -134,10 +162,21 @@ def test_options_join_axolotls_schema() -> None:
             schema(**given, **{option: value})
 
 
-@pytest.mark.parametrize("option", ["deepspeed", "fsdp_config", "lora_target_parameters", "tensor_parallel_size"])
-def test_options_that_would_train_wrongly_raise_before_loading(option: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"deepspeed": "ds.json"},
+        {"lora_target_parameters": ["experts"]},
+        {"tensor_parallel_size": 2},
+        {"fsdp_config": {"offload_params": False}},
+        {"fsdp_version": 1, "fsdp_config": {"offload_params": False}},
+        {"adapter": "lora"} | FSDP2,
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_options_that_would_train_wrongly_raise_before_loading(options: dict[str, Any]) -> None:
     from axolotl.cli.config import prepare_plugins
     from axolotl.utils.dict import DictDefault
 
-    with pytest.raises(ConfigError, match=option):
-        prepare_plugins(DictDefault({"plugins": [PLUGIN], option: 2}))
+    with pytest.raises(ConfigError, match="fsdp_config" if "fsdp_config" in options else next(iter(options))):
+        prepare_plugins(DictDefault(options | {"plugins": [PLUGIN]}))

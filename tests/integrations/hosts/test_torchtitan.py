@@ -142,7 +142,8 @@ def checkpointed(rank: int, world: int, kind: str) -> tuple[Any, ...]:
     """Return gradients of two blocks under a checkpointing policy, and the number of operations of the dispatcher."""
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-    from moe_comm.integrations.torchtitan import MoeCommSelectiveAC, MoeCommTokenDispatcher, ops
+    from moe_comm.dispatch import operators
+    from moe_comm.integrations.torchtitan import MoeCommSelectiveAC, MoeCommTokenDispatcher
 
     case = Case("checkpointed", tokens=(0, 6))
     dispatcher = make("moe_comm", case, world)
@@ -162,7 +163,7 @@ def checkpointed(rank: int, world: int, kind: str) -> tuple[Any, ...]:
     y.backward(grad)
     del y
     grads = [x.grad, *(p.grad for p in model.parameters())]
-    return grads, core.num_calls - before, len(ops._sent)
+    return grads, core.num_calls - before, len(operators._sent)
 
 
 def test_selective_checkpointing_saves_transfers_and_releases_handles(pools: dict[int, RankPool]) -> None:
