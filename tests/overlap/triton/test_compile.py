@@ -65,11 +65,19 @@ def _check_resources(table: dict[str, Any]) -> None:
 
 def test_forward_kernels_compile_for_three_generations_within_recorded_resources(tmp_path: Path) -> None:
     """Compile the kernels of a bfloat16 layer's forward pass; for sm_100 with the assembler that Triton bundles."""
-    tables = _compile(tmp_path, "--only", "forward, bfloat16", "rows, bfloat16", "arrived_mm, bfloat16", "tile_list")
+    tables = _compile(
+        tmp_path,
+        "--only",
+        "forward, bfloat16",
+        "rows, bfloat16",
+        "arrived_mm, bfloat16",
+        "publish_mm, bfloat16",
+        "tile_list",
+    )
     for table in tables:
         assert {row["kernel"].split(",")[0] for row in table["results"]} == {
             *("gather_matmul", "matmul_scatter", "push_rows", "await_rows"),
-            *("dispatch_matmul", "matmul_combine", "arrived_mm", "tile_list"),
+            *("arrived_mm", "publish_mm", "tile_list"),
             *("weighted_sum", "swiglu", "swiglu_quantize", "grouped_mm", "grouped_mm_fp8"),
         }
         _check_resources(table)
