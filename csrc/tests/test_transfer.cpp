@@ -161,3 +161,33 @@ TEST(transfer_operations_of_two_threads_are_serialised) {
   });
   CHECK_EQ(ranks.heaps[0]->used(), int64_t{0});
 }
+
+TEST(transfer_sends_extra_words_with_the_rows_and_returns_them) {
+  Random random(43);
+  for (const int world : {1, 2, 3}) {
+    Ranks ranks(world, long_timeout());
+    const Plan plan = plain_plan(random, world, 9, 48, 6, 2, 0);
+    on_ranks(world, [&](int rank) {
+      constexpr int64_t kWidth = 3;
+      const size_t r = static_cast<size_t>(rank);
+      BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      const int64_t slots = plan.tokens[r] * plan.top_k;
+      std::vector<uint32_t> words(static_cast<size_t>(slots * kWidth)), expected(words), back(words);
+      for (size_t i = 0; i < words.size(); ++i) {
+        words[i] = static_cast<uint32_t>(rank << 20) + static_cast<uint32_t>(i);
+        if (plan.ids[r][i / kWidth] >= 0) expected[i] = words[i];
+      }
+      const Sent sent = transfer.start_send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
+                                            {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype},
+                                            {words.data(), kWidth, plan.top_k * kWidth, kWidth});
+      sent.pending->finish();
+      const auto pending = transfer.start_sum(op_of(plan, 3, 2), *sent.layout, {}, true,
+                                              {transfer.heap().base() + sent.extra_block, kWidth});
+      pending->sum(nullptr, nullptr, back.data(), kWidth);
+      pending->finish();
+      CHECK(back == expected);
+      for (const int64_t block : {sent.block, sent.extra_block}) transfer.heap().free(block);
+    });
+    for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
+  }
+}
