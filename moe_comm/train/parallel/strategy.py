@@ -15,14 +15,14 @@ forward pass runs (``bucket_schedule``). The results have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.communicator import find_communicator
@@ -37,7 +37,7 @@ from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitOptions, UnitRanks, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
 from moe_comm.train.parallel.replicate import ReplicatedParameters
-from moe_comm.train.parallel.transfer_thread import TransferThread
+from moe_comm.train.parallel.transfer_thread import Transfer, TransferThread
 from moe_comm.train.parallel.zero import ZeroParameters
 
 Strategy = Literal["replicate", "zero1", "fsdp"]
@@ -163,6 +163,10 @@ class DataParallel:
         if self._units is not None:
             transfers = replace(transfers, lanes=transfers.lanes[1:])
         self._schedule = BucketSchedule(buckets, stages, transfers, self._after_passes)
+        # Not a lane of gradients and weights: the next forward pass would wait until the state of experts has moved.
+        device = next((item.param.device for item in trained), torch.device("cpu"))
+        self._own_of = dict[ProcessGroup, ProcessGroup]()
+        self._background = Lane(TransferThread(device), self._new_reducer(), self._own_of)
 
     @property
     def traffic(self) -> GradientTraffic:
@@ -240,12 +244,32 @@ class DataParallel:
 
         Collectives that have not started are dropped, see ``finish``.
         """
-        for lane in self._transfers.lanes:
+        for lane in (*self._transfers.lanes, self._background):
             if lane.thread.close():
                 for group, own_group in lane.own_groups.items():
                     comm = find_communicator(group)
                     if comm is not None:
                         comm.close_part(own_group)
+
+    def overlaps(self, group: ProcessGroup) -> bool:
+        """Return whether transfers over ``group`` run during the passes. Collective in the first call for the group."""
+        return group.size() > 1 and self._overlaps(group)
+
+    def in_background(self, group: ProcessGroup, transfer: Callable[[ProcessGroup], None], x: Tensor) -> Transfer:
+        """Run ``transfer`` in a thread, with a second group of the ranks of ``group``. Collective.
+
+        Args:
+            x: one of the tensors that ``transfer`` reads.
+        """
+        if group not in self._own_of:
+            self._own_of |= self._own_groups([group])
+        own_group = self._own_of[group]
+
+        def run(x: Tensor) -> Tensor:
+            transfer(own_group)
+            return x
+
+        return self._background.thread.submit(run, x)
 
     def _is_sharded(self, item: LocalParameter) -> bool:
         """Return whether a rank stores or updates a part of the parameter only."""
