@@ -24,6 +24,8 @@ PlacementKind = Literal["fixed", "relocate", "replicate"]
 KINDS: tuple[PlacementKind, ...] = ("fixed", "relocate", "replicate")
 WORTH = 2
 """Minimum of saved seconds over the seconds of the switch."""
+STALL = 0.1
+"""Share of the time of a layer's rows in a step. The number of moves does not count if they take less."""
 NOISE = 3
 """Minimum of saved rows, in standard deviations of the rows of the busiest rank if routing is random."""
 
@@ -132,18 +134,20 @@ class Moves:
         return max(counts.values(), default=0)
 
 
-def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
+def rebalance(loads_E: Loads, current: Placement, slots: int = 0, free_moves: int = 0) -> Placement:
     """Return a placement with fewer rows on the busiest rank, or ``current`` if it is ``within`` the best found.
 
     Each rank keeps its number of homes. The best is the better of two: experts by descending load on the least loaded
     rank with room, or ``current``, both improved by exchanges of experts. Of all placements that were found ``within``
-    the best, the one with the fewest copies on a rank, and then with the fewest moves, is chosen.
+    the best, the one with the fewest copies on a rank, and then with the fewest moves, is chosen. Up to ``free_moves``
+    count as none, so that the rows decide.
 
     Args:
         loads_E: rows of each expert.
         current: the placement before. Its version plus 1 is that of the result.
         slots: copies that a rank can hold in addition to its homes. Copies are of the experts with the most rows per
             owner, at most one on a rank, and only as many as reduce the rows of the busiest rank.
+        free_moves: experts that a rank can send or receive at little cost.
 
     Raises:
         ConfigError: ``loads_E`` does not fit ``current``, or more slots than there are experts on another rank.
@@ -166,16 +170,18 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
     if choices[0] is current and busiest[0] <= limit:
         return current
     costs = (
-        (*_cost(one, current), rows, at)
+        (*_cost(one, current, free_moves), rows, Moves.of(current, one).busiest, at)
         for at, (one, rows) in enumerate(zip(choices, busiest, strict=True))
         if rows <= limit
     )
     return choices[min(costs)[-1]]
 
 
-def _cost(new: Placement, current: Placement) -> tuple[int, int, int]:
+def _cost(new: Placement, current: Placement, free_moves: int) -> tuple[int, int, int]:
     """Return what a switch to ``new`` costs: copies on a rank, in each step; moves, and moves of the busiest rank."""
     moves = Moves.of(current, new)
+    if moves.busiest <= free_moves:
+        return _copies(new), 0, 0
     return _copies(new), len(moves.homes) + len(moves.copies), moves.busiest
 
 
@@ -375,7 +381,10 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
         reason = f"the busiest rank has {ratio:.2f} times the mean rows and could save at most"
         return Decision(None, f"{reason} {1 - least / before:.1%} ({what} loaded)", 0, 0, ratio, ratio)
     sums_E = [sum(loads) for loads in zip(*window, strict=True)]
-    new = rebalance(sums_E, current, settings.slots)
+    free_s = STALL * before / len(window) * settings.seconds_per_row
+    experts = current.num_experts
+    free_moves = int(min(experts, free_s / settings.seconds_to_move)) if settings.seconds_to_move else experts
+    new = rebalance(sums_E, current, settings.slots, free_moves)
     moves = Moves.of(current, new)
     after = sum(busiest_rows(loads_E, new) for loads_E in window)
     published = (_copies(new) - _copies(current)) * settings.seconds_to_publish

@@ -181,6 +181,18 @@ def test_a_switch_moves_few_experts(experts: int, world: int, slots: int, most: 
         assert moved <= 4 * most
 
 
+def test_the_number_of_moves_matters_only_if_they_stall_a_step() -> None:
+    loads = zipf(32, 40_000, 1.0, random.Random(1))
+    current, moved, rows = Placement.contiguous(32, 4), [], []
+    for seconds_to_move in (0.0, 1e-9, 1e-2):
+        settings = DecisionSettings("relocate", seconds_per_row=1e-6, seconds_to_move=seconds_to_move, every=10**6)
+        new = decide([loads], current, settings).placement
+        assert new is not None
+        moved.append(len(Moves.of(current, new).homes))
+        rows.append(busiest_rows(loads, new))
+    assert moved[0] == moved[1] > moved[2] and rows[0] == rows[1] < rows[2] <= 1.02 * rows[0]
+
+
 def test_nothing_moves_if_loads_are_even_zero_or_on_one_expert() -> None:
     current = Placement.contiguous(8, 4)
     for loads in ([10] * 8, [0] * 8, [0, 0, 0, 40, 0, 0, 0, 0]):
