@@ -10,18 +10,36 @@ Loads = Sequence[int]
 """Rows of each expert in a step."""
 PAIRS = 20_000
 """Maximum number of exchanges of two experts for two that one improvement tries."""
+SLACK = 50
+"""A busiest rank with up to 1 / SLACK more rows than the best is accepted if fewer experts move."""
 
 
-def assign_homes(loads_E: Loads, old_E: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Return the home of each expert: the better of improvements of ``old_E`` and of a new greedy assignment."""
-    results = []
+def within(rows: int) -> int:
+    """Return the most rows of a busiest rank that count as good as ``rows`` if fewer experts move."""
+    return rows + rows // SLACK
+
+
+def homes_near(loads_E: Loads, old_E: Sequence[int], room: Sequence[int]) -> list[list[int]]:
+    """Return homes of the experts: the best that were found, then some ``within`` it that move fewer experts.
+
+    The best are the better of improvements of ``old_E`` and of a new greedy assignment. The others are ``old_E`` with
+    only as many exchanges as needed, and the best with all moves undone that are not needed.
+    """
+    starts = []
     for start_E in (list(old_E), _greedy(loads_E, old_E, room)):
         improved = Assignment(loads_E, start_E, len(room))
         improved.improve()
-        result = Assignment(loads_E, _renamed(improved.home_E, old_E, room), len(room))
-        result.move_back(old_E)
-        results.append(result)
-    return min(results, key=lambda one: (max(one.totals), one.moved(old_E))).home_E
+        starts.append(_renamed(improved.home_E, old_E, room))
+    best = min(max(Assignment(loads_E, home_E, len(room)).totals) for home_E in starts)
+    results = []
+    for limit in (best, within(best)):
+        near = Assignment(loads_E, list(old_E), len(room))
+        near.improve(limit)
+        for one in (near, *(Assignment(loads_E, list(home_E), len(room)) for home_E in starts)):
+            if max(one.totals) <= limit:
+                one.move_back(old_E, limit)
+                results.append(one)
+    return [one.home_E for one in sorted(results, key=lambda one: (max(one.totals), one.moved(old_E)))]
 
 
 def _greedy(loads_E: Loads, old_E: Sequence[int], room: Sequence[int]) -> list[int]:
@@ -68,10 +86,15 @@ class Assignment:
         """Return the number of experts whose home is not that of ``old_E``."""
         return sum(a != b for a, b in zip(self.home_E, old_E, strict=True))
 
-    def improve(self) -> None:
-        """Exchange experts of the busiest rank while its rows decrease: one for one, then two for two."""
+    def improve(self, enough: int = 0) -> None:
+        """Exchange experts of the busiest rank while it has more than ``enough`` rows and they decrease.
+
+        One is exchanged for one, or else two for two.
+        """
         for _ in range(4 * len(self.home_E)):
             busy = max(range(len(self.totals)), key=lambda rank: (self.totals[rank], -rank))
+            if self.totals[busy] <= enough:
+                return
             candidates = (min(find(busy), default=None) for find in (self._single, self._double))
             best = next((one for one in candidates if one is not None), None)
             if best is None:
@@ -117,9 +140,8 @@ class Assignment:
             self.totals[target] += self.loads_E[expert]
             self.home_E[expert] = target
 
-    def move_back(self, old_E: Sequence[int]) -> None:
-        """Undo moves that the rows of the busiest rank do not need: exchange experts back."""
-        limit = max(self.totals)
+    def move_back(self, old_E: Sequence[int], limit: int) -> None:
+        """Undo moves: exchange experts back while no rank gets more than ``limit`` rows."""
         again = True
         while again:
             again = False
@@ -129,7 +151,8 @@ class Assignment:
                     continue
                 for other in self.experts[old]:
                     less = self.loads_E[other] - self.loads_E[expert]
-                    if old_E[other] != old and self.totals[old] - less <= limit and self.totals[now] + less <= limit:
+                    fits = self.totals[old] - less <= limit and self.totals[now] + less <= limit
+                    if fits and old_E[other] != old and self._allowed((expert,), old) and self._allowed((other,), now):
                         self._exchange(expert, other)
                         again = True
                         break

@@ -11,19 +11,21 @@ The load of an expert is its number of rows in a step. Rows of an expert with co
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isqrt
 from typing import Literal
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology.assignment import Assignment, Loads, assign_homes
+from moe_comm.topology.assignment import Assignment, Loads, homes_near, within
 from moe_comm.topology.placement import Placement
 
 PlacementKind = Literal["fixed", "relocate", "replicate"]
 KINDS: tuple[PlacementKind, ...] = ("fixed", "relocate", "replicate")
 WORTH = 2
 """Minimum of saved seconds over the seconds of the switch."""
+STALL = 0.1
+"""Share of the time of a layer's rows in a step. The number of moves does not count if they take less."""
 NOISE = 3
 """Minimum of saved rows, in standard deviations of the rows of the busiest rank if routing is random."""
 
@@ -132,17 +134,20 @@ class Moves:
         return max(counts.values(), default=0)
 
 
-def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
-    """Return a placement with fewer rows on the busiest rank, or ``current`` if none was found.
+def rebalance(loads_E: Loads, current: Placement, slots: int = 0, free_moves: int = 0) -> Placement:
+    """Return a placement with fewer rows on the busiest rank, or ``current`` if it is ``within`` the best found.
 
-    Each rank keeps its number of homes. Experts by descending load go to the least loaded rank with room; exchanges
-    of experts then improve the busiest rank. Among equal results, the one that moves fewer experts is chosen.
+    Each rank keeps its number of homes. The best is the better of two: experts by descending load on the least loaded
+    rank with room, or ``current``, both improved by exchanges of experts. Of all placements that were found ``within``
+    the best, the one with the fewest copies on a rank, and then with the fewest moves, is chosen. Up to ``free_moves``
+    count as none, so that the rows decide.
 
     Args:
         loads_E: rows of each expert.
         current: the placement before. Its version plus 1 is that of the result.
         slots: copies that a rank can hold in addition to its homes. Copies are of the experts with the most rows per
             owner, at most one on a rank, and only as many as reduce the rows of the busiest rank.
+        free_moves: experts that a rank can send or receive at little cost.
 
     Raises:
         ConfigError: ``loads_E`` does not fit ``current``, or more slots than there are experts on another rank.
@@ -154,20 +159,30 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
             f"slots must be at least 0, and at most the {current.most_slots} experts that a rank with "
             f"{max(room)} of {current.num_experts} experts does not hold; got {slots}"
         )
-    home_E = assign_homes(loads_E, current.homes, room)
-    owners: list[tuple[int, ...]] = [(home,) for home in home_E]
+    choices = [current] if _copies(current) <= slots else []
+    choices += [
+        current.with_owners([(home,) for home in home_E]) for home_E in homes_near(loads_E, current.homes, room)
+    ]
     if slots:
-        owners = _with_copies(loads_E, current, slots)
-    best = current.with_owners(owners)
-    plain = current.with_owners([(home,) for home in home_E])
-    choices = [current, plain, best] if _copies(current) <= slots else [plain, best]
-    return min(choices, key=lambda one: _quality(loads_E, one, current))
+        choices += map(current.with_owners, _with_copies(loads_E, current, slots))
+    busiest = [busiest_rows(loads_E, one) for one in choices]
+    limit = within(min(busiest))
+    if choices[0] is current and busiest[0] <= limit:
+        return current
+    costs = (
+        (*_cost(one, current, free_moves), rows, Moves.of(current, one).busiest, at)
+        for at, (one, rows) in enumerate(zip(choices, busiest, strict=True))
+        if rows <= limit
+    )
+    return choices[min(costs)[-1]]
 
 
-def _quality(loads_E: Loads, new: Placement, current: Placement) -> tuple[int, int, int]:
+def _cost(new: Placement, current: Placement, free_moves: int) -> tuple[int, int, int]:
+    """Return what a switch to ``new`` costs: copies on a rank, in each step; moves, and moves of the busiest rank."""
     moves = Moves.of(current, new)
-    copies = sum(len(ranks) - 1 for ranks in new.owners)
-    return busiest_rows(loads_E, new), len(moves.homes) + len(moves.copies), copies
+    if moves.busiest <= free_moves:
+        return _copies(new), 0, 0
+    return _copies(new), len(moves.homes) + len(moves.copies), moves.busiest
 
 
 def _copies(placement: Placement) -> int:
@@ -175,52 +190,97 @@ def _copies(placement: Placement) -> int:
     return max(placement.copies_per_rank)
 
 
-def _with_copies(loads_E: Loads, current: Placement, slots: int) -> list[tuple[int, ...]]:
-    """Return owners with copies of the experts with the most rows per owner, where they reduce the busiest rank."""
-    world, room = current.world, current.homes_per_rank
-    owners_E = [1] * len(loads_E)
+def _with_copies(loads_E: Loads, current: Placement, slots: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yield owners with copies of the experts with the most rows per owner.
+
+    First the best that were found, with copies on the least loaded ranks. Then some with up to the rows ``within`` it
+    that move less: with homes exchanged back, and from the owners of ``current`` with only as many exchanges as needed.
+    """
+    world, old_E = current.world, current.homes
+    counts_E = _owner_counts(loads_E, world, slots)
+    share_E = _shares(loads_E, counts_E, world)
+    home_E = homes_near(share_E, old_E, current.homes_per_rank)[0]
+    copies = _copies_of(share_E, counts_E, home_E, current, slots)
+    best = Assignment(share_E, home_E, world, copies)
+    best.improve()
+    owners = _owners(loads_E, best, copies)
+    yield owners
+    rows = within(busiest_rows(loads_E, current.with_owners(owners)))
+    best.move_back(old_E, within(max(best.totals)))
+    yield _owners(loads_E, best, copies, rows)
+    kept_E = [len(ranks) for ranks in current.owners] if current.has_copies else counts_E
+    for near_E in (counts_E, kept_E):
+        share_E = _shares(loads_E, near_E, world)
+        copies = _copies_of(share_E, near_E, old_E, current, slots, keep=True)
+        near = Assignment(share_E, list(old_E), world, copies)
+        near.improve(rows * world)
+        yield _owners(loads_E, near, copies, rows)
+
+
+def _owner_counts(loads_E: Loads, world: int, slots: int) -> list[int]:
+    """Return the number of owners of each expert, so that all slots are used: each goes to the most rows per owner."""
+    counts_E = [1] * len(loads_E)
     queue = [(-float(load), expert) for expert, load in enumerate(loads_E) if load and world > 1]
     heapq.heapify(queue)
-    for _ in range(slots * world if queue else 0):
-        expert = heapq.heappop(queue)[1]
-        owners_E[expert] += 1
-        if owners_E[expert] < world:
-            heapq.heappush(queue, (-loads_E[expert] / owners_E[expert], expert))
+    for _ in range(slots * world):
         if not queue:
             break
-    share_E = [load * world // count for load, count in zip(loads_E, owners_E, strict=True)]
-    home_E = assign_homes(share_E, current.homes, room)
-    owners = [[home] for home in home_E]
+        expert = heapq.heappop(queue)[1]
+        counts_E[expert] += 1
+        if counts_E[expert] < world:
+            heapq.heappush(queue, (-loads_E[expert] / counts_E[expert], expert))
+    return counts_E
+
+
+def _shares(loads_E: Loads, counts_E: Sequence[int], world: int) -> list[int]:
+    """Return ``world`` times the rows of each owner of each expert."""
+    return [load * world // count for load, count in zip(loads_E, counts_E, strict=True)]
+
+
+def _copies_of(
+    share_E: Loads, counts_E: Sequence[int], home_E: Sequence[int], current: Placement, slots: int, keep: bool = False
+) -> list[tuple[int, int]]:
+    """Return the (expert, rank) of copies by descending share, on the least loaded ranks with a slot.
+
+    Ties go to a rank that holds the expert. With ``keep``, such a rank is taken even if others are less loaded.
+    """
+    world = current.world
     totals, left = [0] * world, [slots] * world
-    for expert, home in enumerate(home_E):
-        totals[home] += share_E[expert]
+    for home, share in zip(home_E, share_E, strict=True):
+        totals[home] += share
     copies = []
-    for expert in sorted(range(len(loads_E)), key=lambda one: (-share_E[one], one)):
-        for _ in range(owners_E[expert] - 1):
-            free = [rank for rank in range(world) if left[rank] and rank not in owners[expert]]
+    for expert in sorted(range(len(share_E)), key=lambda one: (-share_E[one], one)):
+        ranks, had = [home_E[expert]], current.owners[expert]
+        for _ in range(counts_E[expert] - 1):
+            free = [rank for rank in range(world) if left[rank] and rank not in ranks]
             if not free:
                 break
-            had = current.owners[expert]
-            rank = min(free, key=lambda one: (totals[one], one not in had, one))
-            owners[expert].append(rank)
+            rank = min(free, key=lambda one: (keep and one not in had, totals[one], one not in had, one))
+            ranks.append(rank)
             totals[rank] += share_E[expert]
             left[rank] -= 1
             copies.append((expert, rank))
-    improved = Assignment(share_E, home_E, world, copies)
-    improved.improve()
-    owners = [[home, *owners[expert][1:]] for expert, home in enumerate(improved.home_E)]
-    return _without_idle_copies(loads_E, owners, copies, world)
+    return copies
 
 
-def _without_idle_copies(
-    loads_E: Loads, owners: list[list[int]], copies: list[tuple[int, int]], world: int
+def _owners(
+    loads_E: Loads, assignment: Assignment, copies: Sequence[tuple[int, int]], rows: int = 0
 ) -> list[tuple[int, ...]]:
-    """Remove the copies that do not reduce the rows of the busiest rank, those of the smallest shares first."""
+    """Return the owners without copies that the busiest rank does not need, those of the smallest shares first.
+
+    Args:
+        copies: by descending share.
+        rows: rows that the busiest rank may have.
+    """
+    world = len(assignment.totals)
+    owners = [[home] for home in assignment.home_E]
+    for expert, rank in copies:
+        owners[expert].append(rank)
 
     def busiest() -> int:
         return busiest_rows(loads_E, Placement(tuple(map(tuple, owners)), world))
 
-    limit = busiest()
+    limit = max(busiest(), rows)
     for expert, rank in reversed(copies):
         owners[expert].remove(rank)
         if busiest() > limit:
@@ -321,7 +381,10 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
         reason = f"the busiest rank has {ratio:.2f} times the mean rows and could save at most"
         return Decision(None, f"{reason} {1 - least / before:.1%} ({what} loaded)", 0, 0, ratio, ratio)
     sums_E = [sum(loads) for loads in zip(*window, strict=True)]
-    new = rebalance(sums_E, current, settings.slots)
+    free_s = STALL * before / len(window) * settings.seconds_per_row
+    experts = current.num_experts
+    free_moves = int(min(experts, free_s / settings.seconds_to_move)) if settings.seconds_to_move else experts
+    new = rebalance(sums_E, current, settings.slots, free_moves)
     moves = Moves.of(current, new)
     after = sum(busiest_rows(loads_E, new) for loads_E in window)
     published = (_copies(new) - _copies(current)) * settings.seconds_to_publish

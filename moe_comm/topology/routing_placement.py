@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology.assignment import assign_homes
+from moe_comm.topology.assignment import homes_near
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import rebalance
 
@@ -101,7 +101,7 @@ def placement_from_routing(
         chosen = np.flatnonzero(host_E == host).tolist()
         ranks = range(host * per_host, (host + 1) * per_host)
         start = [rank for rank in range(per_host) for _ in range(room[ranks[rank]])]
-        homes = assign_homes([loads[expert] for expert in chosen], start, [room[rank] for rank in ranks])
+        homes = homes_near([loads[expert] for expert in chosen], start, [room[rank] for rank in ranks])[0]
         for expert, home in zip(chosen, homes, strict=True):
             home_E[expert] = ranks[home]
     return Placement(tuple((home,) for home in home_E), world, first.version + 1)

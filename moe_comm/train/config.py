@@ -74,12 +74,6 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_copies(self) -> Self:
-        if self.placement.kind == "replicate" and self.parallel.sharding == "fsdp":
-            raise ValueError("placement.kind 'replicate' makes copies of experts: parallel.sharding must not be 'fsdp'")
-        return self
-
-    @model_validator(mode="after")
     def _check_interleave(self) -> Self:
         parallel, micro_batches = self.parallel, self.data.micro_batches
         if not parallel.interleave:

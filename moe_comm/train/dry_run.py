@@ -272,7 +272,8 @@ class _ParameterStorage:
         shared: set[str] = set()  # parameters whose memory for copies another layer has
         partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
         for name, sharding in shardings.items():
-            memory = self._shard_of(name, sharding, place, sizes).fixed(self.strategy, partial)
+            strategy = self._strategy_of(sharding)
+            memory = self._shard_of(name, sharding, place, sizes).fixed(strategy, partial and strategy == "fsdp")
             total += memory
             if sharding.expert and self.slots:
                 homes, *expert = sharding.local_shape(place, sizes)
@@ -281,7 +282,9 @@ class _ParameterStorage:
                     rows = 0 if in_expert in shared else homes + self.slots
                     shared.add(in_expert)
                 size = math.prod(expert)
-                total += FixedMemory(0, self.itemsize * rows * size, MASTER * self.slots * size)
+                weights = self.itemsize * rows * size
+                resident = weights if self.strategy == "fsdp" else 0
+                total += FixedMemory(0, weights, MASTER * self.slots * size, resident=resident)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
             gathered[unit] = gathered.get(unit, 0) + memory.weights - memory.resident
         if self.strategy == "fsdp" and not self.pipeline:
@@ -289,10 +292,13 @@ class _ParameterStorage:
             total = replace(total, weights=total.resident + root + sum(sorted(gathered.values())[-2:]))
         return total
 
+    def _strategy_of(self, sharding: Sharding) -> Strategy:
+        return "zero1" if self.strategy == "fsdp" and sharding.expert and self.slots else self.strategy
+
     def _shard_of(self, name: str, sharding: Sharding, place: Coordinates, sizes: Coordinates) -> ParameterShard:
         splits = tuple(sorted((split.axis, place[split.axis], sizes[split.axis]) for split in sharding.splits))
         owners = sharding.sum_axes
-        if self.strategy == "fsdp":
+        if self._strategy_of(sharding) == "fsdp":
             owners = EXPERT_AXES if sharding.expert else DENSE_AXES
         index = 0
         for axis in reversed(owners):

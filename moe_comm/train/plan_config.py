@@ -102,7 +102,7 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
     }
     loads = request.load.loads
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
-        copies = loads.placed(mapping.parallel.ep).copies if mapping.sharding != "fsdp" else 0
+        copies = loads.placed(mapping.parallel.ep).copies
         kind: dict[str, object] = {"kind": "replicate", "slots": copies} if copies else {"kind": "relocate"}
         layers = -(-request.shape.moe_layers // mapping.parallel.pp)
         if copies and loads.shared_slots(mapping.parallel.ep, layers):
@@ -146,9 +146,6 @@ def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ..
         deviations.append("rows from other hosts are forwarded after all of them have arrived")
     if mapping.parallel.etp > 1 and mapping.dispatcher != "all_gather":
         deviations.append("each row is sent to all ETP ranks of its expert, not sent to one and gathered by the others")
-    copies = 0 if request.load.loads is None else request.load.loads.placed(mapping.parallel.ep).copies
-    if copies and mapping.sharding == "fsdp":
-        deviations.append("experts move between ranks, but none has copies, which fsdp does not support")
     if policy.reshard and mapping.sharding == "fsdp":
         deviations.append("fsdp keeps gradients, and the weights of pipeline stages, until the end of a step")
     if policy.cut_shared and request.shape.shared_ffn and mapping.parallel.tp > 1:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_comm.comm import sparse_rows
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import HeapError, PeerError
 from moe_comm.layers.moe.relocation import MovedStack, move_rows
-from moe_comm.topology import Box
+from moe_comm.topology import Box, Placement
 from tests.pool import RankPool
 
 WIDTH = 5
@@ -25,9 +27,9 @@ WIDTH = 5
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
-def boxes_of(ids: Sequence[int]) -> list[Box]:
+def boxes_of(ids: Sequence[int], width: int = WIDTH) -> list[Box]:
     """Return the boxes of a rank that holds the rows ``ids`` in this order."""
-    columns = slice(0, WIDTH)
+    columns = slice(0, width)
     return [Box((slice(at, at + 1), columns), (slice(one, one + 1), columns)) for at, one in enumerate(ids)]
 
 
@@ -67,6 +69,40 @@ def move_and_compare(rank: int, world: int, arg: tuple[bool, tuple[int, ...]]) -
 @pytest.mark.parametrize("shared", [False, True])
 def test_any_permutation_of_the_rows_of_all_ranks(pool4: RankPool, shared: bool) -> None:
     pool4.run(move_and_compare, (shared, (5, 0, 7, 4)), timeout=60)
+
+
+class Writes(TorchDispatchMode):
+    """Counts the bytes that operators write, and those of new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = self.allocated = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self.written += result.nbytes
+        elif isinstance(result, Tensor) and not func.is_view and not func._schema.is_mutable:
+            self.allocated += result.nbytes
+        return result
+
+
+def count_writes(rank: int, world: int, _: None) -> None:
+    """Exchange some experts of ranks; those that stay keep their place."""
+    old = Placement.contiguous(12, world)
+    new = old.with_owners([(one,) for one in (1, 0, 0, 3, 1, 1, 2, 2, 2, 0, 3, 3)])
+    tensors = [torch.rand(3, 1000, generator=torch.Generator().manual_seed(9)) for _ in range(3)]
+    boxes = [[boxes_of(one.homes_of(r), 1000) for r in range(world)] for one in (old, new)]
+    with Writes() as writes:
+        sent = move_rows([MovedStack(tensors, *boxes)], dist.group.WORLD, rank, "a test")
+    received = len(set(new.homes_of(rank)) - set(old.homes_of(rank))) * 3 * 4000
+    # Each byte is copied to the block of its source, and from there to its destination. Nothing else is.
+    assert (writes.written, writes.allocated) == (sent + received, 0)
+
+
+def test_a_moved_byte_is_copied_twice_and_others_not_at_all(pool4: RankPool) -> None:
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    pool4.run(count_writes, None, timeout=60)
 
 
 def move_without_room(rank: int, world: int, counts: tuple[int, ...]) -> None:

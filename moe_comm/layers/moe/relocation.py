@@ -129,8 +129,12 @@ class _Piece:
         return block[: self.size].view(like.dtype).view(like.shape)
 
 
-class _Moves:
-    """All ranges that change their place.
+class RowMoves:
+    """All ranges that change their place, for one ``run``.
+
+    Args:
+        stacks: the same stacks on all ranks, in the same order. Each rank has as many rows before as after.
+        rank: position of this rank in the group, as in the boxes.
 
     Attributes:
         going, coming: ranges that this rank sends, and that it receives.
@@ -141,6 +145,7 @@ class _Moves:
 
     def __init__(self, stacks: Sequence[MovedStack], rank: int) -> None:
         world = len(stacks[0].old) if stacks else 1
+        self._like = stacks[0].tensors[0] if stacks else torch.empty(0)
         self.rank, self.sizes = rank, [[0] * world for _ in range(world)]
         self.staying = list[tuple[Tensor, Transfer, bool]]()
         # Finished moves within this rank: a tensor, where its rows were, and where they are now, or a copy of them.
@@ -163,6 +168,28 @@ class _Moves:
             sizes[transfer.destination] += aligned_bytes(size)
         self.going = [piece for piece in pieces if piece.transfer.source == rank]
         self.coming = [piece for piece in pieces if piece.transfer.destination == rank]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to other ranks."""
+        return sum(piece.size for piece in self.going)
+
+    @torch.no_grad()
+    def run(self, group: ProcessGroup | None, what: str) -> None:
+        """Move the rows. Collective over ``group``.
+
+        Args:
+            what: description of the transfer, for errors.
+
+        Raises:
+            PeerDied, PeerTimeout: a rank died, or did not take part in time. The tensors are unchanged.
+        """
+        if group is not None and any(map(sum, self.sizes)):
+            channel = channel_of(group)
+            if not channel.uses_shared_memory(self._like) or not _through_memory(self, channel, what):
+                _through_backend(self, channel, self._like.device, what)
+        else:
+            self.apply(_nothing)
 
     def pack(self, block: Tensor) -> None:
         """Copy what this rank sends into its block."""
@@ -222,36 +249,21 @@ def _in_order(transfers: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
             yield one, True
 
 
-@torch.no_grad()
 def move_rows(stacks: Sequence[MovedStack], group: ProcessGroup | None, rank: int, what: str) -> int:
-    """Move the rows of ``stacks`` that change their place. Collective over ``group``.
+    """Move the rows of ``stacks`` that change their place, and return the bytes that this rank sent. See ``RowMoves``.
 
-    Args:
-        stacks: the same stacks on all ranks, in the same order. Each rank has as many rows before as after.
-        rank: position of this rank in ``group``, as in the boxes.
-        what: description of the transfer, for errors.
-
-    Returns:
-        Bytes that this rank sent to other ranks.
-
-    Raises:
-        PeerDied, PeerTimeout: a rank died, or did not take part in time. The tensors are unchanged.
+    Collective over ``group``.
     """
-    moves = _Moves(stacks, rank)
-    if group is not None and any(map(sum, moves.sizes)):
-        like, channel = stacks[0].tensors[0], channel_of(group)
-        if not channel.uses_shared_memory(like) or not _through_memory(moves, channel, what):
-            _through_backend(moves, channel, like.device, what)
-    else:
-        moves.apply(_nothing)
-    return sum(piece.size for piece in moves.going)
+    moves = RowMoves(stacks, rank)
+    moves.run(group, what)
+    return moves.sent_bytes
 
 
 def _nothing(source: int, first: int, size: int) -> Tensor:
     raise AssertionError("nothing was sent")
 
 
-def _through_memory(moves: _Moves, channel: SharedChannel, what: str) -> bool:
+def _through_memory(moves: RowMoves, channel: SharedChannel, what: str) -> bool:
     """Send through shared memory, with two copies. Return False on every rank if a rank has no room."""
     own: list[Tensor] = []
     changed = False
@@ -276,7 +288,7 @@ def _through_memory(moves: _Moves, channel: SharedChannel, what: str) -> bool:
         own.clear()  # a traceback references this frame
 
 
-def _through_backend(moves: _Moves, channel: SharedChannel, device: torch.device, what: str) -> None:
+def _through_backend(moves: RowMoves, channel: SharedChannel, device: torch.device, what: str) -> None:
     """Send with one all-to-all."""
     sizes, rank = moves.sizes, moves.rank
     block = warm_rows(1, sum(sizes[rank]), torch.uint8, device).view(-1)

@@ -95,9 +95,9 @@ class ParameterShard:
         )
         gradients = MASTER * (largest_shard if partial else number)
         masters = MASTER * largest_shard
-        return FixedMemory(
-            number, self.size * number, gradients, masters + self.state * own_shard, 0 if partial else masters
-        )
+        weights = self.size * number
+        at_update, resident = 0 if partial else masters, weights if sharding == "zero1" else 0
+        return FixedMemory(number, weights, gradients, masters + self.state * own_shard, at_update, resident)
 
 
 def state_bytes(optimizer: Optimizer, momentum: bool, matrix: bool) -> int:
@@ -144,7 +144,8 @@ class FixedMemoryModel:
     """Fixed memory of a matrix under one sharding of parameters and optimizer state.
 
     size: bytes of an element in the compute dtype. partial: with fsdp, ranks hold only their shard of the gradients.
-    cut_shared: tensor-parallel ranks shard the shared experts. replicas: as in ``Mapping``.
+    cut_shared: tensor-parallel ranks shard the shared experts. replicas: as in ``Mapping``. copies: experts have copies
+    on other ranks, so with fsdp they are sharded as with zero1.
     """
 
     parallel: ParallelConfig
@@ -155,12 +156,15 @@ class FixedMemoryModel:
     partial: bool
     cut_shared: bool
     replicas: int = 1
+    copies: bool = False
 
     def block(self, block: Block) -> FixedMemory:
         return sum((self.weight(weight) for weight in block.weights if weight.owned), FixedMemory())
 
     def weight(self, weight: Weight) -> FixedMemory:
-        p, fsdp = self.parallel, self.sharding == "fsdp"
+        p = self.parallel
+        sharding: ShardingMode = "zero1" if self._is_whole(weight) else self.sharding
+        fsdp = sharding == "fsdp"
         size = MASTER if weight.operator == "router" and weight.product else self.size
         matrix = weight.product and weight.operator not in ("router", "head")
         # If each tensor-parallel rank has the complete parameter and its own tokens, they sum gradients too.
@@ -169,7 +173,11 @@ class FixedMemoryModel:
         ranks = p.cp * p.dp if fsdp and replicated else summing
         state = state_bytes(self.optimizer, self.momentum, matrix)
         shard = ParameterShard(self._local(weight), size, state, summing, ranks, replicas=self.replicas)
-        return shard.fixed(self.sharding, self.partial)
+        return shard.fixed(sharding, self.partial and fsdp)
+
+    def _is_whole(self, weight: Weight) -> bool:
+        """Return whether FSDP leaves the weight to ZeRO-1."""
+        return self.sharding == "fsdp" and self.copies and _is_expert(weight)
 
     def _local(self, weight: Weight) -> tuple[int, ...]:
         """Return the shape of a rank's shard, output dimension first."""

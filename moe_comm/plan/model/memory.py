@@ -117,8 +117,9 @@ def memory(
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
     optimizer, momentum = policy.optimizer, policy.momentum
+    copies = 0 if load.loads is None else load.loads.placed(parallel.ep).copies
     memory_model = FixedMemoryModel(
-        parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared, mapping.replicas
+        parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared, mapping.replicas, copies > 0
     )
     fixed = fixed_parts(shape, memory_model)
     tokens = _tokens(mapping, load)
@@ -128,7 +129,6 @@ def memory(
     buffers = _Buffers.of(shape, mapping, load, size, host)
     by_contents: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
     memories = []
-    copies = 0 if load.loads is None else load.loads.placed(parallel.ep).copies
     expert = shape.parameters("moe")["experts"] // (shape.experts * parallel.etp) if copies else 0
     for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
         if (parts, len(stages)) not in by_contents:

@@ -1,8 +1,9 @@
 """Weights of pipeline stages on one rank: their size, weight and gradient collectives, and the optimizer.
 
 With "fsdp", the weights of a stage are all-gathered before passes, and its gradients are reduce-scattered after
-backward passes. With replicas, both are within a block, and the shards of the gradients are summed over the blocks once
-per step. Otherwise gradients are summed once per step, and with "zero1" the new weights are all-gathered.
+backward passes; those of experts with copies on other ranks as with "zero1". With replicas, both are within a block,
+and the shards of the gradients are summed over the blocks once per step. Otherwise gradients are summed once per step,
+and with "zero1" the new weights are all-gathered.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class StageWeights:
     ) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
         """Return the cost of gathering weights once, and of scattering gradients: dense ones, and those of experts."""
         cluster, spans = self.placed.cluster, self.shard_spans
+        experts *= not self._has_copies
         gathers = (
             cluster.all_gather(dense * self.size, spans[0]),
             self._one_ring(experts * self.size, spans[1], "all_gather"),
@@ -127,6 +129,11 @@ class StageWeights:
         sharding, cluster = self.placed.mapping.sharding, self.placed.cluster
         result = self._placement(rank)
         if sharding == "fsdp":
+            if self._has_copies:
+                count, span = self.elements(rank)[1], self.spans[1]
+                result["expert gradients"] = cluster.reduce_scatter(count * self.gradient_bytes, span)
+                result["expert weights"] = cluster.all_gather(count * self.size, span)
+                return result
             units = self.placed.unit_spans if self.placed.mapping.replicas > 1 else ()
             for name, count, unit in zip(FAMILIES, self.elements(rank), units, strict=False):
                 shard = count * self.gradient_bytes / unit.shards.ranks
@@ -139,6 +146,10 @@ class StageWeights:
             else:
                 result[f"{name} gradients"] = cluster.all_reduce(count * self.gradient_bytes, span)
         return result
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.loads is not None and self.loads.placed(self.placed.mapping.parallel.ep).copies > 0
 
     def _placement(self, rank: int) -> dict[str, CollectiveCost]:
         """Return the cost of copies of experts (gradients to the home, weights back), and of switches, per step."""

@@ -233,7 +233,7 @@ def search_space(config: TrainConfig) -> SearchSpace:
     fixed = {axis: given[axis] for axis in DEGREES if axis in given}
     sharding: tuple[ShardingMode, ...] = (given["sharding"],) if "sharding" in given else get_args(ShardingMode)
     replicas = given.get("dp_replicate", None if config.placement.kind == "fixed" else 1)
-    if config.placement.kind == "replicate":  # as TrainConfig requires
+    if config.placement.kind == "replicate" and "sharding" not in given:  # FSDP would not shard the experts
         sharding = tuple(mode for mode in sharding if mode != "fsdp")
     if config.placement.rematerialize:  # a stage may have too few layers for it
         fixed.setdefault("pp", 1)

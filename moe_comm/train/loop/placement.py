@@ -3,6 +3,7 @@
 step   loads of all layers ──▶ a window of the last steps for each layer
 every ``every`` steps: each rank decides for each layer from the same integers (``topology.rebalance``)
          optimizer ─▶ move masters and state of experts ─▶ publish weights ─▶ next step
+         (state: during the next step, where transfers overlap with the passes)
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class ExpertPlacements:
         if not self._reserved:
             self._reserved = True  # now, because the optimizer has its state after its first step
             for name, layer in list(self._layers.items())[:1]:
-                reserve_memory(layer, name, self._data_parallel, self._optimizer.state_tensors)
+                reserve_memory(layer, name, self._data_parallel, self._optimizer.state_tensors())
         experts = next(iter(self.by_layer.values())).num_experts
         for name, window in self.windows.items():
             window.add(loads[name].load_E[:experts].tolist())
@@ -216,18 +217,20 @@ class ExpertPlacements:
             if name not in self.by_layer:
                 raise ConfigError(f"the model has no MoE layer {name!r}; it has {', '.join(self.by_layer)}")
             if name in self._layers:
-                state_tensors = self._optimizer.state_tensors
-                check_relocation(self._layers[name], name, placement, self._data_parallel, state_tensors)
+                states = self._optimizer.state_tensors()
+                check_relocation(self._layers[name], name, placement, self._data_parallel, states)
 
     def _move(self, placements: Mapping[str, Placement]) -> int:
         """Move the experts to ``placements``, which the ranks have checked; return the bytes that this rank sent."""
-        sent = 0
+        total, states = 0, self._optimizer.state_tensors()
         for name, placement in placements.items():
             if name in self._layers:
-                state_tensors = self._optimizer.state_tensors
-                sent += relocate_experts(self._layers[name], name, placement, self._data_parallel, state_tensors)
+                sent, of_state = relocate_experts(self._layers[name], name, placement, self._data_parallel, states)
+                total += sent
+                if of_state is not None:
+                    self._optimizer.in_flight.append(of_state)
             self.by_layer[name] = placement
-        return sent
+        return total
 
     def _read(self, state: object) -> _Saved | None:
         """Return the placements and windows of ``state``; None if it is of another mapping.
@@ -271,7 +274,7 @@ class ExpertPlacements:
         if self.times is None:
             rates_3 = [0.0, 0.0, 0.0]
             for name, layer in list(self._layers.items())[:1]:
-                size = ExpertSize.of(layer, name, self._data_parallel, self._optimizer.state_tensors)
+                size = ExpertSize.of(layer, name, self._data_parallel, self._optimizer.state_tensors())
                 dtype = layer.experts.w13.dtype
                 bytes_per_s = self._transfer_rate()
                 rates_3 = [

@@ -102,6 +102,7 @@ class TrainState:
 
     def close(self) -> None:
         """Release process groups, threads and shared memory. Collective."""
+        self.optimizer.wait_state()
         self.data_parallel.finish()
         self.data_parallel.close()
         for stage in self.stages:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.runtime.event_layout import Kind as SpanKind
+from moe_comm.runtime.events import communication_span
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.parallel.parameters import OwnedParameter
+from moe_comm.train.parallel.transfer_thread import Transfer
 
 Kind = Literal["adamw", "sgd", "lamb", "muon"]
 MuonScale = Literal["match_adamw", "original"]
@@ -67,16 +70,21 @@ class Optimizer(ABC):
 
     The state of a parameter is a dict of tensors with the shape and sharding of ``OwnedParameter.value``, allocated by
     the constructor. The only other state is ``steps``, the number of completed steps.
+
+    Attributes:
+        in_flight: transfers that write the state. ``step`` and ``state_tensors`` wait for them and raise their errors.
     """
 
     def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         self.owned, self.mesh, self.options = list(owned), mesh, options
         self.steps = 0
+        self.in_flight: list[Transfer] = []
         self._state: dict[str, dict[str, Tensor]] = {item.name: {} for item in self.owned}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update all values. Collective for LAMB and Muon: every rank of the stage calls it."""
+        self.wait_state()
         self.steps += 1
         self._step(lr)
 
@@ -85,7 +93,18 @@ class Optimizer(ABC):
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """State by parameter name and state name: the live tensors, into which a checkpoint may load."""
+        self.wait_state()
         return {name: dict(state) for name, state in self._state.items()}
+
+    def wait_state(self) -> None:
+        """Wait for the transfers in flight.
+
+        Raises:
+            PeerDied, PeerTimeout: a rank failed.
+        """
+        while self.in_flight:
+            with communication_span(SpanKind.COLLECTIVE, "wait for the state of moved experts"):
+                self.in_flight.pop(0).wait()
 
     def load_steps(self, steps: int) -> None:
         """Set the number of completed steps, after loading the state."""

@@ -290,9 +290,9 @@ def _run_in_turns(root: nn.Module) -> None:
 
 
 def _allow_fp32_sums(module: nn.Module, *_: object) -> None:
-    """Let gathered 16-bit weights have fp32 gradients, in which micro-batches are summed."""
+    """Let gathered 16-bit weights have fp32 gradients, in which micro-batches are summed. Ignored ones have them."""
     for param in module.parameters():
-        if not isinstance(param, DTensor) and param.dtype != master_dtype(param):
+        if not isinstance(param, DTensor) and master_dtype(param) not in (param.dtype, param.grad_dtype):
             param.grad_dtype = None
 
 

@@ -2,29 +2,36 @@
 
 The weights that the model computes with follow from the masters, by ``DataParallel.publish``. So a moved expert costs
 its masters and its state once, whatever the sharding of the optimizer is.
+
+Where gradients are reduced during the passes of the model (``DataParallelOptions.overlap``), only the masters move
+between the steps. The state, which the next optimizer step needs, moves in a thread:
+
+    main thread    optimizer ─▶ move masters ─▶ publish ─▶ forward, backward of the next step ─▶ wait ─▶ optimizer
+    thread                                   [        move state        ]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_comm.layers.moe.layer import MoELayer
-from moe_comm.layers.moe.relocation import MovedStack, move_rows, moved_state
+from moe_comm.layers.moe.relocation import MovedStack, RowMoves, moved_state
 from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import EXPERT_AXES, Placement
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
+from moe_comm.train.parallel.transfer_thread import Transfer
 
 _STAGE = EXPERT_AXES[:-1]
 
 
-StateTensors = Callable[[], Mapping[str, Mapping[str, Tensor]]]
-"""Returns the optimizer state by parameter and name, as ``Optimizer.state_tensors``."""
+States = Mapping[str, Mapping[str, Tensor]]
+"""The optimizer state by parameter and name, as ``Optimizer.state_tensors`` returns it."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,10 @@ class ExpertSize:
     num_bytes: int
 
     @classmethod
-    def of(cls, layer: MoELayer, name: str, data_parallel: DataParallel, state_tensors: StateTensors) -> ExpertSize:
+    def of(cls, layer: MoELayer, name: str, data_parallel: DataParallel, states: States) -> ExpertSize:
         """Return the size of an expert of ``layer``. All have the same, also on ranks without one."""
         weights = num_bytes = 0
-        mesh, states = data_parallel.mesh, state_tensors()
+        mesh = data_parallel.mesh
         for item in parameters_of(layer, name, data_parallel).values():
             weights += math.prod(item.sharding.local_shape(mesh.place, mesh.sizes)[1:])
             for tensor in (item.value, *moved_state(item.name, item.value, states.get(item.name, {}))):
@@ -52,7 +59,7 @@ class ExpertSize:
 
 
 def check_relocation(
-    layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, state_tensors: StateTensors
+    layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, states: States
 ) -> None:
     """Raise ConfigError if ``relocate_experts`` could not move the experts of ``layer`` to ``placement``.
 
@@ -60,34 +67,33 @@ def check_relocation(
         name: name of the layer in the model.
     """
     layer.check_placement(placement)
-    states = state_tensors()
     for item in parameters_of(layer, name, data_parallel).values():
         moved_state(item.name, item.value, states.get(item.name, {}))
 
 
 @torch.no_grad()
 def relocate_experts(
-    layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, state_tensors: StateTensors
-) -> int:
+    layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, states: States
+) -> tuple[int, Transfer | None]:
     """Move the experts of ``layer`` to ``placement``. Collective over the pipeline stage, between two steps.
 
     The ranks have agreed on ``placement`` and checked it (``check_relocation``). Call ``DataParallel.publish``
     afterwards.
 
     Returns:
-        Bytes that this rank sent to other ranks.
+        Bytes that this rank sends to other ranks, and the transfer of the state if it is in flight.
 
     Raises:
-        PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
+        PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement. The transfer in flight
+            raises the same if a rank fails later.
     """
     data_parallel.wait_weights()  # a gather of published weights reads the masters
     mesh = data_parallel.mesh
     ranks, group = mesh.ranks(*_STAGE), mesh.group(*_STAGE)
     items = parameters_of(layer, name, data_parallel)
-    states = state_tensors()
     shardings = layer.experts.shardings_over(placement)
     places = [mesh.config.place(rank) for rank in ranks]
-    stacks = []
+    masters, moments = list[MovedStack](), list[MovedStack]()
     for key, item in items.items():
         moved, axes = replace(item, sharding=shardings[key]), item.replicated_axes
         old, new = ([one.boxes(mesh, rank) for rank in ranks] for one in (item, moved))
@@ -95,22 +101,32 @@ def relocate_experts(
         def same_replica(source: int, destination: int, axes: tuple[str, ...] = axes) -> bool:
             return all(places[source][axis] == places[destination][axis] for axis in axes)
 
-        tensors = [item.value.detach(), *moved_state(item.name, item.value, states.get(item.name, {}))]
-        stacks.append(MovedStack(tensors, old, new, same_replica))
-    what = f"relocating the experts of layer {name!r} to version {placement.version}"
-    sent_bytes = move_rows(stacks, group, ranks.index(mesh.rank), what)
+        masters.append(MovedStack([item.value.detach()], old, new, same_replica))
+        if state := moved_state(item.name, item.value, states.get(item.name, {})):
+            moments.append(MovedStack(state, old, new, same_replica))
+    what, rank = f"relocating the experts of layer {name!r} to version {placement.version}", ranks.index(mesh.rank)
+    if group is not None and moments and data_parallel.overlaps(group):
+        first, later = RowMoves(masters, rank), RowMoves(moments, rank)
+        first.run(group, what)
+        what = f"{what}: optimizer state"
+        transfer = data_parallel.in_background(group, lambda own: later.run(own, what), moments[0].tensors[0])
+        sent_bytes = first.sent_bytes + later.sent_bytes
+    else:
+        moves, transfer = RowMoves([*masters, *moments], rank), None
+        moves.run(group, what)
+        sent_bytes = moves.sent_bytes
     declare_placement(layer, name, placement, data_parallel)
-    return sent_bytes
+    return sent_bytes, transfer
 
 
-def reserve_memory(layer: MoELayer, name: str, data_parallel: DataParallel, state_tensors: StateTensors) -> None:
+def reserve_memory(layer: MoELayer, name: str, data_parallel: DataParallel, states: States) -> None:
     """Reserve shared memory for a switch in which half of the experts of ``layer`` leave this rank.
 
     Collective, as ``channel_of``. Otherwise the first switch waits for new pages.
     """
     group = data_parallel.mesh.group(*_STAGE)
     if group is not None:
-        size = ExpertSize.of(layer, name, data_parallel, state_tensors)
+        size = ExpertSize.of(layer, name, data_parallel, states)
         channel_of(group).reserve(max(layer.placement.homes_per_rank) // 2 * size.num_bytes)
 
 

@@ -15,7 +15,7 @@ forward pass runs (``bucket_schedule``). The results have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, get_args
@@ -37,7 +37,7 @@ from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitOptions, UnitRanks, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
 from moe_comm.train.parallel.replicate import ReplicatedParameters
-from moe_comm.train.parallel.transfer_thread import TransferThread
+from moe_comm.train.parallel.transfer_thread import Transfer, TransferThread
 from moe_comm.train.parallel.zero import ZeroParameters
 
 Strategy = Literal["replicate", "zero1", "fsdp"]
@@ -52,7 +52,8 @@ class DataParallelOptions:
 
     Args:
         strategy: "replicate" (no sharding), "zero1" (shard optimizer state and master weights) or "fsdp" (shard
-            everything). Without a process group all strategies are equivalent.
+            everything; of experts that can have copies on other ranks, as "zero1"). Without a process group all
+            strategies are equivalent.
         dtype: compute dtype of parameters, with fp32 masters and gradients. None: keep the dtype of each parameter.
         full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
         compress: send gradients as bf16 and sum them in fp32; see ``moe_comm.train.parallel.compress``.
@@ -119,8 +120,7 @@ class DataParallel:
             gradients are summed, and norms count only the first copy.
 
     Raises:
-        ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot shard it; or experts can have copies
-            on other ranks, with FSDP.
+        ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot shard it.
     """
 
     def __init__(
@@ -138,10 +138,6 @@ class DataParallel:
             for _, module, _ in expert_modules(stage)
             if (copies := getattr(module, "copies", None)) is not None
         ]
-        if self._copies and options.strategy == "fsdp":
-            raise ConfigError(
-                "experts with copies on other ranks can be trained with the strategies replicate and zero1; got fsdp"
-            )
         # The gradients of copies are added to those of the homes first, and copies are published after the homes.
         self._after_passes = {param for copies in self._copies for param in copies.parameters}
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
@@ -165,6 +161,10 @@ class DataParallel:
         if self._units is not None:
             transfers = replace(transfers, lanes=transfers.lanes[1:])
         self._schedule = BucketSchedule(buckets, stages, transfers, self._after_passes)
+        # Not a lane of gradients and weights: the next forward pass would wait until the state of experts has moved.
+        device = next((item.param.device for item in trained), torch.device("cpu"))
+        self._own_of = dict[ProcessGroup, ProcessGroup]()
+        self._background = Lane(TransferThread(device), self._new_reducer(), self._own_of)
 
     @property
     def traffic(self) -> GradientTraffic:
@@ -250,18 +250,42 @@ class DataParallel:
 
         Collectives that have not started are dropped, see ``finish``.
         """
-        for lane in self._transfers.lanes:
+        for lane in (*self._transfers.lanes, self._background):
             if lane.thread.close():
                 for group, own_group in lane.own_groups.items():
                     comm = find_communicator(group)
                     if comm is not None:
                         comm.close_part(own_group)
 
+    def overlaps(self, group: ProcessGroup) -> bool:
+        """Return whether transfers over ``group`` run during the passes. Collective in the first call for the group."""
+        return group.size() > 1 and self._overlaps(group)
+
+    def in_background(self, group: ProcessGroup, transfer: Callable[[ProcessGroup], None], x: Tensor) -> Transfer:
+        """Run ``transfer`` in a thread, with a second group of the ranks of ``group``. Collective.
+
+        Args:
+            x: one of the tensors that ``transfer`` reads.
+        """
+        if group not in self._own_of:
+            self._own_of |= self._own_groups([group])
+        own_group = self._own_of[group]
+
+        def run(x: Tensor) -> Tensor:
+            transfer(own_group)
+            return x
+
+        return self._background.thread.submit(run, x)
+
     def _is_sharded(self, item: LocalParameter) -> bool:
         """Return whether a rank stores or updates a part of the parameter only."""
-        if self.options.strategy == "zero1":
+        if self.options.strategy == "zero1" or (self._units is not None and not self._in_unit(item)):
             return ZeroParameters.fits(item, self.mesh)
         return self._units is not None and fits(item) and not self._units[item.sharding.expert].replicated
+
+    def _in_unit(self, item: LocalParameter) -> bool:
+        """Return whether FSDP may shard the parameter. The weights of copies are sent from complete parameters."""
+        return self._units is not None and item.param not in self._after_passes
 
     def _make_groups(
         self, stages: list[nn.Module], sharded: Sequence[LocalParameter], replicated: Sequence[LocalParameter]
@@ -269,15 +293,19 @@ class DataParallel:
         options = self.options
         self._zero: ZeroParameters | None = None
         self._fsdp: FSDPParameters | None = None
-        if sharded and self._units is not None:
-            ignored = {item.param for item in replicated}
+        in_units = [item for item in sharded if self._in_unit(item)]
+        in_shards = [item for item in sharded if not self._in_unit(item)]
+        if in_units and self._units is not None:
+            ignored = {item.param for item in (*replicated, *in_shards)}
             # Zero-bubble schedules look up a stage's weights between forward and backward, and silently omit the
             # gradients of resharded ones. Other schedules would gather the weights for each micro-batch.
             reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
             unit_options = UnitOptions(reshard, options.interleave)
-            self._fsdp = FSDPParameters(stages, sharded, ignored, self.mesh, self._transfers, self._units, unit_options)
-        elif sharded:
-            self._zero = ZeroParameters(sharded, self.mesh, options.bucket_bytes, options.keep_gradients)
+            self._fsdp = FSDPParameters(
+                stages, in_units, ignored, self.mesh, self._transfers, self._units, unit_options
+            )
+        if in_shards:
+            self._zero = ZeroParameters(in_shards, self.mesh, options.bucket_bytes, options.keep_gradients)
         self._replicated = ReplicatedParameters(replicated, self.mesh, options.bucket_bytes)
         groups: list[ParameterGroup | None] = [self._zero, self._fsdp, self._replicated]
         return [group for group in groups if group is not None]

@@ -291,6 +291,9 @@ def test_gradients_overlap_with_backward_and_weights_with_forward() -> None:
         assert {name.split()[0] for name in early.hidden} == {"dense", "expert"}
         with_copies = result(sharding, overlap_gradients=True, loads=copies)
         assert with_copies.sent["expert copies"] and {name.split()[0] for name in with_copies.hidden} == {"dense"}
+    sharded, zero1 = (result(sharding, loads=copies) for sharding in ("fsdp", "zero1"))
+    for name in ("expert weights", "expert gradients", "expert copies"):
+        assert sharded.sent[name] == zero1.sent[name]
     assert exposed_seconds(3.0, 2.0) == 1.0 and exposed_seconds(2.0, 3.0) == 0.0
 
 

@@ -24,6 +24,7 @@ from tests.train.loop.test_resume import AUTO, losses_of
 
 SLOTS = 2
 INTERLEAVED = ("parallel.interleave=true", "parallel.overlap_chunks=2")
+FSDP = ("parallel.sharding=fsdp",)
 REPLICATE = ("placement.kind=replicate", f"placement.slots={SLOTS}")
 
 
@@ -82,8 +83,13 @@ def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Train
         (2, (*INTERLEAVED, "parallel.backend=all_to_all")),
         (2, (*INTERLEAVED, "data.micro_batches=4")),
         (2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
+        (2, FSDP),
+        (4, (*FSDP, "parallel.ep=2", "data.micro_batches=2")),
     ],
-    ids=["ep2", "ep4", "bf16", "zero1_edp2", "etp2", "interleaved", "interleaved_pairs", "recomputed_pairs"],
+    ids=[
+        *("ep2", "ep4", "bf16", "zero1_edp2", "etp2", "interleaved", "interleaved_pairs", "recomputed_pairs"),
+        *("fsdp", "fsdp_edp2"),
+    ],
 )
 def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
@@ -102,6 +108,35 @@ def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     assert {name: value.shape for name, value in weights.items()} == {
         name: value.shape for name, value in whole([got.parts for got, _ in results]).items()
     }
+
+
+@pytest.mark.parametrize(
+    ("world", "extra"),
+    [
+        (2, ()),
+        (4, ("parallel.overlap_gradients=on",)),
+        (4, ("parallel.ep=2", "model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
+        (4, ("parallel.ep=2", "parallel.etp=2", "guard.on_spike=rerun")),
+        (4, (*INTERLEAVED, "parallel.ep=2", "model.dtype=bfloat16", "data.micro_batches=4", "data.batch=16")),
+        (4, ("model.layers=4", "data.micro_batches=4", "parallel.pp=2", "parallel.ep=2", "parallel.schedule=1f1b")),
+        (2, ("model.layers=4", "data.micro_batches=2", "placement.rematerialize=true")),
+    ],
+    ids=["ep2", "overlapped", "edp2_bf16", "etp2", "edp2_interleaved", "pipeline", "rematerialized"],
+)
+def test_with_fsdp_copies_train_with_the_bits_of_zero1(
+    request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    settings = [*shared_settings, *LONG, "run.steps=13", *extra]
+    expected, results = (
+        pool.run(train_replicating, [*settings, f"parallel.sharding={kind}"], timeout=200) for kind in ("zero1", "fsdp")
+    )
+    for (got, equal), (wanted, _) in zip(results, expected, strict=True):
+        assert equal and got.losses == wanted.losses and got.norms == wanted.norms
+        assert got.validation == wanted.validation
+    weights = whole([wanted.parts for wanted, _ in expected])
+    for name, value in whole([got.parts for got, _ in results]).items():
+        assert torch.equal(value, weights[name]), name
 
 
 @pytest.mark.parametrize(
@@ -144,7 +179,7 @@ def test_rematerialized_copies_train_with_the_same_bits_while_copies_change(
         assert torch.equal(value, weights[name]), name
 
 
-@pytest.mark.parametrize("extra", [(), ("placement.rematerialize=true",)], ids=["kept", "rematerialized"])
+@pytest.mark.parametrize("extra", [(), ("placement.rematerialize=true",), FSDP], ids=["kept", "rematerialized", "fsdp"])
 def test_runs_decide_on_copies_and_resume_with_them(
     pool2: RankPool, settings: list[str], extra: tuple[str, ...]
 ) -> None:
@@ -281,7 +316,6 @@ def test_gradients_reduced_during_backward_have_the_same_bits(
             ("placement.rematerialize=true",),
             "rematerialize applies to the copies of kind 'replicate'; got kind 'fixed'",
         ),
-        ((*REPLICATE, "parallel.sharding=fsdp"), r"parallel\.sharding must not be 'fsdp'"),
     ],
 )
 def test_settings_that_copies_do_not_support_are_refused(settings: tuple[str, ...], message: str) -> None:

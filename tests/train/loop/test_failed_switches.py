@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from moe_comm.topology.placement_replay import MOST_MEMORY
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.loop import placement as placement_module
 from moe_comm.train.loop.trainer import Trainer
+from moe_comm.train.optim import Optimizer
 from moe_comm.train.parallel.relocation import ExpertSize, relocate_experts
 from tests.pool import RankPool, with_longer_deadline
 from tests.train.checkpoint.common import patched
@@ -42,10 +44,11 @@ def killed_in_switch(moment: str) -> Iterator[None]:
 
     moment: "agreed": before it sends rows. "received": when it has rows, before it tells the others that it has read
     theirs. "second": after the first layer has moved. "stopped": before it sends rows, with SIGSTOP instead of SIGKILL.
+    "state": when it waits for the optimizer state, which it has not sent.
     """
     calls = []
 
-    def count(*args: Any) -> int:
+    def count(*args: Any) -> Any:
         calls.append(args)
         if moment == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -53,9 +56,23 @@ def killed_in_switch(moment: str) -> Iterator[None]:
             kill_myself()
         return relocate_experts(*args)
 
+    run = rows.RowMoves.run
+
+    def run_without_state(moves: rows.RowMoves, group: Any, what: str) -> None:
+        if what.endswith("optimizer state"):
+            threading.Event().wait()
+        run(moves, group, what)
+
+    def wait_state(optimizer: Optimizer) -> None:
+        if optimizer.in_flight:
+            kill_myself()
+
     with ExitStack() as stack:
-        if moment == "received":
-            stack.enter_context(patched(rows._Moves, "apply", kill_myself))
+        if moment == "state":
+            stack.enter_context(patched(rows.RowMoves, "run", run_without_state))
+            stack.enter_context(patched(Optimizer, "wait_state", wait_state))
+        elif moment == "received":
+            stack.enter_context(patched(rows.RowMoves, "apply", kill_myself))
         else:
             stack.enter_context(patched(placement_module, "relocate_experts", count))
         yield
@@ -149,11 +166,12 @@ def placements_at(folder: Path, step: int) -> dict[str, Placement]:
     return {line.layer: line.placement for line in lines}
 
 
-@pytest.mark.parametrize("moment", ["agreed", "received"])
+@pytest.mark.parametrize("moment", ["agreed", "received", "state"])
 def test_a_run_killed_in_a_switch_resumes_with_the_old_placement_and_the_same_losses(
     pool2: RankPool, settings: list[str], tmp_path: Path, moment: str
 ) -> None:
-    moving = [*settings, *RELOCATE, "checkpoint.every=3"]
+    overlap = "on" if moment == "state" else "off"
+    moving = [*settings, *RELOCATE, "checkpoint.every=3", f"parallel.overlap_gradients={overlap}"]
     whole_run = [*moving, f"run.folder={tmp_path / 'whole'}"]
     expected = pool2.run(run_relocating, whole_run, timeout=200)[0].folder
     switches = [line.step for line in read_lines(expected / PLACEMENTS, PlacementLine) if line.switched]
@@ -163,6 +181,7 @@ def test_a_run_killed_in_a_switch_resumes_with_the_old_placement_and_the_same_lo
     pids = pool2.pids
     text = pool2.run(run_until_killed, (killed, last, moment), timeout=200, expect_dead={1})[0]
     assert text.startswith("PeerDied") and "relocating the experts of layer" in text
+    assert ("optimizer state" in text) == (moment == "state")
     # Processes of other tests have segments, too.
     assert not [path for pid in pids for path in Path("/dev/shm").glob(f"moe_comm.{pid}.*")]
     folder = folder_of(killed)
@@ -329,7 +348,7 @@ def sizes_of_experts(rank: int, world: int, settings: list[str]) -> tuple[int, i
     with session(settings) as active:
         state = active.trainer.train_state
         (name, layer), *_ = moe_layers(active.stages[0])
-        size = ExpertSize.of(layer, name, state.data_parallel, state.optimizer.state_tensors)
+        size = ExpertSize.of(layer, name, state.data_parallel, state.optimizer.state_tensors())
         return size.weights, size.num_bytes
 
 
