@@ -287,15 +287,16 @@ class Placement:
 
     @cached_property
     def digest(self) -> int:
-        """A hash of all fields but the version (44 bits), and the version (the lowest 16 bits).
+        """A hash of all fields but the version (40 bits), and the version (the lowest 16 bits).
 
-        The same in every process. 0 for the contiguous placement of version 0 without slots for copies.
+        The same in every process. ``comm.header.FLAGS`` and it fit into one word. 0 for the contiguous placement of
+        version 0 without slots for copies.
         """
         if self.is_contiguous and not self.version:
             return 0
         fields = json.dumps((self.owners, self.slots_per_rank, self.order)).encode()
         hashed = int.from_bytes(hashlib.blake2b(fields, digest_size=8).digest(), "little")
-        return hashed >> 20 << 16 | self.version & 0xFFFF
+        return hashed >> 24 << 16 | self.version & 0xFFFF
 
     def to_json(self) -> str:
         """Return the placement as a JSON object."""
