@@ -23,10 +23,12 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_comm.overlap.tiles import Ints
 from moe_comm.topology import ExpertPlacement
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

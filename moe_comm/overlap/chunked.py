@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,7 +36,6 @@ from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.ring import Ring
-from moe_comm.overlap.tiles import chunk_rows
 from moe_comm.overlap.tuning.choose import choose
 from moe_comm.overlap.tuning.cost import FUSED, OperatorWork
 from moe_comm.overlap.tuning.store import OverlapChoice
@@ -143,9 +143,10 @@ def _fixed_plan(work: OperatorWork, overlap: Overlap, rows: int | None) -> tuple
 
 @lru_cache(maxsize=1024)
 def chunk_bounds(rows: int, chunks: int) -> Bounds:
-    """Return the first and end row of each chunk that is not empty."""
-    ends = chunk_rows([rows], chunks, TILE)[0].cumsum().tolist()
-    return tuple((first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True) if end > first)
+    """Return the first and end row of each chunk that is not empty: even, and cut at multiples of ``TILE``."""
+    tiles = -(-rows // TILE)
+    cuts = [min(tiles * chunk // chunks * TILE, rows) for chunk in range(chunks + 1)]
+    return tuple((first, end) for first, end in pairwise(cuts) if end > first)
 
 
 cached_ring = lru_cache(maxsize=64)(Ring)

@@ -14,7 +14,8 @@ from torch import Tensor
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
-from moe_comm.overlap.chunked import PER_RANK_ROWS
+from moe_comm.kernels.row_invariant import TILE
+from moe_comm.overlap.chunked import PER_RANK_ROWS, chunk_bounds
 from moe_comm.overlap.gather_matmul import gather_matmul, reference as gather_reference
 from moe_comm.overlap.matmul_scatter import matmul_scatter, reference as scatter_reference
 from moe_comm.overlap.options import Overlap
@@ -148,6 +149,16 @@ def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(pool2:
 def test_small_rows_are_sent_in_fewer_chunks() -> None:
     overlap = Overlap(chunks=8, chunk_bytes=1000)
     assert [overlap.chunks_of(n) for n in (0, 999, 1999, 2000, 7999, 8000, 10**9)] == [1, 1, 1, 2, 7, 8, 8]
+
+
+@pytest.mark.parametrize("rows", [0, 1, TILE, 5 * TILE - 1, 99, 1000])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 9])
+def test_chunks_differ_by_at_most_one_tile_and_cover_all_rows(rows: int, chunks: int) -> None:
+    bounds = chunk_bounds(rows, chunks)
+    tiles = [-(-(end - first) // TILE) for first, end in bounds]
+    assert [row for bound in bounds for row in range(*bound)] == list(range(rows))
+    assert all(first % TILE == 0 for first, _ in bounds)
+    assert len(tiles) == min(chunks, sum(tiles)) and max(tiles, default=0) - min(tiles, default=0) <= 1
 
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True])

@@ -1,8 +1,8 @@
 """The tiles of dispatched rows, listed on the device from the counts of a dispatch.
 
 Rows are ordered by (expert, source rank, token, slot). A tile has rows of one expert, and waits for the source ranks of
-its rows. The list is that of ``schedule.dispatch_order``: tiles are sorted by the ring distance of their latest source,
-so tiles of this rank's own rows are first.
+its rows. Tiles are sorted by (ring distance of their latest source, expert, row), as in COMET (arXiv 2502.19811), so
+tiles of this rank's own rows are first. The latest source of a tile is the one at the greatest ring distance.
 
     counts [E, W], rank 1 of 4         tiles of 4 rows, in order: expert, rows, sources
         rank   0   1   2   3           1   10-13   1         own rows
@@ -13,8 +13,8 @@ so tiles of this rank's own rows are first.
 
 A cut between sources avoids waits, but it may add a tile. Of three cuts each expert gets the finest one that adds no
 more than a quarter to its tiles: between all sources, only where the ring order wraps around, or none. How many tiles
-have a source as their latest one follows from prefix sums, so tiles are not sorted, and one program per expert writes
-those of its rows. The host knows only an upper bound of their number.
+have a source as their latest one follows from prefix sums, so no sort is needed, and one program per expert writes the
+tiles of its rows. The host knows only an upper bound of their number.
 """
 
 from __future__ import annotations
