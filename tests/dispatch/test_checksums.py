@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, WireDtypes, make_dispatcher
-from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.checksums import row_sums
 from moe_comm.dispatch.wire_dtype import WireDtypeName
 from moe_comm.errors import CorruptPayload, RankMismatch
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap.executors.choice import dispatch_rows
-from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, ChunkedSend
+from moe_comm.overlap.executors.chunked_rows import ChunkedSend
 from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.options import Overlap
 from tests.dispatch import cases, workers
@@ -235,21 +234,6 @@ def test_a_flipped_bit_in_a_chunk_is_counted_on_its_rank(pool4: RankPool) -> Non
     assert [same_bits for same_bits, _, _ in results] == [True] * 4
     assert [clean for _, clean, _ in results] == [0] * 4
     assert [corrupt for _, _, corrupt in results] == [0, 1, 0, 0]
-
-
-def _has_checksums(rank: int, world: int, arg: None) -> list[bool]:
-    """Return whether chunked rows have checksums, and whether rows for a fused kernel have them."""
-    dispatcher = make_dispatcher(4, dist.group.WORLD, backend="all_to_all", options=DispatchOptions(30, checksums=True))
-    x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
-    assert isinstance(dispatcher, AllToAllDispatcher)
-    overlaps = (Overlap(2), Overlap(2, backend="triton"))
-    return [
-        ChunkedDispatch.open(dispatcher, x_TD, ids_TK, overlap, width=8).checksums is not None for overlap in overlaps
-    ]
-
-
-def test_rows_for_a_fused_kernel_have_no_checksums(pool4: RankPool) -> None:
-    assert pool4.run(_has_checksums, None, timeout=60) == [[True, False]] * 4
 
 
 def _disagree(rank: int, world: int, backend: str) -> str:

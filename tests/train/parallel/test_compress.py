@@ -24,21 +24,21 @@ def counted() -> Iterator[dict[str, int]]:
     """Count the bytes that collectives send to other ranks."""
     configure_collectives(CollectiveOptions(shared_memory=False))
     sent = {"bytes": 0}
-    gather, exchange = Channel.all_gather, Channel.all_to_all
+    gather, swap = Channel.all_gather, Channel.swap
 
     def counting_gather(self: Channel, tensor: Tensor, description: str) -> Tensor:
         sent["bytes"] += (self.world - 1) * tensor.nbytes
         return gather(self, tensor, description)
 
-    def counting_exchange(self: Channel, rows: Tensor, *rest: Any) -> Tensor:
-        sent["bytes"] += (self.world - 1) * rows.nbytes // self.world
-        return exchange(self, rows, *rest)
+    def counting_swap(self: Channel, parts_W: Tensor, description: str) -> Tensor:
+        sent["bytes"] += (self.world - 1) * parts_W.nbytes // self.world
+        return swap(self, parts_W, description)
 
-    Channel.all_gather, Channel.all_to_all = counting_gather, counting_exchange  # type: ignore[method-assign]
+    Channel.all_gather, Channel.swap = counting_gather, counting_swap  # type: ignore[method-assign]
     try:
         yield sent
     finally:
-        Channel.all_gather, Channel.all_to_all = gather, exchange  # type: ignore[method-assign]
+        Channel.all_gather, Channel.swap = gather, swap  # type: ignore[method-assign]
         configure_collectives(CollectiveOptions())
 
 
