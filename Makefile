@@ -20,11 +20,12 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_
 PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
+.PHONY: help install build train test hosts adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
-	@echo "make adapters  the adapters with the systems that they are for, in build/hosts"
+	@echo "make hosts     the adapters with the systems that they are for, in build/hosts"
+	@echo "make adapters  the same, and axolotl and older transformers"
 	@echo "make wheels    manylinux wheels for x86-64 and aarch64, each run without a compiler, in build/wheels"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
@@ -72,11 +73,14 @@ HOSTS := build/hosts
 AXOLOTL := build/axolotl
 OLDER := 5.16.1 5.19.0
 REQUIREMENTS := tests/integrations/hosts/requirements
-$(HOSTS)/.installed: $(REQUIREMENTS).txt $(REQUIREMENTS)-axolotl.txt Makefile $(STAMP)
-	rm -rf $(HOSTS) $(AXOLOTL) $(OLDER:%=build/transformers-%)
+$(HOSTS)/.installed: $(REQUIREMENTS).txt Makefile $(STAMP)
+	rm -rf $(HOSTS)
 	@# Only DeepSpeed is built from source; its setup.py imports torch, and compiles nothing.
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(HOSTS) -r $<
-	$(BIN)/python -m pip install --quiet --no-deps --target $(AXOLOTL) -r $(REQUIREMENTS)-axolotl.txt
+	@touch '$@'
+$(AXOLOTL)/.installed: $(REQUIREMENTS)-axolotl.txt Makefile $(STAMP)
+	rm -rf $(AXOLOTL) $(OLDER:%=build/transformers-%)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(AXOLOTL) -r $<
 	@set -e; for version in $(OLDER); do \
 	  $(BIN)/python -m pip install --quiet --no-deps --target build/transformers-$$version transformers==$$version; \
 	done
@@ -86,10 +90,13 @@ $(HOSTS)/.installed: $(REQUIREMENTS).txt $(REQUIREMENTS)-axolotl.txt Makefile $(
 	@touch '$@'
 
 # A system that is absent, or is found in another version, ends this with an error; its tests alone would be skipped.
-adapters: build $(HOSTS)/.installed
+hosts: build $(HOSTS)/.installed
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m tests.integrations.hosts.installed requirements.txt
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest --durations=5 tests/integrations/hosts \
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest $(PARALLEL) --durations=5 tests/integrations/hosts \
 	  --ignore=tests/integrations/hosts/test_axolotl.py --ignore=tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
+
+# axolotl and older transformers take as long again; CI runs only the systems above.
+adapters: hosts $(AXOLOTL)/.installed
 	@set -e; export $(TEST_ENV) PYTHONPATH=$(CURDIR)/$(AXOLOTL):$(CURDIR)/build/transformers-5.16.1:$(CURDIR)/$(HOSTS); \
 	  $(BIN)/python -m tests.integrations.hosts.installed requirements-axolotl.txt; \
 	  $(BIN)/python -m pytest tests/integrations/hosts/test_axolotl.py tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
