@@ -49,7 +49,8 @@ def processor_quota(cores: float | None) -> Iterator[None]:
         yield
     finally:
         (before / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+        with suppress(OSError):  # a child process is still in it; a later call removes it
+            group.rmdir()
 
 
 def unavailable_reason() -> str:
@@ -68,10 +69,10 @@ def _controller() -> tuple[Path, int, Path]:
         _, mount, kind, options, *_ = line.split()
         root = Path(mount)
         if kind == "cgroup" and "cpu" in options.split(","):
-            path = next(path for _, names, path in own if "cpu" in names.split(","))
+            path = next((path for _, names, path in own if "cpu" in names.split(",")), "/")
             return root, 1, root / path.lstrip("/")
         if kind == "cgroup2" and "cpu" in (root / "cgroup.subtree_control").read_text().split():
-            return root, 2, root / next(path for _, names, path in own if not names).lstrip("/")
+            return root, 2, root / next((path for _, names, path in own if not names), "/").lstrip("/")
     raise ConfigError("cannot limit the processor time of ranks: no cgroup controller 'cpu' is mounted")
 
 
