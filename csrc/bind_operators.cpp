@@ -187,6 +187,14 @@ void bind_operators(py::module_& m) {
       py::arg("words"), py::arg("shape"), py::arg("own"), py::arg("id_bytes"), py::arg("outputs"),
       "See cpu/rank_slots.h. shape: R, width, K. own: first expert and number of experts. outputs: local ids, weights "
       "or 0, rows of each expert.");
+  m.def(
+      "ids_of_mask",
+      [](uintptr_t mask, std::array<int64_t, 3> shape, uintptr_t ids) {
+        py::gil_scoped_release release;
+        const auto [tokens, experts, top_k] = shape;
+        return ids_of_mask(pointer<uint8_t>(mask), tokens, experts, top_k, pointer<int64_t>(ids));
+      },
+      py::arg("mask"), py::arg("shape"), py::arg("ids"), "See cpu/rank_slots.h. shape: T, E, K.");
 
   m.def(
       "bare_gather",

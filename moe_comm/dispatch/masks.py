@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moe_comm.dispatch.types import DROPPED
+from moe_comm.kernels.native import core, on_host
 
 
 def ids_of_mask(mask_TE: Tensor, top_k: int) -> tuple[Tensor, int]:
@@ -15,19 +15,13 @@ def ids_of_mask(mask_TE: Tensor, top_k: int) -> tuple[Tensor, int]:
     If the latter is more than ``top_k``, the ids are not valid.
     """
     (tokens, num_experts), device = mask_TE.shape, mask_TE.device
+    if on_host(mask_TE):
+        mask_TE, ids_TK = mask_TE.contiguous(), torch.empty(tokens, top_k, dtype=torch.int64)
+        return ids_TK, core().ids_of_mask(mask_TE.data_ptr(), (tokens, num_experts, top_k), ids_TK.data_ptr())
     count_T = mask_TE.sum(-1, dtype=torch.int32)
     used_TK = torch.arange(top_k, device=device) < count_T.unsqueeze(1)
     most = int(count_T.max()) if tokens else 0
     ids_TK = torch.full(used_TK.shape, DROPPED, device=device)
     if most > top_k:
         return ids_TK, most
-    first_T = torch.arange(0, mask_TE.numel(), num_experts, device=device)
-    expert_N = _true_positions(mask_TE) - first_T.repeat_interleave(count_T)
-    return ids_TK.masked_scatter_(used_TK, expert_N), most
-
-
-def _true_positions(mask_TE: Tensor) -> Tensor:
-    """Return the positions of True in the flat mask, int64. On CPU, NumPy finds them four times faster than torch."""
-    if mask_TE.is_cpu:
-        return torch.from_numpy(np.flatnonzero(mask_TE.numpy()))
-    return mask_TE.flatten().nonzero().squeeze(1)
+    return ids_TK.masked_scatter_(used_TK, mask_TE.nonzero()[:, 1]), most

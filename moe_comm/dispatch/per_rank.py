@@ -90,7 +90,7 @@ def local_slots(
     if on_host(words_RX) and words_RX.is_contiguous():
         local_RK = torch.empty(rows, top_k, dtype=dtype)
         weights_RK = torch.empty(rows, top_k) if weighted else None
-        counts_L = torch.zeros(len(own), dtype=torch.int64)
+        counts_L = torch.empty(len(own), dtype=torch.int64)
         outputs = local_RK.data_ptr(), 0 if weights_RK is None else weights_RK.data_ptr(), counts_L.data_ptr()
         shape = rows, words_RX.shape[1], top_k
         core().local_slots(words_RX.data_ptr(), shape, (own.start, len(own)), dtype.itemsize, outputs)

@@ -1,11 +1,17 @@
 import pytest
 import torch
 
+from moe_comm.dispatch import masks
 from moe_comm.dispatch.masks import ids_of_mask
 
 
-@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(0, 4, 2), (9, 5, 5), (33, 8, 3)])
-def test_ids_of_a_mask_ascend_and_then_drop(tokens: int, num_experts: int, top_k: int, device: str) -> None:
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(0, 4, 2), (9, 5, 5), (33, 8, 3), (17, 29, 8)])
+def test_ids_of_a_mask_ascend_and_then_drop(
+    tokens: int, num_experts: int, top_k: int, native: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(masks, "on_host", lambda *_: False)
     generator = torch.Generator().manual_seed(tokens)
     mask_TE = (torch.rand(tokens, num_experts, generator=generator) < 0.3).to(device)
     mask_TE &= mask_TE.cumsum(1) <= top_k

@@ -99,6 +99,30 @@ def test_buffer_has_the_bits_of_the_reference(case: Case, world: int, backend: s
     pools[world].run(legacy, (backend, case))
 
 
+def changed_ids(rank: int, world: int, mode: str) -> list[list[int]]:
+    """Return the local ids that three dispatches received: of the same ids, changed ones, and invalid ones (none)."""
+    buffer, received = Buffer(dist.group.WORLD), []
+    with torch.inference_mode(mode == "inference"):
+        ids = torch.tensor([[0], [1]])
+        x = torch.ones(2, 4)
+        for change in (0, 1, 2):
+            _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, world)
+            ids[1] -= change
+            try:
+                got = buffer.dispatch(
+                    x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=x[:, :1]
+                )
+                received.append(got[1].flatten().tolist())
+            except InputError:  # on both ranks
+                received.append([])
+    return received
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_ids_that_change_after_the_layout_are_checked_and_sent_again(mode: str, pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(changed_ids, mode) == [[[0, 0], [0] * 4, []], [[0, 0], [], []]]
+
+
 def elastic(rank: int, world: int, case: Case) -> None:
     deep_ep = install()
     most = max(case.tokens) + 3

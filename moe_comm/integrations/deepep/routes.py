@@ -15,7 +15,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch import DROPPED, Dispatcher, DispatchOptions
 from moe_comm.dispatch.input_faults import ID_DTYPES
-from moe_comm.dispatch.per_rank import SENDER_WORDS, RankRoutes, local_slots, rank_layout
+from moe_comm.dispatch.per_rank import SENDER_WORDS, RankLayout, RankRoutes, local_slots, rank_layout
 from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.fp8 import E4M3
@@ -99,6 +99,8 @@ class GroupBuffer:
 
     backend: ClassVar[str] = "auto"
     timeout_s: ClassVar[float] = 300.0
+    _layout: tuple[Tensor, int, RankLayout] | None = None
+    """Ids, their version, and their layout, from ``get_dispatch_layout`` until the next dispatch."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         if group is None:
@@ -137,6 +139,17 @@ class GroupBuffer:
         except MoeCommError as fault:
             dispatcher.refuse(fault, torch.empty(0, device=self._device))
 
+    def _remember(self, topk_idx: Tensor, layout: RankLayout) -> None:
+        """Store the layout for a dispatch of the same ids. Inference tensors do not tell whether they changed."""
+        self._layout = None if topk_idx.is_inference() else (topk_idx, topk_idx._version, layout)
+
+    def _remembers(self, topk_idx: Tensor | None, num_experts: int) -> bool:
+        """Return whether the stored layout is that of ``topk_idx``, unchanged."""
+        if self._layout is None:
+            return False
+        ids, version, layout = self._layout
+        return ids is topk_idx and ids._version == version and len(layout.per_expert_E) == num_experts
+
     def _exchange(
         self,
         x: Rows,
@@ -172,7 +185,9 @@ class GroupBuffer:
             counts_N1 = self._dispatcher(x, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
             counts_L = counts_N1.view(-1, self.group_size).sum(1)  # of all ranks, for this rank's experts
         else:
-            ids_TN = rank_layout(topk_idx, num_experts, self.group_size).ranks_TN
+            known = self._remembers(topk_idx, num_experts)
+            layout = self._layout[2] if known and self._layout else rank_layout(topk_idx, num_experts, self.group_size)
+            ids_TN, self._layout = layout.ranks_TN, None
         routes = Routes(dispatcher, ids_TN)
         rows, words_RX = routes.send_with(values, words)
         if topk_idx is not None:
