@@ -135,14 +135,11 @@ class RankRoutes:
 
     def send_with(self, x_TD: Tensor, words: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return received rows and int32 words: the sender's, and ``words`` [T, X], fp32 or integers. Collective."""
-        tokens, device = len(x_TD), x_TD.device
-        widths = [SENDER_WORDS, *(part.shape[1] for part in words)]
-        words_TX = torch.empty(tokens, sum(widths), dtype=torch.int32, device=device)
-        sender_T2, *places = words_TX.split(widths, 1)
-        sender_T2[:, 0] = self.dispatcher.rank
-        torch.arange(tokens, dtype=torch.int32, device=device, out=sender_T2[:, 1])
-        for place, part in zip(places, words, strict=True):
-            place.copy_(part.view(torch.int32) if part.is_floating_point() else part)
+        tokens = len(x_TD)
+        token_T1 = torch.arange(tokens, dtype=torch.int32, device=x_TD.device).unsqueeze(1)
+        sender_T2 = F.pad(token_T1, (1, 0), value=self.dispatcher.rank)
+        bits = [part.view(torch.int32) if part.is_floating_point() else part.int() for part in words]
+        words_TX = torch.cat([sender_T2, *bits], 1)
         extra = words_TX.unsqueeze(1).expand(tokens, self.ids_TN.shape[1], words_TX.shape[1])
         sent = self.dispatcher.dispatch(x_TD, self.ids_TN, extra_TKX=extra)
         assert sent.extra_RX is not None

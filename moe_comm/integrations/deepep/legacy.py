@@ -292,7 +292,7 @@ class Buffer(GroupBuffer):
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         self._num_experts, most = num_experts, num_max_dispatch_tokens_per_rank
-        with self._checks(x, num_experts) as dispatcher:
+        with self._checks(x, num_experts):
             checked("x", x, FLOATS, (None, None))
             check_ids(topk_idx, len(x))
             if len(x) > most:
@@ -303,7 +303,7 @@ class Buffer(GroupBuffer):
             sorted_TK = topk_idx.sort(1).values
             if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] != DROPPED)).any()):
                 raise InputError("a token has an expert twice, but a low-latency block has one place for each token")
-        sent = dispatcher.dispatch(x, topk_idx)
+        sent = self._dispatcher(x, num_experts).dispatch(x, topk_idx)
         counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x.device)
         mask_LS = torch.arange(self.group_size * most, device=x.device) < counts_L.unsqueeze(1)
         handle = LowLatencyHandle((None, None, most, x.shape[1], num_experts))
@@ -347,14 +347,14 @@ class Buffer(GroupBuffer):
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         num_experts = handle[4] if isinstance(handle, LowLatencyHandle) else self._num_experts
-        with self._checks(x, num_experts) as dispatcher:
+        with self._checks(x, num_experts):
             made = check_handle(handle, LowLatencyHandle)
             given = made.buffer if zero_copy and made.buffer is not None else x
             blocks = checked("x", given, FLOATS, (*made.mask_LS.shape, made[3]))
             checked("topk_weights", topk_weights, FLOATS, (made.sent.num_tokens, made.sent.top_k))
             if use_logfmt:
                 raise ConfigError("moe_comm has no LogFMT rows; call low_latency_combine with use_logfmt=False")
-        y_TD = dispatcher.combine(blocks[handle.mask_LS], topk_weights, handle.sent)
+        y_TD = self._dispatcher(x, num_experts).combine(blocks[handle.mask_LS], topk_weights, handle.sent)
         y_TD = y_TD if out is None else out.copy_(y_TD)
         return y_TD, finished(async_finish, x), _nothing_left if return_recv_hook else None
 

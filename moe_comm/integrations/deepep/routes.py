@@ -38,13 +38,11 @@ def checked(name: str, value: Any, dtypes: Sequence[torch.dtype], *shapes: tuple
     """Return a tensor with one of ``dtypes`` and ``shapes``, or raise InputError. None: any size."""
     got = type(value).__name__
     if isinstance(value, Tensor):
-        got = f"{value.dtype} {list(value.shape)}"
-        fits = (
-            len(shape) == value.dim() and all(n in (None, m) for n, m in zip(shape, value.shape, strict=True))
-            for shape in shapes
-        )
-        if value.dtype in dtypes and any(fits):
-            return value
+        size, known = value.shape, value.dtype in dtypes
+        for shape in shapes:
+            if known and len(shape) == len(size) and all(n in (None, m) for n, m in zip(shape, size, strict=True)):
+                return value
+        got = f"{value.dtype} {list(size)}"
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise InputError(f"{name} must be {names} {str(list(shapes[-1])).replace('None', '*')}; got {got}")
 
@@ -131,13 +129,12 @@ class GroupBuffer:
         return shared_dispatcher(num_experts or self.group_size, self.group, self._device, self.backend, options)
 
     @contextmanager
-    def _checks(self, x: Any, num_experts: int | None = None) -> Iterator[Dispatcher]:
-        """Yield the dispatcher that the other ranks call next, and raise an error of the block on every rank."""
-        dispatcher = self._dispatcher(x, num_experts)
+    def _checks(self, x: Any, num_experts: int | None = None) -> Iterator[None]:
+        """Raise an error of the block on every rank, with the dispatcher that the other ranks call next."""
         try:
-            yield dispatcher
+            yield
         except MoeCommError as fault:
-            dispatcher.refuse(fault, torch.empty(0, device=self._device))
+            self._dispatcher(x, num_experts).refuse(fault, torch.empty(0, device=self._device))
 
     def _remember(self, topk_idx: Tensor, layout: RankLayout) -> None:
         """Store the layout for a dispatch of the same ids. Inference tensors do not tell whether they changed."""
@@ -244,7 +241,8 @@ class Routes(RankRoutes):
 
     def aligned(self, alignment: int) -> Tensor:
         """Return the rows per expert, rounded up."""
-        return (self.rows_per_expert + alignment - 1) // alignment * alignment
+        counts_L = self.rows_per_expert
+        return counts_L if alignment == 1 else (counts_L + alignment - 1) // alignment * alignment
 
     def again(self, x: Rows, topk_weights: Tensor | None = None) -> tuple[Rows, Tensor | None]:
         """Send other rows, and weights [T, K] or None. Return those of this rank's experts. Collective."""
