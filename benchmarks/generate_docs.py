@@ -30,7 +30,7 @@ OPTION_CLASSES = (
     "moe_comm.layers.MoEConfig",
     "moe_comm.layers.RouterConfig",
     "moe_comm.layers.ZeroExperts",
-    "moe_comm.dispatch.capacity.Capacity",
+    "moe_comm.dispatch.slots.capacity.Capacity",
     "moe_comm.dispatch.DispatchOptions",
     "moe_comm.dispatch.WireDtypes",
     "moe_comm.dispatch.PeerToPeerOptions",

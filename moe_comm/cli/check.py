@@ -37,7 +37,7 @@ def doctor(
 ) -> None:
     """Inspect this machine: hardware, the state of each backend, and how to install missing parts."""
     # These import torch, which takes seconds; help and other commands do not need it.
-    from moe_comm.dispatch.doctor import examine_gpus, report_choices
+    from moe_comm.dispatch.selection.doctor import examine_gpus, report_choices
     from moe_comm.runtime import doctor as examination
 
     report = examination.examine([examine_gpus, report_choices])

@@ -1,13 +1,13 @@
 from moe_comm.dispatch.arrays import Array as Array
 from moe_comm.dispatch.base import Dispatcher as Dispatcher
-from moe_comm.dispatch.capacity import Capacity as Capacity, apply_capacity as apply_capacity
-from moe_comm.dispatch.choice import Traffic as Traffic
-from moe_comm.dispatch.factory import (
+from moe_comm.dispatch.peer_options import PeerToPeerOptions as PeerToPeerOptions
+from moe_comm.dispatch.selection.choice import Traffic as Traffic
+from moe_comm.dispatch.selection.factory import (
     BACKENDS as BACKENDS,
     explain_choice as explain_choice,
     make_dispatcher as make_dispatcher,
 )
-from moe_comm.dispatch.peer_options import PeerToPeerOptions as PeerToPeerOptions
+from moe_comm.dispatch.slots.capacity import Capacity as Capacity, apply_capacity as apply_capacity
 from moe_comm.dispatch.types import (
     DROPPED as DROPPED,
     INVALID_LOGITS as INVALID_LOGITS,
@@ -15,5 +15,5 @@ from moe_comm.dispatch.types import (
     DispatchHandle as DispatchHandle,
     DispatchOptions as DispatchOptions,
 )
-from moe_comm.dispatch.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes
+from moe_comm.dispatch.wire.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes
 from moe_comm.kernels.fp8 import ScaledRows as ScaledRows

@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.comm.header import Header
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
-from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
-from moe_comm.dispatch.wire_dtype import rounded
+from moe_comm.dispatch.wire.group_scales import rounded_in_groups
+from moe_comm.dispatch.wire.wire_dtype import rounded
 from moe_comm.kernels.fp8 import ScaledRows
 
 if TYPE_CHECKING:

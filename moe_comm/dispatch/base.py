@@ -41,7 +41,7 @@ from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.extra import dispatch_slots, return_slots, with_autograd, with_extra
 from moe_comm.dispatch.input_faults import combine_fault, dispatch_fault, scaled_fault, spread_fault
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions, ExtraRoutes
-from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized
+from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, quantized
 from moe_comm.errors import MoeCommError, PeerRaised, known_to_peers, mark_known
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.topology import ExpertPlacement, Placement

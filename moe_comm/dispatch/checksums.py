@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.dispatch.wire_dtype import rounded
+from moe_comm.dispatch.wire.wire_dtype import rounded
 from moe_comm.errors import CorruptPayload
 from moe_comm.runtime.memory import as_dtype
 

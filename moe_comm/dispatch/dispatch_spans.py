@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from moe_comm.dispatch.wire_dtype import SAME, bytes_per_row
+from moe_comm.dispatch.wire.wire_dtype import SAME, bytes_per_row
 from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, communication_span
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from moe_comm.comm import header as head
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import GroupCalls, Header, check, describe
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.types import peers_routing_error, routing_error
 from moe_comm.errors import MoeCommError, RankMismatch, mark_known
 from moe_comm.topology import ExpertPlacement

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.types import DROPPED, DispatchHandle
 from moe_comm.kernels.native import core, on_host
 from moe_comm.topology import ExpertPlacement

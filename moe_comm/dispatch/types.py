@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_comm.deprecated import renamed_attributes, renamed_fields
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes
+from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
 from moe_comm.kernels.fp8 import ScaledRows
 

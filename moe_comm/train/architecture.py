@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
 from moe_comm.layers.moe.layer import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig

@@ -18,7 +18,7 @@ from moe_comm.dispatch.hierarchical import rail
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.hierarchical.rail import ChunkOptions
 from moe_comm.dispatch.types import DispatchOptions
-from moe_comm.dispatch.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import MissingDependency
 from moe_comm.topology import ExpertPlacement
 from tests.pool import RankPool

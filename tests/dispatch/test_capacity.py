@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.dispatch.capacity import Capacity, apply_capacity
+from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from tests.pool import RankPool
 

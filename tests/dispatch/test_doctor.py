@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.dispatch import doctor
-from moe_comm.dispatch.choice import choose
+from moe_comm.dispatch.selection import doctor
+from moe_comm.dispatch.selection.choice import choose
 from moe_comm.errors import MissingDependency
 from moe_comm.gpu import nvrtc
 from moe_comm.runtime.doctor import DoctorFinding, DoctorReport

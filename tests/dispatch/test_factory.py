@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_comm.dispatch import BACKENDS, DispatchOptions, WireDtypes, factory, make_dispatcher
-from moe_comm.dispatch.choice import GroupFacts, Traffic, choose
-from moe_comm.dispatch.factory import explain_choice
+from moe_comm.dispatch import BACKENDS, DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.peer_to_peer.access import ALONE, BLOCKED, MAY_SHARE, NO_KERNELS, REACHES, problem_of
+from moe_comm.dispatch.selection import factory
+from moe_comm.dispatch.selection.choice import GroupFacts, Traffic, choose
+from moe_comm.dispatch.selection.factory import explain_choice
 from moe_comm.errors import ConfigError
 from tests.dispatch.workers import ErrorText, caught
 from tests.pool import RankPool

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from moe_comm.dispatch import plain
+from moe_comm.dispatch.slots import plain
 
 SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -18,7 +18,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of, heap_of
 from moe_comm.comm.shared_channel import LOCAL_SUM_BYTES, SharedChannel
 from moe_comm.comm.shared_heap import SharedOptions
-from moe_comm.dispatch.factory import make_dispatcher
+from moe_comm.dispatch.selection.factory import make_dispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.runtime.memory import block
 from tests.pool import RankPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_comm.dispatch import plain, sums
+from moe_comm.dispatch.slots import plain, sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

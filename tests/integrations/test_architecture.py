@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.architecture import (
     ARCHITECTURES,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.dispatch import make_dispatcher
-from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.errors import ConfigError, InputError, RoutingError
 from moe_comm.layers import (
     Experts,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers import MoEConfig, MoELayer, Router, RouterConfig
 from moe_comm.layers.data_parallel import ExpertShards

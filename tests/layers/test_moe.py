@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_comm
 from moe_comm.dispatch import make_dispatcher
-from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.errors import ConfigError, InputError, RoutingError
 from moe_comm.layers import (
     Experts,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
 from moe_comm.layers.attention.sequence import shard_sequence
 from moe_comm.layers.moe.layer import MoEConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_comm.dispatch import DispatchOptions, make_dispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import InputError, PeerRaised
 from moe_comm.kernels import expert_mlp_fp8
 from moe_comm.kernels.activations import activation_of

@@ -25,7 +25,7 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.native import NativeOutgoingRows
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import (
     ConfigError,
     HeapError,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.bench.common.settings import BatchShape
-from moe_comm.dispatch import plain
+from moe_comm.dispatch.slots import plain
 from moe_comm.errors import MoeCommError
 from moe_comm.topology import ExpertPlacement
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from moe_comm.dispatch.factory import BACKENDS
+from moe_comm.dispatch.selection.factory import BACKENDS
 from moe_comm.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -104,7 +104,7 @@ class DispatchBench(BatchShape):
     """Settings of ``moe-comm bench dispatch``.
 
     Args:
-        backend: dispatch backend of this library, see ``moe_comm.dispatch.factory.BACKENDS``.
+        backend: dispatch backend of this library, see ``moe_comm.dispatch.selection.factory.BACKENDS``.
         backward: also measure both backward passes.
         peers: implementations to compare with. ``_tuned`` peers reuse their buffers and sum with ``embedding_bag``.
             The others allocate in each call, as Hugging Face and torchtitan do.

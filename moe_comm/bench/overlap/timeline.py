@@ -24,8 +24,9 @@ from torch import Tensor
 
 from moe_comm.bench.common.clock import LEAD_NS, sync_group
 from moe_comm.comm.channel import Channel
-from moe_comm.dispatch import plain, wire_dtype
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.slots import plain
+from moe_comm.dispatch.wire import wire_dtype
 from moe_comm.kernels import accumulate, row_invariant
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.overlap import chunked

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.group_scales import GROUP, RowGroups, decode_groups, encode_groups
-from moe_comm.dispatch.sums import scale_
+from moe_comm.dispatch.slots import plain
+from moe_comm.dispatch.slots.sums import scale_
 from moe_comm.dispatch.types import DispatchHandle
-from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack, unpack_scaled
+from moe_comm.dispatch.wire.group_scales import GROUP, RowGroups, decode_groups, encode_groups
+from moe_comm.dispatch.wire.wire_dtype import WireDtype, pack, unpack, unpack_scaled
 from moe_comm.kernels.accumulate import accumulate_dtype
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import take

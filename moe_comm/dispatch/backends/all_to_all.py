@@ -28,13 +28,13 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher, make_handle
-from moe_comm.dispatch.group_scales import RowGroups, decode_groups, encode_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
-from moe_comm.dispatch.sums import scale_, take, weighted_sum
+from moe_comm.dispatch.slots import plain
+from moe_comm.dispatch.slots.sums import scale_, take, weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack, unpack_scaled
+from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups
+from moe_comm.dispatch.wire.wire_dtype import WireDtype, pack, unpack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.topology import ExpertPlacement
 

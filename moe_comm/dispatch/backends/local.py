@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_comm.comm.header import Header, check
-from moe_comm.dispatch import plain, sums
 from moe_comm.dispatch.base import Dispatcher, make_handle
+from moe_comm.dispatch.slots import plain, sums
 from moe_comm.dispatch.types import DispatchHandle, routing_error
-from moe_comm.dispatch.wire_dtype import pack, unpack_scaled
+from moe_comm.dispatch.wire.wire_dtype import pack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
 
 

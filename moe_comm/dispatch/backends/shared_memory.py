@@ -19,7 +19,7 @@ from moe_comm.dispatch.backends.native import NativeRows
 from moe_comm.dispatch.input_faults import ID_DTYPES
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire_dtype import rounded
+from moe_comm.dispatch.wire.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.runtime.memory import DTYPE_CODES
 from moe_comm.topology import ExpertPlacement

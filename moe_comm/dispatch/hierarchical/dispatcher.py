@@ -45,7 +45,6 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import compare
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.base import Dispatcher, make_handle
-from moe_comm.dispatch.group_scales import RowGroups, decode_groups, encode_groups, rounded_in_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, settings_of
 from moe_comm.dispatch.hierarchical.inside_host import InsideHandle, InsideHost
 from moe_comm.dispatch.hierarchical.rail import ChunkOptions, Rail, gather_ranges
@@ -59,9 +58,10 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     relay_units,
     return_format,
 )
-from moe_comm.dispatch.sums import weighted_sum
+from moe_comm.dispatch.slots.sums import weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, rounded, unpack
+from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups, rounded_in_groups
+from moe_comm.dispatch.wire.wire_dtype import WireDtype, bytes_per_row, pack, rounded, unpack
 from moe_comm.errors import ConfigError, PeerError
 from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.topology import ExpertPlacement

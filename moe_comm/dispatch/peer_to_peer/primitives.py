@@ -18,7 +18,6 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import compare
 from moe_comm.comm.header import Header, fault_word
 from moe_comm.dispatch.base import make_handle
-from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory, shared_peer_memory
@@ -34,7 +33,8 @@ from moe_comm.dispatch.peer_to_peer.rows import (
 from moe_comm.dispatch.peer_to_peer.streams import OperationStream
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire_dtype import rounded
+from moe_comm.dispatch.wire.group_scales import rounded_in_groups
+from moe_comm.dispatch.wire.wire_dtype import rounded
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.per_rank import expert_places
+from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Routes, Rows, check_handle, check_input, placed

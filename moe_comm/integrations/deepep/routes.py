@@ -16,7 +16,7 @@ from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch import DROPPED, Dispatcher, DispatchOptions
 from moe_comm.dispatch.input_faults import ID_DTYPES
 from moe_comm.dispatch.per_rank import SENDER_WORDS, RankLayout, RankRoutes, local_slots, rank_layout
-from moe_comm.dispatch.shared import shared_dispatcher
+from moe_comm.dispatch.selection.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.fp8 import E4M3
 from moe_comm.topology import ExpertPlacement

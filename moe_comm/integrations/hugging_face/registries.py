@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_comm.dispatch import Dispatcher, make_dispatcher
-from moe_comm.dispatch.shared import shared_dispatcher
+from moe_comm.dispatch.selection.shared import shared_dispatcher
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts

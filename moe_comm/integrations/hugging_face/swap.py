@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from moe_comm.comm.group_setup import as_group
 from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.factory import refuse_dispatcher
+from moe_comm.dispatch.selection.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts

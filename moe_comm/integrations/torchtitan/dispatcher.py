@@ -11,7 +11,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, operators
-from moe_comm.dispatch.shared import shared_dispatcher
+from moe_comm.dispatch.selection.shared import shared_dispatcher
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     x_TD ──permute──▶ rows_RD = x[token_R]        backward: a sum over each token's rows
     rows_RD ──unpermute──▶ y_TD = weighted sum    backward: spread, and dot products for the weights
 
-``order_slots`` of ``dispatch/plain.py`` computes both indices: ``token_R = order[:R] // K``, and ``place_TK``.
+``order_slots`` of ``dispatch/slots/plain.py`` computes both indices: ``token_R = order[:R] // K``, and ``place_TK``.
 """
 
 from __future__ import annotations

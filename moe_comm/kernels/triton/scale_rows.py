@@ -3,8 +3,8 @@
     token 5, slot 1 of 2     grad[5] * w[5, 1]      ─▶ out[place[5, 1]]       gradient of the row
                              grad[5] · rows[place]  ─▶ dots[5, 1]             gradient of the weight
 
-Reference with the same bits: ``scale``, ``spread``, ``lane_dot`` and ``weight_grad`` of ``dispatch/plain.py``. The dot
-product has 32 lanes: lane l sums the products l, l + 32, ... in order, then lanes are summed pairwise.
+Reference with the same bits: ``scale``, ``spread``, ``lane_dot`` and ``weight_grad`` of ``dispatch/slots/plain.py``.
+The dot product has 32 lanes: lane l sums the products l, l + 32, ... in order, then lanes are summed pairwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Sums of each token's rows: ``y[t] = sum over k of w[t, k] * rows[place[t, k]]``, in the order of k.
 
-Reference with the same bits: ``weighted_sum`` of ``dispatch/plain.py``: multiply, round, add, round, in fp32; one cast.
+Reference with the same bits: ``weighted_sum`` of ``dispatch/slots/plain.py``: multiply, round, add, round, in fp32; one
+cast.
 """
 
 from __future__ import annotations

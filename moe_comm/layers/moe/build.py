@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.factory import refuse_dispatcher
+from moe_comm.dispatch.selection.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import as_group
 from moe_comm.deprecated import converted_parameters, warn_renamed
-from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.deprecated import converted_parameters, renamed_attributes, renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
-from moe_comm.dispatch.capacity import Capacity, apply_capacity
+from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of

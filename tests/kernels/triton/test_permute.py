@@ -1,4 +1,4 @@
-"""Gathers, weighted sums and their gradients have the bits of ``dispatch/plain.py`` for all dtypes and odd widths."""
+"""Gathers, weighted sums and their gradients have the bits of ``dispatch/slots/plain.py``, in all dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.dispatch import plain
+from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
 from tests.kernels.triton.common import DTYPES, drawn, kernels, some_ids
 from tests.overlap.triton.common import needs_triton
@@ -83,7 +83,7 @@ def _results_without_rows(rank: int, world: int, arg: None) -> list[Any]:
 def _run_with_expanded_gradient(rank: int, world: int, arg: None) -> None:
     """Run a rank without rows whose caller sums the result: the gradient is one number, expanded to no rows."""
     kernels("permute")  # enables the interpreter before the first import
-    from moe_comm.dispatch import sums
+    from moe_comm.dispatch.slots import sums
     from moe_comm.kernels import native
 
     native.TRITON_DEVICES.add("cpu")

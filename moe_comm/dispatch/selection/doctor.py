@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from moe_comm.comm.registered import MIN_NCCL, registration_problem
-from moe_comm.dispatch.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.peer_to_peer.access import BLOCKED, NO_KERNELS, REACHES, problem_of
+from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.errors import KernelError, MissingDependency
 from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import PTX_FROM, compiled_for

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row
+from moe_comm.dispatch.wire.wire_dtype import WireDtype, bytes_per_row
 from moe_comm.kernels.fp8 import E4M3, saturating_cast, scales_for
 from moe_comm.runtime.memory import as_dtype
 

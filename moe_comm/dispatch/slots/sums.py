@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch import plain
+from moe_comm.dispatch.slots import plain
 from moe_comm.kernels.native import core, for_triton, on_host
 from moe_comm.runtime import memory
 from moe_comm.runtime.memory import DTYPE_CODES, warm_rows

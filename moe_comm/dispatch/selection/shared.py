@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import as_group, communicator_of
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.factory import make_dispatcher
+from moe_comm.dispatch.selection.factory import make_dispatcher
 from moe_comm.dispatch.types import DispatchOptions
 
 if TYPE_CHECKING:

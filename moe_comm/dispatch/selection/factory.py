@@ -14,7 +14,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, compare
 from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.choice import BackendChoice, GroupFacts, Traffic, choose
+from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_rank import rank_and_size
