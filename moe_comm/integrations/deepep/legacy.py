@@ -142,7 +142,7 @@ class Buffer(GroupBuffer):
         _wait(previous_event, async_finish, allocate_on_comm_stream)
         check_ids(topk_idx, None, num_experts)
         layout = rank_layout(topk_idx, num_experts, self.group_size)
-        self._remember(topk_idx, layout)
+        self._layout = None if topk_idx.is_inference() else (topk_idx, topk_idx._version, layout)
         return layout.per_rank_W, None, layout.per_expert_E, layout.in_rank_TW, finished(async_finish)
 
     @torch.no_grad()
@@ -191,8 +191,7 @@ class Buffer(GroupBuffer):
                 if num_worst_tokens and topk_idx is None:
                     raise InputError("num_worst_tokens needs topk_idx")
                 counts_E = checked("num_tokens_per_expert", num_tokens_per_expert, ID_DTYPES, (None,))
-                known = self._remembers(topk_idx, len(counts_E))  # then the ids have been checked
-                check_input(x, topk_idx, topk_weights, None if known else len(counts_E))
+                check_input(x, topk_idx, topk_weights, len(counts_E))
                 shape = len(unpacked(x)[0]), self.group_size
                 in_rank_TW = checked("is_token_in_rank", is_token_in_rank, (torch.bool,), shape)
         if handle is not None:

@@ -98,7 +98,7 @@ class GroupBuffer:
     backend: ClassVar[str] = "auto"
     timeout_s: ClassVar[float] = 300.0
     _layout: tuple[Tensor, int, RankLayout] | None = None
-    """Ids, their version, and their layout, from ``get_dispatch_layout`` until the next dispatch."""
+    """Ids, their version and layout, of ``get_dispatch_layout`` for one dispatch. Inference tensors have no version."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         if group is None:
@@ -136,16 +136,14 @@ class GroupBuffer:
         except MoeCommError as fault:
             self._dispatcher(x, num_experts).refuse(fault, torch.empty(0, device=self._device))
 
-    def _remember(self, topk_idx: Tensor, layout: RankLayout) -> None:
-        """Store the layout for a dispatch of the same ids. Inference tensors do not tell whether they changed."""
-        self._layout = None if topk_idx.is_inference() else (topk_idx, topk_idx._version, layout)
-
-    def _remembers(self, topk_idx: Tensor | None, num_experts: int) -> bool:
-        """Return whether the stored layout is that of ``topk_idx``, unchanged."""
-        if self._layout is None:
-            return False
-        ids, version, layout = self._layout
-        return ids is topk_idx and ids._version == version and len(layout.per_expert_E) == num_experts
+    def _layout_of(self, topk_idx: Tensor, num_experts: int) -> RankLayout:
+        """Return the layout that ``get_dispatch_layout`` stored for these ids; a new one if they differ or changed."""
+        stored, self._layout = self._layout, None
+        if stored is not None:
+            ids, version, layout = stored
+            if ids is topk_idx and ids._version == version and len(layout.per_expert_E) == num_experts:
+                return layout
+        return rank_layout(topk_idx, num_experts, self.group_size)
 
     def _exchange(
         self,
@@ -182,9 +180,7 @@ class GroupBuffer:
             counts_N1 = self._dispatcher(x, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
             counts_L = counts_N1.view(-1, self.group_size).sum(1)  # of all ranks, for this rank's experts
         else:
-            known = self._remembers(topk_idx, num_experts)
-            layout = self._layout[2] if known and self._layout else rank_layout(topk_idx, num_experts, self.group_size)
-            ids_TN, self._layout = layout.ranks_TN, None
+            ids_TN = self._layout_of(topk_idx, num_experts).ranks_TN
         routes = Routes(dispatcher, ids_TN)
         rows, words_RX = routes.send_with(values, words)
         if topk_idx is not None:
