@@ -76,7 +76,7 @@ class UnsupportedModel(MoeCommError, ValueError):
 
 
 class MissingDependency(MoeCommError, ImportError):
-    """An optional package is required; the message names the extra that installs it."""
+    """An optional package is required; the message says how to install it."""
 
 
 class KernelError(MoeCommError):
