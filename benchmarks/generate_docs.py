@@ -56,13 +56,14 @@ API_MODULES = {
     "moe_comm.integrations.lightning": "Lightning",
     "moe_comm.integrations.megatron": "Megatron-Core",
     "moe_comm.integrations.torchtitan": "torchtitan",
+    "moe_comm.integrations.tutel": "Tutel",
     "moe_comm.topology": "Topology",
     "moe_comm.train": "Training",
     "moe_comm.train.data": "Data",
     "moe_comm.train.checkpoint": "Checkpoints",
 }
 ADAPTERS = tuple(
-    f"moe_comm.integrations.{name}" for name in ("axolotl", "deepspeed", "lightning", "megatron", "torchtitan")
+    f"moe_comm.integrations.{name}" for name in ("axolotl", "deepspeed", "lightning", "megatron", "torchtitan", "tutel")
 )
 """Packages that need another system to be imported. Their stubs name classes and functions only."""
 

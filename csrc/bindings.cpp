@@ -173,6 +173,13 @@ PYBIND11_MODULE(_C, m) {
       .def("set_step", &Communicator::set_step)
       .def("set_timeout", &Communicator::set_timeout)
       .def("check_peers", &Communicator::check_peers)
+      .def(
+          "give_up",
+          [](Communicator& c) {
+            const auto lock = c.lock();
+            c.give_up();
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("pids", &Communicator::pids);
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")

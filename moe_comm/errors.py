@@ -17,18 +17,22 @@ class MoeCommError(RuntimeError):
     details: str = ""
 
 
-def mark_known(error: BaseException) -> None:
-    """Mark ``error`` as known to the other ranks of the group: they raise as well."""
-    error._known_to_peers = True  # type: ignore[attr-defined]
+ANY = "any group"
 
 
-def known_to_peers(error: BaseException) -> bool:
+def mark_known(error: BaseException, comm: object = ANY) -> None:
+    """Mark ``error`` as known to the other ranks, which raise as well. comm: communicator of these ranks."""
+    error._known_to_peers = [*getattr(error, "_known_to_peers", ()), comm]  # type: ignore[attr-defined]
+
+
+def known_to_peers(error: BaseException | None, comm: object = ANY) -> bool:
     """Return whether ``error`` or one of its causes was raised by an operation or passed to ``abort``."""
-    while not getattr(error, "_known_to_peers", False):
-        if error.__cause__ is None:
-            return False
+    while error is not None:
+        known = getattr(error, "_known_to_peers", ())
+        if ANY in known or comm in known:
+            return True
         error = error.__cause__
-    return True
+    return False
 
 
 class ConfigError(MoeCommError, ValueError):
@@ -76,7 +80,7 @@ class UnsupportedModel(MoeCommError, ValueError):
 
 
 class MissingDependency(MoeCommError, ImportError):
-    """An optional package is required; the message names the extra that installs it."""
+    """An optional package is required; the message says how to install it."""
 
 
 class KernelError(MoeCommError):

@@ -323,6 +323,10 @@ void Communicator::finish() {
 void Communicator::abandon() {
   if (!in_op_) return;
   in_op_ = false;
+  give_up();
+}
+
+void Communicator::give_up() {
   if (!failure_.empty()) return;  // the peers were already notified
   failure_ = "rank " + std::to_string(rank_) +
              " aborted an operation after an error. This group is unusable; restart the ranks";

@@ -147,6 +147,8 @@ class Communicator {
   // Called at the end of every operation. If the operation did not finish, this notifies the peers that this rank
   // aborted it.
   void abandon();
+  // Notify the peers that this rank takes part in no further operation.
+  void give_up();
   // Return the address of [offset, offset + bytes) in a peer's segment. Maps more of the segment where needed.
   char* address(int peer, int64_t offset, int64_t bytes);
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.runtime.event_layout import Kind
@@ -33,6 +34,8 @@ LINGER_S = 10.0
 AT_ONCE_S = 50e-6
 """Operations that were started longer ago than this when the wait begins ran concurrently with other work. Their span
 records the start."""
+MESSAGE_CHARS = 160
+"""Length limit for the text of an exception in a header."""
 _TIMED_OUT = re.compile("timed? ?out|timeout", re.IGNORECASE)
 _LOST = re.compile("closed by peer|reset by peer|read error|broken pipe|pair closure|connection|nccl", re.IGNORECASE)
 
@@ -288,6 +291,8 @@ class Channel:
             self.comm.calls.gave_up = text
             if self.comm.peers is not None:
                 self.comm.peers.give_up(text)
+            if self.comm.core is not None:
+                self.comm.core.give_up()
 
     def peer_error(
         self, message: str, waited_s: float, description: str, number: int | None = None
@@ -317,6 +322,33 @@ class Channel:
             f"{text}. The rank hangs, is slow, or took another path through the program; see its stacks (py-spy dump), "
             "or increase DispatchOptions.timeout_s. This group is unusable."
         )
+
+
+class AbortOnError:
+    """Context manager that calls ``abort`` for an exception that leaves its block.
+
+    A class, because ``contextmanager`` takes several calls more.
+    """
+
+    __slots__ = ("_abort",)
+
+    def __init__(self, abort: Callable[[Exception], None]) -> None:
+        self._abort = abort
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        # Activation checkpointing ends a forward pass early with _StopRecomputationError.
+        if isinstance(error, Exception) and not isinstance(error, _StopRecomputationError):
+            self._abort(error)
+
+
+def raised_text(error: Exception, label: str) -> str:
+    """Return the text with which the other ranks raise. label: name of the layer."""
+    where = f" in layer {label!r}" if label else ""
+    text = " ".join(str(error).split())[:MESSAGE_CHARS]
+    return f"raised {type(error).__name__}{where} instead of its next operation: {text}"
 
 
 def operation(description: str) -> str:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_comm.comm.channel import Channel, PendingTensor, operation
+from moe_comm.comm.channel import Channel, PendingTensor, operation, raised_text
 from moe_comm.comm.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
 from moe_comm.comm.shared_heap import SharedHeap
-from moe_comm.errors import HeapError
+from moe_comm.errors import HeapError, MoeCommError, PeerRaised, known_to_peers, mark_known
 from moe_comm.kernels.accumulate import sum_in_rank_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
@@ -71,7 +71,9 @@ class SharedChannel(Channel):
         rows = self.all_gather(words.to(self.control_device), f"the check before {description}").cpu()
         different = [rank for rank, row in enumerate(rows.tolist()) if row != rows[self.rank].tolist()]
         if different:
-            raise other_collective(self.rank, call, description, f"ranks {different} are in another")
+            error = other_collective(self.rank, call, description, f"ranks {different} are in another")
+            mark_known(error, self.comm)
+            raise error
 
     def compare_before_transfer(self, description: str, x: Tensor) -> None:
         """As ``compare``, for transfers without a comparison of their own (``rotate``).
@@ -199,6 +201,38 @@ class SharedChannel(Channel):
             if rendezvous is not None:
                 rendezvous.abandon()  # has no effect after finish
 
+    def abort(self, error: Exception, label: str, *, in_flight: bool = False) -> None:
+        """Report to the other ranks that this rank raised ``error`` instead of its next collective.
+
+        With shared memory, they raise ``PeerRaised`` from their current or next collective, for which this call waits
+        for at most ``timeout_s``. Otherwise those that wait raise ``PeerError``, and the group is unusable. Nothing
+        happens if an operation raised ``error`` on all ranks, and over NCCL, where waiting ranks read no reports.
+
+        Args:
+            label: name of the layer.
+            in_flight: this rank, or a peer, may be in a transfer of the group's backend.
+
+        Raises:
+            PeerError: the group is unusable already, which the other ranks notice as this rank did.
+        """
+        if self.world == 1 or known_to_peers(error, self.comm) or self.rows_device.type == "cuda":
+            return
+        self.comm.check()
+        if self.comm.core is not None:
+            self.comm.core.check_peers()
+        mark_known(error, self.comm)
+        text, empty = raised_text(error, label), torch.empty(0)
+        if in_flight or not self.uses_shared_memory(empty):
+            self.give_up(f"rank {self.rank} {text}")
+            return
+        header, args = self._call_args(0, empty.dtype, label, empty, PeerRaised(text))
+        try:
+            self._exchange.copy(*args, 0, 0, 0)
+        except self._core.HandshakeFailed as mismatch:
+            failure(mismatch.headers, self.rank, header)  # updates the numbers of calls
+        except MoeCommError:
+            pass  # a peer did not come
+
     def reserve(self, num_bytes: int) -> None:
         """Grow the shared memory of this rank so that it has a free block of ``num_bytes``. Not collective.
 
@@ -243,7 +277,7 @@ class SharedChannel(Channel):
             return None
 
     def _call_args(
-        self, num_bytes: int, dtype: torch.dtype, description: str, offer: Tensor, fault: HeapError | None
+        self, num_bytes: int, dtype: torch.dtype, description: str, offer: Tensor, fault: MoeCommError | None
     ) -> tuple[Header, tuple[Any, ...]]:
         """Return the header of the next call, and the common arguments of native calls."""
         assert self._shared is not None
@@ -265,6 +299,7 @@ class SharedChannel(Channel):
         text = str(error)
         try:
             if not isinstance(error, HeapError):
+                mark_known(error, self.comm)
                 raise error from None
         finally:
             del error, handshake_error  # their tracebacks reference this frame and memory of the heap

@@ -15,15 +15,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, ClassVar, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
+from moe_comm.comm.channel import AbortOnError, raised_text
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import GroupCalls, Header
 from moe_comm.deprecated import warn_renamed
@@ -45,9 +45,6 @@ from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, quantized
 from moe_comm.errors import MoeCommError, PeerRaised, known_to_peers, mark_known
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.topology import ExpertPlacement, Placement
-
-MESSAGE_CHARS = 160
-"""Length limit for the text of an exception in a header."""
 
 _makers = count(1)
 """Ids for ``Dispatcher.maker``."""
@@ -323,12 +320,10 @@ class Dispatcher(ABC):
             label: name of the layer, for the other ranks' message.
             in_flight: rows of an operation that has started are still in transfer.
         """
-        if self.world == 1 or known_to_peers(error):
+        if self.world == 1 or known_to_peers(error, self.comm):
             return
         mark_known(error)
-        where = f" in layer {label!r}" if label else ""
-        text = " ".join(str(error).split())[:MESSAGE_CHARS]
-        text = f"raised {type(error).__name__}{where} instead of its next operation: {text}"
+        text = raised_text(error, label)
         if in_flight or not self.handshakes:
             self._report_stop(f"rank {self.rank} {text}")
             return
@@ -340,7 +335,7 @@ class Dispatcher(ABC):
 
         The block holds the code between two operations: the experts, or the call of ``backward``.
         """
-        return _AbortOnError(self, label, in_flight)
+        return AbortOnError(partial(self.abort, label=label, in_flight=in_flight))
 
     @property
     def handshakes(self) -> bool:
@@ -449,23 +444,6 @@ class Dispatcher(ABC):
     def _return_words(self, words_RX: Tensor, handle: DispatchHandle) -> Tensor:
         """Return [T, K, X], after ``_send_words`` with the same X."""
         return return_slots(self, words_RX, handle)
-
-
-class _AbortOnError:
-    """Result of ``Dispatcher.abort_on_error``. A class, because ``contextmanager`` takes several calls more."""
-
-    __slots__ = ("_dispatcher", "_in_flight", "_label")
-
-    def __init__(self, dispatcher: Dispatcher, label: str, in_flight: bool) -> None:
-        self._dispatcher, self._label, self._in_flight = dispatcher, label, in_flight
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        # Activation checkpointing ends a forward pass early with _StopRecomputationError.
-        if isinstance(error, Exception) and not isinstance(error, _StopRecomputationError):
-            self._dispatcher.abort(error, label=self._label, in_flight=self._in_flight)
 
 
 def make_handle(

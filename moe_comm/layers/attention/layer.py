@@ -46,7 +46,15 @@ from moe_comm.layers.attention.context import (
 from moe_comm.layers.attention.mla import LatentGather, LatentProjections, latent_config
 from moe_comm.layers.attention.rope import Rope, RopeTable, softmax_scale
 from moe_comm.layers.attention.sequence import Documents, local_positions
-from moe_comm.layers.parallel.collectives import channel_of, copy_to, gather_dim, group_rank, group_size, sum_over
+from moe_comm.layers.parallel.collectives import (
+    abort_on_error,
+    channel_of,
+    copy_to,
+    gather_dim,
+    group_rank,
+    group_size,
+    sum_over,
+)
 from moe_comm.layers.parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -226,8 +234,15 @@ class Attention(LatentProjections):
 
         Raises:
             InputError: x, positions or documents have the wrong shape, or the sequence cannot be split.
+            PeerRaised, PeerError: attention raised on another rank of a group.
             PeerDied, PeerTimeout: a rank of a group failed, or did not call in time.
         """
+        with abort_on_error("attention", self.tp_group, self.cp_group):
+            return self._attend(x_BSD, positions_BS, documents)
+
+    def _attend(
+        self, x_BSD: Tensor, positions_BS: Tensor | RopeTable | None, documents: Documents | Tensor | None
+    ) -> Tensor:
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.config.hidden:
             raise InputError(f"attention expects [B, S, {self.config.hidden}]; got {tuple(x_BSD.shape)}")
         length = x_BSD.shape[1] * (group_size(self.tp_group) if self.sequence_dim is not None else 1)

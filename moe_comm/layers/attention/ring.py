@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import AbortOnError
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.layers.attention.attention_blocks import (
     AttentionGradients,
@@ -32,8 +33,9 @@ from moe_comm.layers.attention.attention_blocks import (
     plan_blocks,
 )
 from moe_comm.layers.attention.sequence import Documents, chunks_of
-from moe_comm.layers.parallel.collectives import channel_of, group_rank, group_size
+from moe_comm.layers.parallel.collectives import abort_on_error, channel_of, group_rank, group_size
 
+Gradients = tuple[Tensor | None, ...]
 LINE_BYTES = 64
 
 
@@ -78,11 +80,19 @@ class RingSpec:
         return blocks
 
     def begin(self, operation: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise ``RankMismatch`` on every rank if the ranks call with different arguments and checks are enabled."""
+        """Raise ``RankMismatch`` on every rank if the ranks call with different arguments and checks are enabled.
+
+        Then raise ``InputError`` if the sequence cannot be split.
+        """
         if self.group is not None and group_size(self.group) > 1:
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
             description = f"{operation} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}"
             channel_of(self.group).compare_before_transfer(description, q)
+            chunks_of(q.shape[2] * group_size(self.group), group_size(self.group), group_rank(self.group), "ring")
+
+    def in_flight(self) -> AbortOnError:
+        """Return a context manager that reports an exception to the other ranks, which may be in a transfer."""
+        return abort_on_error("attention", self.group, in_flight=True)
 
 
 def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: RingSpec) -> Tensor:
@@ -91,13 +101,24 @@ def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: RingSpe
     q_BhSd is [B, h, S / cp, d], k_BkSd [B, k, S / cp, d] and v_BkSd [B, k, S / cp, dv]; h is a multiple of k. Errors
     are those of ``context_attention``.
     """
-    return _Ring.apply(q_BhSd, k_BkSd, v_BkSd, spec)  # type: ignore[no-any-return]
+    spec.begin("ring attention", q_BhSd, k_BkSd, v_BkSd)
+    with spec.in_flight():
+        return _Ring.apply(q_BhSd, k_BkSd, v_BkSd, spec)  # type: ignore[no-any-return]
+
+
+def in_flight_backward(backward: Callable[[Any, Tensor], Gradients]) -> Callable[[Any, Tensor], Gradients]:
+    """Return ``backward``, in the ``in_flight`` block of the ``spec`` of its context."""
+
+    def run(ctx: Any, grad: Tensor) -> Gradients:
+        with ctx.spec.in_flight():
+            return backward(ctx, grad)
+
+    return run
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: RingSpec) -> Tensor:
-        spec.begin("ring attention", q, k, v)
         state = AttentionState.empty(q, v.shape[-1])
         with without_autocast(q):
             for key_rank, (k_step, v_step) in ring_steps([k, v], spec, "ring attention, keys and values"):
@@ -109,6 +130,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_flight_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         spec: RingSpec = ctx.spec

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.layers.attention.attention_blocks import AttentionGradients, AttentionState
-from moe_comm.layers.attention.ring import RingSpec, pack, ring_steps, split_own_blocks, unpack
+from moe_comm.layers.attention.ring import RingSpec, in_flight_backward, pack, ring_steps, split_own_blocks, unpack
 from moe_comm.layers.parallel.collectives import channel_of, group_rank
 
 
@@ -38,13 +38,14 @@ def token_ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: R
     The results differ in rounding: outputs for one rank's keys are sent in the dtype of the queries. Calls of the ranks
     are always compared over shared memory, and a difference raises ``RankMismatch``.
     """
-    return _TokenRing.apply(q_BhSd, k_BkSd, v_BkSd, spec)  # type: ignore[no-any-return]
+    spec.begin("token ring attention", q_BhSd, k_BkSd, v_BkSd)
+    with spec.in_flight():
+        return _TokenRing.apply(q_BhSd, k_BkSd, v_BkSd, spec)  # type: ignore[no-any-return]
 
 
 class _TokenRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: RingSpec) -> Tensor:
-        spec.begin("token ring attention", q, k, v)
         rank = group_rank(spec.group)
         first, second = split_own_blocks(spec.blocks(q, rank), spec)
         state = AttentionState.no_keys(q, v.shape[-1])
@@ -68,6 +69,7 @@ class _TokenRing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_flight_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         spec: RingSpec = ctx.spec

@@ -24,6 +24,7 @@ others over the group's backend, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,14 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import AbortOnError
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import channel_of, configure_collectives, group_rank, group_size
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.errors import InputError
+from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.accumulate import sum_in_rank_order
 
 __all__ = [
     "CollectiveOptions",
+    "abort_on_error",
     "channel_of",
     "check_cut",
     "configure_collectives",
@@ -123,6 +126,21 @@ def gather_values(x: Tensor, group: ProcessGroup | None, description: str = "an 
 def sum_values(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum the ranks' tensors; the result has the same bits on each rank. Not differentiable."""
     return sum_over(x.detach(), group)
+
+
+def abort_on_error(label: str, *groups: ProcessGroup | None, in_flight: bool = False) -> AbortOnError:
+    """Return a context manager that reports an exception in its block to the other ranks of ``groups``.
+
+    label, in_flight: see ``SharedChannel.abort``.
+    """
+
+    def abort(error: Exception) -> None:
+        for group in groups:
+            if group is not None and group_size(group) > 1:
+                with suppress(MoeCommError):  # of a group that is unusable
+                    channel_of(group).abort(error, label, in_flight=in_flight)
+
+    return AbortOnError(abort)
 
 
 # --- implementation ---
