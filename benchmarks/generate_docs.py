@@ -55,6 +55,7 @@ API_MODULES = {
     "moe_comm.integrations.deepspeed": "DeepSpeed",
     "moe_comm.integrations.lightning": "Lightning",
     "moe_comm.integrations.megatron": "Megatron-Core",
+    "moe_comm.integrations.sglang": "SGLang",
     "moe_comm.integrations.torchtitan": "torchtitan",
     "moe_comm.topology": "Topology",
     "moe_comm.train": "Training",
@@ -62,7 +63,8 @@ API_MODULES = {
     "moe_comm.train.checkpoint": "Checkpoints",
 }
 ADAPTERS = tuple(
-    f"moe_comm.integrations.{name}" for name in ("axolotl", "deepspeed", "lightning", "megatron", "torchtitan")
+    f"moe_comm.integrations.{name}"
+    for name in ("axolotl", "deepspeed", "lightning", "megatron", "sglang", "torchtitan")
 )
 """Packages that need another system to be imported. Their stubs name classes and functions only."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,8 +97,8 @@ class GroupBuffer:
         ConfigError: there is no process group.
     """
 
-    backend: ClassVar[str] = "auto"
-    timeout_s: ClassVar[float] = 300.0
+    backend: str = "auto"
+    timeout_s: float = 300.0
 
     def __init__(self, group: ProcessGroup | None) -> None:
         if group is None:
