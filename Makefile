@@ -20,12 +20,12 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_
 PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test hosts adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
+.PHONY: help install build train test hosts sglang adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make hosts     the adapters with the systems that they are for, in build/hosts"
-	@echo "make adapters  the same, and axolotl and older transformers"
+	@echo "make adapters  the same, and axolotl, SGLang and older transformers"
 	@echo "make wheels    manylinux wheels for x86-64 and aarch64, each run without a compiler, in build/wheels"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
@@ -67,10 +67,11 @@ test: build
 
 # Other systems are installed beside the environment and without dependencies, so that none of them replaces torch or
 # another package there. OLDER: versions of transformers whose tests run in processes of their own.
-# axolotl has its own folder, with the versions that it requires of what other systems import too. It and DeepSpeed's
-# AutoEP run with transformers 5.16.1.
+# axolotl and SGLang have their own folders, with the versions that they require of what other systems import too. axolotl
+# and DeepSpeed's AutoEP run with transformers 5.16.1.
 HOSTS := build/hosts
 AXOLOTL := build/axolotl
+SGLANG := build/sglang
 OLDER := 5.16.1 5.19.0
 REQUIREMENTS := tests/integrations/hosts/requirements
 $(HOSTS)/.installed: $(REQUIREMENTS).txt Makefile $(STAMP)
@@ -89,14 +90,19 @@ $(AXOLOTL)/.installed: $(REQUIREMENTS)-axolotl.txt Makefile $(STAMP)
 	  huggingface_hub==1.17.0 httpx==0.28.1 httpcore
 	@touch '$@'
 
+$(SGLANG)/.installed: $(REQUIREMENTS)-sglang.txt Makefile $(STAMP)
+	rm -rf $(SGLANG)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(SGLANG) -r $<
+	@touch '$@'
+
 # A system that is absent, or is found in another version, ends this with an error; its tests alone would be skipped.
 hosts: build $(HOSTS)/.installed
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m tests.integrations.hosts.installed requirements.txt
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest $(PARALLEL) --durations=5 tests/integrations/hosts \
-	  --ignore=tests/integrations/hosts/test_axolotl.py --ignore=tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
+	  $(patsubst %,--ignore=tests/integrations/hosts/test_%.py,axolotl autoep sglang) $(TEST_ARGS)
 
-# axolotl and older transformers take as long again; CI runs only the systems above.
-adapters: hosts $(AXOLOTL)/.installed
+# axolotl, SGLang and older transformers take as long again; CI runs only the systems above.
+adapters: hosts sglang $(AXOLOTL)/.installed
 	@set -e; export $(TEST_ENV) PYTHONPATH=$(CURDIR)/$(AXOLOTL):$(CURDIR)/build/transformers-5.16.1:$(CURDIR)/$(HOSTS); \
 	  $(BIN)/python -m tests.integrations.hosts.installed requirements-axolotl.txt; \
 	  $(BIN)/python -m pytest tests/integrations/hosts/test_axolotl.py tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
@@ -105,6 +111,10 @@ adapters: hosts $(AXOLOTL)/.installed
 	  $(BIN)/python -c "import transformers as t; assert t.__version__ == '$$version', t.__version__"; \
 	  $(BIN)/python -m pytest tests/integrations/test_swap.py tests/integrations/test_experts_interface.py $(TEST_ARGS); \
 	done
+
+sglang: build $(SGLANG)/.installed
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(SGLANG) $(BIN)/python -m tests.integrations.hosts.installed requirements-sglang.txt
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(SGLANG) $(BIN)/python -m pytest tests/integrations/hosts/test_sglang.py $(TEST_ARGS)
 
 # Other interpreters than those that are found: make wheels PYTHONS="python3.12 /opt/python/bin/python3.13".
 # Wheels for another machine than this one are run under qemu: Debian's qemu-user.

@@ -55,6 +55,7 @@ API_MODULES = {
     "moe_comm.integrations.deepspeed": "DeepSpeed",
     "moe_comm.integrations.lightning": "Lightning",
     "moe_comm.integrations.megatron": "Megatron-Core",
+    "moe_comm.integrations.sglang": "SGLang",
     "moe_comm.integrations.torchtitan": "torchtitan",
     "moe_comm.integrations.tutel": "Tutel",
     "moe_comm.topology": "Topology",
@@ -63,7 +64,8 @@ API_MODULES = {
     "moe_comm.train.checkpoint": "Checkpoints",
 }
 ADAPTERS = tuple(
-    f"moe_comm.integrations.{name}" for name in ("axolotl", "deepspeed", "lightning", "megatron", "torchtitan", "tutel")
+    f"moe_comm.integrations.{name}"
+    for name in ("axolotl", "deepspeed", "lightning", "megatron", "sglang", "torchtitan", "tutel")
 )
 """Packages that need another system to be imported. Their stubs name classes and functions only."""
 

@@ -60,6 +60,7 @@ PRELOAD = (
     "pytest",
     "moe_comm.layers",
     "moe_comm.train.loop.job",
+    "tests.integrations.hosts.sglang_cpu",
 )
 BARE = PRELOAD[:4]
 

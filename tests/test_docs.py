@@ -23,7 +23,6 @@ import pytest
 import typer
 
 from moe_comm import cli
-from moe_comm.errors import MissingDependency
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -243,7 +242,10 @@ def resolves(name: str) -> bool:
     for length in range(len(parts), 0, -1):
         try:
             value: Any = importlib.import_module(".".join(parts[:length]))
-        except MissingDependency:  # an adapter without its system
+        except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("moe_comm"):
+                continue
+            # An adapter without its system.
             source = ROOT.joinpath(*parts[:-1]).with_suffix(".py")
             if not source.is_file():
                 return ROOT.joinpath(*parts).is_dir()
@@ -252,8 +254,6 @@ def resolves(name: str) -> bool:
                 for node in ast.parse(source.read_text()).body
                 if isinstance(node, ast.ClassDef | ast.FunctionDef)
             }
-        except ModuleNotFoundError:
-            continue
         for part in parts[length:]:
             if not hasattr(value, part):
                 return False

@@ -15,6 +15,7 @@ SUPPORTED: dict[str, tuple[str, str, str]] = {
     "megatron-core": ("0.16.0", "0.17", "megatron"),
     "lightning": ("2.6.0", "2.7", "lightning"),
     "deepspeed": ("0.19.8", "0.20", "deepspeed"),
+    "sglang": ("0.5.23", "0.5.24", "sglang"),
 }
 """Package: lowest supported version, first unsupported version, and the extra that installs it."""
 CHECKOUTS = {"megatron-core": "megatron.core.package_info"}

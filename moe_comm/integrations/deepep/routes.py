@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,8 +95,8 @@ class GroupBuffer:
         ConfigError: there is no process group.
     """
 
-    backend: ClassVar[str] = "auto"
-    timeout_s: ClassVar[float] = 300.0
+    backend: str = "auto"
+    timeout_s: float = 300.0
     _layout: tuple[Tensor, int, RankLayout] | None = None
     """Ids, their version and layout, of ``get_dispatch_layout`` for one dispatch. Inference tensors have no version."""
 

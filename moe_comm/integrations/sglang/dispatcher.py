@@ -1,0 +1,178 @@
+"""A dispatcher of SGLang that sends each token once to each rank that has one of its experts.
+
+SGLang's MoE runner of a rank computes the weighted sum of the rank's own experts for each received row. ``combine``
+adds these partial sums:
+
+    tokens [T, H] ─▶ dispatch ─▶ rows [R, H], local ids and weights [R, K] ─▶ MoE runner ─▶ [R, H] ─▶ combine ─▶ [T, H]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+from sglang.srt.layers import deep_gemm_wrapper
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPNormalDispatchOutput
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
+from sglang.srt.layers.moe.utils import (
+    DeepEPMode,
+    DispatcherOutputDtype,
+    get_deepep_output_dtype,
+    is_sbo_enabled,
+    is_tbo_enabled,
+)
+from sglang.srt.runtime_context import get_exec, get_parallel
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch.per_rank import rank_layout
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.integrations.deepep.routes import GroupBuffer, Routes, Rows, check_input, unpacked
+
+DEEP_GEMM_ROWS = 128
+"""DeepGEMM pads the rows of an expert to a multiple of this."""
+
+
+class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    """Dispatch and combine over the tensor-parallel group, in place of SGLang's ``DeepEPDispatcher``.
+
+    The format of the rows follows from the MoE runner of the layer:
+
+    - ``triton``: ``StandardDispatchOutput``, rows in the dtype of the tokens.
+    - ``deep_gemm``: ``DeepEPNormalDispatchOutput``, rows in bf16 or in fp8 with scales.
+
+    Rows are ordered by (source rank, token). Slots of other ranks' experts have id -1 and weight 0. In the standard
+    format, a rank without rows gets one row of zeros without experts. ``combine`` adds the rows of a token in fp32, in
+    the order of the last slot of each rank, and rounds once. No autograd.
+
+    Args:
+        config: SGLang's ``MoeRunnerConfig`` of the layer.
+        group: process group of the experts; by default SGLang's tensor-parallel group.
+        backend: see ``make_dispatcher``.
+        timeout_s: seconds to wait for a live peer.
+
+    Raises:
+        ConfigError: the MoE runner, or an option of SGLang, is not supported.
+    """
+
+    dispatch_mode = DeepEPMode.NORMAL
+    """Read by SGLang's ``get_deepep_output_dtype``."""
+    _routes: Routes | None = None
+
+    def __init__(
+        self, config: Any, group: ProcessGroup | None = None, *, backend: str = "auto", timeout_s: float = 300.0
+    ) -> None:
+        BaseDispatcher.__init__(self)
+        GroupBuffer.__init__(self, group or get_parallel().tp_group.device_group)
+        self.backend, self.timeout_s = backend, timeout_s
+        self.num_experts: int = config.num_experts
+        self.runner_backend = runner = config.runner_backend
+        if runner is None or not (runner.is_triton() or runner.is_deep_gemm()):
+            name = None if runner is None else runner.value
+            raise ConfigError(
+                f"moe_comm supports the MoE runners triton and deep_gemm; layer {config.layer_id} has {name}; pass "
+                "--moe-runner-backend triton or deep_gemm"
+            )
+        if is_tbo_enabled() or is_sbo_enabled():
+            raise ConfigError("moe_comm has no --enable-two-batch-overlap and no --enable-single-batch-overlap")
+        self.is_standard: bool = runner.is_triton()
+        asked = get_exec().moe.deepep_dispatcher_output_dtype
+        if self.is_standard and asked not in ("auto", "bf16"):
+            raise ConfigError(
+                "rows for the MoE runner triton have the dtype of the tokens; "
+                f"--deepep-dispatcher-output-dtype {asked} needs --moe-runner-backend deep_gemm"
+            )
+        self.set_quant_config({})
+
+    def set_quant_config(self, quant_config: dict[str, Any]) -> None:
+        """Store SGLang's options of quantization, and choose the dtype of rows for ``deep_gemm``.
+
+        Raises:
+            ConfigError: the dtype is neither bf16 nor fp8.
+        """
+        super().set_quant_config(quant_config)
+        dtype = DispatcherOutputDtype.BF16 if self.is_standard else get_deepep_output_dtype(self)
+        if dtype not in (DispatcherOutputDtype.BF16, DispatcherOutputDtype.FP8):
+            raise ConfigError(
+                f"moe_comm sends rows in bf16 or fp8, not {dtype.value}; pass --deepep-dispatcher-output-dtype"
+            )
+        self._sends_fp8 = dtype is DispatcherOutputDtype.FP8
+
+    @torch.no_grad()
+    def dispatch(self, hidden_states: Tensor, topk_output: Any) -> Any:
+        """Send tokens [T, H] to the ranks of their experts. Collective.
+
+        Args:
+            hidden_states: [T, H]; T may differ between ranks and may be 0.
+            topk_output: SGLang's ids and weights [T, K]; -1 selects no expert.
+
+        Returns:
+            ``StandardDispatchOutput`` or ``DeepEPNormalDispatchOutput``, with R rows.
+
+        Raises:
+            ConfigError: ids and weights have another format.
+            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+        """
+        if not TopKOutputChecker.format_is_standard(topk_output):
+            raise ConfigError(f"moe_comm needs SGLang's StandardTopKOutput; got {type(topk_output).__name__}")
+        ids_TK, weights_TK = topk_output.topk_ids, topk_output.topk_weights.float()
+        if not self.is_standard:
+            ids_TK = ids_TK.long()
+        x = _fp8(hidden_states) if self._sends_fp8 else hidden_states
+        with self._checks(x):
+            check_input(x, ids_TK, weights_TK, self.num_experts)
+        routes, rows, weights_RK = self._exchange(
+            x, ids_TK, weights_TK, self.num_experts, least_rows=1 if self.is_standard else 0
+        )
+        rows, ids_RK, weights_RK = routes.padded(rows, weights_RK)
+        assert ids_RK is not None
+        self._routes = routes
+        counts_L = routes.aligned(1 if self.is_standard else DEEP_GEMM_ROWS).tolist()
+        self._record(ids_TK, counts_L)
+        if self.is_standard:
+            topk_output = StandardTopKOutput(weights_RK, ids_RK, hidden_states.new_empty(len(ids_RK), 0))
+            return StandardDispatchOutput(rows, None, topk_output)
+        return DeepEPNormalDispatchOutput(*unpacked(rows), ids_RK, weights_RK, counts_L)
+
+    @torch.no_grad()
+    def combine(self, combine_input: Any) -> Tensor:
+        """Return [T, H], the sum of the rows of each token that was dispatched last. Collective.
+
+        Args:
+            combine_input: the output of the MoE runner; ``hidden_states`` is [R, H].
+
+        Raises:
+            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+        """
+        rows_RD, routes = combine_input.hidden_states, self._routes
+        with self._checks(rows_RD):
+            if routes is None:
+                raise InputError("combine needs a dispatch before it")
+            routes.check_combine(rows_RD, None, None)
+        self._routes = None
+        return routes.combine(rows_RD, None, None)[0]
+
+    def _record(self, ids_TK: Tensor, counts_L: list[int]) -> None:
+        """Pass numbers of tokens to SGLang's recorder of the distribution over experts, if it records."""
+        recorder = get_global_expert_distribution_recorder()
+        if recorder.recording:
+            layout = rank_layout(ids_TK, self.num_experts, self.group_size)
+            recorder.on_deepep_dispatch_normal(
+                counts_L,
+                num_tokens_per_rank=layout.per_rank_W,
+                num_tokens_per_rdma_rank=None,
+                num_tokens_per_expert=layout.per_expert_E,
+            )
+
+
+def _fp8(hidden_states: Tensor) -> Rows:
+    """Return e4m3 values and the scales of 128 channels each, in the layout that SGLang's DeepGEMM runner reads."""
+    packed = deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
+    values, scales = sglang_per_token_group_quant_fp8(
+        hidden_states, 128, column_major_scales=packed, scale_tma_aligned=packed, scale_ue8m0=packed
+    )
+    return values, scales
