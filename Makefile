@@ -25,7 +25,7 @@ help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make hosts     the adapters with the systems that they are for, in build/hosts"
-	@echo "make adapters  the same, and axolotl and older transformers"
+	@echo "make adapters  the same, and vLLM, axolotl and older transformers"
 	@echo "make wheels    manylinux wheels for x86-64 and aarch64, each run without a compiler, in build/wheels"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
@@ -67,10 +67,11 @@ test: build
 
 # Other systems are installed beside the environment and without dependencies, so that none of them replaces torch or
 # another package there. OLDER: versions of transformers whose tests run in processes of their own.
-# axolotl has its own folder, with the versions that it requires of what other systems import too. It and DeepSpeed's
-# AutoEP run with transformers 5.16.1.
+# axolotl and vLLM have their own folders, with the versions that they require of what other systems import too. axolotl
+# and DeepSpeed's AutoEP run with transformers 5.16.1.
 HOSTS := build/hosts
 AXOLOTL := build/axolotl
+VLLM := build/vllm
 OLDER := 5.16.1 5.19.0
 REQUIREMENTS := tests/integrations/hosts/requirements
 $(HOSTS)/.installed: $(REQUIREMENTS).txt Makefile $(STAMP)
@@ -88,15 +89,23 @@ $(AXOLOTL)/.installed: $(REQUIREMENTS)-axolotl.txt Makefile $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target build/transformers-5.16.1 \
 	  huggingface_hub==1.17.0 httpx==0.28.1 httpcore
 	@touch '$@'
+$(VLLM)/.installed: $(REQUIREMENTS)-vllm.txt Makefile $(STAMP)
+	rm -rf $(VLLM)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VLLM) -r $<
+	@touch '$@'
 
 # A system that is absent, or is found in another version, ends this with an error; its tests alone would be skipped.
 hosts: build $(HOSTS)/.installed
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m tests.integrations.hosts.installed requirements.txt
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest $(PARALLEL) --durations=5 tests/integrations/hosts \
-	  --ignore=tests/integrations/hosts/test_axolotl.py --ignore=tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
+	  --ignore=tests/integrations/hosts/test_axolotl.py --ignore=tests/integrations/hosts/test_autoep.py \
+	  --ignore=tests/integrations/hosts/test_vllm.py $(TEST_ARGS)
 
-# axolotl and older transformers take as long again; CI runs only the systems above.
-adapters: hosts $(AXOLOTL)/.installed
+# vLLM, axolotl and older transformers take as long again; CI runs only the systems above.
+adapters: hosts $(AXOLOTL)/.installed $(VLLM)/.installed
+	@set -e; export $(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VLLM); \
+	  $(BIN)/python -m tests.integrations.hosts.installed requirements-vllm.txt; \
+	  $(BIN)/python -m pytest tests/integrations/hosts/test_vllm.py $(TEST_ARGS)
 	@set -e; export $(TEST_ENV) PYTHONPATH=$(CURDIR)/$(AXOLOTL):$(CURDIR)/build/transformers-5.16.1:$(CURDIR)/$(HOSTS); \
 	  $(BIN)/python -m tests.integrations.hosts.installed requirements-axolotl.txt; \
 	  $(BIN)/python -m pytest tests/integrations/hosts/test_axolotl.py tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
