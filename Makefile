@@ -25,7 +25,7 @@ help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make hosts     the adapters with the systems that they are for, in build/hosts"
-	@echo "make adapters  the same, and axolotl, SGLang and older transformers"
+	@echo "make adapters  the same, and axolotl, SGLang, vLLM and older transformers"
 	@echo "make wheels    manylinux wheels for x86-64 and aarch64, each run without a compiler, in build/wheels"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
@@ -67,11 +67,10 @@ test: build
 
 # Other systems are installed beside the environment and without dependencies, so that none of them replaces torch or
 # another package there. OLDER: versions of transformers whose tests run in processes of their own.
-# axolotl and SGLang have their own folders, with the versions that they require of what other systems import too. axolotl
-# and DeepSpeed's AutoEP run with transformers 5.16.1.
+# axolotl, SGLang and vLLM have their own folders, with the versions that they require of what other systems import too.
+# axolotl and DeepSpeed's AutoEP run with transformers 5.16.1.
 HOSTS := build/hosts
 AXOLOTL := build/axolotl
-SGLANG := build/sglang
 OLDER := 5.16.1 5.19.0
 REQUIREMENTS := tests/integrations/hosts/requirements
 $(HOSTS)/.installed: $(REQUIREMENTS).txt Makefile $(STAMP)
@@ -89,20 +88,19 @@ $(AXOLOTL)/.installed: $(REQUIREMENTS)-axolotl.txt Makefile $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target build/transformers-5.16.1 \
 	  huggingface_hub==1.17.0 httpx==0.28.1 httpcore
 	@touch '$@'
-
-$(SGLANG)/.installed: $(REQUIREMENTS)-sglang.txt Makefile $(STAMP)
-	rm -rf $(SGLANG)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(SGLANG) -r $<
+build/sglang/.installed build/vllm/.installed: build/%/.installed: $(REQUIREMENTS)-%.txt Makefile $(STAMP)
+	rm -rf build/$*
+	$(BIN)/python -m pip install --quiet --no-deps --target build/$* -r $<
 	@touch '$@'
 
 # A system that is absent, or is found in another version, ends this with an error; its tests alone would be skipped.
 hosts: build $(HOSTS)/.installed
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m tests.integrations.hosts.installed requirements.txt
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest $(PARALLEL) --durations=5 tests/integrations/hosts \
-	  $(patsubst %,--ignore=tests/integrations/hosts/test_%.py,axolotl autoep sglang) $(TEST_ARGS)
+	  $(patsubst %,--ignore=tests/integrations/hosts/test_%.py,axolotl autoep sglang vllm) $(TEST_ARGS)
 
-# axolotl, SGLang and older transformers take as long again; CI runs only the systems above.
-adapters: hosts sglang $(AXOLOTL)/.installed
+# axolotl, SGLang, vLLM and older transformers take as long again; CI runs only the systems above.
+adapters: hosts sglang vllm $(AXOLOTL)/.installed
 	@set -e; export $(TEST_ENV) PYTHONPATH=$(CURDIR)/$(AXOLOTL):$(CURDIR)/build/transformers-5.16.1:$(CURDIR)/$(HOSTS); \
 	  $(BIN)/python -m tests.integrations.hosts.installed requirements-axolotl.txt; \
 	  $(BIN)/python -m pytest tests/integrations/hosts/test_axolotl.py tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
@@ -112,9 +110,9 @@ adapters: hosts sglang $(AXOLOTL)/.installed
 	  $(BIN)/python -m pytest tests/integrations/test_swap.py tests/integrations/test_experts_interface.py $(TEST_ARGS); \
 	done
 
-sglang: build $(SGLANG)/.installed
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(SGLANG) $(BIN)/python -m tests.integrations.hosts.installed requirements-sglang.txt
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(SGLANG) $(BIN)/python -m pytest tests/integrations/hosts/test_sglang.py $(TEST_ARGS)
+sglang vllm: %: build build/%/.installed
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/build/$@ $(BIN)/python -m tests.integrations.hosts.installed requirements-$@.txt
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/build/$@ $(BIN)/python -m pytest tests/integrations/hosts/test_$@.py $(TEST_ARGS)
 
 # Other interpreters than those that are found: make wheels PYTHONS="python3.12 /opt/python/bin/python3.13".
 # Wheels for another machine than this one are run under qemu: Debian's qemu-user.

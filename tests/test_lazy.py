@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import moe_comm
+from moe_comm.errors import MissingDependency
 
 ROOT = Path(moe_comm.__file__).parent
 TEXTS = {file.parent: file.read_text() for file in sorted(ROOT.rglob("__init__.py"))}
@@ -26,7 +27,10 @@ def test_every_name_loads_and_none_is_that_of_a_module(name: str) -> None:
     package = importlib.import_module(name)
     assert package.__file__ is not None
     for public in package.__all__:
-        assert getattr(package, public) is not None
+        try:
+            assert getattr(package, public) is not None
+        except MissingDependency:  # of vLLM, which imports the folder of its adapter
+            assert find_spec(name.rpartition(".")[2]) is None
     modules = {path.stem for path in Path(package.__file__).parent.iterdir()}
     assert not modules & set(package.__all__)
 

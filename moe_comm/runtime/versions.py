@@ -16,10 +16,11 @@ SUPPORTED: dict[str, tuple[str, str, str]] = {
     "lightning": ("2.6.0", "2.7", "lightning"),
     "deepspeed": ("0.19.8", "0.20", "deepspeed"),
     "sglang": ("0.5.23", "0.5.24", "sglang"),
+    "vllm": ("0.32.0", "0.33", "vllm"),
 }
 """Package: lowest supported version, first unsupported version, and the extra that installs it."""
-CHECKOUTS = {"megatron-core": "megatron.core.package_info"}
-"""Package that people also use from a checkout, without installing it: the module with its ``__version__``."""
+MODULES = {"megatron-core": "megatron.core.package_info", "vllm": "vllm"}
+"""Package that people also use from a checkout or install under another name: the module with its ``__version__``."""
 
 
 def require(package: str, purpose: str) -> str:
@@ -49,9 +50,9 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        if package not in CHECKOUTS:
+        if package not in MODULES:
             raise
-        found: str = import_module(CHECKOUTS[package]).__version__
+        found: str = import_module(MODULES[package]).__version__
         return found
 
 

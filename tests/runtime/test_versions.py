@@ -52,6 +52,7 @@ def test_versions_are_named(
         ("megatron", "megatron-core"),
         ("deepspeed", "deepspeed"),
         ("lightning", "lightning"),
+        ("vllm", "vllm"),
     ],
 )
 def test_an_adapter_without_its_host_names_the_extra(host: str, package: str) -> None:
@@ -66,7 +67,7 @@ def version(name):
     return real(name)
 metadata.version = version
 try:
-    import moe_comm.integrations.{host}
+    from moe_comm.integrations.{host} import *
 except ImportError as error:
     print(type(error).__name__, error)
 """

@@ -1,0 +1,2 @@
+from moe_comm.integrations.vllm.prepare_finalize import MoeCommPrepareAndFinalize as MoeCommPrepareAndFinalize
+from moe_comm.integrations.vllm.replacement import plugin as plugin

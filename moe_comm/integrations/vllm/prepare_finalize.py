@@ -1,0 +1,176 @@
+"""vLLM's steps before and after the experts of an MoE layer, with the dispatchers of this library.
+
+    router ─▶ ids, weights ─▶ prepare ─▶ experts of vLLM, which weigh and add the slots of a row ─▶ finalize ─▶ y
+
+vLLM's GPU kernels take rows with ids of other ranks' experts and skip these. Its CPU kernels index their weights with
+every id, so there each slot is a row, with the local id of its expert:
+
+    token 5, experts 0 1 on rank 0 and 2 3 on rank 1, ids [2, 0, 3]
+
+    one row per   rank 0                    rank 1
+    (token, rank) ids [0 as 3, 0, 0 as 3]   ids [2, 0, 3]           other ranks' experts: any id of another rank
+    slot          ids [0]                   ids [0], ids [1]        local ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch import DROPPED, DispatchOptions
+from moe_comm.dispatch.per_rank import RankRoutes, local_slots, rank_layout
+from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch.types import routing_error
+from moe_comm.errors import ConfigError
+from moe_comm.runtime.versions import require
+from moe_comm.topology import ExpertPlacement
+
+require("vllm", "moe_comm.integrations.vllm")  # vLLM always imports the package, so this is here
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # noqa: E402
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # noqa: E402
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+
+Received = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Rows [R, D], ids [R, N], weights [R, N], and rows or slots of each local expert [L] int32."""
+
+
+class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    """Dispatch and combine of one MoE layer. Forward only. Experts are in contiguous ranges, as vLLM's ``linear``.
+
+    Args:
+        group: the expert-parallel group. Its ranks have different tokens, any number of them.
+        per_rank: one row per (token, rank), with global ids; otherwise one row per slot, with local ids.
+        backend: see ``make_dispatcher``.
+        timeout_s: seconds to wait for a live peer.
+    """
+
+    def __init__(self, group: ProcessGroup, *, per_rank: bool, backend: str = "auto", timeout_s: float = 300.0) -> None:
+        super().__init__()
+        self._group, self._per_rank, self._backend = group, per_rank, backend
+        self._options = DispatchOptions(timeout_s=timeout_s)
+        self._combine: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def activation_format(self) -> Any:
+        """Rows [R, D]."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """Return int32, which vLLM's CPU kernels need."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> None:
+        """Return None: any number."""
+
+    def num_dispatchers(self) -> int:
+        """Return the number of ranks."""
+        return self._group.size()
+
+    def output_is_reduced(self) -> bool:
+        """Return True: ``finalize`` adds the outputs of all ranks."""
+        return True
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Tensor, None, Any, Tensor, Tensor]:
+        """Send the tokens to the ranks of their experts. Collective; the first call creates the dispatcher.
+
+        Args:
+            a1: [T, D] fp32, bf16 or fp16.
+            topk_weights, topk_ids: [T, K]; global ids, int32 or int64; -1 drops the slot.
+            num_experts: of all ranks.
+            apply_router_weight_on_input: multiply the tokens by their weights here. Needs K = 1.
+            expert_map, quant_config, defer_input_quant: not used.
+
+        Returns:
+            Rows [R, D]; None, no scales; the number of slots of each local expert; ids, int32, and weights, fp32, both
+            [R, K] with ``per_rank`` and else [R, 1]. Slots of other ranks' experts have an id of another rank and the
+            weight 0.
+
+        Raises:
+            ConfigError: ``apply_router_weight_on_input`` with K > 1.
+            InputError, RoutingError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
+        """
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ConfigError(f"apply_router_weight_on_input needs top-k 1; got {topk_ids.shape[1]}")
+            a1 = a1 * topk_weights.to(a1.dtype)
+        receive = self._receive_tokens if self._per_rank else self._receive_slots
+        rows_RD, ids_RN, weights_RN, counts_L = receive(a1, topk_ids, topk_weights.float(), num_experts)
+        return rows_RD, None, mk.ExpertTokensMetadata(counts_L, counts_L.cpu()), ids_RN, weights_RN
+
+    @torch.no_grad()
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Write the sums of the experts' outputs into ``output`` [T, D]. Collective.
+
+        Rows are added in fp32 in slot order, with ``per_rank`` in the order of the last slots of the ranks, and rounded
+        once.
+
+        Args:
+            fused_expert_output: [R, D], or what ``weight_and_reduce_impl`` weighs and adds.
+            topk_weights, topk_ids: those of the rows, from ``prepare``.
+
+        Raises:
+            ConfigError: without a ``prepare`` before.
+            InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.combine``.
+        """
+        if self._combine is None:
+            raise ConfigError("finalize needs a call of prepare before it")
+        if len(topk_ids):
+            if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+                weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+            fused_expert_output = weight_and_reduce_impl.apply(
+                None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+            )
+        combine, self._combine = self._combine, None
+        output.copy_(combine(fused_expert_output))
+
+    def _receive_slots(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Received:
+        """Send one row per slot. Rows are ordered by local expert."""
+        dispatcher = shared_dispatcher(num_experts, self._group, x_TD.device, self._backend, self._options)
+        sent = dispatcher.dispatch(x_TD, ids_TK, extra_TKX=weights_TK.unsqueeze(2))
+        assert sent.extra_RX is not None
+        ones_TK = torch.ones_like(weights_TK)
+        self._combine = lambda rows_RD: dispatcher.combine(rows_RD, ones_TK, sent.handle)
+        counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x_TD.device)
+        ids_L = torch.arange(len(counts_L), dtype=torch.int32, device=x_TD.device)
+        return sent.rows_RD, ids_L.repeat_interleave(counts_L).unsqueeze(1), sent.extra_RX, counts_L
+
+    def _receive_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Received:
+        """Send one row per (token, rank). Rows are ordered by (source rank, token)."""
+        world, top_k = self._group.size(), ids_TK.shape[1]
+        dispatcher = shared_dispatcher(world, self._group, x_TD.device, self._backend, self._options)
+        if ((ids_TK < DROPPED) | (ids_TK >= num_experts)).any():
+            dispatcher.refuse(routing_error(ids_TK, num_experts), x_TD)
+        routes = RankRoutes(dispatcher, rank_layout(ids_TK, num_experts, world).ranks_TN)
+        rows_RD, words_RX = routes.send_with(x_TD, (ids_TK, weights_TK))
+        own = ExpertPlacement.of(num_experts, world).local_range(self._group.rank())
+        local_RK, weights_RK, counts_L = local_slots(words_RX, top_k, own, torch.int32, weighted=True)
+        assert weights_RK is not None
+        self._combine = routes.sum
+        other = num_experts - 1 if own.start == 0 else 0  # as vLLM's class for DeepEP
+        return rows_RD, torch.where(local_RK < 0, other, local_RK + own.start), weights_RK, counts_L.int()
