@@ -58,6 +58,7 @@ API_MODULES = {
     "moe_comm.integrations.sglang": "SGLang",
     "moe_comm.integrations.torchtitan": "torchtitan",
     "moe_comm.integrations.tutel": "Tutel",
+    "moe_comm.integrations.vllm": "vLLM",
     "moe_comm.topology": "Topology",
     "moe_comm.train": "Training",
     "moe_comm.train.data": "Data",
@@ -65,7 +66,7 @@ API_MODULES = {
 }
 ADAPTERS = tuple(
     f"moe_comm.integrations.{name}"
-    for name in ("axolotl", "deepspeed", "lightning", "megatron", "sglang", "torchtitan", "tutel")
+    for name in ("axolotl", "deepspeed", "lightning", "megatron", "sglang", "torchtitan", "tutel", "vllm")
 )
 """Packages that need another system to be imported. Their stubs name classes and functions only."""
 

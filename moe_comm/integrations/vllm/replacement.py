@@ -20,8 +20,7 @@ def plugin() -> None:
     """Move the rows of vLLM's expert-parallel MoE layers with this library, if the environment has ``MOE_COMM_VLLM=1``.
 
     vLLM calls it in every process, possibly several times. Further calls change nothing. Without the variable nothing
-    is imported or changed. Layers that cannot be served stay with vLLM, which
-    is logged once with the reason.
+    is imported or changed. Layers that cannot be served stay with vLLM, which is logged once with the reason.
 
     Raises:
         MissingDependency: vLLM is absent or older than supported.
