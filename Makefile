@@ -110,7 +110,9 @@ adapters: hosts sglang vllm $(AXOLOTL)/.installed
 	  $(BIN)/python -m pytest tests/integrations/test_swap.py tests/integrations/test_experts_interface.py $(TEST_ARGS); \
 	done
 
-sglang vllm: %: build build/%/.installed
+sglang: build build/sglang/.installed
+vllm: build build/vllm/.installed
+sglang vllm:
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/build/$@ $(BIN)/python -m tests.integrations.hosts.installed requirements-$@.txt
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/build/$@ $(BIN)/python -m pytest tests/integrations/hosts/test_$@.py $(TEST_ARGS)
 
