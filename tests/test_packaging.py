@@ -156,6 +156,7 @@ def clean_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
+@pytest.mark.slow
 def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}

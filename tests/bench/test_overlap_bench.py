@@ -36,6 +36,7 @@ TINY = OverlapBench(
 
 
 @pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be created")
+@pytest.mark.slow
 def test_operators_and_layer_are_checked_and_timed_between_hosts(tmp_path: Path) -> None:
     for package in ("perfetto", "matplotlib", "transformers"):
         pytest.importorskip(package)

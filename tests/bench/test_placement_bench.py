@@ -60,6 +60,7 @@ def test_bits_stay_equal_and_peers_move_more_than_decisions(tmp_path: Path) -> N
     assert packed["busiest_over_mean"] < fixed["busiest_over_mean"] or ours["switches"] == 0
 
 
+@pytest.mark.slow
 def test_copies_divide_an_expert_that_has_most_of_the_rows(tmp_path: Path) -> None:
     # Rows take far longer than publishing a copy, so the decision does not depend on the machine.
     result = run(tmp_path / "out.json", zipf=6, tokens=4096, top_k=1, hidden=64, ffn=512)
@@ -71,6 +72,7 @@ def test_copies_divide_an_expert_that_has_most_of_the_rows(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be created")
+@pytest.mark.slow
 def test_experts_move_between_hosts(tmp_path: Path) -> None:
     result = run(tmp_path / "out.json", hosts=2, link_gbit=0.1, slots=0)
     assert result["bits_equal"] and len(result["link_gbit_measured"]) == 2 == result["settings"]["hosts"]

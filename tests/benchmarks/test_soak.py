@@ -37,6 +37,7 @@ def test_a_plan_has_every_kind_and_damages_checkpoints_that_are_read(tmp_path: P
         Soak(tmp_path, faults=10, kinds=("kill", "slow_link"))
 
 
+@pytest.mark.slow
 def test_thirty_faults_of_all_kinds_do_not_change_the_result(tmp_path: Path) -> None:
     settings = Soak(tmp_path, ranks=2, faults=30, seed=1)
     messages: list[str] = []

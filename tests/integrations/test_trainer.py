@@ -58,6 +58,7 @@ def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[s
     return results if rank == 0 else []
 
 
+SLOW = pytest.mark.slow
 check = partial(check_against_one_process, train)
 
 
@@ -69,7 +70,7 @@ def test_parameters_after_five_steps_on_4_ranks_equal_those_of_one_process(folde
     check(pool4, matrix(folders, 4))
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.timeout(1200)
 def test_every_combination_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
     check(pool2, product(folders, 2))
@@ -87,7 +88,9 @@ def train_and_save(rank: int, world: int, cases: list[TrainingCase]) -> None:
         run(rank, world, case, save_strategy="steps", save_steps=SAVED)
 
 
-@pytest.mark.parametrize("rank_counts", ["2 to 4", "4 to 2", "4 to 1"])
+@pytest.mark.parametrize(
+    "rank_counts", [pytest.param("2 to 4", marks=SLOW), "4 to 2", pytest.param("4 to 1", marks=SLOW)]
+)
 def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_one(
     rank_counts: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.train.loop.test_placement import LONG, RELOCATE, metrics_of, run_relo
 from tests.train.loop.test_resume import AUTO, losses_of
 
 SLOTS = 2
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 INTERLEAVED = ("parallel.interleave=true", "parallel.overlap_chunks=2")
 FSDP = ("parallel.sharding=fsdp",)
 REPLICATE = ("placement.kind=replicate", f"placement.slots={SLOTS}")
@@ -79,12 +81,12 @@ def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Train
         (4, ()),
         (2, ("model.dtype=bfloat16", "model.recompute=full")),
         (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2")),
-        (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
-        (2, (*INTERLEAVED, "parallel.backend=all_to_all")),
+        SLOW(4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
+        SLOW(2, (*INTERLEAVED, "parallel.backend=all_to_all")),
         (2, (*INTERLEAVED, "data.micro_batches=4")),
-        (2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
+        SLOW(2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
         (2, FSDP),
-        (4, (*FSDP, "parallel.ep=2", "data.micro_batches=2")),
+        SLOW(4, (*FSDP, "parallel.ep=2", "data.micro_batches=2")),
     ],
     ids=[
         *("ep2", "ep4", "bf16", "zero1_edp2", "etp2", "interleaved", "interleaved_pairs", "recomputed_pairs"),
@@ -114,12 +116,12 @@ def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     ("world", "extra"),
     [
         (2, ()),
-        (4, ("parallel.overlap_gradients=on",)),
+        SLOW(4, ("parallel.overlap_gradients=on",)),
         (4, ("parallel.ep=2", "model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
-        (4, ("parallel.ep=2", "parallel.etp=2", "guard.on_spike=rerun")),
+        SLOW(4, ("parallel.ep=2", "parallel.etp=2", "guard.on_spike=rerun")),
         (4, (*INTERLEAVED, "parallel.ep=2", "model.dtype=bfloat16", "data.micro_batches=4", "data.batch=16")),
         (4, ("model.layers=4", "data.micro_batches=4", "parallel.pp=2", "parallel.ep=2", "parallel.schedule=1f1b")),
-        (2, ("model.layers=4", "data.micro_batches=2", "placement.rematerialize=true")),
+        SLOW(2, ("model.layers=4", "data.micro_batches=2", "placement.rematerialize=true")),
     ],
     ids=["ep2", "overlapped", "edp2_bf16", "etp2", "edp2_interleaved", "pipeline", "rematerialized"],
 )
@@ -143,12 +145,12 @@ def test_with_fsdp_copies_train_with_the_bits_of_zero1(
     ("world", "extra"),
     [
         (2, ("data.micro_batches=2",)),
-        (2, ("model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
+        SLOW(2, ("model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
         (2, (*INTERLEAVED, "data.micro_batches=4")),
-        (2, (*INTERLEAVED, "data.micro_batches=4", "parallel.backend=all_to_all", "model.recompute=selective")),
-        (2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
+        SLOW(2, (*INTERLEAVED, "data.micro_batches=4", "parallel.backend=all_to_all", "model.recompute=selective")),
+        SLOW(2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
         (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2", "model.recompute=selective")),
-        (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
+        SLOW(4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
         (4, ("parallel.backend=all_to_all", "model.shortcut=true", "model.dense_ffn=16", "parallel.overlap_chunks=2")),
     ],
     ids=[
@@ -179,7 +181,9 @@ def test_rematerialized_copies_train_with_the_same_bits_while_copies_change(
         assert torch.equal(value, weights[name]), name
 
 
-@pytest.mark.parametrize("extra", [(), ("placement.rematerialize=true",), FSDP], ids=["kept", "rematerialized", "fsdp"])
+@pytest.mark.parametrize(
+    "extra", [(), ("placement.rematerialize=true",), SLOW(FSDP)], ids=["kept", "rematerialized", "fsdp"]
+)
 def test_runs_decide_on_copies_and_resume_with_them(
     pool2: RankPool, settings: list[str], extra: tuple[str, ...]
 ) -> None:
@@ -236,12 +240,12 @@ def test_a_snapshot_in_memory_is_restored_with_its_copies(
 @pytest.mark.parametrize(
     "extra",
     [
-        ("parallel.schedule=1f1b", "parallel.sharding=zero1", "parallel.overlap_gradients=on"),
-        ("parallel.schedule=1f1b", "placement.rematerialize=true", "model.recompute=full"),
+        SLOW(("parallel.schedule=1f1b", "parallel.sharding=zero1", "parallel.overlap_gradients=on")),
+        SLOW(("parallel.schedule=1f1b", "placement.rematerialize=true", "model.recompute=full")),
         ("parallel.schedule=interleaved_1f1b",),
         ("parallel.schedule=zero_bubble", "model.recompute=selective"),
         ("parallel.schedule=zbv", "placement.rematerialize=true"),
-        ("parallel.schedule=dualpipev", *INTERLEAVED, "data.micro_batches=8", "data.batch=16"),
+        SLOW(("parallel.schedule=dualpipev", *INTERLEAVED, "data.micro_batches=8", "data.batch=16")),
     ],
     ids=["zero1", "rematerialized", "interleaved_1f1b", "zero_bubble", "zbv_rematerialized", "dualpipev_interleaved"],
 )
@@ -289,7 +293,7 @@ def test_rematerialized_copies_are_published_for_each_pass(
     [
         ("parallel.ep=4",),
         ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2"),
-        ("parallel.ep=2", "parallel.sharding=zero1", "placement.rematerialize=true", "model.layers=4"),
+        SLOW(("parallel.ep=2", "parallel.sharding=zero1", "placement.rematerialize=true", "model.layers=4")),
         ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=1"),
     ],
     ids=["ep4", "zero1", "rematerialized", "tp2"],

@@ -375,7 +375,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_resumes(
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("launcher", ["moe-comm", "torchrun"])
+@pytest.mark.parametrize("launcher", ["moe-comm", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_killed_rank_is_restarted_and_resumes_from_the_last_checkpoint(
     settings: list[str], uninterrupted: list[float], launcher: str
 ) -> None:
