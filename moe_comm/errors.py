@@ -18,6 +18,7 @@ class MoeCommError(RuntimeError):
 
 
 ANY = "any group"
+"""In place of a communicator: the error is known to the ranks of all groups of this rank."""
 
 
 def mark_known(error: BaseException, comm: object = ANY) -> None:

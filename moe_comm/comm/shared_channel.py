@@ -213,7 +213,7 @@ class SharedChannel(Channel):
             in_flight: this rank, or a peer, may be in a transfer of the group's backend.
 
         Raises:
-            PeerError: the group is unusable already, which the other ranks notice as this rank did.
+            PeerError: the group is unusable, or a peer did not come; the other ranks notice that as this rank did.
         """
         if self.world == 1 or known_to_peers(error, self.comm) or self.rows_device.type == "cuda":
             return
@@ -230,8 +230,6 @@ class SharedChannel(Channel):
             self._exchange.copy(*args, 0, 0, 0)
         except self._core.HandshakeFailed as mismatch:
             failure(mismatch.headers, self.rank, header)  # updates the numbers of calls
-        except MoeCommError:
-            pass  # a peer did not come
 
     def reserve(self, num_bytes: int) -> None:
         """Grow the shared memory of this rank so that it has a free block of ``num_bytes``. Not collective.

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import DROPPED, DispatchOptions
-from moe_comm.dispatch.per_rank import RankRoutes, local_slots, rank_layout
-from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch import DROPPED
 from moe_comm.dispatch.types import routing_error
 from moe_comm.errors import ConfigError
+from moe_comm.integrations.deepep.routes import GroupBuffer
 from moe_comm.runtime.versions import require
 from moe_comm.topology import ExpertPlacement
 
@@ -41,7 +40,7 @@ Received = tuple[Tensor, Tensor, Tensor, Tensor]
 """Rows [R, D], ids [R, N], weights [R, N], and rows or slots of each local expert [L] int32."""
 
 
-class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc, no-any-unimported, unused-ignore]
+class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffer):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """Dispatch and combine of one MoE layer. Forward only. Experts are in contiguous ranges, as vLLM's ``linear``.
 
     Args:
@@ -52,9 +51,9 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
     """
 
     def __init__(self, group: ProcessGroup, *, per_rank: bool, backend: str = "auto", timeout_s: float = 300.0) -> None:
-        super().__init__()
-        self._group, self._per_rank, self._backend = group, per_rank, backend
-        self._options = DispatchOptions(timeout_s=timeout_s)
+        mk.FusedMoEPrepareAndFinalizeModular.__init__(self)
+        GroupBuffer.__init__(self, group)
+        self._per_rank, self.backend, self.timeout_s = per_rank, backend, timeout_s
         self._combine: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -71,7 +70,7 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
     def num_dispatchers(self) -> int:
         """Return the number of ranks."""
-        return self._group.size()
+        return self.group_size
 
     def output_is_reduced(self) -> bool:
         """Return True: ``finalize`` adds the outputs of all ranks."""
@@ -151,7 +150,7 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
     def _receive_slots(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Received:
         """Send one row per slot. Rows are ordered by local expert."""
-        dispatcher = shared_dispatcher(num_experts, self._group, x_TD.device, self._backend, self._options)
+        dispatcher = self._dispatcher(x_TD, num_experts)
         sent = dispatcher.dispatch(x_TD, ids_TK, extra_TKX=weights_TK.unsqueeze(2))
         assert sent.extra_RX is not None
         ones_TK = torch.ones_like(weights_TK)
@@ -162,15 +161,12 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
     def _receive_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Received:
         """Send one row per (token, rank). Rows are ordered by (source rank, token)."""
-        world, top_k = self._group.size(), ids_TK.shape[1]
-        dispatcher = shared_dispatcher(world, self._group, x_TD.device, self._backend, self._options)
-        if ((ids_TK < DROPPED) | (ids_TK >= num_experts)).any():
-            dispatcher.refuse(routing_error(ids_TK, num_experts), x_TD)
-        routes = RankRoutes(dispatcher, rank_layout(ids_TK, num_experts, world).ranks_TN)
-        rows_RD, words_RX = routes.send_with(x_TD, (ids_TK, weights_TK))
-        own = ExpertPlacement.of(num_experts, world).local_range(self._group.rank())
-        local_RK, weights_RK, counts_L = local_slots(words_RX, top_k, own, torch.int32, weighted=True)
-        assert weights_RK is not None
+        with self._checks(x_TD):
+            if ((ids_TK < DROPPED) | (ids_TK >= num_experts)).any():
+                raise routing_error(ids_TK, num_experts)
+        routes, rows_RD, weights_RK = self._exchange(x_TD, ids_TK.int(), weights_TK, num_experts)
+        local_RK, first = routes.local_ids_RK, ExpertPlacement.of(num_experts, self.group_size).offsets[self.rank]
+        assert isinstance(rows_RD, Tensor) and local_RK is not None and weights_RK is not None
         self._combine = routes.sum
-        other = num_experts - 1 if own.start == 0 else 0  # as vLLM's class for DeepEP
-        return rows_RD, torch.where(local_RK < 0, other, local_RK + own.start), weights_RK, counts_L.int()
+        other = num_experts - 1 if first == 0 else 0  # as vLLM's class for DeepEP
+        return rows_RD, torch.where(local_RK < 0, other, local_RK + first), weights_RK, routes.rows_per_expert.int()
