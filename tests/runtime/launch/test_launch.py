@@ -265,11 +265,14 @@ def test_one_rank_with_restarts_runs_in_its_own_process() -> None:
 def handle_signals(*kinds: signal.Signals) -> int:
     """Return the end of a pipe that can be read once one of ``kinds`` was received.
 
-    A handler must not call ``Event.set``: it runs in the main thread, which may hold the lock of the event.
+    The C handler writes to the pipe. A Python handler runs later: if the signal arrives just before the main thread
+    enters a wait, or in another thread, it runs only after that wait.
     """
     received, sent = os.pipe()
+    os.set_blocking(sent, False)
+    signal.set_wakeup_fd(sent)
     for kind in kinds:
-        signal.signal(kind, lambda number, frame: os.write(sent, b"\0"))
+        signal.signal(kind, lambda number, frame: None)
     return received
 
 
