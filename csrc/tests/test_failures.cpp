@@ -270,6 +270,29 @@ TEST(failure_an_error_during_an_operation_is_reported_on_every_rank) {
   });
 }
 
+// One rank gives up while no operation runs. The others raise in their next operation, in which they wait for it.
+TEST(failure_a_rank_that_gives_up_between_operations_is_named_on_every_rank) {
+  Random random(8);
+  Ranks ranks(3, short_spin());
+  const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
+  on_ranks(3, [&](int rank) {
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    int64_t call = 0;
+    run_and_check(plan, rank, transfer, call);
+    if (rank == 1) ranks.communicators[1]->give_up();
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      std::string message;
+      try {
+        send(plan, rank, transfer, op_of(plan, 0, ++call));
+        CHECK(!"must fail");
+      } catch (const PeerError& error) {
+        message = error.what();
+      }
+      CHECK(has(message, rank == 1 ? "rank 1 aborted an operation" : "rank 1 aborted the operation"));
+    }
+  });
+}
+
 TEST(failure_peers_are_checked_between_operations) {
   Ranks ranks(2, short_spin());
   ranks.communicators[0]->check_peers();
