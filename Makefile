@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_
 PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test hosts sglang vllm adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
+.PHONY: help install build train test hosts hosts-install sglang vllm adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
@@ -92,6 +92,8 @@ build/sglang/.installed build/vllm/.installed: build/%/.installed: $(REQUIREMENT
 	rm -rf build/$*
 	$(BIN)/python -m pip install --quiet --no-deps --target build/$* -r $<
 	@touch '$@'
+
+hosts-install: $(HOSTS)/.installed
 
 # A system that is absent, or is found in another version, ends this with an error; its tests alone would be skipped.
 hosts: build $(HOSTS)/.installed
