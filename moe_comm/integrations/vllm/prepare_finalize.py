@@ -18,23 +18,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
 
 from moe_comm.dispatch import DROPPED
 from moe_comm.dispatch.types import routing_error
 from moe_comm.errors import ConfigError
 from moe_comm.integrations.deepep.routes import GroupBuffer
-from moe_comm.runtime.versions import require
 from moe_comm.topology import ExpertPlacement
-
-require("vllm", "moe_comm.integrations.vllm")  # vLLM always imports the package, so this is here
-
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # noqa: E402
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # noqa: E402
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-)
 
 Received = tuple[Tensor, Tensor, Tensor, Tensor]
 """Rows [R, D], ids [R, N], weights [R, N], and rows or slots of each local expert [L] int32."""
