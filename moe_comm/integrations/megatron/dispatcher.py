@@ -76,7 +76,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
             )
         self.num_experts: int = num_local_experts * self.ep_size
         self._slices_EW = torch.tensor(ExpertPlacement.balanced(self.num_experts, self.ep_size).slice_ids(self.tp_size))
-        self._backend, self._options, self._label = backend, DispatchOptions(timeout_s=timeout_s), label
+        self._transport, self._label = (backend, DispatchOptions(timeout_s=timeout_s)), label
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [T, H] and the probability [T, K] of each slot. The first call is collective.
@@ -91,9 +91,8 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         """
         self._shape = hidden_states.shape
         x_TD = hidden_states.reshape(-1, self._shape[-1])
-        self._dispatcher = shared_dispatcher(
-            self.num_experts * self.tp_size, self.tp_ep_group, x_TD.device, self._backend, self._options
-        )
+        num_slices = self.num_experts * self.tp_size
+        self._dispatcher = shared_dispatcher(num_slices, self.tp_ep_group, x_TD.device, *self._transport)
         # Padding to the capacity adds rows of tokens that have not chosen the expert, so a token may have any experts.
         padded = self.config.moe_pad_expert_input_to_capacity
         top_k = self.num_experts if padded else self.config.moe_router_topk
@@ -189,9 +188,8 @@ def replace_dispatchers(
 class MoeCommMoELayer(MoELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """Megatron's ``MoELayer`` with the dispatcher of moe_comm, for layer specs.
 
-    ``config.moe_token_dispatcher_type`` is not used, so no CUDA stream and no DeepEP are needed to build the layer.
-    ``TransformerLayer`` passes its ``pg_collection`` only to ``MoELayer`` itself; this class then takes the groups of
-    ``parallel_state``. For other groups, build ``MoELayer`` and call ``replace_dispatchers``.
+    ``config.moe_token_dispatcher_type`` is not used, so no CUDA stream and no DeepEP are needed to build the layer. In
+    a ``TransformerLayer`` its groups are those of ``parallel_state``; for others, use ``replace_dispatchers``.
 
     Args:
         config, args, kwargs: of ``MoELayer``.

@@ -35,15 +35,12 @@ DEEP_GEMM_ROWS = 128
 class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """Dispatch and combine over the tensor-parallel group, in place of SGLang's ``DeepEPDispatcher``.
 
-    The format of the rows follows from the MoE runner of the layer:
-
-    - ``triton``: ``StandardDispatchOutput``, rows in the dtype of the tokens.
-    - ``deep_gemm``: ``DeepEPNormalDispatchOutput``, rows in bf16 or in fp8 with scales.
-
-    Rows are ordered by (source rank, token). Slots of other ranks' experts have id -1 and weight 0. In the standard
-    format, a rank without rows gets one row of zeros without experts. ``combine`` adds the rows of a token in fp32, in
-    the order of the last slot of each rank, and rounds once. No autograd. ``dispatch`` and ``combine`` are collective
-    and raise InputError, RankMismatch, PeerDied and PeerTimeout on every rank.
+    The MoE runner ``triton`` gets rows in the dtype of the tokens, as ``StandardDispatchOutput``; ``deep_gemm`` gets
+    rows in bf16, or in fp8 with scales, as ``DeepEPNormalDispatchOutput``. Rows are ordered by (source rank, token).
+    Slots of other ranks' experts have id -1 and weight 0. In the standard format, a rank without rows gets one row of
+    zeros without experts. ``combine`` adds the rows of a token in fp32, in the order of the last slot of each rank, and
+    rounds once. No autograd. ``dispatch`` and ``combine`` are collective and raise InputError, RankMismatch, PeerDied
+    and PeerTimeout on every rank.
 
     Args:
         config: SGLang's ``MoeRunnerConfig`` of the layer.
@@ -123,7 +120,15 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
         assert ids_RK is not None
         self._routes = routes
         counts_L = routes.aligned(1 if self.is_standard else DEEP_GEMM_ROWS).tolist()
-        self._record(ids_TK, counts_L)
+        recorder = get_global_expert_distribution_recorder()
+        if recorder.recording:
+            layout = rank_layout(ids_TK, self.num_experts, self.group_size)
+            recorder.on_deepep_dispatch_normal(
+                counts_L,
+                num_tokens_per_rank=layout.per_rank_W,
+                num_tokens_per_rdma_rank=None,
+                num_tokens_per_expert=layout.per_expert_E,
+            )
         if self.is_standard:
             topk_output = StandardTopKOutput(weights_RK, ids_RK, hidden_states.new_empty(len(ids_RK), 0))
             return StandardDispatchOutput(rows, None, topk_output)
@@ -143,18 +148,6 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
             routes.check_combine(rows_RD, None, None)
         self._routes = None
         return routes.combine(rows_RD, None, None)[0]
-
-    def _record(self, ids_TK: Tensor, counts_L: list[int]) -> None:
-        """Pass numbers of tokens to SGLang's recorder of the distribution over experts, if it records."""
-        recorder = get_global_expert_distribution_recorder()
-        if recorder.recording:
-            layout = rank_layout(ids_TK, self.num_experts, self.group_size)
-            recorder.on_deepep_dispatch_normal(
-                counts_L,
-                num_tokens_per_rank=layout.per_rank_W,
-                num_tokens_per_rdma_rank=None,
-                num_tokens_per_expert=layout.per_expert_E,
-            )
 
 
 def _fp8(hidden_states: Tensor) -> Rows:

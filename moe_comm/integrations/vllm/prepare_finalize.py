@@ -123,8 +123,7 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffe
     ) -> None:
         """Write the sums of the experts' outputs into ``output`` [T, D].
 
-        Rows are added in fp32 in slot order, with ``per_rank`` in the order of the last slots of the ranks, and rounded
-        once.
+        Rows are added in fp32 in the order of slots, or of the ranks' last slots, and rounded once.
 
         Args:
             fused_expert_output: [R, D], or what ``weight_and_reduce_impl`` weighs and adds.

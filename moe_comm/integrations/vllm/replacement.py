@@ -10,7 +10,6 @@ from moe_comm.errors import ConfigError
 from moe_comm.runtime.versions import require
 
 SWITCH = "MOE_COMM_VLLM"
-"""Environment variable: "1" makes ``plugin`` replace vLLM's transport."""
 CHOICE = "maybe_make_prepare_finalize"
 """vLLM's function that chooses the transport of a layer. Modules import it by name."""
 
