@@ -1,12 +1,15 @@
-"""Versions of the systems that adapters are written for."""
+"""Versions of the systems that adapters are written for, and the one way in which an adapter requires its system."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.lazy import attach_stub
 
 SUPPORTED: dict[str, tuple[str, str, str]] = {
     "transformers": ("5.16.1", "6", "hf"),
@@ -63,3 +66,26 @@ def _numbers(text: str) -> tuple[int, ...]:
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
+
+
+def attach_adapter(
+    adapter: str, file: str, package: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return what ``attach_stub`` returns for an adapter, which requires ``package`` when it is imported.
+
+    The system imports an adapter that has a name ``plugin``, asked or not. That requires it on the use of other names.
+
+    Raises:
+        MissingDependency, ConfigError: see ``require``.
+    """
+    load, list_names, names = attach_stub(adapter, file)
+    if "plugin" not in names:
+        require(package, adapter)
+        return load, list_names, names
+
+    def load_checked(name: str) -> Any:
+        if name in names and name != "plugin":
+            require(package, f"{adapter}.{name}")
+        return load(name)
+
+    return load_checked, list_names, names

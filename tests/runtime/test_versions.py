@@ -52,6 +52,7 @@ def test_versions_are_named(
         ("megatron", "megatron-core"),
         ("deepspeed", "deepspeed"),
         ("lightning", "lightning"),
+        ("sglang", "sglang"),
         ("vllm", "vllm"),
     ],
 )

@@ -1,2 +1,1 @@
-from moe_comm.integrations.axolotl.args import MoeCommArgs as MoeCommArgs
-from moe_comm.integrations.axolotl.plugin import MoeCommPlugin as MoeCommPlugin
+from moe_comm.integrations.axolotl.plugin import MoeCommArgs as MoeCommArgs, MoeCommPlugin as MoeCommPlugin

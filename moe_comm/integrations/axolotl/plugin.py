@@ -1,13 +1,14 @@
-"""The plugin: it swaps the experts of the loaded model and prepares axolotl's trainer for them."""
+"""The plugin and its options: it swaps the experts of the loaded model and prepares axolotl's trainer for them."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.distributed import init_distributed_state
+from pydantic import BaseModel, Field
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
@@ -24,19 +25,27 @@ UNSUPPORTED = {
 }
 """Option of axolotl: why the plugin rejects it."""
 SIZES = "expert_parallel_size", "tensor_parallel_size", "context_parallel_size", "dp_shard_size"
-"""Options of axolotl that must be 1, because the ranks of an expert-parallel group have different batches."""
+"""Options of axolotl that must be 1."""
+
+
+class MoeCommArgs(BaseModel):
+    """Fields that axolotl adds to its schema."""
+
+    moe_comm_ep_size: int | None = Field(default=None, ge=1)
+    """Ranks that the experts are distributed over; None for all ranks. It divides the number of ranks."""
+    moe_comm_backend: str = "auto"
+    """Dispatch backend; see ``make_dispatcher``."""
+    moe_comm_overlap: bool | Literal["auto"] = False
+    """Run dispatch and combine during the expert GEMMs; "auto": where that is faster."""
+    moe_comm_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds to wait for a live peer."""
 
 
 class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """Expert parallelism in axolotl's DDP and FSDP2 (``fsdp_version: 2``).
+    """Expert parallelism in axolotl's DDP and FSDP2 (``fsdp_version: 2``), with the options of ``MoeCommArgs``.
 
-        plugins:
-          - moe_comm.integrations.axolotl.MoeCommPlugin
-        moe_comm_ep_size: 8
-
-    Each rank loads the whole model, keeps its part of the experts, and trains on its own batches. Gradients and the
-    norm of ``max_grad_norm`` are those of one process. Checkpoints and the final model contain all experts. Adapters
-    (LoRA) of modules other than experts are supported.
+    Each rank loads the whole model, keeps its part of the experts, and trains on its own batches. Checkpoints and the
+    final model contain all experts.
     """
 
     def get_input_args(self) -> str:
@@ -69,14 +78,10 @@ class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused
         """
         init_distributed_state()
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter's model
-        overlap = cfg.moe_comm_overlap
-        swap_moe(
-            base,
-            expert_mesh(cfg.moe_comm_ep_size, base.device.type),
-            backend=cfg.moe_comm_backend,
-            options=DispatchOptions(timeout_s=cfg.moe_comm_timeout_s),
-            overlap=Overlap() if overlap is True else overlap or None,
-        )
+        mesh = expert_mesh(cfg.moe_comm_ep_size, base.device.type)
+        options = DispatchOptions(timeout_s=cfg.moe_comm_timeout_s)
+        overlap = Overlap() if cfg.moe_comm_overlap is True else cfg.moe_comm_overlap or None
+        swap_moe(base, mesh, backend=cfg.moe_comm_backend, options=options, overlap=overlap)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Prepare the trainer for experts that differ between ranks."""

@@ -30,9 +30,7 @@ def _check_parallelism(layer: Any) -> None:
     """Raise UnsupportedModel for tensor parallelism. DeepSpeed knows of it only after ``deepspeed.initialize``."""
     folding = getattr(layer, "folding_group_handles", None)  # of AutoEP
     if max(bwc_tensor_model_parallel_world_size(groups.mpu), folding.spec.tp_size if folding else 1) > 1:
-        raise UnsupportedModel(
-            "tensor parallelism of DeepSpeed gives the ranks of a layer the same tokens; use it without"
-        )
+        raise UnsupportedModel("tensor parallelism of DeepSpeed gives ranks of a layer the same tokens; turn it off")
 
 
 def _dispatch(layer: Any, num_experts: int, x_TD: Tensor, ids_TK: Tensor) -> tuple[Dispatcher, Dispatched]:
@@ -40,8 +38,7 @@ def _dispatch(layer: Any, num_experts: int, x_TD: Tensor, ids_TK: Tensor) -> tup
     _check_parallelism(layer)
     if layer.ep_size > 1 and layer.ep_group is None:
         raise ConfigError(
-            "the MoE layer has no expert-parallel group; call deepspeed.initialize(model=...) first, or "
-            "set_deepspeed_parallelism() of the layer"
+            "the MoE layer has no group; call deepspeed.initialize(model=...), or set_deepspeed_parallelism() of it"
         )
     group = layer.ep_group if layer.ep_size > 1 else None
     dispatcher = shared_dispatcher(num_experts, group, x_TD.device, *layer.transport)
@@ -49,19 +46,13 @@ def _dispatch(layer: Any, num_experts: int, x_TD: Tensor, ids_TK: Tensor) -> tup
 
 
 class MoeCommMOELayer(MOELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """DeepSpeed's ``MOELayer`` after ``swap_transport``. Parameters and their names are the same."""
-
-    transport: tuple[str, DispatchOptions | None]
-    label: str
+    """DeepSpeed's ``MOELayer`` after ``swap_transport``."""
 
     def forward(self, *input: Any, **kwargs: Any) -> Tensor:
-        """Return the outputs of the experts, weighted and added, in the shape of the input.
+        """Return the outputs of the experts, weighted and added, in the shape of the input. Collective.
 
         Args:
             input: hidden states [..., D], and the mask of used tokens, which only top-1 gates read, or None.
-
-        Raises:
-            InputError, RoutingError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
         """
         hidden, used_token = input
         x_TD = hidden.reshape(-1, hidden.shape[-1])
@@ -84,10 +75,7 @@ def _run(expert: nn.Module, rows_RD: Tensor) -> Tensor:
 
 
 class MoeCommAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """DeepSpeed's ``AutoEPMoELayer`` after ``swap_transport``. Parameters and their names are the same."""
-
-    transport: tuple[str, DispatchOptions | None]
-    label: str
+    """DeepSpeed's ``AutoEPMoELayer`` after ``swap_transport``."""
 
     def _deepep_route(self, tokens: Tensor, ro: Any) -> Tensor:
         """Return the outputs of the experts [T, D], weighted and added. Collective.
@@ -110,12 +98,9 @@ class MoeCommAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc, no-any-unimporte
 def swap_transport(model: nn.Module, *, backend: str = "auto", options: DispatchOptions | None = None) -> nn.Module:
     """Move the rows of all MoE layers of ``model`` with the dispatchers of this library.
 
-        model = swap_transport(model)                                   # deepspeed.moe.layer.MoE
-        engine, optimizer, _, _ = deepspeed.initialize(model=model, ...)
-        swap_transport(engine.module)                                   # layers that AutoEP has made
-
     ``deepspeed.initialize`` makes the layers of AutoEP; those of ``MoE`` may be swapped before or after it. Parameters,
-    ZeRO groups, routers, auxiliary losses and checkpoints remain DeepSpeed's.
+    their names, ZeRO groups, routers, auxiliary losses and checkpoints remain DeepSpeed's. The forward pass raises the
+    errors of ``Dispatcher.dispatch`` and, without the groups of ``deepspeed.initialize``, ConfigError.
 
     Args:
         backend, options: see ``make_dispatcher``. Layers with the same group share their dispatchers.

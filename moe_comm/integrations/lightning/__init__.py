@@ -1,8 +1,5 @@
 """Expert parallelism for Lightning: ``ExpertParallelStrategy`` trains and saves models with distributed experts."""
 
-from moe_comm.lazy import attach_stub
-from moe_comm.runtime.versions import require
+from moe_comm.runtime.versions import attach_adapter
 
-require("lightning", "moe_comm.integrations.lightning")
-
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_adapter(__name__, __file__, "lightning")

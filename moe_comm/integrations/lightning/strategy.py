@@ -1,7 +1,4 @@
-"""A strategy of Lightning for models whose experts differ between ranks.
-
-Lightning's DDP saves the parameters of rank 0 and, to validate, copies them to all ranks. Both are wrong for experts.
-"""
+"""A strategy of Lightning for models whose experts differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,29 +10,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 
-from moe_comm.layers.data_parallel import (
-    expert_parameters,
-    load_optimizer_state_dict,
-    load_state_dict,
-    optimizer_state_dict,
-    prepare_ddp,
-    state_dict,
-)
+from moe_comm.layers import data_parallel
 from moe_comm.topology.expert_mesh import expert_mesh
 
 
 class ExpertParallelStrategy(DDPStrategy):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """DDP with experts that are distributed over groups of ``ep_size`` ranks.
 
-        class Model(LightningModule):
-            def configure_model(self):
-                self.model = swap_moe(self.model, self.device_mesh)
-
-        Trainer(strategy=ExpertParallelStrategy(ep_size=4), devices=8, gradient_clip_val=1.0)
-
-    ``LightningModule.device_mesh`` has the dimensions "edp" and "ep" when ``configure_model`` is called. Gradients and
-    the norm of ``gradient_clip_val`` are those of one process. Checkpoints contain whole models and optimizers in
-    Lightning's format and load on any number of ranks.
+    Lightning's DDP saves the parameters of rank 0 and, to validate, copies them to all ranks, which is wrong for
+    experts. ``LightningModule.device_mesh`` has the dimensions "edp" and "ep" when ``configure_model`` is called.
+    Gradients and the norm of ``gradient_clip_val`` are those of one process. Checkpoints contain whole models and
+    optimizers in Lightning's format and load on any number of ranks.
 
     Args:
         ep_size: ranks that the experts are distributed over; None for all ranks.
@@ -58,25 +43,26 @@ class ExpertParallelStrategy(DDPStrategy):  # type: ignore[misc, no-any-unimport
     def setup(self, trainer: Trainer) -> None:  # type: ignore[no-any-unimported, unused-ignore]
         """Exclude the experts from what DDP and Lightning copy and reduce."""
         module = self.lightning_module
-        if expert_parameters(module).keys() - set(getattr(module, "_ddp_params_and_buffers_to_ignore", [])):
-            prepare_ddp(module)
+        excluded = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+        if data_parallel.expert_parameters(module).keys() - set(excluded):
+            data_parallel.prepare_ddp(module)
         super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole model on the ranks that save, and {} on others. Collective."""
-        return state_dict(self.lightning_module, rank0_only=True, cpu=True)
+        return data_parallel.state_dict(self.lightning_module, rank0_only=True, cpu=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the part of this rank."""
-        load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        data_parallel.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state on the ranks that save. Collective."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer
-        return optimizer_state_dict(self.lightning_module, inner, rank0_only=True, cpu=True)
+        return data_parallel.optimizer_state_dict(self.lightning_module, inner, rank0_only=True, cpu=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the part of this rank."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state_dict(self.lightning_module, optimizer, state)
+            data_parallel.load_optimizer_state_dict(self.lightning_module, optimizer, state)
             _optimizer_to_device(optimizer, self.root_device)

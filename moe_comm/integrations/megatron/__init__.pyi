@@ -1,5 +1,5 @@
-from moe_comm.integrations.megatron.dispatcher import MoeCommTokenDispatcher as MoeCommTokenDispatcher
-from moe_comm.integrations.megatron.layer import (
+from moe_comm.integrations.megatron.dispatcher import (
     MoeCommMoELayer as MoeCommMoELayer,
+    MoeCommTokenDispatcher as MoeCommTokenDispatcher,
     replace_dispatchers as replace_dispatchers,
 )

@@ -1,4 +1,4 @@
-"""A token dispatcher of Megatron-Core that moves rows with moe_comm.
+"""A token dispatcher of Megatron-Core that moves rows with moe_comm, and two ways to put it into MoE layers.
 
 Megatron multiplies by the probabilities inside the experts, so each row is sent with its probability, and combine is a
 plain sum. With expert tensor parallelism each expert has one slice on each rank of the ETP group. A slice is an expert
@@ -14,14 +14,16 @@ of moe_comm, and a token is sent to all slices:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_comm.dispatch import DROPPED, Dispatcher, DispatchHandle, DispatchOptions
+from moe_comm.dispatch import DROPPED, DispatchOptions
 from moe_comm.dispatch.selection.shared import shared_dispatcher
 from moe_comm.dispatch.slots.masks import ids_of_mask
 from moe_comm.errors import ConfigError, InputError
@@ -39,23 +41,17 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
     """Dispatch and combine over the ranks of the ETP x EP group, in place of Megatron's dispatchers.
 
     Rows are ordered by (local expert, rank of the ETP x EP group, token), as in ``MoEAllGatherTokenDispatcher``.
-    ``token_combine`` adds the rows of a token in fp32 in the order of the experts and rounds once. Tokens may differ in
-    number between ranks. Capacity modes, with and without padding, are supported.
+    ``token_combine`` adds the rows of a token in fp32 in the order of the experts and rounds once. ``token_dispatch``
+    and ``token_combine`` are collective and raise the errors of ``Dispatcher.dispatch`` and ``Dispatcher.combine``.
 
     Args:
         num_local_experts, local_expert_indices, config, pg_collection: as for Megatron's dispatchers.
-        backend: see ``make_dispatcher``.
-        timeout_s: seconds to wait for a live peer.
+        backend: see ``make_dispatcher``. timeout_s: seconds to wait for a live peer.
         label: name of the layer, for error messages.
 
     Raises:
         ConfigError: an option of ``config`` is not supported, or the ranks of an ETP group are not adjacent.
     """
-
-    _dispatcher: Dispatcher
-    _handle: DispatchHandle
-    _ids_TK: Tensor
-    _shape: torch.Size
 
     def __init__(
         self,
@@ -80,7 +76,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
             )
         self.num_experts: int = num_local_experts * self.ep_size
         self._slices_EW = torch.tensor(ExpertPlacement.balanced(self.num_experts, self.ep_size).slice_ids(self.tp_size))
-        self._backend, self._options, self._label = backend, DispatchOptions(timeout_s=timeout_s), label
+        self._transport, self._label = (backend, DispatchOptions(timeout_s=timeout_s)), label
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [T, H] and the probability [T, K] of each slot. The first call is collective.
@@ -95,9 +91,8 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         """
         self._shape = hidden_states.shape
         x_TD = hidden_states.reshape(-1, self._shape[-1])
-        self._dispatcher = shared_dispatcher(
-            self.num_experts * self.tp_size, self.tp_ep_group, x_TD.device, self._backend, self._options
-        )
+        num_slices = self.num_experts * self.tp_size
+        self._dispatcher = shared_dispatcher(num_slices, self.tp_ep_group, x_TD.device, *self._transport)
         # Padding to the capacity adds rows of tokens that have not chosen the expert, so a token may have any experts.
         padded = self.config.moe_pad_expert_input_to_capacity
         top_k = self.num_experts if padded else self.config.moe_router_topk
@@ -121,11 +116,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         return x_TD, weights_TK
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows [R, H] of this rank's experts and their probabilities [R]. Collective.
-
-        Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
-        """
+        """Return the rows [R, H] of this rank's experts and their probabilities [R]."""
         probs_TK1 = probs.float().unsqueeze(2)
         sent = self._dispatcher.dispatch(hidden_states, self._ids_TK, label=self._label, extra_TKX=probs_TK1)
         assert sent.extra_RX is not None
@@ -141,11 +132,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return [T, H], the sum of the rows [R, H] of each token. Collective.
-
-        Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.combine``.
-        """
+        """Return [T, H], the sum of the rows [R, H] of each token."""
         ones_TK = torch.ones(self._ids_TK.shape, device=hidden_states.device)
         return self._dispatcher.combine(hidden_states, ones_TK, self._handle)
 
@@ -166,3 +153,58 @@ def _check_config(config: Any) -> None:
             "cuda_graph_impl='none', or a cuda_graph_scope without full_iteration, moe and moe_preprocess; got "
             f"{sorted(scopes)}"
         )
+
+
+def replace_dispatchers(
+    model: nn.Module | Sequence[nn.Module], *, backend: str = "auto", timeout_s: float = 300.0
+) -> int:
+    """Replace the token dispatcher of each ``MoELayer`` in a model of Megatron-Core.
+
+    Call it on every rank after the model has been built, before or after it is wrapped. Parameters, their names and the
+    process groups of the layers do not change.
+
+    Args:
+        model: a module, or the list of the chunks of a pipeline stage.
+        backend, timeout_s: of ``MoeCommTokenDispatcher``.
+
+    Returns:
+        The number of layers. A pipeline stage may have none.
+
+    Raises:
+        ConfigError: an option of Megatron is not supported.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else model
+    layers = [pair for chunk in chunks for pair in chunk.named_modules() if isinstance(pair[1], MoELayer)]
+    for name, layer in layers:
+        old = layer.token_dispatcher
+        groups = SimpleNamespace(ep=old.ep_group, expt_tp=old.tp_group, tp_ep=old.tp_ep_group)
+        experts = layer.num_local_experts, layer.local_expert_indices
+        layer.token_dispatcher = MoeCommTokenDispatcher(
+            *experts, layer.config, groups, backend=backend, timeout_s=timeout_s, label=name
+        )
+    return len(layers)
+
+
+class MoeCommMoELayer(MoELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    """Megatron's ``MoELayer`` with the dispatcher of moe_comm, for layer specs.
+
+    ``config.moe_token_dispatcher_type`` is not used, so no CUDA stream and no DeepEP are needed to build the layer. In
+    a ``TransformerLayer`` its groups are those of ``parallel_state``; for others, use ``replace_dispatchers``.
+
+    Args:
+        config, args, kwargs: of ``MoELayer``.
+        backend, timeout_s: of ``MoeCommTokenDispatcher``, from ``ModuleSpec.params``.
+
+    Raises:
+        ConfigError: an option of Megatron is not supported.
+    """
+
+    def __init__(self, config: Any, *args: Any, backend: str = "auto", timeout_s: float = 300.0, **kwargs: Any) -> None:
+        _check_config(config)  # before anything is allocated
+        kind = config.moe_token_dispatcher_type
+        config.moe_token_dispatcher_type = "allgather"  # needs neither CUDA nor DeepEP
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.moe_token_dispatcher_type = kind
+        replace_dispatchers(self, backend=backend, timeout_s=timeout_s)

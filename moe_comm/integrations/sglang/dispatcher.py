@@ -8,24 +8,18 @@ adds these partial sums:
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
 from sglang.srt.layers import deep_gemm_wrapper
-from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
-from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPNormalDispatchOutput
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe import utils
+from sglang.srt.layers.moe.token_dispatcher import BaseDispatcher, DeepEPNormalDispatchOutput, StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
-from sglang.srt.layers.moe.utils import (
-    DeepEPMode,
-    DispatcherOutputDtype,
-    get_deepep_output_dtype,
-    is_sbo_enabled,
-    is_tbo_enabled,
-)
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_flags, get_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -33,6 +27,7 @@ from moe_comm.dispatch.per_rank import rank_layout
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.routes import GroupBuffer, Routes, Rows, check_input, unpacked
 
+logger = logging.getLogger(__name__)
 DEEP_GEMM_ROWS = 128
 """DeepGEMM pads the rows of an expert to a multiple of this."""
 
@@ -40,26 +35,23 @@ DEEP_GEMM_ROWS = 128
 class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """Dispatch and combine over the tensor-parallel group, in place of SGLang's ``DeepEPDispatcher``.
 
-    The format of the rows follows from the MoE runner of the layer:
-
-    - ``triton``: ``StandardDispatchOutput``, rows in the dtype of the tokens.
-    - ``deep_gemm``: ``DeepEPNormalDispatchOutput``, rows in bf16 or in fp8 with scales.
-
-    Rows are ordered by (source rank, token). Slots of other ranks' experts have id -1 and weight 0. In the standard
-    format, a rank without rows gets one row of zeros without experts. ``combine`` adds the rows of a token in fp32, in
-    the order of the last slot of each rank, and rounds once. No autograd.
+    The MoE runner ``triton`` gets rows in the dtype of the tokens, as ``StandardDispatchOutput``; ``deep_gemm`` gets
+    rows in bf16, or in fp8 with scales, as ``DeepEPNormalDispatchOutput``. Rows are ordered by (source rank, token).
+    Slots of other ranks' experts have id -1 and weight 0. In the standard format, a rank without rows gets one row of
+    zeros without experts. ``combine`` adds the rows of a token in fp32, in the order of the last slot of each rank, and
+    rounds once. No autograd. ``dispatch`` and ``combine`` are collective and raise InputError, RankMismatch, PeerDied
+    and PeerTimeout on every rank.
 
     Args:
         config: SGLang's ``MoeRunnerConfig`` of the layer.
         group: process group of the experts; by default SGLang's tensor-parallel group.
-        backend: see ``make_dispatcher``.
-        timeout_s: seconds to wait for a live peer.
+        backend: see ``make_dispatcher``. timeout_s: seconds to wait for a live peer.
 
     Raises:
         ConfigError: the MoE runner, or an option of SGLang, is not supported.
     """
 
-    dispatch_mode = DeepEPMode.NORMAL
+    dispatch_mode = utils.DeepEPMode.NORMAL
     """Read by SGLang's ``get_deepep_output_dtype``."""
     _routes: Routes | None = None
 
@@ -72,12 +64,11 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
         self.num_experts: int = config.num_experts
         self.runner_backend = runner = config.runner_backend
         if runner is None or not (runner.is_triton() or runner.is_deep_gemm()):
-            name = None if runner is None else runner.value
             raise ConfigError(
-                f"moe_comm supports the MoE runners triton and deep_gemm; layer {config.layer_id} has {name}; pass "
-                "--moe-runner-backend triton or deep_gemm"
+                f"moe_comm supports the MoE runners triton and deep_gemm; layer {config.layer_id} has "
+                f"{runner and runner.value}; pass --moe-runner-backend triton or deep_gemm"
             )
-        if is_tbo_enabled() or is_sbo_enabled():
+        if utils.is_tbo_enabled() or utils.is_sbo_enabled():
             raise ConfigError("moe_comm has no --enable-two-batch-overlap and no --enable-single-batch-overlap")
         self.is_standard: bool = runner.is_triton()
         asked = get_exec().moe.deepep_dispatcher_output_dtype
@@ -95,16 +86,14 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
             ConfigError: the dtype is neither bf16 nor fp8.
         """
         super().set_quant_config(quant_config)
-        dtype = DispatcherOutputDtype.BF16 if self.is_standard else get_deepep_output_dtype(self)
-        if dtype not in (DispatcherOutputDtype.BF16, DispatcherOutputDtype.FP8):
-            raise ConfigError(
-                f"moe_comm sends rows in bf16 or fp8, not {dtype.value}; pass --deepep-dispatcher-output-dtype"
-            )
-        self._sends_fp8 = dtype is DispatcherOutputDtype.FP8
+        dtype = "bf16" if self.is_standard else utils.get_deepep_output_dtype(self).value
+        if dtype not in ("bf16", "fp8"):
+            raise ConfigError(f"moe_comm sends rows in bf16 or fp8, not {dtype}; pass --deepep-dispatcher-output-dtype")
+        self._sends_fp8 = dtype == "fp8"
 
     @torch.no_grad()
     def dispatch(self, hidden_states: Tensor, topk_output: Any) -> Any:
-        """Send tokens [T, H] to the ranks of their experts. Collective.
+        """Send tokens [T, H] to the ranks of their experts.
 
         Args:
             hidden_states: [T, H]; T may differ between ranks and may be 0.
@@ -115,7 +104,6 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
 
         Raises:
             ConfigError: ids and weights have another format.
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         if not TopKOutputChecker.format_is_standard(topk_output):
             raise ConfigError(f"moe_comm needs SGLang's StandardTopKOutput; got {type(topk_output).__name__}")
@@ -132,32 +120,6 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
         assert ids_RK is not None
         self._routes = routes
         counts_L = routes.aligned(1 if self.is_standard else DEEP_GEMM_ROWS).tolist()
-        self._record(ids_TK, counts_L)
-        if self.is_standard:
-            topk_output = StandardTopKOutput(weights_RK, ids_RK, hidden_states.new_empty(len(ids_RK), 0))
-            return StandardDispatchOutput(rows, None, topk_output)
-        return DeepEPNormalDispatchOutput(*unpacked(rows), ids_RK, weights_RK, counts_L)
-
-    @torch.no_grad()
-    def combine(self, combine_input: Any) -> Tensor:
-        """Return [T, H], the sum of the rows of each token that was dispatched last. Collective.
-
-        Args:
-            combine_input: the output of the MoE runner; ``hidden_states`` is [R, H].
-
-        Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
-        """
-        rows_RD, routes = combine_input.hidden_states, self._routes
-        with self._checks(rows_RD):
-            if routes is None:
-                raise InputError("combine needs a dispatch before it")
-            routes.check_combine(rows_RD, None, None)
-        self._routes = None
-        return routes.combine(rows_RD, None, None)[0]
-
-    def _record(self, ids_TK: Tensor, counts_L: list[int]) -> None:
-        """Pass numbers of tokens to SGLang's recorder of the distribution over experts, if it records."""
         recorder = get_global_expert_distribution_recorder()
         if recorder.recording:
             layout = rank_layout(ids_TK, self.num_experts, self.group_size)
@@ -167,6 +129,25 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
                 num_tokens_per_rdma_rank=None,
                 num_tokens_per_expert=layout.per_expert_E,
             )
+        if self.is_standard:
+            topk_output = StandardTopKOutput(weights_RK, ids_RK, hidden_states.new_empty(len(ids_RK), 0))
+            return StandardDispatchOutput(rows, None, topk_output)
+        return DeepEPNormalDispatchOutput(*unpacked(rows), ids_RK, weights_RK, counts_L)
+
+    @torch.no_grad()
+    def combine(self, combine_input: Any) -> Tensor:
+        """Return [T, H], the sum of the rows of each token that was dispatched last.
+
+        Args:
+            combine_input: the output of the MoE runner; ``hidden_states`` is [R, H].
+        """
+        rows_RD, routes = combine_input.hidden_states, self._routes
+        with self._checks(rows_RD):
+            if routes is None:
+                raise InputError("combine needs a dispatch before it")
+            routes.check_combine(rows_RD, None, None)
+        self._routes = None
+        return routes.combine(rows_RD, None, None)[0]
 
 
 def _fp8(hidden_states: Tensor) -> Rows:
@@ -176,3 +157,29 @@ def _fp8(hidden_states: Tensor) -> Rows:
         hidden_states, 128, column_major_scales=packed, scale_tma_aligned=packed, scale_ue8m0=packed
     )
     return values, scales
+
+
+def create_dispatcher(original: Callable[..., Any], moe_runner_config: Any, quant_method: Any) -> Any:
+    """Return the dispatcher of a layer, in place of ``create_moe_dispatcher``.
+
+    Raises:
+        ConfigError: SGLang's options select another dispatcher than DeepEP's in normal mode.
+    """
+    a2a, mode = utils.get_moe_a2a_backend(), utils.get_deepep_mode()
+    if get_flags().moe.in_speculative_scope and not a2a.is_deepep():
+        logger.warning("moe_comm does not dispatch the draft model, which has the a2a backend %s", a2a.value)
+        return original(moe_runner_config, quant_method)
+    if not (a2a.is_deepep() and mode.is_normal()):
+        raise ConfigError(
+            f"MOE_COMM_SGLANG=1 needs --moe-a2a-backend deepep --deepep-mode normal; got {a2a.value} and {mode.value}"
+        )
+    dispatcher = MoeCommDispatcher(moe_runner_config)
+    name = "standard" if dispatcher.is_standard else "deepep_normal"
+    logger.info("moe_comm dispatches layer %s in the format %s", moe_runner_config.layer_id, name)
+    return dispatcher
+
+
+def use_runner(result: None, layer: Any, *args: Any, **settings: Any) -> None:
+    """Make a layer with ``MoeCommDispatcher`` call its MoE runner, which SGLang does for DeepGEMM only."""
+    if isinstance(layer.dispatcher, MoeCommDispatcher):
+        layer.deprecate_flag = True

@@ -1,4 +1,4 @@
-from moe_comm.integrations.torchtitan.dispatcher import (
+from moe_comm.integrations.torchtitan.overrides import (
     MoeCommSelectiveAC as MoeCommSelectiveAC,
     MoeCommTokenDispatcher as MoeCommTokenDispatcher,
 )

@@ -1,7 +1,4 @@
-"""Tutel's MoE layer with its rows moved by the dispatchers of this library: ``moe_layer`` in place of Tutel's.
-
-Tutel is imported with the first use of ``moe_layer``, because ``routed`` does without it.
-"""
+"""Tutel's MoE layer over the dispatchers of this library: ``moe_layer``. The module ``routed`` does without Tutel."""
 
 from moe_comm.lazy import attach_stub
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -80,16 +81,14 @@ class moe_layer(MOELayer):  # type: ignore[misc, no-any-unimported, unused-ignor
             megablocks_size: not used.
 
         Raises:
-            InputError, RankMismatch, PeerRaised, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
+            InputError, RankMismatch, PeerRaised, PeerDied, PeerTimeout: as ``run_experts``.
         """
         if adaptive_r is not None:
             self.adaptive_degree = adaptive_r
         if a2a_ffn_overlap_degree is not None:
             self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
         if self.skip_moe or self.adaptive_degree == 0:
-            return super().forward(
-                input, gate_index, capacity_factor, top_k, None, reserve_dims, inequivalent_tokens, None
-            )
+            return super().forward(input, gate_index, capacity_factor, top_k, None, reserve_dims, inequivalent_tokens)
         self.megablocks_size, shape, device = 0, input.shape, input.device
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
@@ -97,24 +96,16 @@ class moe_layer(MOELayer):  # type: ignore[misc, no-any-unimported, unused-ignor
             dtype = next((param.dtype for param in self.experts.parameters()), input.dtype)
         x_TD = input.reshape(-1, shape[-reserve_dims:].numel()).to(dtype)
         gate = self.gates[gate_index]
-        capacity = {
-            "top_k": top_k or gate.top_k,
-            "capacity_factor": capacity_factor or gate.capacity_factor,
-            "inequivalent_tokens": inequivalent_tokens,
-        }
-        routes, l_aux = self._route(x_TD, gate, **capacity)
+        choice = {"top_k": top_k or gate.top_k, "capacity_factor": capacity_factor or gate.capacity_factor}
+        routes, l_aux = self._route(x_TD, gate, inequivalent_tokens=inequivalent_tokens, **choice)
         dispatcher = shared_dispatcher(routes[0], self.group, device, *self.transport)
-
-        def experts(rows_LMD: Tensor) -> Tensor:
-            out_LMD: Tensor = self.expert_local(rows_LMD, shape[-reserve_dims:])
-            return out_LMD
-
+        experts = partial(self.expert_local, reserve_shape=shape[-reserve_dims:])
         y_TD = run_experts(dispatcher, x_TD, routes, experts, is_postscore=self.is_postscore)
         y: Any = y_TD.view(*shape[:-reserve_dims], *self.protected_shape[-reserve_dims:]).to(input.dtype)
         self.l_aux = y.l_aux = l_aux
         return y if self.result_func is None else self.result_func(y)
 
-    def _route(self, x_TD: Tensor, gate: Any, **capacity: Any) -> tuple[Any, Tensor]:
+    def _route(self, x_TD: Tensor, gate: Any, **choice: Any) -> tuple[Any, Tensor]:
         """Return the routes of ``run_experts`` and the auxiliary loss.
 
         Tutel divides by the number of tokens. A rank without tokens routes one of zeros, which is not dispatched, and
@@ -142,7 +133,7 @@ class moe_layer(MOELayer):  # type: ignore[misc, no-any-unimported, unused-ignor
                 normalize_gate=self.normalize_gate,
                 alignment=degree if degree <= 256 else (degree + 127) // 128 * 128,
                 group=self.group,
-                **capacity,
+                **choice,
             )
         self.dispatch_count = routes[-1] * (len(x_TD) > 0)
         return routes, l_aux if len(x_TD) else noisy_TE.sum() * 0

@@ -1,8 +1,5 @@
-"""Expert parallelism for vLLM: the rows of its MoE layers are moved by the dispatchers of this library.
+"""Expert parallelism for vLLM: the transport of its MoE layers, and the plugin that selects it."""
 
-``plugin`` is an entry point of vLLM. It does nothing unless the environment has ``MOE_COMM_VLLM=1``.
-"""
+from moe_comm.runtime.versions import attach_adapter
 
-from moe_comm.lazy import attach_stub
-
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_adapter(__name__, __file__, "vllm")

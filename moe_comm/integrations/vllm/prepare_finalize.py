@@ -1,15 +1,13 @@
-"""vLLM's steps before and after the experts of an MoE layer, with the dispatchers of this library.
+"""vLLM's steps before and after the experts of an MoE layer, with the dispatchers of this library, and their choice.
 
     router ─▶ ids, weights ─▶ prepare ─▶ experts of vLLM, which weigh and add the slots of a row ─▶ finalize ─▶ y
 
 vLLM's GPU kernels take rows with ids of other ranks' experts and skip these. Its CPU kernels index their weights with
 every id, so there each slot is a row, with the local id of its expert:
 
-    token 5, experts 0 1 on rank 0 and 2 3 on rank 1, ids [2, 0, 3]
-
-    one row per   rank 0                    rank 1
-    (token, rank) ids [0 as 3, 0, 0 as 3]   ids [2, 0, 3]           other ranks' experts: any id of another rank
-    slot          ids [0]                   ids [0], ids [1]        local ids
+    token of experts 2, 0, 3    rank 0, experts 0 1    rank 1, experts 2 3
+    one row per (token, rank)   ids [3, 0, 3]          ids [2, 0, 3]           other ranks' experts: one id of theirs
+    one row per slot            ids [0]                ids [0], ids [1]        local ids
 """
 
 from __future__ import annotations
@@ -18,24 +16,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from vllm.config import CompilationMode, CUDAGraphMode, get_current_vllm_config
+from vllm.distributed import get_ep_group
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+from vllm.platforms import current_platform
 
 from moe_comm.dispatch import DROPPED
 from moe_comm.dispatch.types import routing_error
 from moe_comm.errors import ConfigError
 from moe_comm.integrations.deepep.routes import GroupBuffer
-from moe_comm.runtime.versions import require
 from moe_comm.topology import ExpertPlacement
 
-require("vllm", "moe_comm.integrations.vllm")  # vLLM always imports the package, so this is here
-
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # noqa: E402
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # noqa: E402
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-)
-
+logger = init_logger("vllm.moe_comm")
 Received = tuple[Tensor, Tensor, Tensor, Tensor]
 """Rows [R, D], ids [R, N], weights [R, N], and rows or slots of each local expert [L] int32."""
 
@@ -43,11 +39,13 @@ Received = tuple[Tensor, Tensor, Tensor, Tensor]
 class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffer):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """Dispatch and combine of one MoE layer. Forward only. Experts are in contiguous ranges, as vLLM's ``linear``.
 
+    ``prepare`` and ``finalize`` are collective and raise the errors of ``Dispatcher.dispatch`` and
+    ``Dispatcher.combine``. The first ``prepare`` creates the dispatcher.
+
     Args:
         group: the expert-parallel group. Its ranks have different tokens, any number of them.
         per_rank: one row per (token, rank), with global ids; otherwise one row per slot, with local ids.
-        backend: see ``make_dispatcher``.
-        timeout_s: seconds to wait for a live peer.
+        backend: see ``make_dispatcher``. timeout_s: seconds to wait for a live peer.
     """
 
     def __init__(self, group: ProcessGroup, *, per_rank: bool, backend: str = "auto", timeout_s: float = 300.0) -> None:
@@ -88,7 +86,7 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffe
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Tensor, None, Any, Tensor, Tensor]:
-        """Send the tokens to the ranks of their experts. Collective; the first call creates the dispatcher.
+        """Send the tokens to the ranks of their experts.
 
         Args:
             a1: [T, D] fp32, bf16 or fp16.
@@ -104,7 +102,6 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffe
 
         Raises:
             ConfigError: ``apply_router_weight_on_input`` with K > 1.
-            InputError, RoutingError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
         """
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
@@ -124,10 +121,9 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffe
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Write the sums of the experts' outputs into ``output`` [T, D]. Collective.
+        """Write the sums of the experts' outputs into ``output`` [T, D].
 
-        Rows are added in fp32 in slot order, with ``per_rank`` in the order of the last slots of the ranks, and rounded
-        once.
+        Rows are added in fp32 in the order of slots, or of the ranks' last slots, and rounded once.
 
         Args:
             fused_expert_output: [R, D], or what ``weight_and_reduce_impl`` weighs and adds.
@@ -135,13 +131,12 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffe
 
         Raises:
             ConfigError: without a ``prepare`` before.
-            InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.combine``.
         """
         if self._combine is None:
             raise ConfigError("finalize needs a call of prepare before it")
         if len(topk_ids):
-            if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-                weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+            if isinstance(weight_and_reduce_impl, topk_weight_and_reduce.TopKWeightAndReduceDelegate):
+                weight_and_reduce_impl = topk_weight_and_reduce.TopKWeightAndReduceContiguous()
             fused_expert_output = weight_and_reduce_impl.apply(
                 None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
             )
@@ -170,3 +165,39 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffe
         self._combine = routes.sum
         other = num_experts - 1 if first == 0 else 0  # as vLLM's class for DeepEP
         return rows_RD, torch.where(local_RK < 0, other, local_RK + first), weights_RK, routes.rows_per_expert.int()
+
+
+def choose(original: Callable[..., Any], moe: Any, quant_config: Any, *args: Any, **settings: Any) -> Any:
+    """Return the transport of a layer. ``original``, vLLM's function with the further arguments, has the other layers.
+
+    Raises:
+        ConfigError: the model is compiled, or runs as a CUDA graph.
+    """
+    config, layout, cpu = get_current_vllm_config(), moe.moe_parallel_config, current_platform.is_cpu()
+    ranks_with_tokens = layout.dp_size * layout.pcp_size * layout.sp_size
+    obstacles = {
+        "they need enable_expert_parallel, and data_parallel_size above 1": not layout.use_all2all_kernels,
+        f"all2all_backend is {layout.all2all_backend}": layout.all2all_backend != "allgather_reducescatter",
+        "tensor-parallel ranks have the same tokens": layout.ep_size != ranks_with_tokens,
+        f"the device is {current_platform.device_type}": not (cpu or current_platform.is_cuda()),
+        "weights or activations are quantized": quant_config is not None
+        and (quant_config.quant_dtype is not None or quant_config.weight_quant_dtype is not None),
+        "the kernel of the experts routes the tokens": settings.get("use_monolithic", False)
+        or not settings.get("allow_new_interface", False),
+        "they have adapters (LoRA)": moe.is_lora_enabled,
+        "experts change their ranks (enable_eplb, enable_elastic_ep)": layout.enable_eplb
+        or config.parallel_config.enable_elastic_ep
+        or settings.get("all2all_manager") is not None,
+    }
+    for reason, found in obstacles.items():
+        if found:
+            logger.warning_once("moe_comm leaves MoE layers to vLLM: %s", reason)
+            return original(moe, quant_config, *args, **settings)
+    graphs = config.compilation_config
+    # A compiled model on the CPU is one graph; on GPUs an operator hides the layer from the compiler.
+    if graphs.mode != CompilationMode.NONE if cpu else graphs.cudagraph_mode != CUDAGraphMode.NONE:
+        raise ConfigError(
+            "MOE_COMM_VLLM=1: moe_comm exchanges numbers of rows on the host, which "
+            f"{'a compiled model' if cpu else 'a CUDA graph'} cannot contain; use enforce_eager=True"
+        )
+    return MoeCommPrepareAndFinalize(get_ep_group().device_group, per_rank=not cpu)

@@ -447,7 +447,7 @@ def draft_model(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     start(rank, world, moe_a2a_backend="none")
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch, get_flags().moe.override(in_speculative_scope=True):
-        patch.setattr(hooks.logger, "warning", lambda message, *args: messages.append(message % args))
+        patch.setattr(dispatcher_module.logger, "warning", lambda message, *args: messages.append(message % args))
         layer = moe_layer(EXPERTS, 2, *matrices(torch.float32))
     return type(layer.dispatcher).__name__, messages
 
