@@ -1,4 +1,4 @@
-// One row per (token, rank): each token is sent once to each rank that owns one of its experts (dispatch/per_rank.py).
+// One row per (token, rank): each token is sent once to each rank that owns one of its experts (dispatch/per_rank/).
 // Also the ids of routers that return a mask (dispatch/slots/masks.py).
 #pragma once
 

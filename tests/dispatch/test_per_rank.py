@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_comm.dispatch import per_rank
-from moe_comm.dispatch.per_rank import SENDER_WORDS, local_slots, rank_layout
+from moe_comm.dispatch.per_rank import layout as rank_layouts
+from moe_comm.dispatch.per_rank.layout import SENDER_WORDS, local_slots, rank_layout
 from moe_comm.topology import ExpertPlacement
 
 
@@ -14,7 +14,7 @@ from moe_comm.topology import ExpertPlacement
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test with both; on other devices than the CPU, only the second one runs."""
     if request.param == "torch":
-        monkeypatch.setattr(per_rank, "on_host", lambda *_: False)
+        monkeypatch.setattr(rank_layouts, "on_host", lambda *_: False)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.per_rank import expert_places
+from moe_comm.dispatch.per_rank.arguments import Bias, Rows, check_input
+from moe_comm.dispatch.per_rank.layout import expert_places
+from moe_comm.dispatch.per_rank.routes import RankRoutes
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.integrations.deepep.common import GroupBuffer, check_handle, placed
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Routes, Rows, check_handle, check_input, placed
 
 Event = EventOverlap | EventHandle | None
 
@@ -38,7 +40,14 @@ class EPHandle:
     token_metadata_at_forward = channel_linked_list = None
 
     def __init__(
-        self, routes: Routes, topk_idx: Tensor, num_experts: int, alignment: int, most: int, expand: bool, sync: bool
+        self,
+        routes: RankRoutes,
+        topk_idx: Tensor,
+        num_experts: int,
+        alignment: int,
+        most: int,
+        expand: bool,
+        sync: bool,
     ) -> None:
         self.routes, self.topk_idx, self.num_experts = routes, topk_idx, num_experts
         self.expert_alignment, self.num_max_tokens_per_rank, self.do_expand = alignment, most, expand
@@ -179,9 +188,6 @@ class ElasticBuffer(GroupBuffer):
 
         Returns:
             Rows; local ids, None if expanded; weights [R, K], or [R] if expanded, or None; the handle; the event.
-
-        Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         with self._checks(x):
@@ -232,7 +238,6 @@ class ElasticBuffer(GroupBuffer):
 
         Raises:
             ConfigError: the expanded layout with ``allow_multiple_reduction=False``; on every rank.
-            InputError, RankMismatch, PeerDied, PeerTimeout: as ``Buffer.combine``.
         """
         with self._checks(x):
             _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)

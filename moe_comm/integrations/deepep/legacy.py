@@ -11,29 +11,19 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DROPPED, DispatchHandle
 from moe_comm.dispatch.input_faults import ID_DTYPES
-from moe_comm.dispatch.per_rank import rank_layout
+from moe_comm.dispatch.per_rank.arguments import FLOATS, Bias, Rows, check_ids, check_input, checked, unpacked
+from moe_comm.dispatch.per_rank.layout import rank_layout
+from moe_comm.dispatch.per_rank.routes import RankRoutes
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.integrations.deepep.common import GroupBuffer, check_handle, placed
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import (
-    FLOATS,
-    Bias,
-    GroupBuffer,
-    Routes,
-    Rows,
-    check_handle,
-    check_ids,
-    check_input,
-    checked,
-    placed,
-    unpacked,
-)
 from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks, scales_for
 
 
 class Handle(tuple[Any, ...]):
     """DeepEP's tuple of tensors, with the routes that moe_comm uses in its place."""
 
-    routes: Routes
+    routes: RankRoutes
 
 
 class LowLatencyHandle(tuple[Any, ...]):
@@ -55,7 +45,8 @@ class Buffer(GroupBuffer):
     """Dispatch and combine of tokens with the interface of ``deep_ep.Buffer``, on any device that moe_comm supports.
 
     Operations run on the current stream and are queued when they return. Memory is allocated on demand, so all sizes
-    are accepted and not used. Hidden sizes, top-k, numbers of experts and of ranks are not limited.
+    are accepted and not used. Hidden sizes, top-k, numbers of experts and of ranks are not limited. Collective methods
+    raise InputError, RankMismatch, PeerDied and PeerTimeout on every rank.
 
     Args:
         group: process group of the experts.
@@ -176,9 +167,6 @@ class Buffer(GroupBuffer):
         Returns:
             Rows ordered by (source rank, token); local expert ids, -1 for experts of other ranks; weights, 0 there; the
             rows of each local expert; the handle; the event. With ``handle``, the rows, four None and the event.
-
-        Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         with self._checks(x):
             _wait(previous_event, async_finish, allocate_on_comm_stream)
@@ -233,7 +221,6 @@ class Buffer(GroupBuffer):
             [T, H] in the dtype of ``x``; [T, K] or None; the event.
 
         Raises:
-            InputError, PeerDied, PeerTimeout: on every rank.
             RankMismatch: also if only some ranks pass ``topk_weights``, or ``bias``; on every rank.
         """
         with self._checks(x):
@@ -244,7 +231,7 @@ class Buffer(GroupBuffer):
 
     internode_dispatch, internode_combine = dispatch, combine
 
-    def _handle(self, routes: Routes, in_rank_TW: Tensor) -> Handle:
+    def _handle(self, routes: RankRoutes, in_rank_TW: Tensor) -> Handle:
         """Return DeepEP's tuple. Of its prefix matrix, only the column of this rank is known; the others are -1."""
         prefix_WW = routes.token_R.new_full((self.group_size, self.group_size), -1)
         prefix_WW[:, self.rank] = routes.rank_ends
@@ -286,9 +273,6 @@ class Buffer(GroupBuffer):
         Returns:
             [L, W * M, H] with each expert's rows in front, ordered by source rank and token; [L] int32 counts; the
             handle; the event; the hook.
-
-        Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         self._num_experts, most = num_experts, num_max_dispatch_tokens_per_rank
         with self._checks(x, num_experts):
@@ -343,7 +327,6 @@ class Buffer(GroupBuffer):
 
         Raises:
             ConfigError: ``use_logfmt``.
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         num_experts = handle[4] if isinstance(handle, LowLatencyHandle) else self._num_experts
         with self._checks(x, num_experts):

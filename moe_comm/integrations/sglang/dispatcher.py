@@ -23,16 +23,18 @@ from sglang.srt.runtime_context import get_exec, get_flags, get_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.per_rank import rank_layout
+from moe_comm.dispatch.per_rank.arguments import Rows, check_input, unpacked
+from moe_comm.dispatch.per_rank.exchange import RankExchange
+from moe_comm.dispatch.per_rank.layout import rank_layout
+from moe_comm.dispatch.per_rank.routes import RankRoutes
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.integrations.deepep.routes import GroupBuffer, Routes, Rows, check_input, unpacked
 
 logger = logging.getLogger(__name__)
 DEEP_GEMM_ROWS = 128
 """DeepGEMM pads the rows of an expert to a multiple of this."""
 
 
-class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-any-unimported, unused-ignore]
+class MoeCommDispatcher(BaseDispatcher, RankExchange):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """Dispatch and combine over the tensor-parallel group, in place of SGLang's ``DeepEPDispatcher``.
 
     The MoE runner ``triton`` gets rows in the dtype of the tokens, as ``StandardDispatchOutput``; ``deep_gemm`` gets
@@ -53,13 +55,13 @@ class MoeCommDispatcher(BaseDispatcher, GroupBuffer):  # type: ignore[misc, no-a
 
     dispatch_mode = utils.DeepEPMode.NORMAL
     """Read by SGLang's ``get_deepep_output_dtype``."""
-    _routes: Routes | None = None
+    _routes: RankRoutes | None = None
 
     def __init__(
         self, config: Any, group: ProcessGroup | None = None, *, backend: str = "auto", timeout_s: float = 300.0
     ) -> None:
         BaseDispatcher.__init__(self)
-        GroupBuffer.__init__(self, group or get_parallel().tp_group.device_group)
+        RankExchange.__init__(self, group or get_parallel().tp_group.device_group)
         self.backend, self.timeout_s = backend, timeout_s
         self.num_experts: int = config.num_experts
         self.runner_backend = runner = config.runner_backend

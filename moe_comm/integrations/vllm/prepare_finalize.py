@@ -26,9 +26,9 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 from vllm.platforms import current_platform
 
 from moe_comm.dispatch import DROPPED
+from moe_comm.dispatch.per_rank.exchange import RankExchange
 from moe_comm.dispatch.types import routing_error
 from moe_comm.errors import ConfigError
-from moe_comm.integrations.deepep.routes import GroupBuffer
 from moe_comm.topology import ExpertPlacement
 
 logger = init_logger("vllm.moe_comm")
@@ -36,7 +36,7 @@ Received = tuple[Tensor, Tensor, Tensor, Tensor]
 """Rows [R, D], ids [R, N], weights [R, N], and rows or slots of each local expert [L] int32."""
 
 
-class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffer):  # type: ignore[misc, no-any-unimported, unused-ignore]
+class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, RankExchange):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """Dispatch and combine of one MoE layer. Forward only. Experts are in contiguous ranges, as vLLM's ``linear``.
 
     ``prepare`` and ``finalize`` are collective and raise the errors of ``Dispatcher.dispatch`` and
@@ -50,7 +50,7 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, GroupBuffe
 
     def __init__(self, group: ProcessGroup, *, per_rank: bool, backend: str = "auto", timeout_s: float = 300.0) -> None:
         mk.FusedMoEPrepareAndFinalizeModular.__init__(self)
-        GroupBuffer.__init__(self, group)
+        RankExchange.__init__(self, group)
         self._per_rank, self.backend, self.timeout_s = per_rank, backend, timeout_s
         self._combine: Callable[[Tensor], Tensor] | None = None
 

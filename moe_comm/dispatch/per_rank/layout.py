@@ -1,28 +1,16 @@
-"""One row per (token, rank): dispatches of a dispatcher whose experts are the ranks, as DeepEP sends tokens.
-
-    token 5, experts 0 1 on rank 0 and 2 3 on rank 1, ids [2, 0, 3]
-
-    slots      2 0 3
-    owners     1 0 1
-    sent to    . 0 1        each rank once, in the order of its last slot: combine adds as DeepEP's reference does
-
-A rank receives the rows in the order (source rank, token). The extra values of a row are 32-bit words: source rank,
-token, and what the caller adds, such as expert ids, weights and scales. No autograd.
-"""
+"""Where the slots of tokens are sent, and what received rows say of the experts of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache, reduce
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.slots import plain
-from moe_comm.dispatch.types import DROPPED, DispatchHandle
+from moe_comm.dispatch.types import DROPPED
 from moe_comm.kernels.native import core, on_host
 from moe_comm.topology import ExpertPlacement
 
@@ -110,54 +98,3 @@ def expert_places(local_RK: Tensor, counts_L: Tensor, starts_L: Tensor) -> Tenso
     _, place_RK = plain.order_slots(local_RK, len(counts_L))
     shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
     return torch.where(local_RK < 0, DROPPED, place_RK + shift_L[local_RK.clamp(min=0).long()])
-
-
-@dataclass(eq=False)
-class RankRoutes:
-    """Routes for rows of any width and dtype. Each new one counts the slots once more.
-
-    Attributes:
-        ids_TN: [T, N] int64 ranks of each token, each at most once; -1 elsewhere.
-    """
-
-    dispatcher: Dispatcher
-    ids_TN: Tensor
-    _handles: dict[tuple[bool, int, torch.dtype], DispatchHandle] = field(default_factory=dict)
-
-    def send(self, x_TD: Tensor) -> Tensor:
-        """Return the rows that this rank receives. Collective."""
-        key = False, x_TD.shape[1], x_TD.dtype
-        if key in self._handles:
-            return self.dispatcher.spread(x_TD, self._handles[key])
-        sent = self.dispatcher.dispatch(x_TD, self.ids_TN)
-        self._handles[key] = sent.handle
-        return sent.rows_RD
-
-    def send_with(self, x_TD: Tensor, words: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return received rows and int32 words: the sender's, and ``words`` [T, X], fp32 or integers. Collective."""
-        tokens = len(x_TD)
-        token_T1 = torch.arange(tokens, dtype=torch.int32, device=x_TD.device).unsqueeze(1)
-        sender_T2 = F.pad(token_T1, (1, 0), value=self.dispatcher.rank)
-        bits = [part.view(torch.int32) if part.is_floating_point() else part.int() for part in words]
-        words_TX = torch.cat([sender_T2, *bits], 1)
-        extra = words_TX.unsqueeze(1).expand(tokens, self.ids_TN.shape[1], words_TX.shape[1])
-        sent = self.dispatcher.dispatch(x_TD, self.ids_TN, extra_TKX=extra)
-        assert sent.extra_RX is not None
-        self._handles[False, x_TD.shape[1], x_TD.dtype] = sent.handle
-        return sent.rows_RD, sent.extra_RX
-
-    def sum(self, rows_RD: Tensor, terms: Sequence[Tensor] = ()) -> Tensor:
-        """Return [T, D]: ``terms`` and each token's rows, added in fp32 in slot order and rounded once. Collective."""
-        if not terms:
-            return self._sum(rows_RD, slots=False)
-        slots_TND = self._sum(rows_RD, slots=True).view(*self.ids_TN.shape, rows_RD.shape[1])
-        return reduce(torch.add, (term.float() for term in (*terms, *slots_TND.unbind(1)))).to(rows_RD.dtype)
-
-    def _sum(self, rows_RD: Tensor, slots: bool) -> Tensor:
-        """Return the sums [T, D]. slots: [T * N, D], the row of each slot; zeros without one."""
-        ids = self.ids_TN.reshape(-1, 1) if slots else self.ids_TN
-        key = slots, rows_RD.shape[1], rows_RD.dtype
-        if key not in self._handles:
-            nothing = rows_RD.new_zeros(1, 1).expand(len(ids), rows_RD.shape[1])
-            self._handles[key] = self.dispatcher.dispatch(nothing, ids).handle
-        return self.dispatcher.combine(rows_RD, torch.ones(ids.shape, device=rows_RD.device), self._handles[key])
