@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,6 +28,10 @@ settings.load_profile("steady")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections in tests need not visit all modules and test items
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
