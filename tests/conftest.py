@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.pool import RankPool
+from tests.pool import RankPool, start_server
 
 SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 5.0
@@ -30,8 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # collections in tests need not visit all modules and test items
+    if _is_worker(session.config):  # which runs many files, the first of which may not use a pool
+        start_server()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -88,6 +88,13 @@ _BARE = forkserver.ForkServer()
 """Fork server of bare ranks. The fork server of multiprocessing forks the other ranks."""
 
 
+def start_server() -> None:
+    """Start the fork server of multiprocessing, unless it runs. ``launch`` uses it too, and loads fewer modules."""
+    multiprocessing.set_forkserver_preload([name for name in PRELOAD if name in BARE or name in sys.modules])
+    with _environment(ONE_THREAD):
+        forkserver.ensure_running()
+
+
 class RankPool:
     """Context manager with ``world`` rank processes, which start on the first run.
 
@@ -185,8 +192,8 @@ class RankPool:
         if self._processes:
             return
         self._generation += 1
+        start_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([name for name in PRELOAD if name in BARE or name in sys.modules])
         _BARE.set_forkserver_preload(list(BARE))
         store = str(self._folder / f"store{self._generation}")
         with _environment(ONE_THREAD), _forked_from(_BARE if self._bare else None):
