@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # collections in tests need not visit all modules and test items
-    if _is_worker(session.config):  # which runs many files, the first of which may not use a pool
+    if _is_worker(session.config):  # otherwise a launch in its first file could start the server, with fewer modules
         start_server()
 
 
