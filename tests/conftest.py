@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.pool import RankPool
+from tests.pool import RankPool, start_server
 
 SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 5.0
@@ -27,6 +28,12 @@ settings.load_profile("steady")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # collections in tests need not visit all modules and test items
+    if _is_worker(session.config):  # otherwise a launch in its first file could start the server, with fewer modules
+        start_server()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

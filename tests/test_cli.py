@@ -171,7 +171,7 @@ def test_train_starts_the_requested_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     assert [call[2] for call in calls] == [2, 3]
     loaded = train_command.LOADED
     assert [call[3] for call in calls] == [
-        {"restarts": 0, "preload": (), "tracebacks": False},
+        {"restarts": 0, "preload": loaded, "tracebacks": False},
         {"restarts": 4, "preload": loaded, "tracebacks": True},
     ]
     assert calls[1][1][1] == ["run.steps=5", "run.seed=7", "parallel.ranks=3", "checkpoint.resume=auto"]

@@ -15,11 +15,11 @@ import pytest
 import moe_comm
 
 SOURCE = Path(moe_comm.__file__).parent
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-# Results of each rank as exact JSON values, to compare runs with and without the core.
+# Results of one and of two ranks as exact JSON values, to compare runs with and without the core. The ranks are forked,
+# because importing torch and transformers takes most of the time.
 LAYER = """
-import json, sys, warnings
+import json, multiprocessing, sys, warnings
 with warnings.catch_warnings(record=True) as recorded:
     warnings.simplefilter("always")
     import torch
@@ -27,43 +27,54 @@ with warnings.catch_warnings(record=True) as recorded:
     from moe_comm import MoEConfig, MoELayer, RouterConfig, check_grads, make_dispatcher, swap_moe
     from moe_comm.errors import ConfigError, MissingDependency
     from moe_comm.kernels.native import core
-torch.set_num_threads(1)
-if dist.is_torchelastic_launched():
-    dist.init_process_group("gloo")
-rank = dist.get_rank() if dist.is_initialized() else 0
-group = dist.group.WORLD
-record = {"native": core() is not None, "warnings": [str(one.message) for one in recorded]}
-config = MoEConfig(16, 24, RouterConfig(6, 2, balance_loss=0.1), shared_ffn=8)
-layer = MoELayer.build(config, group, "all_to_all", seed=3)
-record["backend"] = MoELayer.build(config, group, seed=3).dispatcher.name
-x_TD = torch.randn(7 + rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-y_TD = layer(x_TD)
-y_TD.square().sum().backward()
-grads = {name: p.grad.flatten().tolist() for name, p in layer.named_parameters() if p.grad is not None}
-record |= {"y": y_TD.flatten().tolist(), "x": x_TD.grad.flatten().tolist(), "grads": grads}
-record["right"] = check_grads(layer).ok
-torch.manual_seed(0)
 from transformers import MixtralConfig, MixtralForCausalLM
-model = swap_moe(MixtralForCausalLM(MixtralConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, num_local_experts=4)), group, backend="all_to_all")
-ids = torch.arange(6).view(1, 6) + rank
-loss = model(ids, labels=ids).loss
-loss.backward()
-record["swapped"] = [loss.item(), *model.lm_head.weight.grad.flatten().tolist()]
-ids_TK = torch.tensor([[1], [0], [-1]])
-record["rows"] = make_dispatcher(2).dispatch(torch.arange(6.0).view(3, 2), ids_TK).rows_RD.tolist()
-record["refused"] = ""
-if group is not None:
-    try:
-        make_dispatcher(6, group, "shared_memory")
-    except (ConfigError, MissingDependency) as error:
-        record["refused"] = str(error)
-    dist.barrier()
-with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
-    json.dump(record, file)
-if group is not None:
-    dist.destroy_process_group()
+
+def work(rank, ranks):
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    record = {"native": core() is not None, "warnings": [str(one.message) for one in recorded]}
+    config = MoEConfig(16, 24, RouterConfig(6, 2, balance_loss=0.1), shared_ffn=8)
+    layer = MoELayer.build(config, group, "all_to_all", seed=3)
+    record["backend"] = MoELayer.build(config, group, seed=3).dispatcher.name
+    x_TD = torch.randn(7 + rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    y_TD = layer(x_TD)
+    y_TD.square().sum().backward()
+    grads = {name: p.grad.flatten().tolist() for name, p in layer.named_parameters() if p.grad is not None}
+    record |= {"y": y_TD.flatten().tolist(), "x": x_TD.grad.flatten().tolist(), "grads": grads}
+    record["right"] = check_grads(layer).ok
+    torch.manual_seed(0)
+    model = swap_moe(MixtralForCausalLM(MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4)), group, backend="all_to_all")
+    ids = torch.arange(6).view(1, 6) + rank
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    record["swapped"] = [loss.item(), *model.lm_head.weight.grad.flatten().tolist()]
+    ids_TK = torch.tensor([[1], [0], [-1]])
+    record["rows"] = make_dispatcher(2).dispatch(torch.arange(6.0).view(3, 2), ids_TK).rows_RD.tolist()
+    record["refused"] = ""
+    if group is not None:
+        try:
+            make_dispatcher(6, group, "shared_memory")
+        except (ConfigError, MissingDependency) as error:
+            record["refused"] = str(error)
+        dist.barrier()
+    with open(f"{sys.argv[1]}/{ranks}-{rank}.json", "w") as file:
+        json.dump(record, file)
+    if group is not None:
+        dist.destroy_process_group()
+
+for ranks in (1, 2):
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=work, args=(rank, ranks)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a rank failed")
 """
 
 
@@ -86,20 +97,31 @@ def run(path: Path, arguments: list[str]) -> str:
     return process.stdout + process.stderr
 
 
-def results(path: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
+def results(path: Path, out: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the results by number of ranks."""
     out.mkdir()
     script = out / "script.py"
     script.write_text(LAYER)
-    run(path, [*(TORCHRUN if ranks > 1 else []), str(script), str(out)])
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+    run(path, [str(script), str(out)])
+    return {
+        ranks: [json.loads((out / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)] for ranks in (1, 2)
+    }
+
+
+@pytest.fixture(scope="module")
+def both(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the results without and with the native core."""
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
+    folder = tmp_path_factory.mktemp("results")
+    return results(plain, folder / "plain"), results(SOURCE.parent, folder / "native")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_and_swaps_compute_what_the_native_core_does(plain: Path, ranks: int, tmp_path: Path) -> None:
-    pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
-    got = results(plain, tmp_path / "plain", ranks)
-    expected = results(SOURCE.parent, tmp_path / "native", ranks)
+def test_layers_and_swaps_compute_what_the_native_core_does(
+    both: tuple[dict[int, Any], dict[int, Any]], ranks: int
+) -> None:
+    got, expected = both[0][ranks], both[1][ranks]
     for without_core, with_core in zip(got, expected, strict=True):
         assert (without_core["native"], with_core["native"]) == (False, True)
         assert without_core["backend"] in (("local",) if ranks == 1 else ("all_to_all", "all_gather"))

@@ -103,7 +103,8 @@ def check_grads(
         seed=seed,
         cases=tuple(one_of("case", case, CASES) for case in cases or CASES),
     )
-    report = launch(_check_grads_rank, (config,), ranks)[0]
+    loaded = ("torch", "moe_comm.layers.check.gradients")
+    report = launch(_check_grads_rank, (config,), ranks, preload=loaded)[0]
     if report is None:  # under torchrun only the first rank reports
         return
     typer.echo(str(report))

@@ -45,7 +45,7 @@ def inject(
             (config, changes, parsed.parallel.timeout_s),
             parsed.parallel.ranks,
             restarts=restarts,
-            preload=LOADED if restarts else (),
+            preload=LOADED,
         )
     finally:
         for run in sorted(set(runs.glob(f"{parsed.run.name}-*")) - before):

@@ -18,7 +18,7 @@ WORDS = ("no", "auto")
 MOST_SKIPPED = 20
 """Number of files that ``data`` lists for each source."""
 LOADED = ("torch", "moe_comm.train.loop.job", "moe_comm.train.resilience.inject", "torch.utils.tensorboard")
-"""Slow modules to import once for all ranks if ranks may be restarted."""
+"""Slow modules, imported once for all ranks and their restarts."""
 
 
 @app.command()
@@ -64,7 +64,7 @@ def train(
         (config, changes, parsed.parallel.timeout_s),
         parsed.parallel.ranks,
         restarts=restarts,
-        preload=LOADED if restarts else (),
+        preload=LOADED,
         tracebacks=tracebacks,
     )
     if signal.SIGINT in ended_by and not under_torchrun():  # a single rank ran in this process

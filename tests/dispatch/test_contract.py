@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -17,6 +17,9 @@ from tests.pool import RankPool, with_longer_deadline
 BACKENDS = ("all_to_all", "all_gather", "shared_memory", "hierarchical", "peer_to_peer")
 WORLDS = (2, 4, 8)
 NAMES = [case.name for case in CASES]
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+CHECKED = ((2, True), (4, False), SLOW(2, False), SLOW(4, True))
+"""Numbers of ranks, and whether calls are checked. The two do not depend on each other."""
 
 
 def usable(backend: str, device: str) -> None:
@@ -132,8 +135,7 @@ def test_two_dispatches_in_flight_have_the_bits_of_separate_calls(
     assert pools[world].run(workers.in_flight, Job(backend, device)) == [[True, True]] * world
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "checked"), CHECKED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_spread_sends_other_rows_along_the_same_routes(
     backend: str, world: int, checked: bool, pools: dict[int, RankPool], device: str
@@ -143,8 +145,7 @@ def test_spread_sends_other_rows_along_the_same_routes(
     assert pools[world].run(workers.spread_rows, Job(backend, device, checked=checked), timeout=120) == [[]] * world
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "checked"), CHECKED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shapes_may_change_from_call_to_call(
     backend: str, world: int, checked: bool, pools: dict[int, RankPool], device: str
@@ -269,8 +270,14 @@ def test_a_timeout_names_the_rank_that_did_not_call(
     with_longer_deadline(check, 2.0, 30.0)
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL backward", "SIGSTOP", "SIGSTOP backward"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "how"),
+    [
+        *((2, how) for how in ("SIGKILL", "SIGKILL backward", "SIGSTOP", "SIGSTOP backward")),
+        *((4, "SIGKILL"), (4, "SIGSTOP backward")),
+        *(SLOW(4, "SIGKILL backward"), SLOW(4, "SIGSTOP")),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_or_stopped_rank_is_named_on_every_other_rank(
     backend: str, world: int, how: str, pools: dict[int, RankPool], device: str

@@ -17,6 +17,7 @@ from tests.dispatch.workers import ErrorText, Job, build, caught, to_device
 from tests.pool import RankPool
 
 WIDTHS = (1, 3)
+FAST = ("local", "plain", "shared_memory", "peer_to_peer")
 
 
 def slots_of(case: Case, dispatcher: Dispatcher) -> tuple[Tensor, Tensor]:
@@ -39,13 +40,15 @@ def run(rank: int, world: int, job: Job) -> list[str]:
     """Dispatch, send again and differentiate extra values. Return the names of cases with other bits."""
     wrong = []
     group = dist.group.WORLD if world > 1 else None
-    for case in cases.CASES:
+    for number, case in enumerate(cases.CASES):
         dispatcher = build(case, group, job, rank, world)
         part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
         sizes = case.tokens_per_rank(world)
         own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         token, slot = slots_of(case, dispatcher)
-        for width in WIDTHS:
+        # The collectives of process groups are slow: there, cases alternate widths, and which gradients they need.
+        fast = job.backend in FAST
+        for width in WIDTHS if fast else WIDTHS[number % 2 :][:1]:
             words, other = values(case, width, 1), values(case, width, 2)
             if case.strided:
                 words = words.transpose(0, 1).contiguous().transpose(0, 1)
@@ -62,7 +65,7 @@ def run(rank: int, world: int, job: Job) -> list[str]:
             by_token = words[:, :1].expand(words.shape)  # of stride 0
             sent = dispatcher.dispatch(part.x_TD, part.ids_TK, extra_TKX=by_token[own].to(job.device))
             same.append(torch.equal(sent.extra_RX.cpu(), by_token[token, slot]))  # type: ignore[union-attr]
-            for rows_grad in (True, False):
+            for rows_grad in (True, False) if fast else (number % 4 < 2,):
                 same += gradients(dispatcher, case, part, own, width, rows_grad)
             wrong += [] if all(same) else [f"{case.name}, {width}: {same}"]
     return wrong

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import cast
 
 import pytest
@@ -13,50 +17,43 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import moe_comm
 from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import gather_dim, sum_values
 from moe_comm.layers.parallel.linear import ColumnParallelLinear
-from tests.pool import RankPool
+from tests.layers.tiny import TINY
+from tests.pool import RankPool, start_server
 
 CONFIG = MoEConfig(hidden=8, ffn=8, router=RouterConfig(num_experts=4, top_k=2))
 
-# Script: for WORLD_SIZE 1 and 2, run each build function twice in a forked process, which has not issued any warning
-# yet, and print the number of warnings and whether their text is complete.
-UNDISTRIBUTED = """
-import itertools, os, sys, warnings
-import moe_comm
-from moe_comm.layers.parallel.linear import ColumnParallelLinear
-from tests.integrations.models import new_model
-from tests.layers.tiny import TINY
-from tests.runtime.test_group_rank import CONFIG
-
-def model():
-    return new_model("mixtral")
-
-builds = {
-    "MoELayer": lambda: moe_comm.MoELayer.build(CONFIG),
-    "make_dispatcher": lambda: moe_comm.make_dispatcher(4),
-    "swap_moe": lambda: moe_comm.swap_moe(model()),
-    "swap_linears": lambda: moe_comm.swap_linears(model()),
-    "swap_attention": lambda: moe_comm.swap_attention(model()),
+BUILDS: dict[str, Callable[[], object]] = {
+    "MoELayer": lambda: MoELayer.build(CONFIG),
+    "make_dispatcher": lambda: make_dispatcher(4),
+    "swap_moe": lambda: moe_comm.swap_moe(hugging_face_model()),
+    "swap_linears": lambda: moe_comm.swap_linears(hugging_face_model()),
+    "swap_attention": lambda: moe_comm.swap_attention(hugging_face_model()),
     "ColumnParallelLinear": lambda: ColumnParallelLinear(8, 8),
     "Transformer": lambda: moe_comm.Transformer(TINY),
 }
-for world, (name, build) in itertools.product("12", builds.items()):
-    if not os.fork():
-        os.environ["WORLD_SIZE"] = world
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            build()
-            build()
-        messages = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
-        text = messages[0] if messages else ""
-        good = "init_process_group(" in text and "group.WORLD" in text and "WORLD_SIZE" in text
-        print(world, name, len(messages), good, flush=True)
-        os._exit(0)
-    os.wait()
-"""
+
+
+def hugging_face_model() -> nn.Module:
+    from tests.integrations.models import new_model
+
+    return cast(nn.Module, new_model("mixtral"))
+
+
+def warnings_of_two_builds(name: str, world: str) -> tuple[int, bool]:
+    """Build twice in a new process. Return the number of warnings, and whether the text of the first is complete."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": world}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        BUILDS[name]()
+        BUILDS[name]()
+    messages = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+    text = messages[0] if messages else ""
+    return len(messages), "init_process_group(" in text and "group.WORLD" in text and "WORLD_SIZE" in text
 
 
 def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -67,11 +64,14 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
 
 def test_a_rank_of_several_without_a_process_group_warns_once_that_it_computes_alone() -> None:
     pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
-    process = run(["-c", UNDISTRIBUTED], RANK="0")
-    lines = [line.split(" ") for line in process.stdout.splitlines()]
-    assert len(lines) == 14, process.stderr
-    for world, *_, warnings, good in lines:
-        assert (warnings, good) == {"1": ("0", "False"), "2": ("1", "True")}[world], lines
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as processes:
+        for world, expected in (("1", (0, False)), ("2", (1, True))):
+            for name, found in zip(
+                BUILDS, processes.map(partial(warnings_of_two_builds, world=world), BUILDS), strict=True
+            ):
+                assert found == expected, (name, world)
 
 
 def test_ranks_of_the_launcher_have_a_process_group() -> None:
@@ -104,17 +104,11 @@ def outside(rank: int, world: int, arg: object) -> list[str]:
 
 
 def swaps(group: dist.ProcessGroup) -> list[Callable[[], object]]:
-    from moe_comm import swap_attention, swap_linears, swap_moe
-    from tests.integrations.models import new_model
-
-    def model() -> nn.Module:
-        return cast(nn.Module, new_model("mixtral"))
-
     return [
-        lambda: swap_moe(model(), group),
-        lambda: swap_linears(model(), group),
-        lambda: swap_attention(model(), group),
-        lambda: swap_attention(model(), cp_group=group),
+        lambda: moe_comm.swap_moe(hugging_face_model(), group),
+        lambda: moe_comm.swap_linears(hugging_face_model(), group),
+        lambda: moe_comm.swap_attention(hugging_face_model(), group),
+        lambda: moe_comm.swap_attention(hugging_face_model(), cp_group=group),
     ]
 
 

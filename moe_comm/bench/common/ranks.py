@@ -97,7 +97,8 @@ def on_ranks(
         ConfigError: torchrun started a different number of ranks, or processor time cannot be limited.
         RankFailed: a rank raised an exception or was killed.
     """
-    return launch(_rank, (work, argument, ranks, device, cores_per_rank), ranks)[0]  # type: ignore[no-any-return]
+    arguments = (work, argument, ranks, device, cores_per_rank)
+    return launch(_rank, arguments, ranks, preload=("torch", work.__module__))[0]  # type: ignore[no-any-return]
 
 
 def _rank(work: Callable[[T, int], R], argument: T, ranks: int, device: str, cores_per_rank: float | None) -> R | None:

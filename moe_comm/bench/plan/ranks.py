@@ -73,7 +73,7 @@ def measure(bench: PlanBench, cases: Sequence[PlanCase], folder: Path) -> list[M
     ((ranks, count),) = {(case.ranks, case.hosts) for case in cases}
     arguments = (bench, tuple(cases), str(folder))
     if count == 1:
-        return launch(_rank, arguments, ranks)[0]  # type: ignore[no-any-return]
+        return launch(_rank, arguments, ranks, preload=("torch", __name__))[0]  # type: ignore[no-any-return]
     with Hosts(count, bench.link_gbit) as hosts:
         return run_on_hosts(_rank, arguments, hosts, ranks // count, TIMEOUT_S)[0]  # type: ignore[no-any-return]
 

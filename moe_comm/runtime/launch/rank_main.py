@@ -11,6 +11,7 @@ launcher's folder/
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -54,6 +55,7 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
         raise SystemExit(1)
     if environment:
         _apply_environment(environment)
+        gc.freeze()  # collections then neither visit the preloaded modules nor copy the memory that ranks share
     returned = _end_with_launcher(interrupt=bool(environment))
     attempt, rank = os.environ.get(RESTARTS_VARIABLE, "0"), os.environ["RANK"]
     alive = Path(folder, ALIVE, f"{attempt}.{rank}")

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
@@ -169,9 +169,18 @@ def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
 
 
 def peak_flops(config: TrainConfig, mesh: ParallelMesh, ranks: Ranks) -> float:
-    """Measure matrix-product FLOP/s in the model's dtype, summed over all ranks, which measure together. Collective."""
+    """Measure matrix-product FLOP/s in the model's dtype, summed over all ranks, which measure together. Collective.
+
+    Later runs of a process on as many ranks reuse its measurement.
+    """
     ranks.barrier()
-    return float(ranks.sum(torch.tensor([gemm_flops(DTYPES[config.model.dtype], mesh.device)], dtype=torch.float64)))
+    measured = _measured_flops(DTYPES[config.model.dtype], mesh.device, ranks.world, torch.get_num_threads())
+    return float(ranks.sum(torch.tensor([measured], dtype=torch.float64)))
+
+
+@cache
+def _measured_flops(dtype: torch.dtype, device: str, ranks: int, threads: int) -> float:
+    return gemm_flops(dtype, device)
 
 
 def _train(run: _Run, host_memory: PersistentMemory | None) -> RunResult:

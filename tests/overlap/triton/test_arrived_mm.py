@@ -104,7 +104,9 @@ def _compare_lists(rank: int, world: int, arg: tuple[int, float, int]) -> None:
             assert tiles.counts_E.tolist() == rows_EW.sum(1).tolist()
 
 
-@pytest.mark.parametrize("arg", [(3, 0.3, 4), (13, 0.8, 4), (20, 0.7, 4), (40, 1.0, 4)], ids=str)
+@pytest.mark.parametrize(
+    "arg", [(3, 0.3, 4), (13, 0.8, 4), pytest.param((20, 0.7, 4), marks=pytest.mark.slow), (40, 1.0, 4)], ids=str
+)
 def test_tiles_listed_on_the_device_are_those_of_the_reference(arg: tuple[int, float, int], pool: RankPool) -> None:
     pool.run(_compare_lists, arg)
 

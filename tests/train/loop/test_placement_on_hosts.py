@@ -35,7 +35,7 @@ def train_and_switch(settings: list[str], wide: list[str]) -> tuple[Trained, Tra
 
 
 def test_experts_that_move_between_hosts_keep_their_bits_and_are_what_is_sent(shared_settings: list[str]) -> None:
-    settings = [*shared_settings, *LONG, "run.steps=6"]
+    settings = [*shared_settings, *LONG, "run.steps=5"]
     with Hosts(2, link_gbit=1.0) as hosts:
         results = run_on_hosts(
             train_and_switch, (settings, [*settings, "model.hidden=64", "model.ffn=64"]), hosts, 1, 120

@@ -97,7 +97,7 @@ def test_pairs_with_fsdp(case: Case, pool2: RankPool) -> None:
         Case(ParallelConfig(tp=2, dp=2, ep=2), config=replace(EXPERTS_ONLY, shortcut=True)),
         Case(ParallelConfig(dp=4, ep=2), gradients="on", replicas=2),
         Case(PP2_EP2, "zbv", dtype=torch.bfloat16, recompute="selective"),
-        Case(PP2_EP2, "1f1b", recompute="full"),
+        pytest.param(Case(PP2_EP2, "1f1b", recompute="full"), marks=pytest.mark.slow),
     ],
     ids=["edp", "tp, shortcut", "blocks", "zbv", "1f1b, recompute"],
 )

@@ -66,7 +66,7 @@ def test_pairs_over_four_stages(recompute: Recompute, pool4: RankPool) -> None:
     assert pool4.run(differing, (case, 1)) == [[]] * 4
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_pairs_over_four_expert_parallel_stages(recompute: Recompute, pool8: RankPool) -> None:
     case = Case(ParallelConfig(pp=4, dp=2, ep=2), "dualpipev", 18, EIGHT_LAYERS, recompute)
     assert pool8.run(differing, (case, 1)) == [[]] * 8
