@@ -188,6 +188,11 @@ def metrics_of(result: RunResult) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
+def placement_at_end(result: RunResult) -> Any:
+    """Return the placement in the last checkpoint of a run."""
+    return CheckpointReader(result.folder / "checkpoints" / f"step-{result.steps:08}").state["placement"]
+
+
 def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPool, settings: list[str]) -> None:
     fixed = pool2.run(run_relocating, [*settings, *RELOCATE, "placement.kind=fixed", "run.name=fixed"], timeout=200)[0]
     whole_run = [*settings, *RELOCATE, "run.name=moving", "checkpoint.every=10"]
@@ -209,23 +214,18 @@ def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPo
     assert any(placement["version"] for placement in layers.values())
     windows = middle.state["placement"]["windows"].values()
     assert all([len(steps) for steps in one["intervals"]] == [3, 3] and len(one["recent"]) == 2 for one in windows)
-    resumed = pool2.run(
-        run_relocating, [*whole_run, "run.name=resumed", f"checkpoint.resume={middle.path}"], timeout=200
-    )[0]
-    assert [line["loss"] for line in metrics_of(resumed) if line["step"] > 10] == [
-        line["loss"] for line in metrics_of(moving) if line["step"] > 10
-    ]
-    last = [CheckpointReader(result.folder / "checkpoints" / "step-00000012") for result in (moving, resumed)]
-    assert last[0].state["placement"] == last[1].state["placement"]
+    wanted = losses_of(moving.folder), placement_at_end(moving)
     for line in (line for line in decisions if line.step == 12):
-        saved = last[0].state["placement"]["layers"][line.layer]
+        saved = wanted[1]["layers"][line.layer]
         assert (line.owners, line.version) == (saved["owners"], saved["version"])
+    resume = [*whole_run, f"checkpoint.resume={middle.path}"]
+    resumed = pool2.run(run_relocating, resume, timeout=200)[0]  # repeats the later steps in the same folder
+    assert resumed.steps == 12 and (losses_of(resumed.folder), placement_at_end(resumed)) == wanted
     # Another mapping starts with consecutive experts.
-    alone = run_relocating(0, 1, [*whole_run, "run.name=alone", f"checkpoint.resume={middle.path}", "run.steps=11"])
+    alone = run_relocating(0, 1, [*resume, "run.steps=11"])
     first = {line["step"]: line["loss"] for line in metrics_of(alone)}[11]
     assert_floats([first], [metrics_of(fixed)[10]["loss"]], 1e-5)
-    end = CheckpointReader(alone.folder / "checkpoints" / "step-00000011").state["placement"]
-    assert all(placement["version"] == 0 for placement in end["layers"].values())
+    assert all(placement["version"] == 0 for placement in placement_at_end(alone)["layers"].values())
 
 
 def test_a_snapshot_in_memory_is_restored_with_its_placement(
