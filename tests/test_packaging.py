@@ -135,31 +135,21 @@ def test_ci_distinguishes_passed_from_no_test_ran(
     assert bool(message) or not process.stderr
 
 
-def built_wheel(folder: Path, options: list[str], env: dict[str, str]) -> Path:
-    """Return a wheel that pip built from a copy of the sources, without the native core that is already built."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a wheel that pip built in isolation from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("csrc", "moe_comm"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, source)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *options, "-w", str(folder), str(source)]
-    process = subprocess.run(build, env=clean_environment() | env, **CHILD)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)]
+    process = subprocess.run(build, env=clean_environment() | {"MOE_COMM_CUDA": "off"}, **CHILD)
     assert process.returncode == 0, process.stderr
     (path,) = folder.glob("moe_comm-*.whl")
     return path
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a wheel with the native core that is already built: a command in place of cmake copies it, in no time."""
-    folder = tmp_path_factory.mktemp("wheel")
-    core = folder / native().name
-    core.write_bytes(native().read_bytes().replace(b"libcuda", b"libnone"))  # it may have CUDA, which wheels have not
-    cmake = folder / "cmake"  # -G ... -B FOLDER, or --build FOLDER ...
-    cmake.write_text(f'#!/bin/bash\nif [ "$1" = --build ]; then cp {core} "$2"; else mkdir -p "${{@: -1}}"; fi\n')
-    cmake.chmod(0o755)
-    return built_wheel(folder, ["--no-build-isolation"], {"PATH": f"{folder}:{os.environ['PATH']}"})
 
 
 def clean_environment() -> dict[str, str]:
@@ -167,9 +157,7 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: Path) -> None:
-    wheel = built_wheel(tmp_path, [], {"MOE_COMM_CUDA": "off"})
-    assert faults_of(wheel) == []
+def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm"}

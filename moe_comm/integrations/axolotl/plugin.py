@@ -25,7 +25,7 @@ UNSUPPORTED = {
 }
 """Option of axolotl: why the plugin rejects it."""
 SIZES = "expert_parallel_size", "tensor_parallel_size", "context_parallel_size", "dp_shard_size"
-"""Options of axolotl that must be 1."""
+"""Options of axolotl that must be 1, because the ranks of an expert-parallel group have different batches."""
 
 
 class MoeCommArgs(BaseModel):

@@ -38,7 +38,8 @@ def _dispatch(layer: Any, num_experts: int, x_TD: Tensor, ids_TK: Tensor) -> tup
     _check_parallelism(layer)
     if layer.ep_size > 1 and layer.ep_group is None:
         raise ConfigError(
-            "the MoE layer has no group; call deepspeed.initialize(model=...), or set_deepspeed_parallelism() of it"
+            "the MoE layer has no expert-parallel group; call deepspeed.initialize(model=...) first, or "
+            "set_deepspeed_parallelism() of the layer"
         )
     group = layer.ep_group if layer.ep_size > 1 else None
     dispatcher = shared_dispatcher(num_experts, group, x_TD.device, *layer.transport)

@@ -107,8 +107,8 @@ OVERLAPPED = "zero1 parallel.overlap_gradients=on"
     ("ep", "sharding"),
     [
         *((2, sharding) for sharding in ("replicate", "zero1", OVERLAPPED, "fsdp")),
-        # Experts without replicas; those of "replicate" are above.
-        pytest.param(4, "zero1", marks=pytest.mark.slow),
+        # Experts without replicas.
+        *(pytest.param(4, sharding, marks=pytest.mark.slow) for sharding in ("replicate", "zero1")),
         *((4, sharding) for sharding in (OVERLAPPED, "fsdp")),
     ],
 )
