@@ -19,6 +19,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import select
 import signal
 import socket
@@ -305,12 +306,15 @@ class StatusTable:
         """Return the current Python stacks of a rank of this host, or a text that says why there are none.
 
         ``resume`` lets a stopped process run for a moment. It cannot write its stacks while it is stopped.
+
+        A pending request is not repeated. The process could handle two requests in two threads at once, and their
+        writes would overwrite each other in the file.
         """
         if self.entry(rank).phase >= Phase.LEFT:
             return "(none: it has left)"
         fd = self._stacks[rank]
         before = os.fstat(fd).st_size
-        if not self._signal(rank, self.members[rank].signal):
+        if not self._requested(rank) and not self._signal(rank, self.members[rank].signal):
             return "(it has ended)"
         stopped = self.stopped(rank)
         if stopped:
@@ -371,6 +375,15 @@ class StatusTable:
         finally:
             if held:
                 fcntl.flock(lock, fcntl.LOCK_UN)
+
+    def _requested(self, rank: int) -> bool:
+        """Whether a request of stacks is pending in its process. A stopped process does not handle requests."""
+        try:
+            status = Path(f"/proc/{self.members[rank].pid}/status").read_text()
+        except OSError:  # it has ended
+            return False
+        pending = re.search(r"^ShdPnd:\s*([0-9a-f]+)", status, re.MULTILINE)
+        return pending is not None and bool(int(pending[1], 16) & 1 << self.members[rank].signal - 1)
 
     def _signal(self, rank: int, number: int) -> bool:
         try:
