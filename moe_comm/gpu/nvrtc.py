@@ -30,6 +30,8 @@ SOURCE = "cuda/kernels.cu"
 """File with the kernels, relative to csrc. It includes the others."""
 OPTIONS = ("--std=c++17", "--fmad=false")
 """Same as for nvcc at build time: a * b + c rounds twice, as on the CPU."""
+RUNTIME_OPTIONS = (*OPTIONS, "--device-as-default-execution-space")
+"""Options of NVRTC. The last one compiles lambdas for the device, which NVRTC 13.0 otherwise refuses."""
 FAMILIES = {9: "a", 10: "a", 12: "a"}
 """Suffix by major compute capability that enables features of this generation only."""
 _DIGEST_BYTES = 32
@@ -44,7 +46,9 @@ class Nvrtc:
     archs: tuple[int, ...]
     library: ctypes.CDLL
 
-    def compile(self, source: str, headers: Mapping[str, str], arch: str, options: Sequence[str] = OPTIONS) -> bytes:
+    def compile(
+        self, source: str, headers: Mapping[str, str], arch: str, options: Sequence[str] = RUNTIME_OPTIONS
+    ) -> bytes:
         """Return machine code for ``sm_..``, or PTX for ``compute_..``.
 
         Args:
@@ -238,7 +242,7 @@ def kernels(
 
 def _name(files: Mapping[str, str], arch: str, version: tuple[int, int]) -> str:
     """Return the file name, which depends on the source text, the options and the compiler."""
-    digest = hashlib.sha256(repr((sorted(files.items()), OPTIONS, version)).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(repr((sorted(files.items()), RUNTIME_OPTIONS, version)).encode()).hexdigest()[:24]
     return f"{arch}-{version[0]}.{version[1]}-{digest}.bin"
 
 

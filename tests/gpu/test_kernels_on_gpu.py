@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PLACEMENT = ExpertPlacement.balanced(16, 1)
-OPTIONS = DispatchOptions(timeout_s=10, peer_to_peer=PeerToPeerOptions(heap_bytes=64 << 20))
+OPTIONS = DispatchOptions(timeout_s=10, peer_to_peer=PeerToPeerOptions(heap_bytes=512 << 20))
 
 
 def launcher(kind: str) -> Launcher:

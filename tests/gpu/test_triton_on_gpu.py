@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.overlap import (
     dispatch_matmul as dispatching,
     gather_matmul as gathering,
@@ -56,9 +56,9 @@ def test_linear_operators_equal_the_float64_product(
         assert torch.equal(value, exact.to(value.dtype))
 
 
-def test_fused_expert_operators_equal_the_unfused_ones(group: dist.ProcessGroup) -> None:
+def test_fused_expert_operators_equal_the_unfused_ones() -> None:
     tokens, width, ffn, experts, top_k = 37, 64, 48, 4, 2
-    dispatcher = AllToAllDispatcher(ExpertPlacement.of(experts, 1), group, 0)
+    dispatcher = PeerToPeerDispatcher(ExpertPlacement.of(experts, 1), None, 0, device="cuda")
     ids_TK = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(top_k).indices.cuda()
     x, w1, w2 = (
         whole_numbers(tokens, width, seed=1),
