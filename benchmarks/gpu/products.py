@@ -22,7 +22,7 @@ ERROR_BOUND = 1e-2
 """Largest allowed relative error (Frobenius norm) against products of the same values by ``torch.mm``."""
 FP8_ERROR_BOUND = 6e-2
 """The same in fp8: operands are rounded to 4 significant bits, by 2.6% each (root mean square)."""
-TRITON, TMA, FP8, ADDED = (f"moe_comm {name}" for name in ("grouped_mm", "TMA", "fp8", "added in fp32"))
+TRITON, POINTERS, FP8, ADDED = (f"moe_comm {name}" for name in ("grouped_mm", "without TMA", "fp8", "added in fp32"))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Problem:
             TRITON: partial(self._triton, operation),
         }
         if operation != "gradient of weights":
-            found[TMA] = partial(self._triton, operation, tma=True)
+            found[POINTERS] = partial(self._triton, operation, tma=False)
         if operation == "forward":
             found[FP8] = self._fp8()
         if operation == "gradient of weights":
@@ -137,7 +137,7 @@ class Problem:
 
         return add
 
-    def _triton(self, operation: str, *, tma: bool = False) -> Tensor:
+    def _triton(self, operation: str, *, tma: bool = True) -> Tensor:
         from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
 
         s, like = self.shape, self.rows_RD

@@ -88,10 +88,13 @@ def tile_at(tile, tiles_m, tiles_n):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def next_tile(skip, tiles, programs):  # type: ignore[no-untyped-def]
-    """Return the offset of a program's next tile from the end of ``tiles`` tiles. ``skip``: from their start."""
-    beyond = skip - tiles
-    return tl.where(beyond >= 0, beyond, (programs + beyond % programs) % programs)
+def tiles_of_program(skip, tiles, programs):  # type: ignore[no-untyped-def]
+    """Return the number of the tiles skip, skip + programs, ... below ``tiles``.
+
+    Loop over this number, and compute tile ``skip + step * programs`` from it: Triton 3.6 does not update a ``skip``
+    that changes in an outer loop if its only use is the start of an inner ``range``.
+    """
+    return tl.cdiv(tl.maximum(tiles - skip, 0), programs)
 
 
 @triton.jit

@@ -6,16 +6,12 @@ Reference: ``kernels/row_invariant.py``, expert by expert. Programs are persiste
 expert. Each program derives its tiles from the counts, so the host need not know them. Sums are fp32 over the inner
 dimension (for weight gradients, over an expert's rows in order), rounded once, so the bits do not depend on scheduling.
 fp32 uses no tensor cores, because TF32 would lose bits.
-
-The last rows of an expert are computed in a lower tile if they fit, which avoids most of the padding:
-
-    count 300, tile 128, tail 64     128 rows │ 128 rows │ 64 rows, 20 of padding        without tail: 84 of padding
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -26,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.errors import InputError
 from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.triton import grouped_mm_tma
-from moe_comm.kernels.triton.device import int64, multiply_add, next_tile, rounded, store_tile, tile_at
+from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
     DTYPES,
     capability,
@@ -44,7 +40,7 @@ class Tiling:
     """Tile of a kernel.
 
     rows, columns, inner: sizes of a tile and its step; powers of two, at least 16. warps, stages: of a compiled
-        program. tail: rows of the lower tile for the last rows of an expert, a power of two; None: ``rows``.
+        program.
     """
 
     rows: int
@@ -52,69 +48,43 @@ class Tiling:
     inner: int
     warps: int
     stages: int
-    tail: int | None = None
 
     @property
     def blocks(self) -> dict[str, int]:
         """The tile sizes as kernel arguments."""
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inner}
 
-    @property
-    def tail_rows(self) -> int:
-        """Rows of the tile for the last rows of an expert."""
-        return self.tail or self.rows
 
-    def computed_rows(self, count: int) -> int:
-        """Return the rows that are computed for an expert with ``count`` rows, with padding."""
-        last = count % self.rows
-        return count - last + (0 if not last else self.tail_rows if last <= self.tail_rows else self.rows)
-
-    def expected_padding(self, mean_rows: float) -> float:
-        """Return the expected fraction of the computed rows that are padding, for random counts.
-
-        If the counts vary by more than a tile of b rows, the rows in the last tile of an expert are uniform in 1..b, so
-        that b / 2 rows are padding: 64 of 192 at 128 rows on average, a third. With a tail of b / 2 rows, the last tile
-        is b / 2 or b rows high with equal probability, and b / 4 rows of either are padding: 32 of 160, a fifth.
-        """
-        tail = self.tail_rows
-        padding = (tail * tail + (self.rows - tail) ** 2) / self.rows / 2
-        return padding / (mean_rows + padding)
-
-
-INTERPRETED = Tiling(32, 16, 16, 4, 3, tail=16)
+INTERPRETED = Tiling(32, 16, 16, 4, 3)
 INTERPRETED_WEIGHTS = Tiling(16, 16, 16, 4, 3)
 FLOAT32 = Tiling(64, 64, 32, 4, 3)
 SMALL = Tiling(64, 128, 64, 4, 4)
 """Tile for experts with few 16-bit rows: the smallest one that fills Hopper's matrix instructions."""
 SMALL_ROWS = 64
-TILINGS = {
-    80: Tiling(128, 128, 32, 8, 4, tail=64),
-    90: Tiling(128, 256, 64, 8, 3, tail=64),
-    100: Tiling(128, 128, 64, 8, 4, tail=64),
+Kind = Literal["rows", "weights", "added"]
+TILINGS: dict[Kind, dict[int, Tiling]] = {
+    "rows": {80: Tiling(128, 128, 32, 8, 4), 90: Tiling(128, 256, 64, 8, 3), 100: Tiling(128, 128, 64, 8, 4)},
+    "weights": {80: Tiling(128, 128, 32, 8, 4), 90: Tiling(128, 256, 32, 8, 4), 100: Tiling(128, 128, 64, 8, 4)},
+    "added": {80: Tiling(128, 128, 32, 8, 4), 90: Tiling(128, 128, 64, 8, 4), 100: Tiling(128, 128, 64, 8, 4)},
 }
-"""Tiles for 16-bit rows, by minimum compute capability. Chosen by registers and shared memory, not measured.
-
-A tail instead of 64-row tiles for all rows: both leave 32 rows of padding, but with 64-row tiles each matrix of an
-expert would be read from the L2 cache once for every 64 rows instead of every 128, and a 128 x 256 x 64 step, 1024
-clocks of the tensor cores of Hopper, already waits for 48 KiB from the cache. 64 rows are the smallest height of
-Hopper's matrix instructions. On sm_100 a 64-row instruction is expected to take as long as one of 128, so that the tail
-saves reads there, but no time of the tensor cores.
+"""Tiles for 16-bit rows by minimum compute capability: for products of rows, for weight gradients, where ``inner`` are
+rows of an expert, and for weight gradients that are added in fp32, which need more registers. Those of sm_90 are the
+fastest of those that were measured on an H100; a lower tile for the last rows of an expert was no faster. Those of
+sm_80 and sm_100 were chosen by registers and shared memory, not measured.
 """
-WEIGHT_TILINGS = {80: Tiling(128, 128, 32, 8, 4), 90: Tiling(128, 128, 64, 8, 4), 100: Tiling(128, 128, 64, 8, 4)}
-"""The same for weight gradients, where ``inner`` are rows of an expert."""
 CONSUMER = 120
 """Minimum compute capability of consumer GPUs, which have the shared memory and instructions of sm_80, not sm_100."""
 
 
-def tiling_for(dtype: torch.dtype, at: int, mean_rows: float, *, weights: bool = False) -> Tiling:
+def tiling_for(dtype: torch.dtype, at: int, mean_rows: float, kind: Kind = "rows") -> Tiling:
     """Return the tile for experts with ``mean_rows`` rows on average, on a GPU of compute capability ``at``."""
     if not at:
-        return INTERPRETED_WEIGHTS if weights else INTERPRETED
+        return INTERPRETED if kind == "rows" else INTERPRETED_WEIGHTS
     if dtype == torch.float32:
         return FLOAT32
-    if mean_rows <= SMALL_ROWS and not weights:
+    if mean_rows <= SMALL_ROWS and kind == "rows":
         return SMALL
-    table = WEIGHT_TILINGS if weights else TILINGS
+    table = TILINGS[kind]
     if at >= CONSUMER:
         return table[min(table)]
     return table[max((minimum for minimum in table if minimum <= at), default=min(table))]
@@ -161,7 +131,6 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
     out_stride, experts, columns, inner,
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
-    TAIL: tl.constexpr,  # BLOCK_M of the last tile of an expert, if its rows fit
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = rows[r] @ w[expert of r].T. Program p computes the tiles t with t % programs == p."""
@@ -174,20 +143,15 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
         tiles_m = tl.cdiv(count, BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         w_expert_ptr = w_ptr + int64(expert) * w_stride_expert
-        for tile in range(skip, tiles, programs):
-            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
+        steps = tiles_of_program(skip, tiles, programs)
+        for step in range(steps):
+            tile_m, tile_n = tile_at(skip + step * programs, tiles_m, tiles_n)
             first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-            if TAIL < BLOCK_M and count - first_m <= TAIL:
-                compute_tile(
-                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
-                    start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, TAIL, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-            else:
-                compute_tile(
-                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
-                    start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-        skip = next_tile(skip, tiles, programs)
+            compute_tile(
+                rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        skip += steps * programs - tiles
         start += count
 
 
@@ -217,8 +181,9 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
         count = tl.load(counts_ptr + expert)
         if ADD:
             tiles = tl.where(count > 0, tiles_m * tiles_n, 0)
-        for tile in range(skip, tiles, programs):
-            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
+        steps = tiles_of_program(skip, tiles, programs)
+        for step in range(steps):
+            tile_m, tile_n = tile_at(skip + step * programs, tiles_m, tiles_n)
             m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             k = tl.arange(0, BLOCK_K)
@@ -238,11 +203,11 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
             if ADD:
                 acc += tl.load(to_ptrs, mask=inside, other=0.0)
             tl.store(to_ptrs, rounded(acc, ELEMENT), mask=inside)
-        skip = next_tile(skip, tiles, programs)
+        skip += steps * programs - tiles
         start += count
 
 
-def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = False) -> None:
+def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = True) -> None:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the host.
 
     Rows beyond the sum of ``counts_E`` (of a larger buffer) are not written.
@@ -253,7 +218,7 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         counts_E: [E] int64 rows of each expert, on the device. The sum is at most R.
         out_RN: [R, N] of the same dtype; dense rows.
         tma: Load 16-bit operands with TMA on sm_90 and later, with the same tiles, if their strides allow it
-            (``grouped_mm_tma.supported``). Not measured yet, so not the default.
+            (``grouped_mm_tma.supported``). False: never. The bits are the same.
 
     Raises:
         InputError: shapes or dtypes are not supported.
@@ -283,14 +248,15 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
             grouped_mm_tma.grouped_mm_tma_kernel[(processors(rows_RD.device),)](
                 **grouped_mm_tma.descriptors(rows_RD, w_END, tiling), counts_ptr=counts_E,
                 out_ptr=out_RN, out_stride=out_RN.stride(0), experts=experts, columns=columns, inner=inner,
-                ELEMENT=DTYPES[rows_RD.dtype], TAIL=tiling.tail_rows, **tiling.blocks, **_launch(rows_RD, tiling),
+                ELEMENT=DTYPES[rows_RD.dtype], **tiling.blocks,
+                **options(rows_RD, num_warps=tiling.warps, num_stages=grouped_mm_tma.STAGES),
             )  # fmt: skip
         return
     with on_device_of(rows_RD):
         grouped_mm_kernel[(processors(rows_RD.device),)](
             rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), counts_E,
             out_RN, out_RN.stride(0), experts, columns, inner,
-            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, TAIL=tiling.tail_rows, **tiling.blocks,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
             **_launch(rows_RD, tiling),
         )  # fmt: skip
 
@@ -331,7 +297,7 @@ def grouped_weight_grad_into(
     if not out_END.numel():
         return
     experts, columns, inner = shape
-    tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts, weights=True)
+    tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts, "added" if add else "weights")
     with on_device_of(rows_RD):
         grouped_weight_grad_kernel[(processors(rows_RD.device),)](
             grad_RN, grad_RN.stride(0), rows_RD, rows_RD.stride(0), counts_E,
@@ -368,7 +334,7 @@ class _GroupedMM(torch.autograd.Function):
         return grad_RD, grad_END, None, None
 
 
-def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, *, tma: bool = False) -> Tensor:
+def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, *, tma: bool = True) -> Tensor:
     """Return [R, N]; differentiable. Arguments and errors as in ``grouped_mm_into``.
 
     Rows beyond the sum of ``counts_E``, and their gradients, are undefined.

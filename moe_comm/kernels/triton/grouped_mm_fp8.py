@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.triton.device import INTERPRETED, e4m3_value, int64, next_tile, store_tile, tile_at
+from moe_comm.kernels.triton.device import INTERPRETED, e4m3_value, int64, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.grouped_mm import CONSUMER, SMALL_ROWS, Tiling
 from moe_comm.kernels.triton.launch import (
     DTYPES,
@@ -31,13 +31,13 @@ from moe_comm.kernels.triton.quantize import BLOCK, CONVERTS_FROM
 
 E4M3 = (torch.float8_e4m3fn, torch.uint8)
 """Dtypes of values: e4m3, or its bytes."""
-TILING = Tiling(128, 128, BLOCK, 8, 4, tail=64)
+TILING = Tiling(128, 128, BLOCK, 8, 4)
 SMALL = Tiling(64, 128, BLOCK, 4, 4)
 CONSUMER_TILING = Tiling(64, 128, BLOCK, 4, 3)
 """Tile for sm_89 and from sm_120, which have 99 KiB of shared memory."""
 CONVERTING = Tiling(64, 128, BLOCK, 8, 3)
 """Tile where values are converted to bf16 in registers."""
-TILING_INTERPRETED = Tiling(32, 16, BLOCK, 4, 3, tail=16)
+TILING_INTERPRETED = Tiling(32, 16, BLOCK, 4, 3)
 
 
 def fp8_tiling_for(at: int, mean_rows: float) -> Tiling:
@@ -112,7 +112,7 @@ def grouped_mm_fp8_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,  # [E] or [E, SOURCES] int64
     out_ptr,  # [R, columns]
     out_stride, experts, columns, inner, block_rows,
-    ELEMENT: tl.constexpr, WHOLE: tl.constexpr, CONVERTS: tl.constexpr, SOURCES: tl.constexpr, TAIL: tl.constexpr,
+    ELEMENT: tl.constexpr, WHOLE: tl.constexpr, CONVERTS: tl.constexpr, SOURCES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the rows of all experts. Programs and tiles as in ``grouped_mm_kernel``; BLOCK_K is the scale block.
@@ -131,23 +131,17 @@ def grouped_mm_fp8_kernel(  # type: ignore[no-untyped-def]
         tiles = tiles_m * tiles_n
         w_expert_ptr = w_ptr + int64(expert) * w_stride_expert
         w_scale_expert_ptr = w_scale_ptr + int64(expert) * w_scale_stride_expert
-        for tile in range(skip, tiles, programs):
-            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
+        steps = tiles_of_program(skip, tiles, programs)
+        for step in range(steps):
+            tile_m, tile_n = tile_at(skip + step * programs, tiles_m, tiles_n)
             first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
             w_scale_tile_ptr = w_scale_expert_ptr + (first_n // BLOCK_K) * w_scale_stride_column
-            if TAIL < BLOCK_M and count - first_m <= TAIL:
-                _fp8_tile(
-                    values_ptr, values_stride, scale_ptr, scale_stride, scale_stride_block,
-                    w_expert_ptr, w_stride_column, w_scale_tile_ptr, w_scale_stride_block, out_ptr, out_stride,
-                    start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, CONVERTS, TAIL, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-            else:
-                _fp8_tile(
-                    values_ptr, values_stride, scale_ptr, scale_stride, scale_stride_block,
-                    w_expert_ptr, w_stride_column, w_scale_tile_ptr, w_scale_stride_block, out_ptr, out_stride,
-                    start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, CONVERTS, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-        skip = next_tile(skip, tiles, programs)
+            _fp8_tile(
+                values_ptr, values_stride, scale_ptr, scale_stride, scale_stride_block,
+                w_expert_ptr, w_stride_column, w_scale_tile_ptr, w_scale_stride_block, out_ptr, out_stride,
+                start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, CONVERTS, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        skip += steps * programs - tiles
         start += block_rows if SOURCES else count
 
 
@@ -200,7 +194,7 @@ def grouped_mm_fp8_into(
             w_ENK.view(words), *w_ENK.stride()[:2], w_scale_ECB, *w_scale_ECB.stride(), counts_E,
             out_RN, out_RN.stride(0), experts, columns, inner, num_rows // counts_E.numel(),
             ELEMENT=DTYPES[out_RN.dtype], WHOLE=inner % BLOCK == 0, CONVERTS=converts,
-            SOURCES=counts_E.shape[1] if blocked else 0, TAIL=tiling.tail_rows,
+            SOURCES=counts_E.shape[1] if blocked else 0,
             **tiling.blocks, **options(values_RK, num_warps=tiling.warps, num_stages=tiling.stages),
         )  # fmt: skip
 

@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_comm.kernels.triton.device import int64, multiply_add, next_tile, store_tile, tile_at
+from moe_comm.kernels.triton.device import int64, multiply_add, store_tile, tile_at, tiles_of_program
 
 MIN_CAPABILITY = 90
 ALIGNMENT = 16
 """Alignment in bytes of addresses and strides."""
+STAGES = 4
+"""Steps that are loaded ahead. On an H100 4 are up to 10% faster than 3; without TMA they are slower."""
 
 
 @triton.jit
@@ -43,13 +45,12 @@ def _tma_tile(  # type: ignore[no-untyped-def]
 @triton.jit
 def grouped_mm_tma_kernel(  # type: ignore[no-untyped-def]
     rows_desc,  # [R, inner], blocks [BLOCK_M, BLOCK_K]
-    tail_desc,  # [R, inner], blocks [TAIL, BLOCK_K]
     w_desc,  # [E * columns, inner], blocks [BLOCK_N, BLOCK_K]; TRANSPOSED: [E * inner, columns], [BLOCK_K, BLOCK_N]
     counts_ptr,  # [E] int64
     out_ptr,  # [R, columns]
     out_stride, experts, columns,
     inner,  # a multiple of BLOCK_K
-    ELEMENT: tl.constexpr, TRANSPOSED: tl.constexpr, TAIL: tl.constexpr,
+    ELEMENT: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = rows[r] @ w[expert of r].T. Programs and tiles as in ``grouped_mm_kernel``."""
@@ -62,20 +63,15 @@ def grouped_mm_tma_kernel(  # type: ignore[no-untyped-def]
         tiles_m = tl.cdiv(count, BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first_w = expert * inner if TRANSPOSED else expert * columns
-        for tile in range(skip, tiles, programs):
-            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
+        steps = tiles_of_program(skip, tiles, programs)
+        for step in range(steps):
+            tile_m, tile_n = tile_at(skip + step * programs, tiles_m, tiles_n)
             first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-            if TAIL < BLOCK_M and count - first_m <= TAIL:
-                _tma_tile(
-                    tail_desc, w_desc, first_w, out_ptr, out_stride, start, first_m, count, first_n, columns, inner,
-                    ELEMENT, TRANSPOSED, TAIL, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-            else:
-                _tma_tile(
-                    rows_desc, w_desc, first_w, out_ptr, out_stride, start, first_m, count, first_n, columns, inner,
-                    ELEMENT, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-        skip = next_tile(skip, tiles, programs)
+            _tma_tile(
+                rows_desc, w_desc, first_w, out_ptr, out_stride, start, first_m, count, first_n, columns, inner,
+                ELEMENT, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        skip += steps * programs - tiles
         start += count
 
 
@@ -114,7 +110,6 @@ def descriptors(rows_RD: Tensor, w_END: Tensor, tiling: Any) -> dict[str, Any]:
     w_strides = [by_inner if transposed else by_column, 1]
     return {
         "rows_desc": TensorDescriptor(rows_RD, shape, strides, [tiling.rows, step]),
-        "tail_desc": TensorDescriptor(rows_RD, shape, strides, [tiling.tail_rows, step]),
         "w_desc": TensorDescriptor(w_END, w_shape, w_strides, [step, block] if transposed else [block, step]),
         "TRANSPOSED": transposed,
     }

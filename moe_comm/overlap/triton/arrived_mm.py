@@ -86,7 +86,6 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
     peers_ptr, state_ptr, report_ptr, abort_ptr, rank, world, first_flag, turn, timeout_ns,  # RowFlags
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
-    TAIL: tl.constexpr,  # BLOCK_M of tiles whose rows fit
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = rows[r] @ w[expert of r].T, tile by tile of the list, each after the flags of its rows.
@@ -127,16 +126,10 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
             count = (end - start).to(tl.int32)
             first_n = (tile % tiles_n).to(tl.int32) * BLOCK_N
             w_expert_ptr = w_ptr + expert * w_stride_expert
-            if TAIL < BLOCK_M and count <= TAIL:
-                compute_tile(
-                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
-                    start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, TAIL, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-            else:
-                compute_tile(
-                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
-                    start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
+            compute_tile(
+                rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             start_ns = clock_ns()
         elif missing >= 0:
             rest()
@@ -190,6 +183,6 @@ def arrived_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
             taken_V, out_RN, out_RN.stride(0), columns, inner,
             flags.peers_W, flags.state, flags.report, flags.abort, flags.rank, flags.world, flags.first_flag,
             flags.turn, flags.timeout_ns,
-            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, TAIL=tiling.tail_rows, **tiling.blocks,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
             **options(rows_RD, num_warps=tiling.warps, num_stages=tiling.stages),
         )  # fmt: skip

@@ -17,7 +17,7 @@ from moe_comm.overlap.triton.tile_list import EXPERTS_AT_ONCE, EXTRA_PERCENT, TI
 def _product(kernel: Any, varying: tuple[str, ...], dtype: torch.dtype, target: int, **constants: int) -> KernelSpec:
     """Return the spec of a GEMM with matrices of whole steps, whose inner dimension is contiguous."""
     tiling = tiling_for(dtype, target, 1024)
-    constants |= {"WHOLE": True, "TAIL": tiling.tail_rows, **tiling.blocks, "w_stride_inner": 1}
+    constants |= {"WHOLE": True, **tiling.blocks, "w_stride_inner": 1}
     types = {}
     for argument in kernel.arg_names:
         if argument in constants or argument == "ELEMENT":

@@ -56,7 +56,6 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
     SLICES: tl.constexpr,
-    TAIL: tl.constexpr,  # BLOCK_M of tiles whose rows fit
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = rows[r] @ w[expert of r].T, slice by slice, and set the flags of the rows' ranks.
@@ -88,16 +87,10 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
         count = (end - start).to(tl.int32)
         first_n = (first_tile_n + (tile % width).to(tl.int32)) * BLOCK_N
         w_expert_ptr = w_ptr + expert * w_stride_expert
-        if TAIL < BLOCK_M and count <= TAIL:
-            compute_tile(
-                rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
-                start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, TAIL, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            compute_tile(
-                rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
-                start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+        compute_tile(
+            rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+            start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         tl.debug_barrier()  # one thread counts, after the stores of all
         for to in range(tl.load(item_ptr + 3), tl.load(item_ptr + 4) + 1):
             if tl.load(counts_ptr + expert * world + to) > 0:
@@ -128,6 +121,6 @@ def publish_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
             rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N5, tiles.ends_W, tiles.rows_EW,
             tiles.tiles_W, written, out_RN, out_RN.stride(0), columns, inner,
             flags.peers_W, flags.state, flags.rank, flags.world, flags.first_flag, flags.turn,
-            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, SLICES=slices, TAIL=tiling.tail_rows,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, SLICES=slices,
             **tiling.blocks, **options(rows_RD, num_warps=tiling.warps, num_stages=tiling.stages),
         )  # fmt: skip

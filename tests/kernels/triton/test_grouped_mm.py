@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ CASES = {
     "blocks": ([16, 16], 16, 16),
     "beyond blocks": ([17, 18, 0], 20, 17),
     "more tiles than programs": ([20, 1, 17], 18, 34),
-    "tiles and tails": ([33, 48, 49, 64, 80], 32, 20),
+    "several tiles": ([33, 48, 49, 64, 80], 32, 20),
     "no rows": ([0, 0], 16, 16),
     "one row": ([0, 0, 1], 3, 2),
 }
@@ -75,24 +73,6 @@ def _compare_each_expert_alone(rank: int, world: int, arg: None) -> None:
 
 def test_an_experts_bits_do_not_depend_on_the_other_experts(interpreter: RankPool) -> None:
     interpreter.run(_compare_each_expert_alone)
-
-
-def _compare_heights_of_tiles(rank: int, world: int, arg: None) -> None:
-    module = kernels("grouped_mm")
-    counts = [5, 16, 17, 32, 33, 48, 49]
-    counts_E, total = torch.tensor(counts), sum(counts)
-    rows_RD, w_END = drawn(total, 24, dtype=torch.bfloat16), drawn(7, 18, 24, dtype=torch.bfloat16, seed=1)
-    outputs = []
-    for tail in (16, None):
-        tiling = replace(module.INTERPRETED, tail=tail)
-        with pytest.MonkeyPatch.context() as patch:  # no public interface selects a tile
-            patch.setattr(module, "tiling_for", lambda *_, tiling=tiling, **__: tiling)
-            outputs.append(module.grouped_mm(rows_RD, w_END, counts_E))
-    assert torch.equal(*outputs)
-
-
-def test_lower_tiles_for_the_last_rows_do_not_change_the_result(interpreter: RankPool) -> None:
-    interpreter.run(_compare_heights_of_tiles)
 
 
 def _compare_tma(rank: int, world: int, dtype: torch.dtype) -> None:
@@ -213,9 +193,9 @@ def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None
 def _compare_tilings(rank: int, world: int, arg: None) -> list[bool]:
     mm = kernels("grouped_mm")
     tiling = mm.tiling_for
-    same = [tiling(torch.bfloat16, 120, 500, weights=w) == tiling(torch.bfloat16, 80, 500, weights=w) for w in (0, 1)]
+    same = [tiling(torch.bfloat16, 120, 500, kind) == tiling(torch.bfloat16, 80, 500, kind) for kind in mm.TILINGS]
     nearest = [
-        tiling(torch.bfloat16, sm, 500) == mm.TILINGS[expected_sm]
+        tiling(torch.bfloat16, sm, 500) == mm.TILINGS["rows"][expected_sm]
         for sm, expected_sm in ((89, 80), (90, 90), (103, 100))
     ]
     return same + nearest
@@ -223,37 +203,4 @@ def _compare_tilings(rank: int, world: int, arg: None) -> list[bool]:
 
 def test_tilings_follow_the_generation_with_the_same_shared_memory(interpreter: RankPool) -> None:
     """sm_120 has less shared memory than sm_90 and sm_100."""
-    assert interpreter.run(_compare_tilings)[0] == [True] * 5
-
-
-def _measure_padding(rank: int, world: int, arg: None) -> list[tuple[int, float, float, float]]:
-    """Return capability, mean, expected padding, and padding of random counts, of tiles for 16-bit rows."""
-    tiling_for = kernels("grouped_mm").tiling_for
-    rows: list[tuple[int, float, float, float]] = []
-    for sm in (80, 90, 100):
-        for mean in (128, 256, 1024):
-            tiling = tiling_for(torch.bfloat16, sm, mean)
-            counts = torch.randint(mean // 2, 3 * mean // 2, (4000,), generator=torch.Generator().manual_seed(0))
-            computed = sum(map(tiling.computed_rows, counts.tolist()))
-            rows.append((sm, mean, tiling.expected_padding(mean), 1 - int(counts.sum()) / computed))
-    return rows
-
-
-def test_a_fifth_is_padding_at_128_rows_and_little_at_more(interpreter: RankPool) -> None:
-    for _, mean, expected, actual in interpreter.run(_measure_padding)[0]:
-        assert abs(expected - actual) < 0.02
-        assert expected <= {128: 0.2, 256: 0.12, 1024: 0.035}[mean]
-
-
-def _count_computed_rows(rank: int, world: int, arg: None) -> None:
-    mm = kernels("grouped_mm")
-    tiling = mm.tiling_for(torch.bfloat16, 90, 128)
-    expected = {0: 0, 1: 64, 64: 64, 65: 128, 128: 128, 129: 192, 300: 320, 340: 384}
-    assert {count: tiling.computed_rows(count) for count in expected} == expected
-    few = mm.tiling_for(torch.bfloat16, 90, 64)
-    assert few == mm.SMALL and few.computed_rows(65) == 128
-    assert mm.Tiling(128, 128, 32, 8, 4).expected_padding(128) == pytest.approx(1 / 3)
-
-
-def test_computed_rows_follow_the_tiles(interpreter: RankPool) -> None:
-    interpreter.run(_count_computed_rows)
+    assert interpreter.run(_compare_tilings)[0] == [True] * 6
