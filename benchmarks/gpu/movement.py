@@ -72,6 +72,9 @@ def _contestant_rows(case: Case, name: str, who: Contestant) -> Iterator[dict[st
         "combine": (lambda: who.combine(rows_RD, weights_TK, state), case.moved_bytes()),
         "both": (partial(dispatch_and_combine, who, *inputs), case.moved_bytes(who.wire_dtype) + case.moved_bytes()),
     }
+    if isinstance(who, DispatcherContestant) and who.wire_dtype != "same":  # values and scales, not decoded
+        scaled = partial(who.dispatcher.dispatch, x_TD, ids_TK, scaled=True)
+        operations["dispatch, scaled"] = scaled, case.moved_bytes(who.wire_dtype)
     common = {**case.describe(), "who": name, "max_error": error, "copy_gb_s": copy}
     if isinstance(who, NcclContestant):
         common["registered"] = who.registered

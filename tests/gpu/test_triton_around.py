@@ -34,11 +34,26 @@ def _drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(4096, 8, 256), (301, 2, 3), (1, 8, 8), (0, 2, 4)])
+def test_slots_are_ordered_as_by_a_stable_sort(tokens: int, top_k: int, experts: int) -> None:
+    from moe_comm.kernels.triton.slot_order import order_slots
+
+    generator = torch.Generator().manual_seed(0)
+    ids_TK = torch.randint(-2, experts + 1, (tokens, top_k), generator=generator)
+    order, place_TK, ends = (t.cpu() for t in order_slots(ids_TK.to(DEVICE), experts))
+    exact_order, exact_place_TK = plain.order_slots(ids_TK, experts)
+    counts = plain.count_slots(ids_TK, experts)[: experts + 2]
+    num_rows = int(counts[:experts].sum())
+    assert torch.equal(ends, counts.cumsum(0))
+    assert torch.equal(place_TK, exact_place_TK)
+    assert torch.equal(order[:num_rows], exact_order[:num_rows])
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gathers_sums_and_dot_products_have_the_cpus_bits(dtype: torch.dtype, width: int) -> None:
     from moe_comm.kernels.triton.scale_rows import scale_rows_, spread
-    from moe_comm.kernels.triton.take_rows import take_rows
+    from moe_comm.kernels.triton.take_rows import copy_rows, take_rows
     from moe_comm.kernels.triton.weighted_sum import weighted_sum
 
     generator = torch.Generator().manual_seed(0)
@@ -50,6 +65,7 @@ def test_gathers_sums_and_dot_products_have_the_cpus_bits(dtype: torch.dtype, wi
     weights_TK, token_R = _drawn(TOKENS, TOP_K, seed=2), order[:num_rows] // TOP_K
     rows_RD = take_rows(x_TD.to(DEVICE), token_R.to(DEVICE))
     assert torch.equal(rows_RD.cpu(), x_TD[token_R])
+    assert torch.equal(copy_rows(x_TD.to(DEVICE), place_TK.to(DEVICE), num_rows), rows_RD)
     place, weights = place_TK.to(DEVICE), weights_TK.to(DEVICE)
     for w, on_cpu in ((weights, weights_TK), (None, None)):
         assert torch.equal(weighted_sum(rows_RD, place, w).cpu(), plain.weighted_sum(x_TD[token_R], place_TK, on_cpu))

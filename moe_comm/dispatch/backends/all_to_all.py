@@ -30,7 +30,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.base import Dispatcher, make_handle
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
-from moe_comm.dispatch.slots import plain
+from moe_comm.dispatch.slots import plain, sums
 from moe_comm.dispatch.slots.sums import scale_, take, weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups
@@ -96,12 +96,12 @@ class AllToAllDispatcher(Dispatcher):
         """Return [R, D], the rows of this rank's experts, after ``prepare_dispatch``. No autograd."""
         routes: Routes = handle.state
         wire_dtype = self.options.wire_dtypes.of(header.op)
-        return self._send_rows(x_TD, routes.slot_S // handle.top_k, wire_dtype, routes, describe(header))
+        return self._send_rows(x_TD, wire_dtype, routes, describe(header))
 
     def send_scaled(self, x_TD: Tensor, handle: DispatchHandle, header: Header) -> ScaledRows:
         """Do the same for a dispatch with an fp8 wire dtype, and return the encoded rows."""
         routes, wire_dtype = handle.state, self.options.wire_dtypes.of(header.op)
-        packed_SX = take(pack(x_TD, wire_dtype), routes.slot_S // handle.top_k)
+        packed_SX = sums.copy(pack(x_TD, wire_dtype), routes.place_TK, routes.slot_S)
         packed_RX = self._to_experts(packed_SX, routes, describe(header))
         return unpack_scaled(packed_RX, wire_dtype, handle.hidden)
 
@@ -128,13 +128,13 @@ class AllToAllDispatcher(Dispatcher):
         self.check_headers(header, grad_TD.device)
         routes: Routes = handle.state
         wire_dtype = self.options.wire_dtypes.of(header.op)
-        token_S = routes.slot_S // handle.top_k
         weights_S = weights_TK.reshape(-1)[routes.slot_S]
         description = describe(header)
         if rows_RD is None and not wire_dtype.narrows(grad_TD.dtype):
-            return self._to_experts(plain.scale(take(grad_TD, token_S), weights_S), routes, description), None
+            grad_SD = sums.copy(grad_TD, routes.place_TK, routes.slot_S)
+            return self._to_experts(plain.scale(grad_SD, weights_S), routes, description), None
         # A gradient in a wire dtype is rounded before it is scaled, whether or not the weights need a gradient.
-        grad_RD = self._send_rows(grad_TD, token_S, wire_dtype, routes, description)
+        grad_RD = self._send_rows(grad_TD, wire_dtype, routes, description)
         weights_R = self._to_experts(weights_S, routes, description)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
@@ -153,18 +153,18 @@ class AllToAllDispatcher(Dispatcher):
         routes: Routes = handle.state
         return to_slots(self._to_tokens(dots_R, routes, description), handle)
 
-    def _send_rows(
-        self, rows_TD: Tensor, token_S: Tensor, wire_dtype: WireDtype, routes: Routes, description: str
-    ) -> Tensor:
+    def _send_rows(self, rows_TD: Tensor, wire_dtype: WireDtype, routes: Routes, description: str) -> Tensor:
         """Send the row of each slot to its expert, in the wire dtype."""
         if wire_dtype.scales == "group":
             sent, received = self._groups(routes, rows_TD.device)
-            packed_SX, scale_GD = encode_groups(take(rows_TD, token_S), sent, wire_dtype)
+            packed_SX, scale_GD = encode_groups(sums.copy(rows_TD, routes.place_TK, routes.slot_S), sent, wire_dtype)
             packed_RX = self.channel.all_to_all(packed_SX, routes.send, routes.receive, description)
             scale_GD = self.channel.all_to_all(scale_GD, sent.per_rank, received.per_rank, description)
             rows_RD = decode_groups(packed_RX, scale_GD, received, rows_TD.dtype)
             return rows_RD if routes.by_expert_R is None else take(rows_RD, routes.by_expert_R)
-        packed_RX = self._to_experts(take(pack(rows_TD, wire_dtype), token_S), routes, description)
+        packed_RX = self._to_experts(
+            sums.copy(pack(rows_TD, wire_dtype), routes.place_TK, routes.slot_S), routes, description
+        )
         return unpack(packed_RX, wire_dtype, rows_TD.shape[1], rows_TD.dtype)
 
     def _return_rows(self, rows_RD: Tensor, wire_dtype: WireDtype, routes: Routes, description: str) -> Tensor:
@@ -208,7 +208,7 @@ class AllToAllDispatcher(Dispatcher):
             counts_WL = counts_WL.to(ids_TK.device, non_blocking=True)
             by_expert_R = plain.transpose_blocks(counts_WL, sum(receive))
             by_source_R = plain.transpose_blocks(counts_WL.T, sum(receive))
-        order, place_TK = plain.order_slots(ids_TK, self.num_experts)
+        order, place_TK = sums.order(ids_TK, self.num_experts)
         return Routes(
             place_TK,
             order[: sum(send)],

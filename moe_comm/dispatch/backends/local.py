@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_comm.comm.header import Header, check
 from moe_comm.dispatch.base import Dispatcher, make_handle
-from moe_comm.dispatch.slots import plain, sums
+from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DispatchHandle, routing_error
 from moe_comm.dispatch.wire.wire_dtype import pack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
@@ -20,19 +20,19 @@ class LocalDispatcher(Dispatcher):
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         order_R, handle = self._sorted(x_TD, ids_TK, header)
-        return sums.take(x_TD, order_R // handle.top_k), handle
+        return sums.copy(x_TD, handle.state, order_R), handle
 
     def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
         order_R, handle = self._sorted(x_TD, ids_TK, header)
         wire_dtype = self.options.wire_dtypes.of(header.op)
-        packed_RX = sums.take(pack(x_TD, wire_dtype), order_R // handle.top_k)
+        packed_RX = sums.copy(pack(x_TD, wire_dtype), handle.state, order_R)
         return unpack_scaled(packed_RX, wire_dtype, handle.hidden), handle
 
     def _sorted(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         """Return the flat slot of each row, and the handle."""
         check([], self.rank, header)
-        order, place_TK = plain.order_slots(ids_TK, self.num_experts)
-        *rows_per_expert, num_dropped, num_bad, _, _ = plain.count_slots(ids_TK, self.num_experts).tolist()
+        order, place_TK, counts = sums.order_and_count(ids_TK, self.num_experts)
+        *rows_per_expert, num_dropped, num_bad = counts
         if num_bad:
             raise routing_error(ids_TK, self.num_experts)
         num_rows = sum(rows_per_expert)

@@ -1,10 +1,11 @@
-"""Fused gathers and sums with the bits of ``plain``: the native core on CPUs, Triton on GPUs, else ``plain``.
+"""The order of slots, and fused gathers and sums, with the bits of ``plain``.
 
-Each function makes one pass over memory.
+The native core computes them on CPUs, Triton on GPUs, else ``plain``. Gathers and sums make one pass over memory.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,39 @@ from moe_comm.dispatch.slots import plain
 from moe_comm.kernels.native import core, for_triton, on_host
 from moe_comm.runtime import memory
 from moe_comm.runtime.memory import DTYPE_CODES, warm_rows
+
+
+def order(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Same as ``plain.order_slots``; the order of slots without an expert may differ."""
+    if not for_triton(ids_TK):
+        return plain.order_slots(ids_TK, num_experts)
+    from moe_comm.kernels.triton.slot_order import order_slots  # needs Triton
+
+    return order_slots(ids_TK, num_experts)[:2]
+
+
+def order_and_count(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the same, and on the host: the slots of each expert, dropped slots, invalid slots."""
+    if not for_triton(ids_TK):
+        counts = plain.count_slots(ids_TK, num_experts)[: num_experts + 2].tolist()
+        return *plain.order_slots(ids_TK, num_experts), counts
+    from moe_comm.kernels.triton.slot_order import order_slots  # needs Triton
+
+    order_S, place_TK, ends = order_slots(ids_TK, num_experts)
+    return order_S, place_TK, np.diff(ends.cpu().numpy(), prepend=0).tolist()
+
+
+def copy(x_TX: Tensor, place_TK: Tensor, order_R: Tensor) -> Tensor:
+    """Return [R, X], the row of each slot, of any dtype. No autograd.
+
+    Args:
+        place_TK, order_R: As from ``order``, without slots that have no expert.
+    """
+    if x_TX.dim() != 2 or not for_triton(x_TX, place_TK):
+        return memory.take(x_TX, order_R // place_TK.shape[1])
+    from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
+
+    return copy_rows(_dense(x_TX), place_TK, order_R.shape[0])
 
 
 def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:

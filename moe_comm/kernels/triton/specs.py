@@ -14,6 +14,7 @@ from moe_comm.kernels.triton import (
     quantize,
     router,
     scale_rows,
+    slot_order,
     swiglu,
     take_rows,
     weighted_sum,
@@ -27,13 +28,13 @@ _EXACT = {"enable_fp_fusion": False}
 _ROW_POINTERS = ("x_ptr", "rows_ptr", "y_ptr", "grad_ptr", "out_ptr", "h_ptr", "grad_h_ptr", "act_ptr", "w_ptr")
 """Pointer arguments with the rows' dtype. ``_POINTERS`` has the types of the others."""
 _POINTERS = {
-    **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr"), "*i64"),
+    **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr", "ends_ptr", "order_ptr"), "*i64"),
     **dict.fromkeys(("weights_ptr", "dots_ptr", "scale_ptr", "logits_ptr", "bias_ptr", "scores_ptr"), "*fp32"),
     **dict.fromkeys(("grad_weights_ptr", "grad_scores_ptr"), "*fp32"),
     **dict.fromkeys(("packed_ptr", "values_ptr"), "*u8"),
 }
 _NUMBERS = {"scale": "fp32", "largest": "fp32"}
-_UNALIGNED = ("experts", "rows", "tokens", "slots", "scale", "largest", "scale_stride", "capacity")
+_UNALIGNED = ("experts", "rows", "tokens", "slots", "chunks", "scale", "largest", "scale_stride", "capacity")
 """Numbers that are not multiples of 16. Widths and strides are."""
 
 
@@ -71,6 +72,19 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             exact=True,
         ),
     )  # fmt: skip
+
+
+def _copy_specs() -> tuple[KernelSpec, ...]:
+    tile = {"ROWS": 1, "COLUMNS": take_rows.TILE_WORDS}
+    chunk = {"SLOTS": slot_order.SLOTS}
+    return (
+        _spec("take_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 0}, words="*i64"),
+        _spec("copy_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 8}, words="*i64"),
+        _spec(
+            "count_chunks", slot_order.count_chunks_kernel, BF16, {**chunk, "EXPERTS": slot_order.EXPERTS}, words="*i64"
+        ),
+        _spec("place_slots", slot_order.place_slots_kernel, BF16, chunk, words="*i64"),
+    )
 
 
 def _quantize_specs() -> tuple[KernelSpec, ...]:
@@ -124,18 +138,18 @@ def _grouped_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     for targets in ((target,) for target in TARGETS):
         many_rows = grouped_mm.tiling_for(dtype, targets[0], 1000)
         few_rows = grouped_mm.tiling_for(dtype, targets[0], 1)
-        weights = grouped_mm.tiling_for(dtype, targets[0], 1000, weights=True)
         for name, tiling, unit_stride in (
             ("grouped_mm, forward", many_rows, "w_stride_inner"),
             ("grouped_mm, forward, few rows", few_rows, "w_stride_inner"),
             ("grouped_mm, gradient of rows", many_rows, "w_stride_column"),
         ):
-            constants = {**element, **tiling.blocks, "WHOLE": True, "TAIL": tiling.tail_rows, unit_stride: 1}
+            constants = {**element, **tiling.blocks, "WHOLE": True, unit_stride: 1}
             kernel = grouped_mm.grouped_mm_kernel
             specs.append(_spec(name, kernel, dtype, constants, tiling.warps, tiling.stages, targets=targets))
         for name, add in (("gradient of weights", False), ("gradient of weights, added in float32", True)):
             if add and dtype == FP32:
                 continue
+            weights = grouped_mm.tiling_for(dtype, targets[0], 1000, "added" if add else "weights")
             constants = {**element, **weights.blocks, "ADD": add, "out_stride_inner": 1}
             if add:
                 constants["ELEMENT"] = DTYPES[FP32]
@@ -156,13 +170,11 @@ def _tma_specs() -> tuple[KernelSpec, ...]:
             ("grouped_mm, with TMA, gradient of rows", 1000, True),
         ):
             tiling = grouped_mm.tiling_for(BF16, target, mean_rows)
-            constants = {
-                "ELEMENT": DTYPES[BF16], "TRANSPOSED": transposed, "TAIL": tiling.tail_rows, **tiling.blocks
-            }  # fmt: skip
+            constants = {"ELEMENT": DTYPES[BF16], "TRANSPOSED": transposed, **tiling.blocks}
             kernel = grouped_mm_tma.grouped_mm_tma_kernel
-            spec = _spec(name, kernel, BF16, constants, tiling.warps, tiling.stages, targets=(target,))
+            spec = _spec(name, kernel, BF16, constants, tiling.warps, grouped_mm_tma.STAGES, targets=(target,))
             w_block = (tiling.inner, tiling.columns) if transposed else (tiling.columns, tiling.inner)
-            blocks = {"rows": (tiling.rows, tiling.inner), "tail": (tiling.tail_rows, tiling.inner), "w": w_block}
+            blocks = {"rows": (tiling.rows, tiling.inner), "w": w_block}
             described = {f"{who}_desc": f"tensordesc<bf16[{m}, {n}]>" for who, (m, n) in blocks.items()}
             aligned = tuple(argument for argument in spec.aligned if argument not in described)
             specs.append(replace(spec, types={**spec.types, **described}, aligned=aligned))
@@ -181,7 +193,7 @@ def _fp8_specs() -> tuple[KernelSpec, ...]:
             tiling = grouped_mm_fp8.fp8_tiling_for(target, mean_rows)
             constants = {
                 "ELEMENT": DTYPES[BF16], "WHOLE": True, "CONVERTS": converts, "SOURCES": sources,
-                "TAIL": tiling.tail_rows, "scale_stride_block": 1, "w_scale_stride_block": 1, **tiling.blocks,
+                "scale_stride_block": 1, "w_scale_stride_block": 1, **tiling.blocks,
             }  # fmt: skip
             kernel = grouped_mm_fp8.grouped_mm_fp8_kernel
             spec = _spec(name, kernel, BF16, constants, tiling.warps, tiling.stages, targets=(target,))
@@ -193,7 +205,7 @@ def _fp8_specs() -> tuple[KernelSpec, ...]:
 
 
 LOCAL_KERNELS: tuple[KernelSpec, ...] = (
-    _spec("take_rows", take_rows.take_rows_kernel, BF16, {"ROWS": 1, "COLUMNS": take_rows.TILE_WORDS}, words="*i64"),
+    *_copy_specs(),
     *_rows_specs(BF16),
     *_rows_specs(FP32),
     *_quantize_specs(),

@@ -36,6 +36,48 @@ def test_take_rows_selects_rows_by_index_for_every_dtype_and_width(interpreter: 
     interpreter.run(_take, timeout=60)
 
 
+def _order(rank: int, world: int, arg: None) -> None:
+    order_slots = kernels("slot_order").order_slots
+    for tokens, top_k, experts in ((9, 3, 6), (300, 2, 3), (70, 8, 130), (5, 1, 1), (0, 4, 5), (3, 0, 5), (40, 2, 0)):
+        ids_TK = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
+        if experts == 3:
+            ids_TK[::7, 0], ids_TK[1::7, 1] = 3, -2  # invalid
+        for dtype in (torch.int64, torch.int32):
+            order, place_TK, ends = order_slots(ids_TK.to(dtype), experts)
+            plain_order, plain_place_TK = plain.order_slots(ids_TK, experts)
+            counts = plain.count_slots(ids_TK, experts)[: experts + 2]
+            assert torch.equal(ends, counts.cumsum(0)), (tokens, dtype)
+            assert torch.equal(place_TK, plain_place_TK), (tokens, dtype)
+            num_rows = int(counts[:experts].sum())
+            assert torch.equal(order[:num_rows], plain_order[:num_rows]), (tokens, dtype)
+            assert torch.equal(order.sort().values, torch.arange(tokens * top_k))
+    with pytest.raises(InputError, match="got torch"):
+        order_slots(drawn(2, 2), 4)
+
+
+def test_slots_are_ordered_as_by_a_stable_sort(interpreter: RankPool) -> None:
+    interpreter.run(_order, timeout=60)
+
+
+def _copies(rank: int, world: int, arg: None) -> None:
+    copy_rows = kernels("take_rows").copy_rows
+    for tokens, top_k, experts in CASES.values():
+        ids_TK = some_ids(tokens, top_k, experts)
+        order, place_TK = plain.order_slots(ids_TK, experts)
+        order_R = order[: int((ids_TK >= 0).sum())]
+        for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+            for width in WIDTHS:
+                x_TD = (drawn(tokens, width + 3) * 50).to(dtype)[:, :width]
+                assert torch.equal(copy_rows(x_TD, place_TK, len(order_R)), x_TD[order_R // top_k]), (dtype, width)
+    assert copy_rows(drawn(0, 4), torch.zeros(0, 2, dtype=torch.int64), 0).shape == (0, 4)
+    with pytest.raises(InputError, match="places"):
+        copy_rows(drawn(3, 4), torch.zeros(2, 2, dtype=torch.int64), 4)
+
+
+def test_copy_rows_writes_the_row_of_each_slot(interpreter: RankPool) -> None:
+    interpreter.run(_copies, timeout=60)
+
+
 def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
     tokens, top_k, experts = arg
     sums, scale_rows = kernels("weighted_sum"), kernels("scale_rows")
