@@ -47,7 +47,7 @@ KINDS: dict[str, type[LayerContestant]] = {
 }
 MEMORY_ITERATIONS = 2
 """Iterations of the memory measurement. The first one also allocates persistent buffers."""
-GEMM_SIZE = 2048
+GEMM_SIZES = {"cpu": 2048, "cuda": 8192}
 GEMM = "torch.mm"
 ROUNDINGS = 4
 """Tolerated relative error of a result in units of its dtype's epsilon. That of ``MoELayer`` in bf16 is below 0.5."""
@@ -187,7 +187,7 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
         errors = check(runners)
         clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
         # Tests use small shapes; a large GEMM would only make them slower.
-        size = GEMM_SIZE if settings.flops > 1e9 else 128
+        size = GEMM_SIZES[settings.device] if settings.flops > 1e9 else 128
         a, b = (torch.randn(size, size, device=settings.device).to(settings.torch_dtype) for _ in range(2))
         gc.disable()
         for round_number in range(settings.warmup + settings.rounds):
