@@ -34,7 +34,7 @@ def block() -> str:
     spills = "" if any(row["spill_bytes"] for row in result["results"]) else " No kernel spills."
     lines += [
         "",
-        f"Registers per thread and static shared memory per block; nvcc {result['nvcc']}, compiled.{spills}",
+        f"Registers per thread and static shared memory per block; nvcc {result['nvcc']}.{spills}",
     ]
     return "\n".join(lines)
 

@@ -34,7 +34,7 @@ def block() -> str:
             cells.append(f"{row['registers']}, {row['shared_bytes'] / 1024:.0f} KiB{stack}")
         threads = next(row["threads"] for (name, _), row in rows.items() if name == kernel)
         lines.append(f"| {kernel} | {threads} | " + " | ".join(cells) + " |")
-    lines += ["", f"Registers per thread and shared memory per program; Triton {result['triton']}, compiled."]
+    lines += ["", f"Registers per thread and shared memory per program; Triton {result['triton']}."]
     return "\n".join(lines)
 
 

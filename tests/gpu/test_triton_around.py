@@ -151,7 +151,7 @@ def test_grouped_products_and_gradients_agree_with_float64(dtype: torch.dtype) -
         ([300, 0, 77, 1], 512, 768),
         ([3, 0, 5, 1], 512, 256),
         ([130, 200], 100, 36),
-        ([128, 192, 193, 64, 65], 256, 320),  # whole tiles and lower tiles for the last rows
+        ([128, 192, 193, 64, 65], 256, 320),  # whole and partial tiles
     ):
         rows_RD = _drawn(sum(counts), inner, dtype=dtype)
         w_END = _drawn(len(counts), columns, inner, dtype=dtype, seed=1) / inner**0.5

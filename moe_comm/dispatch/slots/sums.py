@@ -1,6 +1,7 @@
 """The order of slots, and fused gathers and sums, with the bits of ``plain``.
 
-The native core computes them on CPUs, Triton on GPUs, else ``plain``. Gathers and sums make one pass over memory.
+Sums: the native core on CPUs, Triton on GPUs, else ``plain``. Order and gathers: Triton on GPUs, else torch. Gathers
+and sums make one pass over memory.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def order(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def order_and_count(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return the same, and on the host: the slots of each expert, dropped slots, invalid slots."""
     if not for_triton(ids_TK):
-        counts = plain.count_slots(ids_TK, num_experts)[: num_experts + 2].tolist()
-        return *plain.order_slots(ids_TK, num_experts), counts
+        order_S, place_TK = plain.order_slots(ids_TK, num_experts)  # before the counts, for which the host waits
+        return order_S, place_TK, plain.count_slots(ids_TK, num_experts)[: num_experts + 2].tolist()
     from moe_comm.kernels.triton.slot_order import order_slots  # needs Triton
 
     order_S, place_TK, ends = order_slots(ids_TK, num_experts)

@@ -69,7 +69,7 @@ TILINGS: dict[Kind, dict[int, Tiling]] = {
 }
 """Tiles for 16-bit rows by minimum compute capability: for products of rows, for weight gradients, where ``inner`` are
 rows of an expert, and for weight gradients that are added in fp32, which need more registers. Those of sm_90 are the
-fastest of those that were measured on an H100; a lower tile for the last rows of an expert was no faster. Those of
+fastest of a few that were compared on an H100; a lower tile for the last rows of an expert was no faster. Those of
 sm_80 and sm_100 were chosen by registers and shared memory, not measured.
 """
 CONSUMER = 120
@@ -217,7 +217,7 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         w_END: [E, N, D] of the same dtype, any strides (for gradients of rows, w transposed).
         counts_E: [E] int64 rows of each expert, on the device. The sum is at most R.
         out_RN: [R, N] of the same dtype; dense rows.
-        tma: Load 16-bit operands with TMA on sm_90 and later, with the same tiles, if their strides allow it
+        tma: Load 16-bit operands with TMA on sm_90 and sm_100, with the same tiles, if their strides allow it
             (``grouped_mm_tma.supported``). False: never. The bits are the same.
 
     Raises:
@@ -263,7 +263,7 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
 
 def uses_tma(rows_RD: Tensor, w_END: Tensor, tiling: Tiling, at: int) -> bool:
     """Return whether ``grouped_mm_into`` with ``tma`` uses it on a GPU of compute capability ``at``; 0: interpreter."""
-    has_tma = not at or at >= grouped_mm_tma.MIN_CAPABILITY
+    has_tma = not at or grouped_mm_tma.MIN_CAPABILITY <= at < CONSUMER  # not compiled for later ones
     return has_tma and rows_RD.element_size() == 2 and grouped_mm_tma.supported(rows_RD, w_END, tiling.inner)
 
 

@@ -73,7 +73,7 @@ def _fp8_tile(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr, WHOLE: tl.constexpr, CONVERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile, as ``_tile`` in ``grouped_mm.py``. ``w_scale_ptr``: the scales of the tile's columns."""
+    """Compute one tile, as ``compute_tile`` in ``grouped_mm.py``. ``w_scale_ptr``: the scales of the tile's columns."""
     place = first_m + tl.arange(0, BLOCK_M)
     row = start + tl.where(place < count, place, 0)
     column = first_n + tl.arange(0, BLOCK_N)

@@ -1,7 +1,7 @@
 """Gather rows by index, and copy each row to several places; of any dtype and width.
 
     take_rows      y[r] = x[index[r]]                     reference: ``x_ND[index_R]``
-    copy_rows      y[place[t, k]] = x[t]                  the K copies are written after one read from memory
+    copy_rows      y[place[t, k]] = x[t]                  the K copies are made one after the other: x[t] is cached
 
 Rows are copied as words of up to 8 bytes, which the compiler combines into accesses of 16 bytes.
 """

@@ -119,7 +119,7 @@ def _check_tma_support(rank: int, world: int, arg: None) -> None:
     assert not supported(rows_RD, w_END.expand(3, 40, 64).as_strided((3, 40, 64), (0, 64, 1)), 64)
     module = kernels("grouped_mm")
     tiling = module.tiling_for(torch.bfloat16, 90, 1000)
-    assert [module.uses_tma(rows_RD, w_END, tiling, at) for at in (80, 90, 100)] == [False, True, True]
+    assert [module.uses_tma(rows_RD, w_END, tiling, at) for at in (80, 90, 100, 120)] == [False, True, True, False]
 
 
 def test_tma_needs_aligned_strides_and_whole_steps(interpreter: RankPool) -> None:
