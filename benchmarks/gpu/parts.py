@@ -75,7 +75,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         found.append(Part(name, limit_s, (python, "-m", "pytest", *flags, *arguments), "tests", family, env or {}))
 
     if emulated:
-        small = ("--hidden", "64", "--experts", "16", "--top-k", "4", "--iterations", "2", "--warmup", "1")
+        small = ("--hidden", "128", "--experts", "16", "--top-k", "4", "--iterations", "2", "--warmup", "1")
         interpreted = {"TRITON_INTERPRET": "1"}
         measurement("smoke", 60, "smoke", env=interpreted)
         measurement("ceilings", 30, "ceilings")
