@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.slots import plain
+from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.slots.sums import scale_
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.dispatch.wire.group_scales import GROUP, RowGroups, decode_groups, encode_groups
@@ -74,7 +74,7 @@ class AllGatherDispatcher(AllToAllDispatcher):
         ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, describe(header), fill=-1)
         own = self.local_experts
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
-        order, _ = plain.order_slots(local_PK, len(own))
+        order, _ = sums.order(local_PK, len(own))
         handle = self._handle(x_TD, counts, routes, header)
         return replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=order[: sum(routes.receive)]))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_comm.dispatch.slots import plain
+from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.kernels.native import core, on_host
 from moe_comm.topology import ExpertPlacement
@@ -95,6 +95,6 @@ def expert_places(local_RK: Tensor, counts_L: Tensor, starts_L: Tensor) -> Tenso
     """Return [R, K] int64: the place of each slot among rows by expert, which start at ``starts_L``; else -1."""
     if not len(counts_L):
         return torch.full(local_RK.shape, DROPPED, device=local_RK.device)
-    _, place_RK = plain.order_slots(local_RK, len(counts_L))
+    _, place_RK = sums.order(local_RK, len(counts_L))
     shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
     return torch.where(local_RK < 0, DROPPED, place_RK + shift_L[local_RK.clamp(min=0).long()])

@@ -24,7 +24,7 @@ SLOTS = 128
 """Slots of a chunk."""
 EXPERTS = 64
 """Experts that are counted at once."""
-INTEGERS = (torch.int64, torch.int32, torch.int16)
+INTEGERS = (torch.int64, torch.int32)
 
 
 @triton.jit

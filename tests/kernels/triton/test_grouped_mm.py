@@ -198,9 +198,10 @@ def _compare_tilings(rank: int, world: int, arg: None) -> list[bool]:
         tiling(torch.bfloat16, sm, 500) == mm.TILINGS["rows"][expected_sm]
         for sm, expected_sm in ((89, 80), (90, 90), (103, 100))
     ]
-    return same + nearest
+    few = [tiling(torch.bfloat16, 90, rows) == mm.SMALL for rows in (64, 65)]
+    return [*same, *nearest, few[0], not few[1]]
 
 
 def test_tilings_follow_the_generation_with_the_same_shared_memory(interpreter: RankPool) -> None:
     """sm_120 has less shared memory than sm_90 and sm_100."""
-    assert interpreter.run(_compare_tilings)[0] == [True] * 6
+    assert interpreter.run(_compare_tilings)[0] == [True] * 8
