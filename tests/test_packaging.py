@@ -135,6 +135,36 @@ def test_ci_distinguishes_passed_from_no_test_ran(
     assert bool(message) or not process.stderr
 
 
+@pytest.mark.parametrize(
+    ("failures", "again", "code", "unstable"),
+    [(1, (0, 0), 0, 1), (3, (0, 0), 0, 3), (4, (0, 0), 2, 0), (1, (2, 0), 2, 0), (1, (0, 2), 2, 0)],
+    ids=["one", "three", "four", "fails first", "fails second"],
+)
+def test_ci_passes_with_tests_that_pass_twice_when_run_again(
+    failures: int, again: tuple[int, int], code: int, unstable: int, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "bin").mkdir()
+    names = [f"tests/test_a.py::test_b[{number} x]" for number in range(failures)]
+    (tmp_path / "failed.json").write_text(json.dumps(dict.fromkeys(names, True), indent=2))
+    (tmp_path / "report.xml").write_text(SUITE.format(tests=9, failures=failures, skipped=0))
+    # The second make of the suite must find the list that the first one emptied.
+    make = tmp_path / "bin" / "make"
+    make.write_text(
+        '#!/bin/sh\n[ "$1" = test ] || exit 0\n'
+        "list=.pytest_cache/v/cache/lastfailed\n"
+        'case " $* " in *" TEST_ARGS=--last-failed"*)\n'
+        f'  cmp failed.json "$list" || exit 3\n  echo {{}} > "$list"\n'
+        f"  echo >> runs; [ $(wc -l < runs) = 1 ] && exit {again[0]}; exit {again[1]} ;;\nesac\n"
+        'mkdir -p build .pytest_cache/v/cache; cp report.xml build/test-report.xml; cp failed.json "$list"; exit 2\n'
+    )
+    make.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    process = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], env=env, **CHILD)
+    assert process.returncode == code, process.stderr
+    assert process.stdout.splitlines() == [f"ci: unstable: {name}" for name in names[:unstable]]
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a wheel that pip built in isolation from a copy of the sources."""
