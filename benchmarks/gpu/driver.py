@@ -1,7 +1,7 @@
 """Run parts one after the other, each with a deadline, and store every result at once.
 
     results.jsonl    one line per event of an operation, flushed (``record.py``)
-    parts.json       result of each part, and the hash of the source files that it ran with
+    parts.json       result of each part, and the hash of the source files that it ran (``sources.py``)
     NAME.log         output of a part
     README.md        tables of all results
     ARCHIVE          all of these files; replaced after every part, and within seconds after every result
@@ -12,7 +12,6 @@ The result of a part is ``passed``, ``failed: …``, ``hung in OPERATION``, ``to
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -27,16 +26,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.cache import TRITON_CACHE
 from benchmarks.gpu.parts import Family, Part
 from benchmarks.gpu.record import FATAL, read, unfinished
 from benchmarks.gpu.report import report
+from benchmarks.gpu.sources import ROOT, files_of, hash_of, native_files
 
-ROOT = Path(__file__).parents[2]
-SOURCES = ("csrc", "moe_comm", "tests", "benchmarks", "setup.py", "CMakeLists.txt")
-NATIVE_SOURCES = ("csrc", "setup.py", "CMakeLists.txt")
 BUILT = ROOT / "moe_comm" / "_C.built"
 """Source hash and architecture of the native core (``_built_from``). To keep a build, keep this file with the core."""
-SUFFIXES = {".py", ".sh", ".txt", ".h", ".cpp", ".cu", ".cuh", ".inc"}
 ARCHIVE_EVERY_S = 2.0
 NOT_STARTED = 127
 """Exit code of a command that does not exist, as in a shell."""
@@ -46,20 +43,15 @@ ATTEMPTS = 4
 """Maximum number of starts of a part. It starts again after an operation that makes the CUDA context unusable."""
 
 
-def tree_hash(root: Path = ROOT, sources: Sequence[str] = SOURCES) -> str:
-    """Return a hash of the source files. A commit may be unknown on the machine and does not cover local changes."""
-    digest = hashlib.sha256()
-    paths = [
-        path for name in sources for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*"))
-    ]
-    for path in sorted(path for path in paths if path.suffix in SUFFIXES and path.is_file()):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+def files_hash(part: Part, results: Path) -> str:
+    """Return a hash of the files that ``part`` runs, of its arguments and of its environment."""
+    words = [word for word in part.command[1:] if word != str(results)]
+    return hash_of(files_of(part.command), more=json.dumps([words, dict(part.env)]))
 
 
 @dataclass
 class Outcome:
-    """Result of a part, hash of the source files, UTC date and seconds."""
+    """Result of a part, hash of its source files, UTC date and seconds."""
 
     result: str
     tree: str
@@ -80,37 +72,43 @@ class Driver:
     def __init__(self, out: Path, archive: Path, deadline_s: float, command: str) -> None:
         self.out, self.archive, self.command = out, archive, command
         self.results = out / "results.jsonl"
-        self.tree = tree_hash()
         self.began, self.deadline_s = time.monotonic(), deadline_s
         self.broken: dict[Family, str] = {}
+        self._trees: dict[str, str] = {}
         out.mkdir(parents=True, exist_ok=True)
         archive.parent.mkdir(parents=True, exist_ok=True)
         path = out / "parts.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         self.outcomes: dict[str, Outcome] = {name: Outcome(**values) for name, values in known.items()}
 
-    def run(self, parts: Sequence[Part], again: bool = False) -> int:
+    def run(self, parts: Sequence[Part], again: bool = False, listed: Sequence[Part] = ()) -> int:
         """Run the parts. Return the exit code: 1 if any failed, timed out, was skipped or had no time.
 
         Args:
             again: also run parts that have passed with the same source files.
+            listed: parts in README.md; those that run are listed if this is empty.
         """
         failed = False
         for part in parts:
-            if not again and self._has_passed(part):
+            if not (again or part.always) and self._has_passed(part):
                 print(f"== {part.name}: has passed with these files", flush=True)
                 continue
             result = self._run(part)
             failed |= result != "passed"
-            self._report(parts)
-        self._report(parts)
+            self._report(listed or parts)
+        self._report(listed or parts)
         return int(failed)
 
     def _has_passed(self, part: Part) -> bool:
         if part.kind == "build":  # the native core can exist without results, and results without the native core
             return BUILT.exists() and BUILT.read_text() == _built_from(part) and _native_core_imports(part.command[0])
         known = self.outcomes.get(part.name)
-        return known is not None and known.result == "passed" and known.tree == self.tree
+        return known is not None and known.result == "passed" and known.tree == self._tree(part)
+
+    def _tree(self, part: Part) -> str:
+        if part.name not in self._trees:
+            self._trees[part.name] = files_hash(part, self.results)
+        return self._trees[part.name]
 
     def _run(self, part: Part) -> str:
         left_s = self.deadline_s - (time.monotonic() - self.began)
@@ -127,7 +125,7 @@ class Driver:
             self._judge(part, result)
         print(f"== {part.name}: {result}", flush=True)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self.outcomes[part.name] = Outcome(result, self.tree, now, round(time.monotonic() - started, 1))
+        self.outcomes[part.name] = Outcome(result, self._tree(part), now, round(time.monotonic() - started, 1))
         return result
 
     def _judge(self, part: Part, result: str) -> None:
@@ -188,7 +186,7 @@ class Driver:
         """Run the command, and kill it at ``end``. Return its exit code, or None if it was killed."""
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
         env |= {"MOE_COMM_GPU_ATTEMPT": self._attempt(part), "MOE_COMM_GPU_END": str(end)}
-        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TRITON_CACHE_DIR": str(TRITON_CACHE)}
         # torch's deterministic mode, which the contract suite uses, requires it.
         env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **part.env}
         with log.open("ab") as file:
@@ -219,7 +217,8 @@ class Driver:
             json.dumps({name: asdict(outcome) for name, outcome in self.outcomes.items()}, indent=1) + "\n"
         )
         try:
-            text = report(self.out, [part.name for part in parts], self.tree, self.command)
+            trees = {part.name: self._tree(part) for part in parts}
+            text = report(self.out, trees, self.command)
         except Exception:  # a table that fails must not stop the remaining parts
             text = f"the report failed:\n\n{traceback.format_exc()}"
         (self.out / "README.md").write_text(text)
@@ -240,7 +239,7 @@ class Driver:
 
 def _built_from(part: Part) -> str:
     """Return a hash of the sources of the native core, and the architecture that ``part`` compiles them for."""
-    return f"{tree_hash(sources=NATIVE_SOURCES)} {part.env.get('MOE_COMM_CUDA_ARCHS', '')}\n"
+    return f"{hash_of(native_files())} {part.env.get('MOE_COMM_CUDA_ARCHS', '')}\n"
 
 
 def _native_core_imports(python: str) -> bool:

@@ -27,8 +27,13 @@ SHAPES = {
     "mixtral-8x7b": {"tokens": 4096, "hidden": 4096, "ffn": 14336, "experts": 8, "top_k": 2},
     "qwen3-30b-a3b": {"tokens": 4096, "hidden": 2048, "ffn": 768, "experts": 128, "top_k": 8},
     "deepseek-v3": {"tokens": 4096, "hidden": 7168, "ffn": 2048, "experts": 256, "top_k": 8},
+    # The rows of one of eight ranks: a rank receives as many rows as it sends, for 32 of 256 experts.
+    "deepseek-v3-ep8": {"tokens": 4096, "hidden": 7168, "ffn": 2048, "experts": 32, "top_k": 8},
+    "sonic-16k": {"tokens": 16384, "hidden": 2560, "ffn": 1280, "experts": 64, "top_k": 4},
     "small": {"tokens": 64, "hidden": 64, "ffn": 32, "experts": 8, "top_k": 2},
 }
+for _name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-ep8"):
+    SHAPES[f"{_name}-32k"] = {**SHAPES[_name], "tokens": 32768}
 COMPARED = 16
 """Number of experts whose weight gradients are compared."""
 CONTESTANTS = ("moe_comm_ep1", "hf_grouped_mm", "sonic_moe")

@@ -20,9 +20,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu.driver import ROOT, Driver
-from benchmarks.gpu.parts import Part, parts
+from benchmarks.gpu.cache import restore, store
+from benchmarks.gpu.driver import Driver
+from benchmarks.gpu.parts import PRESET_S, PRESETS, Part, parts
 from benchmarks.gpu.profile import profile_parts
+from benchmarks.gpu.sources import ROOT
 
 
 def probe_device() -> tuple[str, tuple[int, int]] | None:
@@ -61,15 +63,20 @@ def main(arguments: list[str] | None = None) -> int:
         prog="gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "out", nargs="?", type=Path, help="folder of the results; default: under benchmarks/results or build"
+        "preset", nargs="?", choices=PRESETS, help="parts that answer one question within six minutes; default: all"
     )
+    parser.add_argument("--out", type=Path, help="folder of the results; default: under benchmarks/results or build")
+    parser.add_argument("--cache", type=Path, help="archive of the native core and of Triton's kernels: unpacked "
+                        "before the build if it exists, and replaced at the end")  # fmt: skip
     parser.add_argument("--archive", type=Path, help="archive of the folder; default OUT/results.tar.gz")
     parser.add_argument("--only", default="", help="parts, comma-separated, by the beginning of their names")
-    parser.add_argument("--again", action="store_true", help="also run parts that have passed with the same files")
+    parser.add_argument(
+        "--again", action="store_true", help="also run parts whose files have not changed since they passed"
+    )
     parser.add_argument("--list", action="store_true", help="print the parts with their limits and commands")
     parser.add_argument("--emulated", action="store_true", help="small sizes and emulated kernels on a CPU, for a test")
     parser.add_argument("--profile", action="store_true", help="compute-sanitizer on the smoke check, ncu on kernels")
-    parser.add_argument("--deadline", type=float, default=540.0, help="seconds for all parts together")
+    parser.add_argument("--deadline", type=float, help=f"seconds for all parts; {PRESET_S:.0f} by default, 540 for all")
     args = parser.parse_args(arguments)
     device = ("gpu", (9, 0)) if args.emulated or args.list else probe_device()
     if device is None:
@@ -79,16 +86,23 @@ def main(arguments: list[str] | None = None) -> int:
     slug = re.sub(r"[^a-z0-9-]", "", name.lower().replace(" ", "-"))
     default = ROOT / ("build/gpu-emulated" if args.emulated else f"benchmarks/results/{slug}")
     out = (args.out or default).resolve()
-    found = profile_parts(out) if args.profile else parts(out / "results.jsonl", capability, args.emulated)
-    found = selected(found, args.only)
+    listed = profile_parts(out) if args.profile else parts(out / "results.jsonl", capability, args.emulated)
+    found = selected(listed, args.only or ",".join(PRESETS.get(args.preset, ())))
     if args.list:
         for part in found:
             print(f"{part.name} ({part.limit_s:.0f} s): {shlex.join(part.command)}")
         return 0
     command = shlex.join(["bash", "benchmarks/gpu.sh", *(sys.argv[1:] if arguments is None else arguments)])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sys.exit lets the driver kill the running part
-    driver = Driver(out, (args.archive or out / "results.tar.gz").resolve(), args.deadline, command)
-    code = driver.run(found, args.again)
+    deadline_s = args.deadline or (PRESET_S if args.preset else 540.0)
+    driver = Driver(out, (args.archive or out / "results.tar.gz").resolve(), deadline_s, command)
+    if args.cache is not None:
+        restore(args.cache)
+    try:
+        code = driver.run(found, args.again, listed)
+    finally:
+        if args.cache is not None:
+            store(args.cache)
     print((out / "README.md").read_text() if (out / "README.md").exists() else "nothing was run", flush=True)
     return code
 

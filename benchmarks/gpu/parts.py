@@ -12,6 +12,26 @@ Kind = Literal["build", "smoke", "measurement", "tests"]
 SHORT = ("movement", "ceilings", "products")
 """Modules with operations of a few seconds. Operations of other modules may compile kernels or fill the memory."""
 Family = Literal["", "peer_to_peer", "bulk", "triton", "layer"]
+BEGIN = ("build", "smoke", "ceilings")
+PRESETS: dict[str, tuple[str, ...]] = {
+    "move": (*BEGIN, "kernel-tests", "dispatch", "few", "bulk", "virtual", "virtual-tests", "host"),
+    "gemm": (*BEGIN, "products", "triton-tests"),
+    "layer": (*BEGIN, "layer-", "host-profile", "check-grads", "gpu-tests"),
+    "contract": ("build", "smoke", "contract-"),
+}
+"""Parts of a preset by the beginning of their names. Each preset takes at most PRESET_S seconds with the build."""
+PRESET_S = 360.0
+LAYERS = (
+    "qwen3-30b-a3b",
+    "deepseek-v3-ep8",
+    "mixtral-8x7b",
+    "deepseek-v3",
+    "sonic-16k",
+    "qwen3-30b-a3b-32k",
+    "deepseek-v3-ep8-32k",
+    "mixtral-8x7b-32k",
+)
+"""Shapes of ``benchmarks.gpu.layers`` that are measured on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +46,7 @@ class Part:
             passed.
         family: kernels that the part needs. After a timeout or a failed smoke check, later parts of it are skipped.
         env: additional environment variables.
+        always: runs in every call, because later parts are compared with its results on the same machine.
     """
 
     name: str
@@ -34,6 +55,7 @@ class Part:
     kind: Kind = "measurement"
     family: Family = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    always: bool = False
 
 
 def parts(results: Path, capability: tuple[int, int], emulated: bool = False) -> list[Part]:
@@ -59,7 +81,8 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         inner = f"{min(0.6 * limit_s, 20 if module in SHORT else 45):g}"
         command = (python, "-m", f"benchmarks.gpu.{module}", *arguments, "--device", device, "--limit", inner)
         kind: Kind = "smoke" if module == "smoke" else "measurement"
-        found.append(Part(name, limit_s, (*command, "--results", str(results)), kind, family, env or {}))
+        full = (*command, "--results", str(results))
+        found.append(Part(name, limit_s, full, kind, family, env or {}, always=name == "ceilings"))
 
     def tests(
         name: str,
@@ -87,6 +110,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         measurement("host", 60, "movement", "host", "--tokens", "8", *small, family="peer_to_peer")
         measurement("products", 60, "products", family="triton", env=interpreted)
         measurement("layer-small", 60, "layers", "small", family="layer")
+        measurement("host-profile-small", 60, "host_profile", "small", family="layer")
         tests("kernel-tests", 60, "tests/gpu_host/test_operations.py", family="peer_to_peer")
         return found
 
@@ -106,9 +130,9 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     together = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     measurement("virtual", 60, "movement", "virtual", family="peer_to_peer", env=together)
     measurement("products", 90, "products", family="triton")
-    measurement("layer-mixtral-8x7b", 60, "layers", "mixtral-8x7b", family="layer")
-    measurement("layer-qwen3-30b-a3b", 60, "layers", "qwen3-30b-a3b", family="layer")
-    measurement("layer-deepseek-v3", 75, "layers", "deepseek-v3", family="layer")
+    for shape in LAYERS:
+        measurement(f"layer-{shape}", 75, "layers", shape, family="layer")
+    measurement("host-profile-qwen3-30b-a3b", 45, "host_profile", "qwen3-30b-a3b", family="layer")
     measurement("host", 45, "movement", "host", family="peer_to_peer")
     check_grads = (python, "-m", "moe_comm", "check-grads", "--ranks", "1", "--device", "cuda")
     found.append(Part("check-grads", 45, check_grads, "measurement", "layer"))
@@ -120,5 +144,5 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     contract = ("tests/dispatch/test_contract.py", "--device", "cuda", "-k")
     shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     tests("contract-peer-to-peer", 200, *contract, "peer_to_peer", family="peer_to_peer", test_s=40, env=shared)
-    tests("contract-others", 240, *contract, "not shared_memory and not peer_to_peer", test_s=40)
+    tests("contract-others", 300, *contract, "not shared_memory and not peer_to_peer", test_s=40)
     return found

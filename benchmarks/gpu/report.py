@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,12 @@ def latest(lines: Sequence[Row], part: str) -> list[Row]:
     return [line for line in of_part if line.get("attempt") == attempt]
 
 
-def report(out: Path, parts: Sequence[str], tree: str, command: str) -> str:
-    """Return the Markdown text."""
+def report(out: Path, trees: Mapping[str, str], command: str) -> str:
+    """Return the Markdown text.
+
+    Args:
+        trees: the hash of the source files of each part, in the order of the tables.
+    """
     lines = read(out / "results.jsonl")
     outcomes = json.loads((out / "parts.json").read_text())
     probe: Row = next(
@@ -30,20 +34,20 @@ def report(out: Path, parts: Sequence[str], tree: str, command: str) -> str:
     )
     machine = probe.get("machine", {})
     text = [f"# {machine.get('gpu', machine.get('cpu', 'unknown device'))}", ""]
-    text += [f"- command: `{command}`", f"- source files: {tree}", f"- commit: {_commit()}"]
+    text += [f"- command: `{command}`", f"- commit: {_commit()}"]
     if probe:
         text += [f"- date: {machine['time']}", f"- packages: {_values(probe['packages'])}, Python {machine['python']}"]
         keys = ("capability", "multiprocessors", "memory_gib", "cuda", "nccl", "compiled_for")
         text += [f"- device: {_values({key: probe[key] for key in keys if key in probe})}, driver {_driver()}"]
     text += ["", "| part | result | seconds |", "|---|---|---:|"]
-    for name in parts:
+    for name, tree in trees.items():
         known = outcomes.get(name)
         if known is None:
             text.append(f"| {name} | not run | |")
             continue
         older = "" if known["tree"] == tree else f", with other files ({known['tree']}), {known['date']}"
         text.append(f"| {name} | {known['result']}{older} | {known['seconds']} |")
-    by_part = {name: latest(lines, name) for name in parts}
+    by_part = {name: latest(lines, name) for name in trees}
     failures = [line for found in by_part.values() for line in found if line["event"] == "failed"]
     failures += [
         {**line, "error": f"CUDA graph: {line['graph_error']}"}
@@ -71,6 +75,8 @@ COLUMNS = {
     "graph_us": ("graph, us", "{:.1f}"),
     "host_us": ("host, us", "{:.1f}"),
     "launches": ("launches", "{:.0f}"),
+    "calls": ("calls", "{:.1f}"),
+    "package_calls": ("calls of the package", "{:.0f}"),
     "gb_s": ("GB/s", "{:.0f}"),
     "of_copy": ("of copy", "{:.0%}"),
     "tflop_s": ("TFLOP/s", "{:.1f}"),

@@ -143,6 +143,17 @@ class Timer:
         after.synchronize()
         return float(before.elapsed_time(after)) * 1e3 / calls
 
+    def host(self, work: Callable[[], Any], calls: int = 200) -> float:
+        """Return the median microseconds until one of ``calls`` calls returns; the device must not limit them."""
+        times = []
+        for _ in range(calls + self.warmup):
+            began = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - began) * 1e6)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return statistics.median(times[self.warmup :])
+
 
 def copy_gb_s(timer: Timer, num_bytes: int) -> float:
     """Return the rate of ``copy_`` in GB/s, counting bytes read and written."""

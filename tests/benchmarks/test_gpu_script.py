@@ -13,16 +13,20 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import driver as driver_module
-from benchmarks.gpu.driver import Driver
-from benchmarks.gpu.parts import Family, Kind, Part, parts
+from benchmarks.gpu.cache import restore, store
+from benchmarks.gpu.driver import Driver, files_hash
+from benchmarks.gpu.main import selected
+from benchmarks.gpu.parts import PRESETS, Family, Kind, Part, parts
 from benchmarks.gpu.profile import profile_parts, short_name
 from benchmarks.gpu.record import append, read
+from benchmarks.gpu.sources import files_of, hash_of
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
@@ -50,7 +54,8 @@ sys.exit(recorder.run_all((name, work[name.split(",")[0]]) for name in sys.argv[
 
 @pytest.fixture(autouse=True)
 def same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "tree_hash", lambda *_, **__: "tree")
+    monkeypatch.setattr(driver_module, "files_hash", lambda *_: "tree")
+    monkeypatch.setattr(driver_module, "hash_of", lambda *_: "tree")
 
 
 def worker(out: Path, name: str, *operations: str, limit_s: float = 60, inner_s: float = 30, **more: Any) -> Part:
@@ -203,7 +208,7 @@ def test_passed_parts_are_not_repeated_with_the_same_files(
 ) -> None:
     part = shell("dispatch", f"echo ran >> {tmp_path}/ran.txt")
     for again, tree, count in ((False, "tree", 1), (False, "tree", 1), (True, "tree", 2), (False, "changed", 3)):
-        monkeypatch.setattr(driver_module, "tree_hash", lambda *_, tree=tree, **__: tree)
+        monkeypatch.setattr(driver_module, "files_hash", lambda *_, tree=tree: tree)
         assert run(tmp_path, part, again=again)[0] == 0
         assert len((tmp_path / "ran.txt").read_text().splitlines()) == count
     assert "dispatch: has passed with these files" in capfd.readouterr().out
@@ -235,8 +240,9 @@ def test_options_that_match_nothing_are_refused(tmp_path: Path) -> None:
     for arguments, reason in (
         (("--emulated", "--only", "nonsense"), "no part begins with 'nonsense'"),
         (("--fast",), "unrecognized arguments: --fast"),
+        (("speed",), "invalid choice: 'speed'"),
     ):
-        command = ["bash", "benchmarks/gpu.sh", *arguments, str(tmp_path)]
+        command = ["bash", "benchmarks/gpu.sh", *arguments, "--out", str(tmp_path)]
         env = os.environ | {"PYTHON": sys.executable}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
@@ -268,3 +274,85 @@ def test_the_longest_kernels_of_the_results_are_profiled(tmp_path: Path) -> None
     names = [part.name for part in profile_parts(tmp_path)]
     assert names == ["sanitize-memcheck", "sanitize-racecheck", "ncu-push", "ncu-sum", "ncu-meet"]
     assert short_name("triton_kernel_3d") == "triton_kernel_3d"
+
+
+def test_presets_select_parts_that_exist_and_fit_into_their_time(tmp_path: Path) -> None:
+    found = parts(tmp_path / "results.jsonl", (9, 0))
+    for preset, prefixes in PRESETS.items():
+        names = [part.name for part in selected(found, ",".join(prefixes))]
+        assert names[:2] == ["build", "smoke"] and len(names) > 3, preset
+    in_presets = {part.name for prefixes in PRESETS.values() for part in selected(found, ",".join(prefixes))}
+    assert {part.name for part in found} - in_presets == {"nccl"}
+
+
+def test_a_part_that_others_are_compared_with_runs_in_every_call(tmp_path: Path) -> None:
+    part = Part("ceilings", 30, ("bash", "-c", f"echo ran >> {tmp_path}/ran.txt"), always=True)
+    for count in (1, 2):
+        assert run(tmp_path, part)[0] == 0
+        assert len((tmp_path / "ran.txt").read_text().splitlines()) == count
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a source tree with a lazily loaded package, a native core, and tests."""
+    files = {
+        "moe_comm/__init__.py": "def later():\n    import moe_comm.unrelated",
+        "moe_comm/__init__.pyi": "from moe_comm.layer import Layer as Layer\nfrom moe_comm.other import Other as Other",
+        "moe_comm/layer.py": "def f():\n    from moe_comm.kernel import run\n    load('moe_comm.named')",
+        "moe_comm/kernel.py": "from typing import TYPE_CHECKING\nfrom moe_comm import _C\n"
+        "if TYPE_CHECKING:\n    from moe_comm.typed import T",
+        **{f"moe_comm/{name}.py": "" for name in ("named", "other", "typed", "unrelated")},
+        "moe_comm/_C.pyi": "",
+        "csrc/a.cu": "",
+        "setup.py": "",
+        "benchmarks/__init__.py": "",
+        "benchmarks/layers.py": "from moe_comm import Layer",
+        "benchmarks/all.py": "import moe_comm",
+        "tests/conftest.py": "",
+        "tests/a/test_a.py": "from benchmarks import layers",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_the_files_of_a_part_are_those_that_it_imports(tree: Path) -> None:
+    def names(*command: str) -> set[str]:
+        return {str(file.relative_to(tree)) for file in files_of(command, tree)}
+
+    native = {"csrc/a.cu", "setup.py", "moe_comm/_C.pyi"}
+    layers = {f"moe_comm/{name}.py" for name in ("__init__", "layer", "kernel", "named")} | native
+    layers |= {"benchmarks/__init__.py", "benchmarks/layers.py"}
+    assert names("python", "-m", "benchmarks.layers", "--limit", "3") == layers
+    assert names("python", "-m", "benchmarks.all") - layers == {"benchmarks/all.py", "moe_comm/other.py"}
+    assert names("python", "-m", "pytest", "tests/a") == layers | {"tests/conftest.py", "tests/a/test_a.py"}
+
+
+def test_the_hash_of_a_part_follows_its_files_and_arguments(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    part = Part("layer", 30, ("python", "-m", "benchmarks.gpu.ceilings", "--results", str(tree / "results.jsonl")))
+    same = replace(part, command=(*part.command[:-1], str(tree / "x" / "results.jsonl")))
+    other = replace(part, command=(*part.command, "--device", "cpu"))
+    values = [files_hash(part, tree / "results.jsonl"), files_hash(same, tree / "x" / "results.jsonl"),
+              files_hash(other, tree / "results.jsonl")]  # fmt: skip
+    assert values[0] == values[1] != values[2]
+    files = files_of(("-m", "benchmarks.layers"), tree)
+    before = hash_of(files, root=tree)
+    (tree / "moe_comm/unrelated.py").write_text("changed")
+    assert hash_of(files_of(("-m", "benchmarks.layers"), tree), root=tree) == before
+    (tree / "moe_comm/kernel.py").write_text("from moe_comm import _C")
+    assert hash_of(files_of(("-m", "benchmarks.layers"), tree), root=tree) != before
+
+
+def test_compiled_kernels_move_to_another_tree(tree: Path, tmp_path: Path) -> None:
+    for name in ("moe_comm/_C.so", "moe_comm/_C.built", "build/triton-cache/key/kernel.cubin"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    cache = tmp_path / "out" / "cache.tar.gz"
+    store(cache, tree)
+    other = tmp_path / "other"
+    restore(cache, other)
+    restore(tmp_path / "absent", other)
+    found = sorted(str(path.relative_to(other)) for path in other.rglob("*") if path.is_file())
+    assert found == ["build/triton-cache/key/kernel.cubin", "moe_comm/_C.built", "moe_comm/_C.so"]
