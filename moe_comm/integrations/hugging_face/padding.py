@@ -60,6 +60,7 @@ class PaddingMask:
             handles.append(module.register_forward_hook(after, always_call=True))
         return mask, handles
 
+    @torch._disable_dynamo
     def real_tokens(self, num_tokens: int) -> RealTokens | None:
         """Return the real tokens of the running call; None if it has no padding, or not ``num_tokens`` tokens.
 
@@ -84,12 +85,14 @@ class PaddingMask:
         _, _, tokens, real = max(found, key=lambda call: call[0])  # the innermost model
         return real if tokens == num_tokens else None
 
+    @torch._disable_dynamo
     def begin(self, name: str, inputs: dict[str, Any]) -> None:
         """Begin the call of model ``name``. A call of the same model that has not ended was interrupted."""
         self.end(name)
         tokens, real = _real_tokens(inputs)
         self._calls.append((name, tokens, real, torch.autograd._get_sequence_nr()))
 
+    @torch._disable_dynamo
     def end(self, name: str) -> None:
         """End the call of model ``name``, and all calls inside of it."""
         for index, (other, tokens, real, first) in enumerate(self._calls):
