@@ -35,6 +35,8 @@ def _scale_aux_losses(loop: str) -> None:
     getattr(loss_scaling, f"follow_{loop}")()
 
 
+after_import(("torch.amp.grad_scaler",), partial(_scale_aux_losses, "torch"))
+after_import(("torch.distributed.fsdp.sharded_grad_scaler",), partial(_scale_aux_losses, "torch"))
 after_import(("accelerate.accelerator",), partial(_scale_aux_losses, "accelerate"))
 after_import(("transformers.trainer",), partial(_scale_aux_losses, "trainer"))
 after_import(("deepspeed.runtime.engine",), partial(_scale_aux_losses, "deepspeed"))

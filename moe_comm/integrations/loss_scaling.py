@@ -5,8 +5,11 @@
     Trainer       the same, not divided by accelerate          scale of the scaler; 1 / micro-batches is added
     DeepSpeed     the argument of ``DeepSpeedEngine.backward`` loss scale / gradient_accumulation_steps
     Lightning     the result of ``training_step``              scale of the scaler / accumulate_grad_batches
+    torch         the argument of ``GradScaler.scale``         scale of the scaler
 
-Each function wraps one method of a class that is imported. Loops without a ``MoELayer`` are not changed.
+The innermost tensor counts, so a scaler changes nothing in the other loops. Each function wraps one method of a class
+that is imported. Loops without a ``MoELayer`` are not changed. This module loads while torch is being imported, so it
+imports nothing of torch.
 """
 
 from __future__ import annotations
@@ -16,10 +19,22 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
-
 MICRO_BATCHES = "moe_comm_micro_batches"
 """Attribute of an ``Accelerator``: micro-batches of a step, if a trainer divides the loss instead of accelerate."""
+
+
+def follow_torch() -> None:
+    """Wrap ``GradScaler.scale``, and that of the scaler of FSDP."""
+
+    def scale(original: Callable[..., Any], self: Any, outputs: Any) -> Any:
+        return original(self, _scaled(outputs))
+
+    for module, name in (
+        ("torch.amp.grad_scaler", "GradScaler"),
+        ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
+    ):
+        if module in sys.modules:
+            _wrap(getattr(sys.modules[module], name), "scale", scale)
 
 
 def follow_accelerate() -> None:
@@ -69,13 +84,13 @@ def follow_lightning() -> None:
 
 def _scaled(loss: Any, factor: float = 1.0) -> Any:
     losses = sys.modules.get("moe_comm.layers.moe.losses")  # without it, no layer exists
-    if losses is not None and isinstance(loss, Tensor) and loss.numel() == 1:
+    if losses is not None and isinstance(loss, losses.Tensor) and loss.numel() == 1:
         losses.scale_aux_like(loss, factor)
     return loss
 
 
 def _wrap(cls: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(cls, name)
+    original = vars(cls).get(name, getattr(cls, name))
     if hasattr(original, "scales_aux_losses"):
         return
 

@@ -35,6 +35,13 @@ def test_the_documented_loop_with_a_loss_scaler() -> None:
     assert_equal(own_loop(batches), expected(batches))
 
 
+def test_a_loss_scaler_alone_needs_no_call() -> None:
+    (ids,), model, scaler = micro_batches(1), Model(), torch.amp.GradScaler("cpu")
+    scaler.scale(model(ids).loss).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters(), 0.0))
+    assert_equal(gradients(model), expected([ids]))
+
+
 def test_a_loss_divided_by_the_tokens_of_the_step_passes_the_number_of_micro_batches() -> None:
     batches, model = micro_batches(4), Model()
     for ids in batches:

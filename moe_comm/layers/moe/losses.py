@@ -58,8 +58,8 @@ def scale_aux_like(loss: Tensor, factor: float = 1.0) -> Tensor:
         scaler.scale(loss / micro_batches).backward()         # auxiliary losses: also times scale / micro_batches
 
     Over a step, the auxiliary losses are then the mean over its micro-batches, each with the same weight. Training
-    loops of Trainer, accelerate, Lightning and DeepSpeed do this by themselves. It has no effect on layers whose
-    ``aux_scale`` is set.
+    loops of Trainer, accelerate, Lightning and DeepSpeed, and ``GradScaler``, do this by themselves. It has no effect
+    on layers whose ``aux_scale`` is set.
 
     Args:
         loss: scalar loss of one micro-batch, before it is divided by the number of micro-batches and multiplied by a
