@@ -6,6 +6,7 @@ The names below load their modules on first use, so that ``import moe_comm`` cos
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 from moe_comm.lazy import attach_stub
@@ -27,6 +28,20 @@ def _register() -> None:
         register()
 
 
+def _scale_aux_losses(loop: str) -> None:
+    """Make a training loop of another library scale auxiliary losses like the main loss."""
+    from moe_comm.integrations import loss_scaling
+
+    getattr(loss_scaling, f"follow_{loop}")()
+
+
+after_import(("torch.amp.grad_scaler",), partial(_scale_aux_losses, "torch"))
+after_import(("torch.distributed.fsdp.sharded_grad_scaler",), partial(_scale_aux_losses, "torch"))
+after_import(("accelerate.accelerator",), partial(_scale_aux_losses, "accelerate"))
+after_import(("transformers.trainer",), partial(_scale_aux_losses, "trainer"))
+after_import(("deepspeed.runtime.engine",), partial(_scale_aux_losses, "deepspeed"))
+after_import(("lightning.pytorch.strategies.strategy",), partial(_scale_aux_losses, "lightning"))
+after_import(("pytorch_lightning.strategies.strategy",), partial(_scale_aux_losses, "lightning"))
 after_import(("transformers.integrations.moe", "transformers.distributed.expert_parallel"), _register)
 
 _load, __dir__, __all__ = attach_stub(__name__, __file__, {"FoldedMesh": "ParallelMesh"})

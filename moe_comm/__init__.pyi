@@ -60,6 +60,7 @@ from moe_comm.layers.moe.config import (
 )
 from moe_comm.layers.moe.experts import Experts as Experts
 from moe_comm.layers.moe.layer import MoELayer as MoELayer
+from moe_comm.layers.moe.losses import scale_aux_like as scale_aux_like
 from moe_comm.layers.moe.router import (
     Router as Router,
     RouterConfig as RouterConfig,

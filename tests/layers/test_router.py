@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.dispatch import DROPPED, INVALID_LOGITS, make_dispatcher
 from moe_comm.errors import ConfigError, InputError, RoutingError
 from moe_comm.layers import Router, RouterConfig, attach_loss
-from moe_comm.layers.moe.losses import sequence_balance_loss
+from moe_comm.layers.moe.losses import sequence_balance_sums
 from tests.layers.reference import draw
 
 NAN, INF = float("nan"), float("inf")
@@ -195,7 +195,7 @@ def test_sequence_balance_loss_is_that_of_deepseek_v3() -> None:
         p, i = probs[4 * s : 4 * s + 4], ids[4 * s : 4 * s + 4]
         for e in range(4):
             total += float((i == e).sum()) * 4 / (2 * 4) * float(p[:, e].mean())
-    loss = sequence_balance_loss(probs, ids, 3, torch.tensor(3))
+    loss = sequence_balance_sums(probs, ids, 3).mean(torch.tensor(3))
     assert float(loss) == pytest.approx(total / 3, rel=1e-5)
     config = RouterConfig(4, 2, score="sigmoid", balance_loss=1.0, balance_form="sequence", z_loss=1.0)
     router = Router(6, config)

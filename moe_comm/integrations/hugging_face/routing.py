@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from moe_comm.errors import InputError
 from moe_comm.integrations.hugging_face.families import find_experts
+from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.integrations.hugging_face.swap import swapped_experts
 
 
 class RoutingRecord:
-    """The routing of all tokens of this rank since the record began."""
+    """The routing of all tokens of this rank since the record began, without padding (2-D ``attention_mask``)."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[Tensor]] = {}
@@ -57,8 +58,9 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     modules: dict[str, nn.Module] = dict(swapped_experts(model))
     modules = modules or {name: experts for name, (experts, _) in find_experts(model).items()}
     record = RoutingRecord()
-    hooks = [
-        module.register_forward_pre_hook(partial(_append, record, name), with_kwargs=True)
+    padding, hooks = PaddingMask.of(model, modules)
+    hooks += [
+        module.register_forward_pre_hook(partial(_append, record, padding, name), with_kwargs=True)
         for name, module in modules.items()
     ]
     try:
@@ -68,5 +70,14 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
             hook.remove()
 
 
-def _append(record: RoutingRecord, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    record.append(name, args[1] if len(args) > 1 else kwargs["top_k_index"])
+def _append(
+    record: RoutingRecord,
+    padding: PaddingMask,
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    ids_TK = args[1] if len(args) > 1 else kwargs["top_k_index"]
+    real = padding.real_tokens(ids_TK.shape[0])
+    record.append(name, ids_TK if real is None else real.take(ids_TK))

@@ -26,10 +26,11 @@ from moe_comm.comm.group_setup import as_group
 from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.selection.factory import refuse_dispatcher
-from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
+from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
 from moe_comm.layers.data_parallel.copies import ExpertCopies
@@ -67,6 +68,7 @@ class EPExperts(nn.Module):
     down_proj: nn.Parameter
     gemm_dtype: GemmDtype = "same"
     copies: ExpertCopies | None = None
+    padding: PaddingMask | None = None
 
     def __init__(
         self,
@@ -109,12 +111,18 @@ class EPExperts(nn.Module):
             top_k_weights: [T, K] routing weights, any floating dtype.
 
         Returns:
-            [T, D] in the dtype of ``hidden_states``.
+            [T, D] in the dtype of ``hidden_states``; zeros for padding.
 
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
-        x_TD = expert_input(hidden_states, self.gate_up_proj)
+        try:
+            real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
+        except InputError as fault:
+            self.dispatcher.refuse(fault, hidden_states, label=self.label)
+        if real is not None:
+            top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
+        x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
         if self.copies is not None:
             if (fault := self.copies.publish_if_due()) is not None:
                 self.dispatcher.refuse(fault, x_TD, label=self.label)
@@ -134,7 +142,8 @@ class EPExperts(nn.Module):
         )
         if self.copies is not None:
             self.copies.materialize_in_backward(y_TD)
-        return y_TD.to(hidden_states.dtype)
+        y_TD = y_TD.to(hidden_states.dtype)
+        return y_TD if real is None else real.spread(y_TD)
 
     def _run(self, call: ExpertCall) -> Tensor:
         weights = self if self.copies is None else SimpleNamespace(**self.copies.stacked())
@@ -197,6 +206,9 @@ def parallelize_moe(
     ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` needs no other change: it
     averages gradients, and the gradients of experts are then scaled to match. Before ``fully_shard``, call
     ``moe_comm.prepare_fsdp(model)``.
+
+    Padding: the tokens that a 2-D ``attention_mask`` of the model excludes are not dispatched, and the experts return
+    zeros for them. Other masks have no such effect.
 
     Generation: every rank must run the same number of forward passes. Use ``model.generate(..., synced_gpus=True)``.
 
@@ -265,12 +277,13 @@ def parallelize_moe(
         )
         for count in counts
     }
+    padding, _ = PaddingMask.of(model, blocks)
     for name in list(blocks):
         experts, layout = blocks.pop(name)
         parent, _, child = name.rpartition(".")
         block = model.get_submodule(parent)
         swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap, _router_of(block, child))
-        swapped.gemm_dtype = expert_gemm_dtype
+        swapped.gemm_dtype, swapped.padding = expert_gemm_dtype, padding
         setattr(block, child, swapped)
         del experts  # free the full weights of this block before the next one is swapped
     prepare_ddp(model)

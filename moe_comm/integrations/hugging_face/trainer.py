@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -48,6 +49,24 @@ class MoETrainerMixin:
         """Create the accelerator and prepare it for expert parallelism."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare_accelerator(self.accelerator)
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Run a micro-batch. The auxiliary losses of transformers (``output_router_logits``) are averaged over a step.
+
+        ``Trainer`` divides the main loss by the number of targets of the step, but each micro-batch, and with
+        ``average_tokens_across_devices`` each rank, adds its auxiliary loss in full.
+        """
+        step = super().training_step  # type: ignore[misc]
+        if num_items_in_batch is None or not self.model_accepts_loss_kwargs:  # Trainer divides the sum of both losses
+            return step(model, inputs, num_items_in_batch)
+        parts = self.current_gradient_accumulation_steps
+        if self.args.average_tokens_across_devices:
+            parts *= self.accelerator.num_processes // self.get_tp_size()
+        hook = self.accelerator.unwrap_model(model).register_forward_hook(partial(_divide_auxiliary_loss, parts))
+        try:
+            return step(model, inputs, num_items_in_batch)
+        finally:
+            hook.remove()
 
     def _has_mixed_mesh_grads(self: Any, model: Any) -> bool:
         # The accelerator's clip_grad_norm_ supports parameters on different meshes.
@@ -108,6 +127,13 @@ class MoETrainerMixin:
         optimizer, scheduler = (torch.load(name, map_location="cpu", weights_only=True) for name in names)
         load_optimizer_state_dict(self.model, self.optimizer, optimizer)
         self.lr_scheduler.load_state_dict(scheduler)
+
+
+def _divide_auxiliary_loss(parts: int, module: Any, args: Any, output: Any) -> None:
+    """Divide the gradient of the auxiliary loss that a model of transformers has added to its loss."""
+    aux_loss = getattr(output, "aux_loss", None)
+    if isinstance(aux_loss, Tensor) and aux_loss.requires_grad:
+        aux_loss.register_hook(lambda grad: grad / parts)
 
 
 class MoETrainer(MoETrainerMixin, Trainer):

@@ -44,6 +44,7 @@ from moe_comm.layers.moe.call import DispatchStats, MoECall
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
+from moe_comm.layers.moe.padding import RealTokens, mask_fault
 from moe_comm.layers.moe.relocation import move_rows
 from moe_comm.layers.moe.relocation_checks import check_relocation, stacks_to_move
 from moe_comm.layers.moe.router import Router, Routing
@@ -103,7 +104,11 @@ class MoELayer(ParallelModule):
             (``begin``). With the shared expert, "auto" hides transfers behind it.
         in_flight_hook: called in each backward pass when it has started to send the gradients of the experts' outputs,
             and when it has started to send those of the dispatched rows. It may use the group.
-        aux_scale: factor of the auxiliary losses; must be the factor by which the main loss is scaled before backward.
+        aux_scale: factor of the auxiliary losses of one call. It must be the factor by which the loss of a micro-batch
+            is scaled before backward: 1 / number of micro-batches, times the scale of a loss scaler. None: the factor
+            that ``scale_aux_like`` found, which Trainer, accelerate, Lightning and DeepSpeed call; 1 without it.
+            An auxiliary loss is a mean over the tokens of a call, on all ranks of the router's group. Over a step it is
+            the mean of those of the micro-batches, each with the same weight.
     """
 
     counters = ("dropped_total",)
@@ -129,7 +134,7 @@ class MoELayer(ParallelModule):
         self.label, self.overlap = label, Overlap.of(overlap)
         self.beside = (0, 0)
         self.in_flight_hook: Callable[[], None] | None = None
-        self.aux_scale: float | Tensor = 1.0
+        self.aux_scale: float | Tensor | None = None
         self.num_dropped: Tensor | None = None
         self.dispatch_stats: DispatchStats | None = None
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
@@ -294,7 +299,13 @@ class MoELayer(ParallelModule):
     # reorders sums would change bits. Unlike torch.compiler.disable, this decorator does not import the compiler, which
     # takes a second, with this module.
     @torch._disable_dynamo
-    def forward(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing | None = None,
+        token_index: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Run the layer on this rank's tokens.
 
         Args:
@@ -303,35 +314,57 @@ class MoELayer(ParallelModule):
             token_index: int64, flat or in the leading shape of ``x``: the position of each token in the global
                 micro-batch. With it, a capacity of scope "batch" drops the same slots for every mapping. None: tokens
                 are ordered by rank.
+            mask: bool, flat or in the leading shape of ``x``: False for padding, which is not routed, counted, sent or
+                computed, also by the shared expert. None: no padding. Ranks may differ in it.
 
         Returns:
-            A tensor of the shape of ``x``, in its dtype or autocast's.
+            A tensor of the shape of ``x``, in its dtype or autocast's; zeros for padding. Real tokens have the bits of
+            a call without padding.
 
         Raises:
             InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        return finish(self._steps(x, routing, token_index))
+        return finish(self._steps(x, routing, token_index, mask))
 
     @torch._disable_dynamo
-    def begin(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> MoECall:
+    def begin(
+        self,
+        x: Tensor,
+        routing: Routing | None = None,
+        token_index: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> MoECall:
         """Start ``forward`` and return after the tokens are dispatched; ``MoECall`` runs the rest.
 
         If the layer overlaps and rows are sent over the network, work between the calls hides the transfers, in forward
         and backward. Otherwise no transfer is in flight between the calls. Arguments, results and errors are those of
         ``forward``.
         """
-        return MoECall(self._steps(x, routing, token_index, in_parts=True))
+        return MoECall(self._steps(x, routing, token_index, mask, in_parts=True))
 
     def _steps(
-        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, in_parts: bool = False
+        self,
+        x: Tensor,
+        routing: Routing | None,
+        token_index: Tensor | None,
+        mask: Tensor | None,
+        in_parts: bool = False,
     ) -> Steps[Tensor]:
         """Run one call. Yields where other work can hide transfers: after dispatch, and after the experts.
 
         in_parts: the caller uses the group between the steps, so the dispatch must not occupy it.
         """
-        x_TD, routing = self._route(x, routing, token_index, in_parts)
-        ids_TK, weights_TK, identity_T1 = self._select_slots(routing, token_index)
+        self._refuse_faults(x, routing, token_index, mask, in_parts)
+        x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), RealTokens.of(mask)
+        index_T = None if token_index is None else token_index.reshape(-1)
+        if real is not None:
+            x_TD, routing = real.take(x_TD), None if routing is None else real.take_routing(routing)
+            index_T = real.take(index_T) if index_T is not None and index_T.shape == real.mask_N.shape else index_T
+        if routing is None:
+            arguments = {} if real is None else {"mask_N": real.mask_N}  # a router of the caller may not have it
+            routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1, **arguments)
+        ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
         cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
         call = self._dispatch(cast_TD, ids_TK, weights_TK)
         self._record_stats(call.handle)
@@ -357,8 +390,8 @@ class MoELayer(ParallelModule):
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if routing.aux_loss is not None and routing.aux_loss.requires_grad:
-            y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale * self._aux_loss_factor())
-        return y_TD.view(x.shape)
+            y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale, self._aux_loss_factor())
+        return (y_TD if real is None else real.spread(y_TD)).view(x.shape)
 
     def _add_hook(self, rows: Tensor) -> None:
         """Call ``in_flight_hook`` in backward before the operator that returned ``rows``."""
@@ -366,23 +399,20 @@ class MoELayer(ParallelModule):
         if hook is not None and rows.requires_grad:
             rows.register_hook(lambda _: hook())
 
-    def _route(
-        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, in_parts: bool
-    ) -> tuple[Tensor, Routing]:
-        """Return the tokens as [T, D], and their routing."""
-        router, copies = self.router, getattr(self.experts, "copies", None)  # without the call of a property
+    def _refuse_faults(
+        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None, in_parts: bool
+    ) -> None:
+        """Raise the error of invalid arguments, on all ranks."""
+        copies = getattr(self.experts, "copies", None)  # without the call of a property
         fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due(later=in_parts)
-        if x.shape[-1] != router.hidden:
-            fault = InputError(f"this layer's hidden size is {router.hidden}; got x {tuple(x.shape)}")
+        if x.shape[-1] != self.router.hidden:
+            fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
+        fault = fault or mask_fault(mask, x, routing)
         if fault is not None:
             self._exchange_without_tokens(x, routing, token_index)
             self.dispatcher.refuse(fault, x, label=self.label)
-        x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        if routing is None:
-            routing = router(x_TD, x.shape[0] if x.dim() == 3 else 1)
-        return x_TD, routing
 
-    def _select_slots(self, routing: Routing, token_index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _select_slots(self, routing: Routing, index_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids and weights to dispatch, and the summed weights of each token's identity experts (or None)."""
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
         num_experts, zero = self.num_experts, self.zero_experts
@@ -390,7 +420,6 @@ class MoELayer(ParallelModule):
         if zero.identity or zero.zero:
             ids_TK, identity_T1 = split_zero_experts(ids_TK, weights_TK, num_experts, zero.identity)
         if self.capacity is not None:
-            index_T = None if token_index is None else token_index.reshape(-1)
             ids_TK, self.num_dropped = apply_capacity(
                 ids_TK, weights_TK, num_experts, self.capacity, self._batch_channel(), index_T
             )

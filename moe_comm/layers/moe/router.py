@@ -29,7 +29,7 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
-from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_loss, z_loss
+from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_sums, z_loss
 from moe_comm.layers.parallel.recompute import recomputed, recomputing
 
 Score = Literal["softmax", "sigmoid", "topk_softmax"]
@@ -220,7 +220,9 @@ class Router(nn.Module):
             self.correction_bias = correction.to(moved.device)
         return self
 
-    def forward(self, x_TD: Tensor, num_sequences: int = 1, ids_TK: Tensor | None = None) -> Routing:
+    def forward(
+        self, x_TD: Tensor, num_sequences: int = 1, ids_TK: Tensor | None = None, mask_N: Tensor | None = None
+    ) -> Routing:
         """Route tokens.
 
         Args:
@@ -228,6 +230,8 @@ class Router(nn.Module):
             num_sequences: number of sequences, or equal chunks of sequences, in the T tokens (for the sequence-wise
                 balance loss).
             ids_TK: experts that were selected elsewhere (replayed routing); only their weights are computed.
+            mask_N: [N] bool with T true values: the positions of the tokens among the N tokens of the sequences, which
+                have padding elsewhere. None: there is no padding.
 
         Raises:
             InputError: ``x_TD`` has another width.
@@ -237,7 +241,7 @@ class Router(nn.Module):
         device, wide = x_TD.device.type, torch.promote_types(x_TD.dtype, torch.float32)
         if device != "meta" and torch.is_autocast_enabled(device):  # logits are at least fp32
             with torch.autocast(device, enabled=False):
-                return self.forward(x_TD, num_sequences, ids_TK)
+                return self.forward(x_TD, num_sequences, ids_TK, mask_N)
         bias = None if self.bias is None else self.bias.to(wide)
         wide_TD = x_TD if x_TD.dtype == wide else recomputed(lambda x: x.to(wide), x_TD)
         logits_TE = row_invariant_linear(wide_TD, self.weight.to(wide), bias)
@@ -252,7 +256,7 @@ class Router(nn.Module):
             weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
         c = self.config
         losses = self.training and (c.balance_loss or c.z_loss)
-        aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences) if losses else None
+        aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences, mask_N) if losses else None
         if self.training and not recomputing():
             self.load_E.add_(expert_counts(ids_TK, c.num_choices))
         return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
@@ -316,24 +320,23 @@ class Router(nn.Module):
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return weights_TK if c.scale == 1.0 else weights_TK * c.scale
 
-    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int) -> Tensor:
-        c, tokens = self.config, ids_TK.shape[0]
+    def _aux_loss(
+        self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int, mask_N: Tensor | None
+    ) -> Tensor:
+        c, tokens, sequences = self.config, ids_TK.shape[0], 0
+        probs_TE, sums = scores_TE, None
+        if c.balance_loss and c.score == "sigmoid":  # all scores of a token may underflow to 0
+            probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        if c.balance_loss and c.balance_form == "sequence":
+            sums = sequence_balance_sums(probs_TE, ids_TK, num_sequences, self.sequence_group, mask_N)
+            # All ranks of a sequence group have the same sequences; only the first one counts them.
+            counts_them = self.sequence_group is None or dist.get_rank(self.sequence_group) == 0
+            sequences = sums.sequences if counts_them else 0
         local_E = expert_counts(ids_TK, c.num_choices)
-        # All ranks of a sequence group have the same sequences; only the first one counts them.
-        if self.sequence_group is None:
-            sequences = num_sequences if tokens else 0
-        else:
-            sequences = num_sequences if dist.get_rank(self.sequence_group) == 0 else 0
         counts_E, all_tokens, all_sequences = global_counts(local_E, tokens, sequences, self.group)
         aux = logits_TE.new_zeros(())
         if c.balance_loss:
-            probs_TE = scores_TE
-            if c.score == "sigmoid":  # all scores of a token may underflow to 0
-                probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-            if c.balance_form == "sequence":
-                balance = sequence_balance_loss(probs_TE, ids_TK, num_sequences, all_sequences, self.sequence_group)
-            else:
-                balance = load_balance_loss(probs_TE, counts_E, all_tokens)
+            balance = load_balance_loss(probs_TE, counts_E, all_tokens) if sums is None else sums.mean(all_sequences)
             self.losses["balance"] = balance.detach()
             aux = aux + c.balance_loss * balance
         if c.z_loss:

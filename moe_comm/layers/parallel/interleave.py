@@ -44,6 +44,7 @@ class StageInput:
     x: Tensor
     positions: Tensor | None = None
     documents: Documents | Tensor | None = None
+    mask: Tensor | None = None
 
 
 def finish(steps: Steps[T]) -> T:

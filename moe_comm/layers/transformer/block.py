@@ -40,11 +40,13 @@ class TokenContext:
 
     rope: sines and cosines of the context-parallel rank's tokens. documents: packed documents; None: each sequence is
     one document. index_BS: positions of this rank's tokens in the global micro-batch; None if no layer needs them.
+    mask_BS: False for padding, which MoE layers skip; None: no padding.
     """
 
     rope: RopeTable
     documents: Documents | None = None
     index_BS: Tensor | None = None
+    mask_BS: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +150,7 @@ class TransformerBlock(nn.Module):
         if not self.parallel:
             x_BSD = x_BSD + self._attend(y_BSD, tokens)
             y_BSD = recomputed_block(self.ffn_norm, x_BSD)
-        call = self.moe.begin(y_BSD, token_index=tokens.index_BS)
+        call = self.moe.begin(y_BSD, token_index=tokens.index_BS, mask=tokens.mask_BS)
         if self.parallel:
             x_BSD = x_BSD + self._attend(y_BSD, tokens)  # overlaps with dispatch
         yield
@@ -162,8 +164,11 @@ class TransformerBlock(nn.Module):
             return attended_BSD
 
     def _ffn(self, y_BSD: Tensor, tokens: TokenContext) -> Tensor:
-        ffn_BSD: Tensor = self.moe(y_BSD, token_index=tokens.index_BS) if self.is_moe else self.dense(y_BSD)
-        return ffn_BSD
+        if not self.is_moe:
+            dense_BSD: Tensor = self.dense(y_BSD)
+            return dense_BSD
+        moe_BSD: Tensor = self.moe(y_BSD, token_index=tokens.index_BS, mask=tokens.mask_BS)
+        return moe_BSD
 
     def extra_repr(self) -> str:
         return f"layer={self.layer}, parallel={self.parallel}, recompute={self.recompute}"

@@ -112,7 +112,11 @@ class Transformer(ParallelModule):
                 yield block.moe
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, documents: Documents | Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Run this stage on a micro-batch. Collective over all ranks of the stage.
 
@@ -122,6 +126,8 @@ class Transformer(ParallelModule):
             positions: [B or 1, S / cp] integers for RoPE; None: positions in the sequence.
             documents: [B, S / cp] ids of packed documents, or ``Documents``, which saves the exchange of the ids.
                 Tokens attend within their document. None: each sequence is one document.
+            mask: [B, S / cp] bool, False for padding, which MoE layers skip (``MoELayer.forward``). Attention does not
+                use it: put padding after the tokens of a sequence, or into documents of its own. None: no padding.
 
         Returns:
             x_BSD [B, S / (cp * tp), D]; on the last stage after the final norm, as ``loss`` and ``logits`` expect it.
@@ -130,7 +136,7 @@ class Transformer(ParallelModule):
             InputError: shapes do not match, or ids are outside of the vocabulary.
             PeerDied, PeerTimeout: a rank of the stage failed, or did not call in time.
         """
-        x, tokens = self._prepare_input(StageInput(x, positions, documents))
+        x, tokens = self._prepare_input(StageInput(x, positions, documents, mask))
         for block in self.layers.values():
             x = block(x, tokens)
         return self._finish_output(x)
@@ -216,7 +222,7 @@ class Transformer(ParallelModule):
                 raise InputError(f"this stage expects activations [B, S, {self.config.hidden}]; got {tuple(x.shape)}")
             length = x.shape[1] * plan.sizes["tp"]
             self._check_length(length)
-        return x, self._token_context(x, length, inputs.positions, inputs.documents)
+        return x, self._token_context(x, length, inputs)
 
     def _finish_output(self, x_BSD: Tensor) -> Tensor:
         if not self.plan.has_head:
@@ -253,10 +259,8 @@ class Transformer(ParallelModule):
         for layer in self.moe_layers():
             layer.dispatcher.close()
 
-    def _token_context(
-        self, x_BSD: Tensor, length: int, positions: Tensor | None, documents: Documents | Tensor | None
-    ) -> TokenContext:
-        plan = self.plan
+    def _token_context(self, x_BSD: Tensor, length: int, inputs: StageInput) -> TokenContext:
+        plan, positions, documents, mask_BS = self.plan, inputs.positions, inputs.documents, inputs.mask
         if positions is None:
             positions_S = local_positions(length * plan.sizes["cp"], plan.sizes["cp"], plan.place["cp"], plan.context)
             positions = positions_S.unsqueeze(0).to(x_BSD.device)
@@ -269,7 +273,14 @@ class Transformer(ParallelModule):
         index_BS = None
         if capacity is not None and capacity.scope == "batch":
             index_BS = plan.token_index(x_BSD.shape[0], x_BSD.shape[1], x_BSD.device)
-        return TokenContext(rope, documents, index_BS)
+        if mask_BS is not None:
+            if tuple(mask_BS.shape) != (x_BSD.shape[0], length) or mask_BS.dtype != torch.bool:
+                raise InputError(
+                    f"the mask must be bool {(x_BSD.shape[0], length)}; got {mask_BS.dtype} {tuple(mask_BS.shape)}"
+                )
+            local = x_BSD.shape[1]  # with sequence parallelism, the part of this tensor-parallel rank
+            mask_BS = mask_BS[:, plan.place["tp"] * local :][:, :local] if local < length else mask_BS
+        return TokenContext(rope, documents, index_BS, mask_BS)
 
     def _check_length(self, length: int) -> None:
         full = length * self.plan.sizes["cp"]

@@ -108,7 +108,7 @@ class ShortcutBlock(TransformerBlock):
         schedule = self.schedule
         x_BSD = x_BSD + self.attention(recomputed_block(self.attention_norm, x_BSD), tokens.rope, tokens.documents)
         y_BSD = recomputed_block(self.ffn_norm, x_BSD)
-        call = self.moe.begin(y_BSD, token_index=tokens.index_BS)
+        call = self.moe.begin(y_BSD, token_index=tokens.index_BS, mask=tokens.mask_BS)
         yield
         experts_BSD: Tensor | None = None
         for point in BRANCH_POINTS:

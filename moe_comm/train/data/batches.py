@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Batch:
         documents_BS: int32 number of the document in its sequence; None if documents are joined.
         num_targets: number of targets in the whole step, over all its micro-batches and ranks. The sum of all losses
             divided by it is the mean loss of the step.
+        mask_BS: bool, False for padding; None if these sequences have none.
     """
 
     ids_BS: Tensor
@@ -50,6 +51,7 @@ class Batch:
     positions_BS: Tensor
     documents_BS: Tensor | None
     num_targets: int
+    mask_BS: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on ``device``."""
@@ -60,10 +62,8 @@ class Batch:
         return self._each(shard)
 
     def _each(self, change: Shard) -> Batch:
-        documents = None if self.documents_BS is None else change(self.documents_BS)
-        return Batch(
-            change(self.ids_BS), change(self.targets_BS), change(self.positions_BS), documents, self.num_targets
-        )
+        values = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: change(value) for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,15 @@ class GlobalBatch:
         documents = None
         if self.packings[0].separate:
             documents = torch.from_numpy(np.stack([row.documents_S for row in rows]))
+        seq_len, length_B = self.packings[0].seq_len, torch.tensor([row.length for row in rows])
+        padded = bool((length_B < seq_len).any())
         batch = Batch(
             torch.from_numpy(np.stack([row.ids_S for row in rows])),
             torch.from_numpy(np.stack([row.targets_S for row in rows])),
             torch.from_numpy(np.stack([row.positions_S for row in rows])),
             documents,
             self.num_targets,
+            torch.arange(seq_len) < length_B.unsqueeze(1) if padded else None,
         )
         return batch if shard is None else batch.shard(shard)
 

@@ -13,7 +13,7 @@ the next token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -57,12 +57,16 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence. Ids, targets and positions are int64 [S], documents int32 [S]. Padding has its own document."""
+    """One sequence of ``length`` tokens, then padding.
+
+    Ids, targets and positions are int64 [S], documents int32 [S]. Padding has its own document.
+    """
 
     ids_S: Ints
     targets_S: Ints
     positions_S: Ints
     documents_S: npt.NDArray[np.int32]
+    length: int = 0
 
 
 class Packing(Protocol):
@@ -253,7 +257,7 @@ def read_row(packing: Packing, index: int) -> Row:
         row.documents_S[:] = is_start[:seq_len].cumsum() - 1
         document_starts = np.flatnonzero(is_start[:seq_len])
         row.positions_S[:] -= document_starts[row.documents_S]
-    return row
+    return replace(row, length=at)
 
 
 def _padding(seq_len: int, end_of_text: int) -> Row:

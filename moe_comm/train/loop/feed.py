@@ -90,4 +90,4 @@ class CorpusFeed:
         documents = None
         if batch.documents_BS is not None:
             documents = Documents.of(batch.documents_BS, self._mesh.group("cp"), self._context)
-        return MicroBatch(batch.ids_BS, batch.targets_BS, batch.positions_BS, documents)
+        return MicroBatch(batch.ids_BS, batch.targets_BS, batch.positions_BS, documents, batch.mask_BS)

@@ -23,18 +23,26 @@ class MicroBatch:
         targets_BS: int64 [B, S] targets.
         positions_BS: positions of the tokens; None: 0..S-1.
         documents: boundaries of packed documents, as attention takes them.
+        mask_BS: bool, False for padding, which MoE layers skip; None: no padding.
     """
 
     ids_BS: Tensor
     targets_BS: Tensor
     positions_BS: Tensor | None = None
     documents: Any = None
+    mask_BS: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of a stage's module. The mask is passed only if there is one."""
+        mask = {} if self.mask_BS is None else {"mask": self.mask_BS}
+        return {"positions": self.positions_BS, "documents": self.documents, **mask}
 
 
 class StageModule(Protocol):
     """Interface of a pipeline stage's module, such as ``Transformer``; also an ``nn.Module``."""
 
-    def __call__(self, x: Tensor, *, positions: Tensor | None, documents: Any) -> Tensor:
+    def __call__(self, x: Tensor, *, positions: Tensor | None, documents: Any, mask: Tensor | None = None) -> Tensor:
         """Return x_BSD for token ids [B, S] on the first stage, or x_BSD on other stages."""
         ...
 

@@ -98,12 +98,12 @@ class Accumulation:
             return [self._loss(batch) for batch in batches]
         if self._gradients is not None:
             self._gradients.wait_weights()  # hooks of the module and its layers do not run
-        inputs = [StageInput(batch.ids_BS, batch.positions_BS, batch.documents) for batch in batches]
+        inputs = [StageInput(batch.ids_BS, **batch.arguments) for batch in batches]
         outputs = self._module.forward_in_turns(inputs)
         return list(self._module.losses_in_turns(outputs, [batch.targets_BS for batch in batches]))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        hidden = self._module(batch.ids_BS, positions=batch.positions_BS, documents=batch.documents)
+        hidden = self._module(batch.ids_BS, **batch.arguments)
         loss: Tensor = self._module.loss(hidden, batch.targets_BS)
         return loss
 
@@ -260,7 +260,7 @@ class Pipeline:
                         ):
                             _p2p(dist.irecv, x, self._group, source).wait()
                     with EVENTS.span(Kind.COMPUTE, "forward", layer=f"stage {index}"):
-                        y = module(x, positions=batch.positions_BS, documents=batch.documents)
+                        y = module(x, **batch.arguments)
                     check_output(y, index, shape, self._activations.dtype)
                     if self._plan.is_last(index):
                         self._add_loss(module, y, batch)

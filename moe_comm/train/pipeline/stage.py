@@ -122,7 +122,7 @@ class Stage(PipelineStage):
         """Return the inputs of micro-batches that take turns."""
         if self._gradients is not None:
             self._gradients.wait_weights()  # hooks of the module and its layers do not run
-        return [StageInput(x, b.positions_BS, b.documents) for x, b in zip(args, self._batches_of(chunk), strict=True)]
+        return [StageInput(x, **b.arguments) for x, b in zip(args, self._batches_of(chunk), strict=True)]
 
     def _batches_of(self, chunk: int) -> Sequence[MicroBatch]:
         return self.batches[chunk * self._turns : (chunk + 1) * self._turns]
@@ -142,7 +142,7 @@ class Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         if self._turns == 1:
             (batch,) = self._batches_of(self._chunk)
-            y = super().forward_maybe_with_nosync(*args, positions=batch.positions_BS, documents=batch.documents)
+            y = super().forward_maybe_with_nosync(*args, **batch.arguments)
             return self._checked(y, args)
         outputs = self._outputs.pop(self._chunk, None)
         if outputs is None:

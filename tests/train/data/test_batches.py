@@ -87,6 +87,23 @@ def test_a_sequence_is_sharded_over_context_parallel_ranks(tmp_path: Path) -> No
     assert torch.equal(whole.to("cpu").ids_BS, whole.ids_BS)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_mask_marks_the_padding_of_training_and_validation(kind: dict[str, Any], tmp_path: Path) -> None:
+    corpus = corpus_of(TWO, tmp_path, seq_len=8, batch=8, validation=0.2, **kind)
+    padded = 0
+    for batch in [*map(corpus.batch_of, range(12)), *corpus.validation_batches()]:
+        whole, parts = batch.local(), [batch.local(shard=partial(half, rank=rank)) for rank in range(2)]
+        is_token = whole.ids_BS != 0  # in these files only padding is 0
+        if whole.mask_BS is None:
+            assert is_token.all() and all(part.mask_BS is None for part in parts)
+            continue
+        padded += int((~whole.mask_BS).sum())
+        assert whole.mask_BS.dtype == torch.bool and torch.equal(whole.mask_BS, is_token)
+        assert torch.equal(torch.cat([part.mask_BS for part in parts if part.mask_BS is not None], 1), is_token)
+        assert (whole.targets_BS[~is_token] == IGNORE).all()
+    assert padded
+
+
 def test_only_the_sequences_of_this_rank_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = corpus_of([[500]], tmp_path, seq_len=8, batch=6)
     read: list[int] = []
