@@ -19,7 +19,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import CheckpointError
+from moe_comm.runtime.untrusted import shown
 from moe_comm.topology import Box, Sharding, ShardSlice
+
+MAX_ELEMENTS = (1 << 63) - 1
+"""Maximum product of the lengths of a tensor, without lengths of 0."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,22 @@ class Entry:
     def whole(cls, tensor: Tensor) -> Entry:
         """Return the entry of a tensor that each rank holds in full."""
         return cls(tensor.detach(), tuple(tensor.shape), (Box(_full_slices(tensor.shape), _full_slices(tensor.shape)),))
+
+    def check_loadable(self, name: object) -> None:
+        """Check that a checkpoint with this entry under ``name`` can be loaded.
+
+        Raises:
+            TypeError: ``name`` is not a string.
+            ValueError: ``name`` has half of a surrogate pair, or the product of the lengths exceeds 63 bits.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a tensor must be a string; got {shown(name)}")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the name of a tensor must be valid Unicode; got {shown(name)}") from None
+        if math.prod(length for length in self.shape if length) > MAX_ELEMENTS:
+            raise ValueError(f"{shown(name)} has shape {self.shape}, of which no tensor can be created")
 
     def local_box(self, index: int) -> Tensor:
         """Return the view of the local tensor that box ``index`` covers."""
