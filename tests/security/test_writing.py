@@ -238,6 +238,10 @@ def test_a_tokenizer_with_a_link_a_pipe_or_a_hole_is_refused(
 
 def test_a_linked_tokenizer_folder_is_refused(tmp_path: Path) -> None:
     tokenizer(tmp_path / "tokenizer")
+    tokenizer(tmp_path / "theirs")
+    (tmp_path / "linked").symlink_to("theirs")
+    with pytest.raises(OSError, match="linked"):
+        copy_tokenizer(tmp_path / "tokenizer", tmp_path / "linked")
     make_link(tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match="tokenizer"):
         copy_tokenizer(tmp_path / "tokenizer", tmp_path / "out")

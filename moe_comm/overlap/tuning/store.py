@@ -24,7 +24,7 @@ from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED
 from moe_comm.overlap.tuning.cost import OperatorWork
 from moe_comm.runtime.cpu_guard import read_cpuinfo
 from moe_comm.runtime.safe_files import write_file
-from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
+from moe_comm.runtime.untrusted import read_bounded, shown
 
 VERSION = 2
 NEAR = 2.0
@@ -282,7 +282,7 @@ def read_store(folder: Path) -> tuple[TuningStore, str]:
     """Return this machine's measurements and, if the file cannot be used, a warning; else ""."""
     path = store_path(folder)
     try:
-        raw = parse_object(read_bounded(path, STORE_BYTES))
+        raw = json.loads(read_bounded(path, STORE_BYTES))
         if raw["version"] != VERSION:
             problem = f"has version {shown(raw['version'])}; expected {VERSION}"
         elif raw["machine"] != machine_name():
@@ -291,7 +291,7 @@ def read_store(folder: Path) -> tuple[TuningStore, str]:
             return TuningStore(tuple(Measurement.from_json(entry) for entry in raw["measured"])), ""
     except FileNotFoundError:
         return TuningStore(), ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         problem = f"cannot be read ({type(error).__name__}: {shown(str(error))})"
     return TuningStore(), f"{path} {problem}; ignored. Run moe-comm tune to measure again"
 

@@ -77,22 +77,6 @@ class Entry:
         """Return the entry of a tensor that each rank holds in full."""
         return cls(tensor.detach(), tuple(tensor.shape), (Box(_full_slices(tensor.shape), _full_slices(tensor.shape)),))
 
-    def check_loadable(self, name: object) -> None:
-        """Check that a checkpoint with this entry under ``name`` can be loaded.
-
-        Raises:
-            TypeError: ``name`` is not a string.
-            ValueError: ``name`` has half of a surrogate pair, or the product of the lengths exceeds 63 bits.
-        """
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a tensor must be a string; got {shown(name)}")
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"the name of a tensor must be valid Unicode; got {shown(name)}") from None
-        if math.prod(length for length in self.shape if length) > MAX_ELEMENTS:
-            raise ValueError(f"{shown(name)} has shape {self.shape}, of which no tensor can be created")
-
     def local_box(self, index: int) -> Tensor:
         """Return the view of the local tensor that box ``index`` covers."""
         return self.tensor[self.boxes[index].local]
@@ -104,6 +88,23 @@ class Entry:
     def signature(self) -> tuple[Any, ...]:
         """Return the properties on which a save plan depends."""
         return (str(self.tensor.dtype), self.shape, tuple((c.offsets, c.sizes) for c in self.chunks()))
+
+
+def check_loadable(name: object, entry: Entry) -> None:
+    """Check that a checkpoint with ``entry`` under ``name`` can be loaded.
+
+    Raises:
+        TypeError: ``name`` is not a string.
+        ValueError: ``name`` has half of a surrogate pair, or the product of the lengths exceeds 63 bits.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor must be a string; got {shown(name)}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name of a tensor must be valid Unicode; got {shown(name)}") from None
+    if math.prod(length for length in entry.shape if length) > MAX_ELEMENTS:
+        raise ValueError(f"{shown(name)} has shape {entry.shape}, of which no tensor can be created")
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:

@@ -31,7 +31,7 @@ from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.untrusted import DEEPEST, parse_object, shown
 from moe_comm.train.checkpoint import folder as folders
-from moe_comm.train.checkpoint.entries import Entry
+from moe_comm.train.checkpoint.entries import Entry, check_loadable
 from moe_comm.train.checkpoint.exchange import PeerLost, describe_error, gather_or_raise, run_torch
 from moe_comm.train.checkpoint.loading import Loaded, load
 from moe_comm.train.checkpoint.planner import EntryPlanner, SaveRequest
@@ -178,7 +178,7 @@ class Checkpointer:
             problem = f"step {shown(step)}, state and rank_state must be valid JSON: {error}"
         try:
             for name, entry in entries.items():
-                entry.check_loadable(name)
+                check_loadable(name, entry)
             self._stager.mark(entries)
         except (TypeError, ValueError) as error:
             problem = problem or str(error)

@@ -278,10 +278,12 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
     Raises:
         ConfigError: as ``saved_files``, or there is none.
+        OSError: ``folder`` is a link, or cannot be written.
     """
     files = saved_files(source)
     if not files:
         raise ConfigError(f"there is no tokenizer in {str(source)!r}")
+    make_folders(folder.parent, folder.name)
     for name, content in files.items():
         write_file(folder / name, content)
 
