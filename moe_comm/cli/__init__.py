@@ -17,9 +17,11 @@ import typer
 import moe_comm
 from moe_comm.cli import check, diagnose, faults, observe, place, plan, report, train, tune, whatif
 from moe_comm.cli.bench import bench
+from moe_comm.cli.options import echo
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch import Interrupted
+from moe_comm.runtime.printing import printable
 
 USAGE_ERROR = 2
 # typer raises click's own exceptions, from whichever copy of click it carries.
@@ -51,7 +53,7 @@ def _versions() -> str:
 
 def _print_versions(requested: bool) -> None:
     if requested:
-        typer.echo(_versions())
+        echo(_versions())
         raise typer.Exit
 
 
@@ -110,10 +112,10 @@ def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name
 
 def _fail(name: str, error: object, code: int) -> int:
     if details := getattr(error, "details", ""):
-        print(details, file=sys.stderr)
+        print(printable(details), file=sys.stderr)
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if text:
-        print(f"{name}: error: {text}", file=sys.stderr)
+        print(printable(f"{name}: error: {text}"), file=sys.stderr)
     return code
 
 

@@ -20,6 +20,7 @@ from moe_comm.cli.options import (
     Seed,
     Settings,
     TopK,
+    echo,
     load,
     one_of,
 )
@@ -42,7 +43,7 @@ def doctor(
 
     report = examination.examine([examine_gpus, report_choices])
     if as_json:
-        typer.echo(report.to_json())
+        echo(report.to_json())
     else:
         examination.show(report)
     if not report.healthy:
@@ -61,7 +62,7 @@ def mesh(
 
     configuration = load("moe_comm.train.config", "train")
     parsed = configuration.load(config, [*(overrides or []), *(settings or [])])
-    typer.echo(picture(parsed.parallel.mapping(ranks or parsed.parallel.ranks)))
+    echo(picture(parsed.parallel.mapping(ranks or parsed.parallel.ranks)))
 
 
 @app.command("check-grads")
@@ -107,7 +108,7 @@ def check_grads(
     report = launch(_check_grads_rank, (config,), ranks, preload=loaded)[0]
     if report is None:  # under torchrun only the first rank reports
         return
-    typer.echo(str(report))
+    echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.options import load
+from moe_comm.cli.options import echo, load
 from moe_comm.errors import ConfigError
 
 app = typer.Typer()
@@ -29,8 +29,8 @@ def diagnose(
         raise ConfigError(f"{run} is not a run folder")
     culprits = diagnosis.culprits(run, selected, window)
     for culprit in culprits:
-        typer.echo(str(culprit))
+        echo(str(culprit))
     if not culprits:
-        typer.echo("no rank, link or host stands out")
+        echo("no rank, link or host stands out")
     if json is not None:
         diagnosis.save(culprits, json)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.options import Config, Overrides, Settings, load
+from moe_comm.cli.options import Config, Overrides, Settings, echo, load
 from moe_comm.cli.train import LOADED, check_faults, train_rank
 from moe_comm.runtime.launch import launch
 
@@ -49,7 +49,7 @@ def inject(
         )
     finally:
         for run in sorted(set(runs.glob(f"{parsed.run.name}-*")) - before):
-            typer.echo(_report(run))
+            echo(_report(run))
 
 
 def _report(run: Path) -> str:

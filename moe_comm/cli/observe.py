@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.options import load
+from moe_comm.cli.options import echo, load
 
 app = typer.Typer()
 
@@ -24,4 +24,4 @@ def trace(
     """Write the spans of a run as a trace for https://ui.perfetto.dev."""
     module = load("moe_comm.observe.trace", "observe")
     number = module.write_trace(run, out, None if steps is None else module.parse_steps(steps), faults=faults)
-    typer.echo(f"wrote {number:,} spans to {out}; open it at https://ui.perfetto.dev")
+    echo(f"wrote {number:,} spans to {out}; open it at https://ui.perfetto.dev")

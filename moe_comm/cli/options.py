@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.runtime.printing import printable
 
 
 class Dtype(StrEnum):
@@ -65,6 +66,11 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An override as an option; repeatable.")
 ]
+
+
+def echo(text: object, err: bool = False) -> None:
+    """Print a text, which may contain names from files, to standard output or standard error."""
+    typer.echo(printable(str(text)), err=err)
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_comm.cli.options import JsonOut, load
+from moe_comm.cli.options import JsonOut, echo, load
 from moe_comm.errors import ConfigError, MoeCommError
 
 if TYPE_CHECKING:
@@ -253,9 +253,9 @@ class _Outputs:
             text.show(lambda width: text.search_parts(request, result, width), to_stderr)
         text.show(lambda _: text.mapping_parts(request, candidate, headed=result is None), to_stderr)
         if simulated is not None:
-            typer.echo(f"with {', '.join(self.slow)}: {simulated}", err=to_stderr)
+            echo(f"with {', '.join(self.slow)}: {simulated}", err=to_stderr)
         for path in self._files(request, candidate, result, simulated):
-            typer.echo(f"wrote {path} ({path.stat().st_size / 2**20:.2f} MiB)", err=to_stderr)
+            echo(f"wrote {path} ({path.stat().st_size / 2**20:.2f} MiB)", err=to_stderr)
 
     def _simulated(self, request: PlanRequest, candidate: PlanCandidate) -> SimulatedStep | None:
         """Return the simulated step, if slow ranks were requested."""
@@ -274,10 +274,10 @@ class _Outputs:
     ) -> Iterator[Path]:
         if self.config is not None:
             toml: str = load("moe_comm.train.plan_config", "train").train_config(request, candidate)
-            self.config.write_text(toml, encoding="utf-8")
+            load("moe_comm.runtime.safe_files", "train").write_file(self.config, toml)
             yield self.config
             for difference in load("moe_comm.train.plan_config", "train").differences(request, candidate):
-                typer.echo(f"{self.config}: {difference}", err=self.json == "-")
+                echo(f"{self.config}: {difference}", err=self.json == "-")
         if self.trace is None and self.page is None:
             return
         timeline = load("moe_comm.plan.pages.timeline", "train").timeline(request.model(candidate.mapping))
@@ -338,10 +338,10 @@ def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:
     load("moe_comm.bench.common.report", "bench").check_writable(str(path))
     description = load("moe_comm.plan.machine.hardware_file", "train")
     cluster = load("moe_comm.bench.calibrate.machine", "train").calibrate(
-        ranks, say=lambda text: typer.echo(f"measuring {text}", err=True)
+        ranks, say=lambda text: echo(f"measuring {text}", err=True)
     )
     description.save(cluster, path)
     load("moe_comm.bench.common.report", "bench").write_json(description.to_json(cluster), json_out)
     for line in load("moe_comm.cli.plan_text", "train").cluster_lines(cluster):
-        typer.echo(line, err=json_out == "-")
-    typer.echo(f"wrote {path}; use it with: moe-comm plan --hardware this-machine ...", err=json_out == "-")
+        echo(line, err=json_out == "-")
+    echo(f"wrote {path}; use it with: moe-comm plan --hardware this-machine ...", err=json_out == "-")

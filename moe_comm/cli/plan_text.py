@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,6 +14,7 @@ from moe_comm.plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_s
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
 from moe_comm.plan.search.search import SearchResult, changes
 from moe_comm.plan.step.blocks import LINKS
+from moe_comm.runtime.printing import make_console
 
 WIDTH = 160
 """Width of tables in files and pipes."""
@@ -24,7 +25,7 @@ _LINK_NAMES = {"inside": "in a host", "between": "between hosts", "across": "bet
 
 def show(parts: Callable[[int], Iterator[RenderableType]], stderr: bool) -> None:
     """Print the parts that ``parts`` returns for the width of the terminal."""
-    console = Console(stderr=stderr, highlight=False)
+    console = make_console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     for part in parts(console.width):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.options import load
+from moe_comm.cli.options import echo, load
 
 app = typer.Typer()
 
@@ -23,4 +23,4 @@ def report(
     """Write a self-contained HTML page about a run, or about the differences of two runs."""
     folders = [run] if other is None else [run, other]
     written = load("moe_comm.observe.report", "observe").write_report(folders, out)
-    typer.echo(f"wrote {written} ({written.stat().st_size / 2**20:.1f} MiB)")
+    echo(f"wrote {written} ({written.stat().st_size / 2**20:.1f} MiB)")

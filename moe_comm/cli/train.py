@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_comm.cli.options import Config, Overrides, Settings, load
+from moe_comm.cli.options import Config, Overrides, Settings, echo, load
 from moe_comm.runtime.launch import Interrupted, init_ranks, launch, under_torchrun
 
 app = typer.Typer()
@@ -57,7 +57,7 @@ def train(
     if parsed.checkpoint.resume not in WORDS and not under_torchrun():
         load("moe_comm.train.loop.run_folder", "train").resolve_resume_path(parsed.checkpoint.resume)
     if dry_run:
-        typer.echo(load("moe_comm.train.dry_run", "train").describe(parsed))
+        echo(load("moe_comm.train.dry_run", "train").describe(parsed))
         return
     ended_by = launch(
         train_rank,
@@ -110,7 +110,7 @@ def data(config: Config, overrides: Overrides = None, settings: Settings = None)
     settings_of = load("moe_comm.train.loop.feed", "train").corpus_settings
     for path in corpus.prepare_all(settings_of(parsed.data, parsed.run.seed), scanned=_print_skipped):
         lines = corpus.describe(path).lines()
-        typer.echo("\n".join(f"{name:<18}{value}" for name, value in lines))
+        echo("\n".join(f"{name:<18}{value}" for name, value in lines))
 
 
 def _print_skipped(source: Any) -> None:
@@ -118,11 +118,11 @@ def _print_skipped(source: Any) -> None:
     if not source.skipped:
         return
     files = "1 file" if len(source.skipped) == 1 else f"{len(source.skipped):,} files"
-    typer.echo(f"{'skipped':<18}{files} of {source.spec.path}")
+    echo(f"{'skipped':<18}{files} of {source.spec.path}")
     for path, reason in source.skipped[:MOST_SKIPPED]:
-        typer.echo(f"{'':<18}{str(path)!r} ({reason})")
+        echo(f"{'':<18}{str(path)!r} ({reason})")
     if len(source.skipped) > MOST_SKIPPED:
-        typer.echo(f"{'':<18}and {len(source.skipped) - MOST_SKIPPED:,} more")
+        echo(f"{'':<18}and {len(source.skipped) - MOST_SKIPPED:,} more")
 
 
 @app.command()
@@ -132,4 +132,4 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: config.json, safetensors and tokenizer."""
     load("moe_comm.train.loop.export", "train").export_run(run, out)
-    typer.echo(f"wrote {out}")
+    echo(f"wrote {out}")

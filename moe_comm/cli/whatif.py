@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.options import JsonOut, load
+from moe_comm.cli.options import JsonOut, echo, load
 from moe_comm.errors import ConfigError
 
 app = typer.Typer()
@@ -39,7 +39,7 @@ def whatif(
         published = load("moe_comm.plan.whatif.straggler_trace", "data")
         analysis = what_if(published.straggler_graph(published.read_straggler_trace(run)))
     report.write_json(text.summary(analysis), json_out)
-    typer.echo(text.text(analysis), err=json_out == "-")
+    echo(text.text(analysis), err=json_out == "-")
     if page is not None:
         load("moe_comm.plan.pages.whatif_page", "observe").write_page(analysis, page, run.absolute().name)
-        typer.echo(f"wrote {page} ({page.stat().st_size / 2**20:.1f} MiB)", err=json_out == "-")
+        echo(f"wrote {page} ({page.stat().st_size / 2**20:.1f} MiB)", err=json_out == "-")

@@ -12,6 +12,7 @@ from moe_comm.observe import records
 from moe_comm.observe.diagnose import Diagnosis, DiagnosisLimits, diagnose
 from moe_comm.observe.records import FaultRecord
 from moe_comm.observe.window import Window, read_window
+from moe_comm.runtime.safe_files import write_file
 
 KINDS = {"stuck": "hang", "died": "death", "unreachable": "unreachable"}
 """Kind of the diagnosis for each kind of ``FaultRecord`` that names a culprit."""
@@ -63,7 +64,7 @@ def culprits(
 
 def save(culprits: list[Culprit], path: Path) -> None:
     """Write ``culprits`` as a JSON list."""
-    path.write_text(json.dumps([asdict(culprit) for culprit in culprits], indent=2) + "\n", encoding="utf-8")
+    write_file(path, json.dumps([asdict(culprit) for culprit in culprits], indent=2) + "\n")
 
 
 def _split(window: Window, size: int) -> list[Window]:

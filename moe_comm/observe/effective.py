@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, read_lines
+from moe_comm.runtime.untrusted import lines_of
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,15 @@ def step_times(run: Path) -> Iterator[tuple[int, float, float, bool]]:
     path = run / METRICS
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                values: Any = json.loads(line)
-                step, times = int(values["step"]), values["times"]
-                total, checkpoint = float(times["total"]), float(times["checkpoint"])
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                continue
-            if math.isfinite(total) and math.isfinite(checkpoint):
-                yield step, total, checkpoint, not values.get("skipped")
+    for line in lines_of(path):
+        try:
+            values: Any = json.loads(line)
+            step, times = int(values["step"]), values["times"]
+            total, checkpoint = float(times["total"]), float(times["checkpoint"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue
+        if math.isfinite(total) and math.isfinite(checkpoint):
+            yield step, total, checkpoint, not values.get("skipped")
 
 
 def last_step_s(run: Path) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_comm.observe.faults import DAMAGE, FATAL, Injection, read_injections
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines
+from moe_comm.runtime.untrusted import lines_of
 
 PROGRESS = "progress.jsonl"
 """End time of each step, also of repeated ones; written by rank 0 of runs with fault injection."""
@@ -100,7 +101,7 @@ def next_attempt(run: Path) -> int:
 def _progress(path: Path) -> list[tuple[float, int, int]]:
     """Return (end time, step, attempt) of each step, sorted by time."""
     ends = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in lines_of(path) if path.exists() else ():
         try:
             values = json.loads(line)
             ends.append((float(values["time_s"]), int(values["step"]), int(values["attempt"])))

@@ -24,6 +24,8 @@ from typing import Any
 
 from moe_comm.errors import ConfigError
 from moe_comm.observe.records import to_json
+from moe_comm.runtime.safe_files import open_to_append
+from moe_comm.runtime.untrusted import lines_of
 
 WHEN = ("step", "probability", "mean_s")
 """Options that say when a fault happens. Each specification has exactly one of them."""
@@ -252,7 +254,7 @@ class FaultPlan:
 def write_injection(path: Path, injection: Injection) -> None:
     """Append to ``path`` and flush to disk. Several ranks can write to the same file."""
     new = not path.exists()
-    with path.open("ab", buffering=0) as file:
+    with open_to_append(path) as file:
         file.write((to_json(injection) + "\n").encode())
         os.fsync(file.fileno())
     if new:
@@ -276,7 +278,7 @@ def read_injections(path: Path) -> list[Injection]:
     """Return the valid lines of ``path``, sorted by time."""
     names = {field.name for field in dataclasses.fields(Injection)}
     injections = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in lines_of(path) if path.exists() else ():
         try:
             values = json.loads(line)
             injection = Injection(**{key: value for key, value in values.items() if key in names})

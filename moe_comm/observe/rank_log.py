@@ -24,6 +24,7 @@ from moe_comm.observe.records import RANKS, SPANS, LineWriter, SpanLine, cut_aft
 from moe_comm.runtime.event_layout import HEAD_AT, LONG, Kind, Totals, ranks_of
 from moe_comm.runtime.event_reader import read_header, read_name, read_records, read_rows, read_spans
 from moe_comm.runtime.events import EVENTS, EventRecorder
+from moe_comm.runtime.safe_files import make_folders
 
 DUMPS = "dumps"
 DUMPED = 200
@@ -69,7 +70,7 @@ class RankLog:
         self._rank_json = to_json({"rank": rank, "host": socket.gethostname()})[1:-1]
         self._others: dict[int, tuple[int, ...]] = {}
         self._wall_ns = wall_minus_monotonic()
-        steps, self._spans_at = (folder / part / f"rank-{rank:05d}.jsonl" for part in (RANKS, SPANS))
+        steps, self._spans_at = (make_folders(folder, part) / f"rank-{rank:05d}.jsonl" for part in (RANKS, SPANS))
         for path in (steps, self._spans_at):
             cut_after(path, done)
         self._steps = LineWriter(steps)
@@ -203,7 +204,7 @@ def dump(folder: Path, reason: str, recorder: EventRecorder = EVENTS, *, last: i
         if state is None:
             return None
         wall_ns, now = wall_minus_monotonic(), time.monotonic_ns()
-        path = folder / DUMPS / f"step-{state.step:08d}" / f"rank-{state.rank:05d}.jsonl"
+        path = make_folders(folder, DUMPS, f"step-{state.step:08d}") / f"rank-{state.rank:05d}.jsonl"
         reason_line = SpanLine(state.rank, Kind.MARK.name.lower(), reason, now + wall_ns, now + wall_ns, state.step)
         open_first = sorted(read_spans(recorder.region, last), key=lambda span: not span.open)
         lines = [reason_line, *(SpanLine.of(span, wall_ns) for span in open_first)]

@@ -28,6 +28,9 @@ from typing import Any, BinaryIO, TypeVar
 
 from moe_comm.errors import CorruptFile
 from moe_comm.runtime.event_layout import Span
+from moe_comm.runtime.printing import printable_line
+from moe_comm.runtime.safe_files import open_to_append, replacing
+from moe_comm.runtime.untrusted import MAX_LINE, lines_of, read_bounded
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import Decision
 
@@ -35,7 +38,8 @@ RANKS, SPANS = "ranks", "spans"
 ATTEMPTS, FAULTS, INJECTED, METRICS = "attempts.jsonl", "faults.jsonl", "injected.jsonl", "metrics.jsonl"
 LOADS, PLACEMENTS = "loads.jsonl", "placements.jsonl"
 RESOLVED = "config.resolved.toml"
-MAX_LINE = 16 << 20
+RESULT_BYTES = 4 << 20
+"""Maximum size of result.json."""
 MAX_RANKS = 1 << 20
 """Upper limit of rank numbers in records. Readers allocate memory for each rank."""
 
@@ -231,7 +235,7 @@ class LineWriter:
     """Append dataclasses to a file as JSON lines, without buffering. A truncated last line is removed first."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_to_append(path)
+        self._file = open_lines(path)
 
     def write(self, line: Any) -> None:
         """Write one line. NaN and infinity become null."""
@@ -246,18 +250,19 @@ class LineWriter:
         self._file.close()
 
 
-def open_to_append(path: Path) -> BinaryIO:
-    """Open ``path`` unbuffered for appending lines; create its folder, and remove a truncated last line."""
+def open_lines(path: Path) -> BinaryIO:
+    """Open ``path`` unbuffered for appending lines; create its folder, and remove a truncated last line.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or is not a regular file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file: BinaryIO = path.open("ab", buffering=0)
-    with path.open("rb") as existing:
-        size = existing.seek(0, os.SEEK_END)
-        begin = max(size - MAX_LINE, 0)
-        existing.seek(max(size - 1, 0))
-        if existing.read(1) in (b"", b"\n"):
-            return file
-        existing.seek(begin)
-        tail = existing.read().rpartition(b"\n")
+    file = open_to_append(path)
+    size = file.seek(0, os.SEEK_END)
+    begin = max(size - MAX_LINE, 0)
+    if os.pread(file.fileno(), 1, max(size - 1, 0)) in (b"", b"\n"):
+        return file
+    tail = os.pread(file.fileno(), MAX_LINE, begin).rpartition(b"\n")
     try:
         json.loads(tail[2])
     except (ValueError, RecursionError):
@@ -269,18 +274,13 @@ def open_to_append(path: Path) -> BinaryIO:
 
 def cut_after(path: Path, done: int) -> None:
     """Remove the lines of steps after ``done`` and a truncated line from a file of lines with a ``step``."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    partial = path.with_suffix(".partial")
-    with (
-        path.open(encoding="utf-8", errors="replace", newline="\n") as lines,
-        partial.open("w", encoding="utf-8", newline="\n") as output,
-    ):
-        output.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) <= done)
-    os.replace(partial, path)
+    with replacing(path) as output:
+        output.writelines(line.rstrip(b"\n") + b"\n" for line in lines_of(path, follow=False) if _step_of(line) <= done)
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """Return the step of a line; infinity for a truncated line."""
     try:
         return int(json.loads(line)["step"])
@@ -314,19 +314,28 @@ def read_lines(path: Path, kind: type[Line]) -> Iterator[Line]:
     """
     if not path.exists():
         return
-    with path.open("rb") as file:
-        number = 0
-        while raw := file.readline(MAX_LINE + 1):
-            number += 1
+    try:
+        for number, raw in enumerate(lines_of(path), 1):
             try:
-                if len(raw) > MAX_LINE:
+                if len(raw) == MAX_LINE and not raw.endswith(b"\n"):
                     raise ValueError(f"it is longer than {MAX_LINE} bytes")
                 line = parse(json.loads(raw), kind)
             except (ValueError, TypeError, RecursionError) as error:
-                if not raw.endswith(b"\n"):
+                if not raw.endswith(b"\n") and len(raw) < MAX_LINE:
                     return
                 raise CorruptFile(f"{path}, line {number}: not a {kind.__name__}: {error}") from error
             yield line
+    except OSError as error:
+        raise CorruptFile(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_result(run: Path) -> dict[str, Any]:
+    """Return the content of ``result.json`` in a run folder; an empty one if it is missing or damaged."""
+    try:
+        value = json.loads(read_bounded(run / "result.json", RESULT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def parse(values: Any, kind: type[Line]) -> Line:
@@ -369,7 +378,8 @@ def _finite(value: Any) -> Any:
 
 def _in_range(annotation: str, key: str, value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()  # lone surrogates cannot be encoded
+        # Names are printed, and lone surrogates cannot be encoded.
+        return printable_line(value)
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{key} is beyond 64 bits")
     if key in ("rank", "world") and not 0 <= value < MAX_RANKS:

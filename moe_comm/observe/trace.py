@@ -20,6 +20,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.observe.perfetto import Slice, TraceBuilder, Value, check_package
 from moe_comm.observe.rank_log import DUMPS
 from moe_comm.observe.records import RANKS, SPANS, RankStep, SpanLine, read_folder, read_lines
+from moe_comm.runtime.safe_files import write_file
 
 TRACKS = (
     "compute",
@@ -190,8 +191,7 @@ def write_trace(run: Path, out: Path, steps: tuple[int, int] | None = None, *, f
         advice = "no fault was detected" if faults else "set observe.every to less than run.steps, or use --faults"
         raise ConfigError(f"{run} has no spans{which}; {advice}")
     data = build(spans, _hosts(run))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(data)
+    write_file(out, data)
     return len(spans)
 
 

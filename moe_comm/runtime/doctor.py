@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch import available_cores
+from moe_comm.runtime.printing import make_console
 
 Status = Literal["ok", "note", "missing", "broken"]
 """``note``: works, with a remark. ``missing``: optional and absent. ``broken``: moe_comm cannot work."""
@@ -364,12 +365,11 @@ def _backends(report: DoctorReport, native: Any) -> None:
 
 def show(report: DoctorReport) -> None:
     """Print the report as a table, followed by all advice."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     colours = {"ok": "green", "note": "yellow", "missing": "cyan", "broken": "bold red"}
-    console = Console(soft_wrap=False)
+    console = make_console(soft_wrap=False)
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(4):
         table.add_column(overflow="fold")

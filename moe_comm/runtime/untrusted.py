@@ -10,39 +10,53 @@ import errno
 import json
 import os
 import stat
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moe_comm.runtime.printing import printable_line
+
+MAX_LINE = 16 << 20
+"""Maximum bytes of a line of a record file."""
 DEEPEST = 64
 """Maximum nesting of objects and lists. Deeper values can overflow the stack of code that handles them later."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
+def open_regular(path: str | os.PathLike[str], follow: bool = True, holes: bool = True) -> int:
     """Open a regular file for reading, and return its descriptor. Never blocks, as opening a pipe would.
 
+    Args:
+        follow: whether ``path`` may be a link.
+        holes: whether it may be sparse. A hole takes no space, and would be read as any number of zeros.
+
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: it cannot be opened, is not a regular file, or has holes.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     try:
         kind = os.fstat(handle).st_mode
         if stat.S_ISDIR(kind):
             raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
         if not stat.S_ISREG(kind):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        size = os.fstat(handle).st_size
+        if not holes and size and os.lseek(handle, 0, os.SEEK_HOLE) < size:
+            raise OSError(errno.EINVAL, "The file has holes", str(path))
+        os.lseek(handle, 0, os.SEEK_SET)
     except OSError:
         os.close(handle)
         raise
     return handle
 
 
-def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes.
+def read_bounded(path: str | os.PathLike[str], limit: int, follow: bool = True) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes. ``follow``: whether ``path`` may be a link.
 
     Raises:
         OSError: it cannot be read, is not a regular file, is longer (``EFBIG``), or grew while it was read.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(open_regular(path, follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"File is longer than {limit} bytes", str(path))
@@ -51,6 +65,58 @@ def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
     if len(content) > size:
         raise OSError(errno.EBUSY, "File grew while it was read", str(path))
     return content
+
+
+def lines_of(path: str | os.PathLike[str], longest: int = MAX_LINE, follow: bool = True) -> Iterator[bytes]:
+    """Yield the lines of a regular file with their newlines. Holes of a sparse file are not read.
+
+    Of a line of more than ``longest`` bytes, which no writer writes, only the start is yielded, without a newline. The
+    last line of a file has none if its writer was interrupted.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    with os.fdopen(open_regular(path, follow), "rb") as file:
+        while raw := file.readline(longest):
+            yield raw
+            part = raw
+            while part and not part.endswith(b"\n"):
+                if not part.strip(b"\0"):
+                    file.seek(_after_hole(path, file.tell(), follow))
+                part = file.readline(longest)
+
+
+def _after_hole(path: str | os.PathLike[str], at: int, follow: bool) -> int:
+    """Return the offset of the first byte at or after ``at`` that is not in a hole."""
+    handle = open_regular(path, follow)  # the offset of the reader's own descriptor must not change
+    try:
+        return os.lseek(handle, at, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return os.lseek(handle, 0, os.SEEK_END)  # the hole ends the file
+    finally:
+        os.close(handle)
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ValueError: it is invalid, or nested more than ``DEEPEST`` levels deep.
+    """
+    try:
+        value = tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    _check_depth(value, DEEPEST)
+    return value
+
+
+def table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the table ``name`` of parsed TOML or JSON; an empty one if it is missing or not a table."""
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def parse_object(text: str | bytes, deepest: int = DEEPEST) -> dict[str, Any]:
@@ -90,9 +156,8 @@ def shown(value: object, length: int = 200) -> str:
 
 
 def abridged(text: str, length: int = 200) -> str:
-    """Return the start of a text, in printable form."""
-    text = text if len(text) <= length else f"{text[:length]}..."
-    return text.encode("utf-8", "backslashreplace").decode()
+    """Return the start of a text as one line in printable form."""
+    return printable_line(text if len(text) <= length else f"{text[:length]}...")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_comm.layers.moe.load import LayerLoad, load_statistics
 from moe_comm.observe.expert_health import across_layers, layers_to_write
 from moe_comm.observe.records import LineWriter, LoadLine, PlacementLine, cut_after
+from moe_comm.runtime.safe_files import make_folders
 
 SERIES = 200
 """Default maximum number of per-layer values that a sink writes for a step."""
@@ -288,6 +289,7 @@ class TensorBoardSink:
         # tensorboard takes a second to import, and only rank 0 writes event files.
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        make_folders(folder.parent, folder.name)  # event files are written into no folder that a link leads to
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=done + 1 if done else None)
         self._series = series
 

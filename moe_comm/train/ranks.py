@@ -134,7 +134,7 @@ class Ranks:
                 if self.rank == candidate:
                     first = candidate
                     folder.mkdir(parents=True, exist_ok=True)
-                    marker.touch()
+                    marker.touch(exist_ok=False)
             self.barrier()
             with contextlib.suppress(OSError):
                 if first < 0 and marker.exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
@@ -13,6 +13,10 @@ from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
 from moe_comm.topology.placement_replay import ReplaySettings
 
+MOST, MOST_LAYERS, MOST_EXPERTS, MOST_RANKS = 1 << 30, 1 << 12, 1 << 14, 1 << 20
+"""Largest accepted width or count, number of layers, of experts and of ranks."""
+MOST_MICRO_BATCHES, MOST_WORKERS, MOST_VOCAB, MOST_STEPS = 1 << 16, 1 << 10, 1 << 24, 1 << 20
+"""Largest accepted number of micro-batches, of processes that tokenize, of trained tokens, and of steps in a window."""
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
 
 
@@ -47,8 +51,8 @@ class RunSection(Section):
     steps: int = Field(default=300, ge=1)
     time_limit_s: float | None = Field(default=None, gt=0)
     eval_every: int = Field(default=0, ge=0)
-    eval_batches: int = Field(default=8, ge=1)
-    sample_tokens: int = Field(default=400, ge=0)
+    eval_batches: int = Field(default=8, ge=1, le=MOST)
+    sample_tokens: int = Field(default=400, ge=0, le=MOST)
     temperature: float = Field(default=0.7, gt=0)
     log_every: int = Field(default=20, ge=1)
     nonfinite: Literal["stop", "skip", "rerun"] = "stop"
@@ -84,13 +88,13 @@ class DataSection(Section):
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     field: str = Field(default="text", min_length=1)
     tokenizer: str = Field(default="bytes", min_length=1)
-    vocab: int = Field(default=4096, ge=257)
+    vocab: int = Field(default=4096, ge=257, le=MOST_VOCAB)
     end_of_text: str | None = None
     cache: str = Field(default="runs/data", min_length=1)
-    workers: int = Field(default=0, ge=0)
-    seq_len: int = Field(default=256, ge=2)
-    batch: int = Field(default=16, ge=1)
-    micro_batches: int = Field(default=1, ge=1)
+    workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
+    seq_len: int = Field(default=256, ge=2, le=MOST)
+    batch: int = Field(default=16, ge=1, le=MOST)
+    micro_batches: int = Field(default=1, ge=1, le=MOST_MICRO_BATCHES)
     validation: float = Field(default=0.1, gt=0, lt=1)
     packing: Literal["contiguous", "best_fit", "random"] = "contiguous"
     documents: Literal["joined", "separate"] = "joined"
@@ -161,28 +165,28 @@ class ModelSection(Section):
 
     family: Family = "qwen3_moe"
     pretrained: str | None = None
-    vocab: int | None = Field(default=None, ge=1)
-    hidden: int = Field(default=128, ge=2)
-    layers: int = Field(default=4, ge=1)
-    heads: int = Field(default=4, ge=1)
-    kv_heads: int | None = Field(default=None, ge=1)
-    head_dim: int | None = Field(default=None, ge=2)
+    vocab: int | None = Field(default=None, ge=1, le=MOST)
+    hidden: int = Field(default=128, ge=2, le=MOST)
+    layers: int = Field(default=4, ge=1, le=MOST_LAYERS)
+    heads: int = Field(default=4, ge=1, le=MOST)
+    kv_heads: int | None = Field(default=None, ge=1, le=MOST)
+    head_dim: int | None = Field(default=None, ge=2, le=MOST)
     rope_theta: float = Field(default=10_000.0, gt=0)
-    window: int | None = Field(default=None, ge=1)
-    experts: int = Field(default=8, ge=1)
-    top_k: int = Field(default=2, ge=1)
-    ffn: int = Field(default=256, ge=1)
-    shared_ffn: int = Field(default=0, ge=0)
-    first_dense: int = Field(default=0, ge=0)
-    dense_ffn: int = Field(default=0, ge=0)
-    expert_groups: int = Field(default=1, ge=1)
-    top_groups: int = Field(default=1, ge=1)
+    window: int | None = Field(default=None, ge=1, le=MOST)
+    experts: int = Field(default=8, ge=1, le=MOST_EXPERTS)
+    top_k: int = Field(default=2, ge=1, le=MOST_EXPERTS)
+    ffn: int = Field(default=256, ge=1, le=MOST)
+    shared_ffn: int = Field(default=0, ge=0, le=MOST)
+    first_dense: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    dense_ffn: int = Field(default=0, ge=0, le=MOST)
+    expert_groups: int = Field(default=1, ge=1, le=MOST_EXPERTS)
+    top_groups: int = Field(default=1, ge=1, le=MOST_EXPERTS)
     route_scale: float = Field(default=1.0, gt=0)
-    q_rank: int | None = Field(default=None, ge=1)
-    kv_rank: int = Field(default=32, ge=1)
-    nope_dim: int = Field(default=32, ge=1)
-    rope_dim: int = Field(default=16, ge=2)
-    v_dim: int = Field(default=32, ge=1)
+    q_rank: int | None = Field(default=None, ge=1, le=MOST)
+    kv_rank: int = Field(default=32, ge=1, le=MOST)
+    nope_dim: int = Field(default=32, ge=1, le=MOST)
+    rope_dim: int = Field(default=16, ge=2, le=MOST)
+    v_dim: int = Field(default=32, ge=1, le=MOST)
     tie: bool = False
     parallel_block: bool = False
     shortcut: bool = False
@@ -196,7 +200,7 @@ class ModelSection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_experts: bool = False
     expert_gemm_dtype: GemmDtype = "same"
-    max_length: int | None = Field(default=None, ge=1)
+    max_length: int | None = Field(default=None, ge=1, le=MOST)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -307,22 +311,22 @@ class ParallelSection(Section):
     auto: bool = False
     machine: str | None = Field(default=None, min_length=1)
     trials: NonNegativeInt | None = None
-    ranks: int = Field(default=2, ge=1)
-    tp: int = Field(default=1, ge=1)
-    cp: int = Field(default=1, ge=1)
-    dp: int | None = Field(default=None, ge=1)
-    pp: int = Field(default=1, ge=1)
-    ep: int | None = Field(default=None, ge=1)
-    etp: int = Field(default=1, ge=1)
+    ranks: int = Field(default=2, ge=1, le=MOST_RANKS)
+    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    dp: int | None = Field(default=None, ge=1, le=MOST_RANKS)
+    pp: int = Field(default=1, ge=1, le=MOST_LAYERS)
+    ep: int | None = Field(default=None, ge=1, le=MOST_RANKS)
+    etp: int = Field(default=1, ge=1, le=MOST_RANKS)
     context: Literal["ulysses", "ring", "token_ring"] = "ulysses"
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
-    virtual: int | None = Field(default=None, ge=1)
-    stage_layers: list[int] | None = None
+    virtual: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
+    stage_layers: list[int] | None = Field(default=None, max_length=MOST_LAYERS)
     sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
-    dp_replicate: int = Field(default=1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     compress: bool = False
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
-    overlap_chunks: NonNegativeInt | Literal["auto"] | None = None
+    overlap_chunks: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Literal["auto"] | None = None
     executor: Literal["auto", "serial", "pipelined", "device"] = "auto"
     interleave: bool = False
     backend: Literal["auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical"] = (
@@ -373,10 +377,10 @@ class PlacementSection(Section):
     """
 
     kind: Literal["fixed", "relocate", "replicate"] = "fixed"
-    slots: int = Field(default=0, ge=0)
+    slots: int = Field(default=0, ge=0, le=MOST_EXPERTS)
     rematerialize: bool = False
     every: int = Field(default=100, ge=1)
-    window: int = Field(default=5, ge=1)
+    window: int = Field(default=5, ge=1, le=MOST_STEPS)
     threshold: float = Field(default=0.05, ge=0, lt=1)
 
     @model_validator(mode="after")
@@ -490,7 +494,7 @@ class GuardSection(Section):
     checksums: bool = False
     loss_spike: float | None = Field(default=None, gt=1)
     norm_spike: float | None = Field(default=None, gt=1)
-    window: int = Field(default=32, ge=2)
+    window: int = Field(default=32, ge=2, le=MOST_STEPS)
     on_spike: Literal["warn", "skip", "rerun"] = "warn"
 
 
@@ -521,4 +525,4 @@ class ObserveSection(Section):
     records: int = Field(default=4096, ge=64, le=2**20)
     every: int = Field(default=20, ge=0)
     loads: int = Field(default=0, ge=0)
-    series: int = Field(default=200, ge=0)
+    series: int = Field(default=200, ge=0, le=MOST)

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from moe_comm.runtime.printing import make_console
+from moe_comm.runtime.safe_files import check_replaceable, write_file
 
 WIDTH = 120
 """Width of tables in files and pipes."""
@@ -22,8 +24,7 @@ def check_writable(out: str | None) -> None:
         return
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), out)
+    check_replaceable(path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), out)
 
@@ -37,13 +38,12 @@ def write_json(result: dict[str, Any], out: str | None) -> None:
         sys.stdout.write(text)
         return
     path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_file(path, text)
 
 
 def show(tables: list[Table], json_out: str | None = None) -> None:
     """Print tables, to standard error if the JSON object is written to standard output."""
-    console = Console(stderr=json_out == "-")
+    console = make_console(stderr=json_out == "-")
     if not console.is_terminal:
         console.width = WIDTH
     for table in tables:

@@ -28,6 +28,7 @@ from moe_comm.bench.common.ranks import pinned
 from moe_comm.bench.common.settings import DispatchBench
 from moe_comm.bench.dispatch.contestants import Summary, TorchPeer, measure
 from moe_comm.bench.dispatch.torch_permute import Exchange
+from moe_comm.runtime.safe_files import write_file
 
 MPI_PEERS = {"torch_mpich": False, "torch_mpich_tuned": True}
 WHEN = "after moe_comm, by ranks of mpiexec"
@@ -80,7 +81,7 @@ def run_mpi(settings: list[DispatchBench], threads: int) -> list[Summary]:
     """
     with tempfile.TemporaryDirectory(prefix="moe_comm_bench_") as folder:
         task, result = Path(folder, "task.json"), Path(folder, "result.json")
-        task.write_text(json.dumps([one.to_dict() for one in settings]))
+        write_file(task, json.dumps([one.to_dict() for one in settings]))
         command = [str(mpiexec()), "-n", str(settings[0].ranks), "-hosts", "localhost", "-iface", "lo"]
         command += [sys.executable, "-m", __name__, str(task), str(result)]
         try:
@@ -133,7 +134,7 @@ def main(task: str, result: str) -> None:
         raise
     if rank == 0:
         flat = [[(name, phase, stats) for (name, phase), stats in one.items()] for one in summaries]
-        Path(result).write_text(json.dumps(flat))
+        write_file(Path(result), json.dumps(flat))
 
 
 if __name__ == "__main__":

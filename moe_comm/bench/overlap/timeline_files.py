@@ -16,6 +16,7 @@ from typing import Any
 from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, TimelineSpan, TimelineStep, lanes
 from moe_comm.errors import MissingDependency
 from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
+from moe_comm.runtime.safe_files import replacing, write_file
 
 PAUSE_NS = 5_000_000
 """Gap between two steps of a trace."""
@@ -87,7 +88,8 @@ def picture(steps: Sequence[TimelineStep], path: Path) -> None:
         loc="outside upper right",
         fontsize=8,
     )
-    figure.savefig(path, format="png", dpi=110)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def _panel(axes: Any, step: TimelineStep) -> None:
@@ -116,6 +118,6 @@ def write(steps: Sequence[TimelineStep], trace: str | None, png: str | None) -> 
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     if trace is not None:
-        Path(trace).write_bytes(perfetto(steps))
+        write_file(Path(trace), perfetto(steps))
     if png is not None:
         picture(steps, Path(png))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moe_comm.observe import trace
 from moe_comm.observe.records import SpanLine
+from moe_comm.runtime.safe_files import write_file
 
 PAUSE_NS = 5_000_000
 """Gap between two steps of a trace."""
@@ -38,4 +39,4 @@ def write_trace(steps: Sequence[Sequence[Sequence[SpanLine]]], ranks_per_host: i
         lines += [replace(span, skew_ns=begun - first) for span in spans]
         begun += max(span.end_ns for span in spans) - first + PAUSE_NS
     hosts = {span.rank: f"host {span.rank // ranks_per_host}" for span in lines}
-    Path(out).write_bytes(trace.build(lines, hosts))
+    write_file(Path(out), trace.build(lines, hosts))

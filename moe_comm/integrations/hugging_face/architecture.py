@@ -9,6 +9,7 @@ deepseek_v3   MLA, YaRN              sigmoid in groups with correction bias; sha
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, QKNorm, RopeConfig, Yarn
 from moe_comm.layers.moe.layer import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.config import MOST_LAYERS, TransformerConfig
+from moe_comm.runtime.untrusted import read_bounded, shown
 
 ARCHITECTURES: dict[str, type[PreTrainedConfig]] = {
     "mixtral": MixtralConfig,
@@ -49,6 +51,18 @@ _ROPE_KEYS = {
 }
 
 
+def _check_layers(values: Any) -> None:
+    """Raise ``ConfigError`` if config.json has too many layers. Transformers would create a list of them."""
+    for part in (values, *(values.get(name) for name in ("text_config", "llm_config"))):
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if name.endswith("layers") and isinstance(value, int | float) and value > MOST_LAYERS:
+                raise ConfigError(f"{name} can be at most {MOST_LAYERS}; got {shown(value)}")
+
+
+CONFIG_BYTES = 16 << 20
+"""Maximum size of config.json."""
+
+
 def read_config(folder: str | Path) -> PreTrainedConfig:
     """Read the configuration of the model in a local ``folder``. Nothing is downloaded.
 
@@ -61,6 +75,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     auto: Any = AutoConfig
     try:
+        _check_layers(json.loads(read_bounded(path, CONFIG_BYTES)))
         config: PreTrainedConfig = auto.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # invalid JSON, a family unknown to transformers, a setting of the wrong type
         raise ConfigError(f"{path} cannot be read: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from moe_comm.integrations.hugging_face.accelerator import (
     write_on,
 )
 from moe_comm.layers.data_parallel import load_optimizer_state_dict, optimizer_state_dict, state_dict
+from moe_comm.runtime.safe_files import replacing
 
 _WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -91,7 +93,7 @@ class MoETrainerMixin:
         state = optimizer_state_dict(self.model, self.optimizer, rank0_only=rank0_only, cpu=True)
         for values, name in ((state, OPTIMIZER_NAME), (self.lr_scheduler.state_dict(), SCHEDULER_NAME)):
             path = os.path.join(output_dir, name)
-            write_on(self.args.should_save, partial(torch.save, values, path), self.args.device, path)
+            write_on(self.args.should_save, partial(_save, values, path), self.args.device, path)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         model = self.model if model is None else model
@@ -134,6 +136,11 @@ def _divide_auxiliary_loss(parts: int, module: Any, args: Any, output: Any) -> N
     aux_loss = getattr(output, "aux_loss", None)
     if isinstance(aux_loss, Tensor) and aux_loss.requires_grad:
         aux_loss.register_hook(lambda grad: grad / parts)
+
+
+def _save(values: object, path: str) -> None:
+    with replacing(Path(path)) as file:
+        torch.save(values, file)
 
 
 class MoETrainer(MoETrainerMixin, Trainer):

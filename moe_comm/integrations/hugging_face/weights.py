@@ -33,6 +33,8 @@ from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import HEAD, Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
+from moe_comm.runtime.safe_files import write_file
+from moe_comm.runtime.untrusted import parse_object, read_bounded, regular_size
 from moe_comm.topology import Sharding, ShardSlice
 
 INDEX = "model.safetensors.index.json"
@@ -174,6 +176,7 @@ class HubFolder:
         if file not in self._open:
             path = self.folder / file
             try:
+                regular_size(path)  # a pipe would block
                 self._open[file] = safe_open(path, "pt")
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -182,9 +185,13 @@ class HubFolder:
         return self._open[file]
 
 
+INDEX_BYTES = 256 << 20
+"""Maximum size of an index."""
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        file_of: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        file_of: dict[str, str] = parse_object(read_bounded(path, INDEX_BYTES))["weight_map"]
         # Only file names in the folder of the index: no other paths.
         if all(isinstance(file, str) and Path(file).name == file for file in file_of.values()):
             return file_of
@@ -335,7 +342,7 @@ def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
         (folder / _temporary_name(number)).replace(folder / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _temporary_name(number: int) -> str:

@@ -12,6 +12,10 @@ from moe_comm.layers.moe.config import MoEConfig
 Recompute = Literal["none", "selective", "full"]
 
 
+MOST_LAYERS = 1 << 12
+"""Largest accepted number of layers, four times that of the deepest published models."""
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
     """A decoder-only language model with mixture-of-experts feed-forward blocks.
@@ -53,6 +57,8 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         if min(self.vocab, self.layers, self.max_length) < 1:
             raise ConfigError(f"vocab, layers and max_length must be at least 1; got {self}")
+        if self.layers > MOST_LAYERS:
+            raise ConfigError(f"layers can be at most {MOST_LAYERS}; got {self.layers}")
         if not self.hidden == self.attention.hidden == self.moe.hidden:
             raise ConfigError(
                 f"hidden sizes must be equal; got model {self.hidden}, attention {self.attention.hidden}, "

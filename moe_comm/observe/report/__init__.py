@@ -5,7 +5,6 @@ run folder ── read ──▶ arrays ── figures ──▶ small lists ─
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.observe.report.figures import panels
 from moe_comm.observe.report.page import render
 from moe_comm.observe.report.read import Run, read_run
+from moe_comm.runtime.safe_files import write_file
 
 __all__ = ["Run", "panels", "read_run", "render", "write_report"]
 
@@ -36,8 +36,5 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         raise ConfigError(f"a report requires one or two runs; got {len(folders)}")
     page = render([panels(read_run(folder)) for folder in folders])
     out = out or folders[0] / ("report.html" if len(folders) == 1 else "compare.html")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, out)
+    write_file(out, page)
     return out

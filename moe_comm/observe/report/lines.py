@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -9,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_comm.observe.records import MAX_LINE
-from moe_comm.runtime.untrusted import open_regular
+from moe_comm.runtime.untrusted import MAX_LINE, lines_of, open_regular
 
 PROBE_BYTES = 1 << 18
 
@@ -26,11 +26,11 @@ def spread_lines(path: Path, most: int) -> Iterator[bytes]:
         size = os.fstat(file.fileno()).st_size
         head = file.read(PROBE_BYTES)
         length = len(head) / max(head.count(b"\n"), 1)
-        file.seek(0)
         if size <= most * length:
-            while raw := file.readline(MAX_LINE):
-                if raw.endswith(b"\n"):
-                    yield raw
+            yield from all_lines(path)
+            return
+        if os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:  # no writer leaves holes; samples of them are of no use
+            yield from itertools.islice(all_lines(path), most)
             return
         reached = 0
         for number in range(most):
@@ -48,10 +48,7 @@ def spread_lines(path: Path, most: int) -> Iterator[bytes]:
 
 def all_lines(path: Path) -> Iterator[bytes]:
     """Yield all complete lines of a file."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        while raw := file.readline(MAX_LINE):
-            if raw.endswith(b"\n"):
-                yield raw
+    return (raw for raw in lines_of(path) if raw.endswith(b"\n"))
 
 
 def object_of(raw: bytes) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,8 @@ from moe_comm.observe.faults import Injection
 from moe_comm.observe.records import Attempt, FaultRecord, LoadLine, PlacementLine, RankStep
 from moe_comm.observe.report.lines import all_lines, number, object_of, spread_lines
 from moe_comm.observe.report.rank_lines import RankLines, read_ranks
-from moe_comm.runtime.untrusted import read_bounded
+from moe_comm.runtime.printing import printable_line
+from moe_comm.runtime.untrusted import parse_toml, read_bounded
 from moe_comm.topology import ParallelConfig
 
 Floats = NDArray[np.float64]
@@ -106,12 +106,12 @@ def read_run(path: Path) -> Run:
     faults = tuple(_event_records(path / records.FAULTS, FaultRecord, notes, optional=True))
     injected = tuple(_injections(path / records.INJECTED, notes))
     result = _small_file(path / "result.json", json.loads, notes)
-    config = _small_file(path / records.RESOLVED, lambda text: tomllib.loads(text.decode()), notes)
+    config = _small_file(path / records.RESOLVED, parse_toml, notes)
     status = result.get("status")
     return Run(
         path=path,
-        name=path.resolve().name,
-        status=status if isinstance(status, str) else "running or killed",
+        name=printable_line(path.resolve().name),
+        status=printable_line(status) if isinstance(status, str) else "running or killed",
         curves=curves,
         loads=loads,
         placements=placements,

@@ -28,6 +28,7 @@ from moe_comm.kernels.triton.spec import TARGETS, KernelSpec
 from moe_comm.kernels.triton.specs import LOCAL_KERNELS
 from moe_comm.overlap.triton.expert_specs import EXPERT_KERNELS
 from moe_comm.overlap.triton.specs import LINEAR_KERNELS
+from moe_comm.runtime.safe_files import write_file
 
 KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS, *LOCAL_KERNELS)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json is None:
         sys.stdout.write(text)
     else:
-        options.json.write_text(text)
+        write_file(options.json, text)
 
 
 if __name__ == "__main__":

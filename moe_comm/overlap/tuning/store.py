@@ -6,12 +6,10 @@ version or belongs to another machine, is ignored with a warning, because it aff
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +23,8 @@ from moe_comm.errors import ConfigError
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED
 from moe_comm.overlap.tuning.cost import OperatorWork
 from moe_comm.runtime.cpu_guard import read_cpuinfo
+from moe_comm.runtime.safe_files import write_file
+from moe_comm.runtime.untrusted import read_bounded, shown
 
 VERSION = 2
 NEAR = 2.0
@@ -260,6 +260,10 @@ def machine_name() -> str:
     return f"{model}, {os.cpu_count()} cores, torch {'.'.join(torch.__version__.split('.')[:2])}"
 
 
+STORE_BYTES = 64 << 20
+"""Maximum size of the file."""
+
+
 def store_path(folder: Path, machine: str | None = None) -> Path:
     """Return the file of a machine; by default of this machine."""
     key = hashlib.sha256((machine or machine_name()).encode()).hexdigest()[:12]
@@ -278,17 +282,17 @@ def read_store(folder: Path) -> tuple[TuningStore, str]:
     """Return this machine's measurements and, if the file cannot be used, a warning; else ""."""
     path = store_path(folder)
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_bounded(path, STORE_BYTES))
         if raw["version"] != VERSION:
-            problem = f"has version {raw['version']!r}; expected {VERSION}"
+            problem = f"has version {shown(raw['version'])}; expected {VERSION}"
         elif raw["machine"] != machine_name():
-            problem = f"belongs to another machine ({raw['machine']}; this is {machine_name()})"
+            problem = f"belongs to another machine ({shown(raw['machine'])}; this is {machine_name()})"
         else:
             return TuningStore(tuple(Measurement.from_json(entry) for entry in raw["measured"])), ""
     except FileNotFoundError:
         return TuningStore(), ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        problem = f"cannot be read ({type(error).__name__}: {error})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
+        problem = f"cannot be read ({type(error).__name__}: {shown(str(error))})"
     return TuningStore(), f"{path} {problem}; ignored. Run moe-comm tune to measure again"
 
 
@@ -301,7 +305,6 @@ def save_store(folder: Path, store: TuningStore, facts: Mapping[str, Any] | None
         facts: Additional information for readers of the file.
     """
     path = store_path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "version": VERSION,
         "machine": machine_name(),
@@ -310,15 +313,5 @@ def save_store(folder: Path, store: TuningStore, facts: Mapping[str, Any] | None
         "facts": dict(facts or {}),
         "measured": [m.to_json() for m in store.measured],
     }
-    file, name = tempfile.mkstemp(dir=folder, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(file, "w") as out:
-            out.write(json.dumps(content, indent=1) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_file(path, json.dumps(content, indent=1) + "\n", sync=True)
     return path

@@ -9,8 +9,6 @@ optional. A missing or unknown field raises an error that names it.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +16,8 @@ from typing import Any, TypeVar
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
 from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile, Pod
+from moe_comm.runtime.safe_files import write_file
+from moe_comm.runtime.untrusted import read_bounded
 
 FORMAT, VERSION = "moe_comm hardware", 1
 LONGEST = 2**20
@@ -59,30 +59,18 @@ def from_json(data: Any, where: str = "hardware") -> Cluster:
 
 
 def save(cluster: Cluster, path: Path | str) -> None:
-    """Write the description atomically."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(to_json(cluster), file, indent=2, allow_nan=False)
-            file.write("\n")
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Write the description atomically. Raises ConfigError if ``load`` would refuse it."""
+    from_json(to_json(cluster), str(path))
+    write_file(Path(path), json.dumps(to_json(cluster), indent=2, allow_nan=False) + "\n")
 
 
 def load(path: Path | str) -> Cluster:
     """Read a description. Raises ConfigError if the file is unreadable, not JSON, or not a hardware description."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            text = file.read(LONGEST + 1)
+        text = read_bounded(path, LONGEST)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the hardware description: {error.strerror or error}") from error
-    if len(text) > LONGEST:
-        raise ConfigError(f"{path}: longer than {LONGEST:,} bytes: not a hardware description")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

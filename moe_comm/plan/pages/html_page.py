@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from moe_comm.observe.report.page import USE, document, embedded
+from moe_comm.runtime.printing import printable_line
+from moe_comm.runtime.safe_files import write_file
 
 
 def make(script: str, title: str, heading: str, about: str, sections: Sequence[str], data: dict[str, Any]) -> str:
@@ -26,9 +27,9 @@ def make(script: str, title: str, heading: str, about: str, sections: Sequence[s
     return document(
         _asset("page.html"),
         {"page": _asset(script)},
-        title=html.escape(title),
-        heading=html.escape(heading),
-        about=html.escape(f"{about} {USE}"),
+        title=html.escape(printable_line(title)),
+        heading=html.escape(printable_line(heading)),
+        about=html.escape(printable_line(f"{about} {USE}")),
         sections="\n".join(sections),
         data=embedded(data),
     )
@@ -36,10 +37,7 @@ def make(script: str, title: str, heading: str, about: str, sections: Sequence[s
 
 def write(page: str, path: Path) -> None:
     """Write a page to ``path`` atomically. Raises OSError if the file cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, path)
+    write_file(path, page)
 
 
 def _asset(name: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from moe_comm.observe.perfetto import Slice, TraceBuilder
 from moe_comm.observe.trace import Arrows
 from moe_comm.plan.pages.timeline import STREAMS, StepTimeline
+from moe_comm.runtime.safe_files import write_file
 
 _NS = 1e9
 _TRACKS = ("compute", *(stream for stream in STREAMS if stream not in ("pass", "compute")))
@@ -58,9 +59,7 @@ def write_trace(timeline: StepTimeline, path: Path) -> None:
         MissingDependency: the package ``perfetto`` is not installed.
         OSError: the file cannot be written.
     """
-    data = build(timeline)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    write_file(path, build(timeline))
 
 
 def _arrows(timeline: StepTimeline) -> Arrows:

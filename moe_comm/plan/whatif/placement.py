@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,13 +23,14 @@ from moe_comm.observe.records import (
     read_lines,
 )
 from moe_comm.plan.machine.hardware import BYTES
-from moe_comm.plan.model.fixed_memory import copied_bytes, moved_bytes, publications
+from moe_comm.plan.model.files import MOST
+from moe_comm.plan.model.fixed_memory import Optimizer, copied_bytes, moved_bytes, publications
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.schedules import can_split
 from moe_comm.plan.whatif.even_routing import EXPERTS
 from moe_comm.plan.whatif.run_spans import WAITS
 from moe_comm.plan.whatif.run_trace import read_run_trace
-from moe_comm.runtime.untrusted import read_bounded
+from moe_comm.runtime.untrusted import parse_toml, read_bounded, table
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.placement_replay import PlacementReplay, ReplaySettings, best_ratio, placed_ratio, replay
@@ -200,15 +200,20 @@ def _layer(
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_bounded(run / RESOLVED, CONFIG_BYTES).decode())
+        return parse_toml(read_bounded(run / RESOLVED, CONFIG_BYTES))
     except (OSError, ValueError):
         return {}
 
 
 def real_experts(run: Path) -> int | None:
     """Return the number of real experts of a layer by the run's configuration; None if it is unknown."""
-    experts = _config(run).get("model", {}).get("experts")
-    return experts if isinstance(experts, int) else None
+    return _count(table(_config(run), "model").get("experts"))
+
+
+def _count(value: object) -> int | None:
+    """Return ``value`` if it is a number of experts or a width that a model can have."""
+    valid = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
+    return value if valid else None  # type: ignore[return-value]
 
 
 def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, float, float] | None:
@@ -233,17 +238,22 @@ def _expert_bytes(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
     None if the configuration does not have the widths of experts.
     """
-    model, optimizer = config.get("model", {}), config.get("optimizer", {})
-    hidden, ffn = model.get("hidden"), model.get("ffn")
-    if not isinstance(hidden, int) or not isinstance(ffn, int) or model.get("pretrained"):
+    model, optimizer, placement = (table(config, name) for name in ("model", "optimizer", "placement"))
+    hidden, ffn = _count(model.get("hidden")), _count(model.get("ffn"))
+    if hidden is None or ffn is None or model.get("pretrained"):
         return None
     # The widths of experts are all that the count of their elements depends on.
     shape = ModelShape("run", 1, hidden, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=1, top_k=1, ffn=ffn)
-    moved = moved_bytes(optimizer.get("kind", "adamw"), bool(optimizer.get("momentum")))
+    kind = optimizer.get("kind", "adamw")
+    if kind not in get_args(Optimizer):
+        return None
+    moved = moved_bytes(kind, bool(optimizer.get("momentum")))
     elements, size = shape.parameters("moe")["experts"], BYTES["bf16" if model.get("dtype") == "bfloat16" else "fp32"]
     times = 1
-    if config.get("placement", {}).get("rematerialize", False):
-        parallel = config.get("parallel", {})
-        split = can_split(parallel.get("schedule"), parallel.get("pp", 1)) and model.get("recompute") != "full"
-        times = publications(config.get("data", {}).get("micro_batches", 1), split)
+    if placement.get("rematerialize", False):
+        parallel = table(config, "parallel")
+        schedule = parallel.get("schedule")
+        split = can_split(schedule if isinstance(schedule, str) else None, _count(parallel.get("pp")) or 1)
+        micro_batches = _count(table(config, "data").get("micro_batches")) or 1
+        times = publications(micro_batches, split and model.get("recompute") != "full")
     return elements * moved, elements * copied_bytes(size, times)

@@ -20,6 +20,8 @@ ranks in clipping.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ import numpy as np
 from moe_comm.errors import ConfigError, CorruptFile, MissingDependency
 from moe_comm.plan.arrays import Ints
 from moe_comm.plan.whatif.trace_table import MOST_OPERATIONS, TraceGraph, TraceTable
+from moe_comm.runtime.untrusted import open_regular, shown
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
@@ -49,6 +52,10 @@ _SAME_S = 5e-5
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "start_ts", "duration", "seq_id", "mc", "gmc", "mb_id")
 _INTS = tuple(name for name in _COLUMNS if name not in ("start_ts", "duration"))
 MOST_WORKERS = 1 << 20
+MOST_EQUAL_ROWS = 1 << 16
+"""Number of rows that a file of any size may have."""
+MOST_ROW_BYTES = 1 << 10
+"""Maximum size of a row in a file without compression."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
             or a worker has no operations in a step.
         MissingDependency: pyarrow is not installed.
     """
-    columns, types = _read(path)
-    names, name_N = np.unique(types, return_inverse=True)
-    if unknown := sorted(set(names.tolist()) - set(OPERATIONS)):
-        raise CorruptFile(f"{path}: unknown operations {', '.join(unknown)[:200]}; known: {', '.join(OPERATIONS)}")
+    columns, names, name_N = _read(path)
     begin_N, seconds_N = columns["start_ts"], columns["duration"]
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(begin_N + seconds_N).all()
@@ -83,7 +87,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
         if low < 0 or high >= MOST_WORKERS:
             raise CorruptFile(f"{path}: {name} must be from 0 to below {MOST_WORKERS}; got {low} to {high}")
     table = TraceTable(
-        tuple(names.tolist()),
+        names,
         name_N,
         columns["step"],
         columns["mb_id"],
@@ -91,7 +95,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
         columns["rank"],
         begin_N,
         begin_N + seconds_N,
-        ~np.isin(types, COMPUTE),
+        ~np.isin(np.array(names), COMPUTE)[name_N],
         np.zeros(len(name_N), dtype=np.int64),
         {"dp": columns["dp_rank"], "pp": columns["stage"]},
     )
@@ -99,37 +103,77 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
     return StragglerTrace(table, columns["seq_id"], columns["gmc"])
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Any]:
+def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...], Ints]:
+    """Return the columns of numbers, the sorted types of operations, and the type of each operation."""
     try:
         import pyarrow.parquet as parquet  # in the optional extra "data"
     except ImportError as error:
         raise MissingDependency(f"{path} needs pyarrow; install with: pip install 'moe_comm[data]'") from error
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file; expected a Parquet file of operations")
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises several types of errors, which are not all public
-        raise ConfigError(f"cannot read {path} as a Parquet file: {error}") from error
-    with file:
-        rows = file.metadata.num_rows
-        if not 0 < rows <= MOST_OPERATIONS:
-            raise CorruptFile(f"{path} has {rows} operations; expected 1 to {MOST_OPERATIONS}")
-        if missing := [name for name in (*_COLUMNS, "optype") if name not in file.schema_arrow.names]:
-            raise CorruptFile(f"{path} lacks the columns {', '.join(missing)}")
+    with contextlib.ExitStack() as stack:
+        try:
+            source = stack.enter_context(os.fdopen(open_regular(path), "rb"))
+            # As a dictionary, a name takes memory once and not in each row.
+            file = stack.enter_context(parquet.ParquetFile(source, read_dictionary=["optype"]))
+        except FileNotFoundError:
+            raise ConfigError(f"{path} is not a file; expected a Parquet file of operations") from None
+        except Exception as error:  # pyarrow raises several types of errors, which are not all public
+            raise ConfigError(f"cannot read {path} as a Parquet file: {error}") from error
+        _check_sizes(path, file, os.fstat(source.fileno()).st_size)
         try:
             result = file.read(columns=[*_COLUMNS, "optype"])
             columns = {name: result[name].to_numpy() for name in _COLUMNS}
-            types = np.asarray(result["optype"].cast("string").to_numpy(zero_copy_only=False), dtype=object)
+            kinds = result["optype"].unify_dictionaries().combine_chunks()
+            listed = kinds.dictionary.to_pylist()
         except Exception as error:
             raise CorruptFile(f"{path}: cannot read its columns: {error}") from error
-    if any(not isinstance(name, str) for name in set(types.tolist())):
+    if unknown := sorted({shown(name, 40) for name in listed if name not in OPERATIONS}):
+        raise CorruptFile(f"{path}: unknown operations {', '.join(unknown)[:200]}; known: {', '.join(OPERATIONS)}")
+    if kinds.null_count:
         raise CorruptFile(f"{path}: optype must be text")
+    # The dictionary may have a name twice, or one that no row has.
+    name_N = np.asarray(kinds.indices.to_numpy(), dtype=np.int64)
+    used = {listed[index] for index in np.unique(name_N)}
+    names = tuple(sorted(used))
+    name_N = np.array([names.index(name) if name in used else -1 for name in listed])[name_N]
     for name, values in columns.items():
         kinds = "iu" if name in _INTS else "f"
         if values.dtype.kind not in kinds:
             raise CorruptFile(f"{path}: {name} must hold {'integers' if kinds == 'iu' else 'floating-point numbers'}")
         columns[name] = values.astype(np.int64 if name in _INTS else np.float64)
-    return columns, types.astype(str)
+    return columns, names, name_N
+
+
+def _check_sizes(path: Path, file: Any, size: int) -> None:
+    """Check the description of a Parquet file of ``size`` bytes before memory is allocated for its columns.
+
+    Equal values take almost no space in a file, so a few kilobytes could hold any number of rows. The times of a real
+    trace differ: its rows take at least 8 bytes.
+
+    Raises:
+        CorruptFile: it has too many rows for its size, too large values, or lacks a column or has one of another type.
+    """
+    import pyarrow
+
+    rows = file.metadata.num_rows
+    if not 0 < rows <= min(MOST_OPERATIONS, max(size, MOST_EQUAL_ROWS)):
+        raise CorruptFile(f"{path} has {rows} operations in {size} bytes; expected 1 to {MOST_OPERATIONS}")
+    schema = file.schema_arrow
+    if missing := [name for name in (*_COLUMNS, "optype") if name not in schema.names]:
+        raise CorruptFile(f"{path} lacks the columns {', '.join(missing)}")
+    for name in _COLUMNS:
+        kind = schema.field(name).type
+        if not (pyarrow.types.is_integer(kind) if name in _INTS else pyarrow.types.is_floating(kind)):
+            raise CorruptFile(
+                f"{path}: {name} must hold {'integers' if name in _INTS else 'floating-point numbers'}; it has {kind}"
+            )
+    kind = schema.field("optype").type
+    text = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not (pyarrow.types.is_string(text) or pyarrow.types.is_large_string(text)):
+        raise CorruptFile(f"{path}: unknown operations: optype must be text; it has {kind}")
+    groups = range(file.metadata.num_row_groups)
+    decoded = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+    if decoded > rows * MOST_ROW_BYTES + (1 << 20):
+        raise CorruptFile(f"{path}: its {rows} operations take {decoded} bytes; expected at most {MOST_ROW_BYTES} each")
 
 
 def _check_workers(table: TraceTable, path: Path) -> None:

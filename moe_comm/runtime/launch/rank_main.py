@@ -27,6 +27,7 @@ from typing import Any
 
 from moe_comm.errors import FROM_PEERS, ConfigError, InputError, MissingDependency, UnsupportedModel
 from moe_comm.runtime.launch.user_traceback import user_frame
+from moe_comm.runtime.safe_files import replacing
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
@@ -100,9 +101,8 @@ def error_records(errors_folder: Path) -> list[Path]:
 
 def _write(path: Path, text: str) -> None:
     """Write a file atomically."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.rename(path)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _linger(errors_folder: Path, alive_folder: Path, attempt: str) -> None:

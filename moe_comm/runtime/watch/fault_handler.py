@@ -22,6 +22,8 @@ from typing import Any
 from moe_comm.runtime.event_layout import ACTIVE_AT, LONG
 from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.launch.agent import ENDED_BY_WATCH
+from moe_comm.runtime.printing import printable
+from moe_comm.runtime.safe_files import make_folders, open_to_append
 from moe_comm.runtime.watch.progress_timeout import WatchOptions
 from moe_comm.runtime.watch.report import DetectedFault
 from moe_comm.runtime.watch.status_table import Phase, StatusTable
@@ -131,12 +133,12 @@ class FaultHandler:
         if previous is not None:
             previous.join()
         with contextlib.suppress(OSError):  # a full disk must not prevent the ranks from ending
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with Path(fault.path).open("a", encoding="utf-8") as file:
-                file.write(fault.report)
+            make_folders(self._folder.parent, self._folder.name)
+            with open_to_append(Path(fault.path)) as file:
+                file.write(fault.report.encode(errors="backslashreplace"))
         if fault.is_reporter:
             line = f"{fault.summary} (noticed after {fault.noticed_s:.2f} s); report: {fault.path}"
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
         for call in self._on_fault:
             try:
                 call(fault)

@@ -19,7 +19,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import CheckpointError
+from moe_comm.runtime.untrusted import shown
 from moe_comm.topology import Box, Sharding, ShardSlice
+
+MAX_ELEMENTS = (1 << 63) - 1
+"""Maximum product of the lengths of a tensor, without lengths of 0."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,23 @@ class Entry:
     def signature(self) -> tuple[Any, ...]:
         """Return the properties on which a save plan depends."""
         return (str(self.tensor.dtype), self.shape, tuple((c.offsets, c.sizes) for c in self.chunks()))
+
+
+def check_loadable(name: object, entry: Entry) -> None:
+    """Check that a checkpoint with ``entry`` under ``name`` can be loaded.
+
+    Raises:
+        TypeError: ``name`` is not a string.
+        ValueError: ``name`` has half of a surrogate pair, or the product of the lengths exceeds 63 bits.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor must be a string; got {shown(name)}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name of a tensor must be valid Unicode; got {shown(name)}") from None
+    if math.prod(length for length in entry.shape if length) > MAX_ELEMENTS:
+        raise ValueError(f"{shown(name)} has shape {entry.shape}, of which no tensor can be created")
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_comm.errors import CheckpointError
 from moe_comm.runtime import untrusted
+from moe_comm.runtime.safe_files import open_new, open_own_folder
 
 BLOCK = 1 << 24
 """Bytes per write, hash or read."""
@@ -65,7 +66,11 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self._hash = hashlib.sha256()
         self._size = 0
-        self._file = open(path, "xb")  # noqa: SIM115  closed by __exit__
+        folder = open_own_folder(path.parent)
+        try:
+            self._file = open_new(path.name, folder)
+        finally:
+            os.close(folder)
 
     def __enter__(self) -> HashedFile:
         return self

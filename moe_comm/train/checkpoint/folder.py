@@ -15,15 +15,16 @@ that was saved last. It does not have the highest step if a run was resumed from
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_comm.errors import CheckpointError
-from moe_comm.runtime.untrusted import read_bounded
+from moe_comm.runtime.safe_files import open_own_folder, remove
+from moe_comm.runtime.untrusted import read_bounded, shown
 from moe_comm.train.checkpoint.files import FileDigest, parse_json, sha256, sync_folder, write_json
 
 METADATA, MANIFEST, COMPLETE = "metadata.json", "manifest.json", "COMPLETE"
@@ -31,9 +32,15 @@ VERSION = 1
 """Version of the format. Readers reject later ones."""
 MARKER_BYTES = 1 << 16
 """Maximum size of COMPLETE."""
-_STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
+MAX_STEP = MAX_SEQUENCE = (1 << 63) - 1
+"""Largest step and sequence number that readers accept."""
+_STEP = re.compile(r"step-([0-9]{8,})(\.replaced)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
+
+
+class OtherVersion(CheckpointError):
+    """The checkpoint has another version of the format."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +127,11 @@ def read_marker(path: Path) -> Marker:
         raise CheckpointError(f"{what} cannot be read: {error.strerror or error}") from None
     value = parse_json(content, what)
     version, manifest, sequence = (value.get(key) for key in ("version", "manifest", "sequence"))
-    if isinstance(version, int) and version > VERSION:
-        raise CheckpointError(f"{what} has version {version}; this library reads up to {VERSION}: update it")
+    if version is not None and version != VERSION and not (isinstance(version, int) and version < VERSION):
+        raise OtherVersion(f"{what} has version {shown(version, 40)}; this library reads up to {VERSION}: update it")
     if version != VERSION or not isinstance(manifest, str) or not _SHA256.fullmatch(manifest):
         raise CheckpointError(f"{what} is damaged: it has no sha256 of {MANIFEST}")
-    if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1:
+    if isinstance(sequence, bool) or not isinstance(sequence, int) or not 0 < sequence <= MAX_SEQUENCE:
         raise CheckpointError(f"{what} is damaged: it has no sequence number")
     marker = Marker(manifest, sequence)
     if value.get("check") != marker.check:
@@ -135,36 +142,64 @@ def read_marker(path: Path) -> Marker:
 def create_partial(folder: Path, step: int) -> Path:
     """Create an empty folder for the checkpoint of ``step``. Files left by a crash are removed."""
     path = partial_path(folder, step)
-    if path.exists():
-        shutil.rmtree(path)
+    remove(path)
     path.mkdir(parents=True)
     return path
 
 
-def publish(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
-    """Make the files in the ``.partial`` folder of ``step`` the newest checkpoint.
+def check_replaceable(folder: Path, step: int) -> None:
+    """Check that a save of ``step`` would not replace a checkpoint of another version of the format.
 
     Raises:
-        OSError: it cannot be written; the earlier checkpoints are unchanged.
+        CheckpointError: it would.
     """
-    partial, path = partial_path(folder, step), step_path(folder, step)
+    path = step_path(folder, step)
+    for saved in (path, _replaced(path)):
+        try:
+            read_marker(saved)
+        except OtherVersion as error:
+            raise CheckpointError(f"{error}, or save to another folder") from None
+        except CheckpointError:
+            pass  # none, or a damaged one
+
+
+def complete(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
+    """Complete the files in the ``.partial`` folder of ``step`` with manifest and marker, and return the folder.
+
+    Raises:
+        OSError: they cannot be written.
+        CheckpointError: the sequence numbers are exhausted.
+    """
+    partial = partial_path(folder, step)
     listed = {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())}
     manifest = write_json(partial / MANIFEST, {"version": VERSION, "files": listed})
     sync_folder(partial)
     sequence = max((saved.sequence for saved in complete_checkpoints(folder, lenient=True)), default=0) + 1
+    if sequence > MAX_SEQUENCE:
+        raise CheckpointError(f"a checkpoint in {folder} has sequence number {sequence - 1}, after which there is none")
     marker = Marker(manifest.sha256, sequence)
     write_json(
         partial / COMPLETE,
         {"version": VERSION, "manifest": marker.manifest, "sequence": marker.sequence, "check": marker.check},
     )
     sync_folder(partial)
-    old = path.with_name(path.name + ".replaced")
+    return partial
+
+
+def publish(folder: Path, step: int) -> Path:
+    """Make the complete ``.partial`` folder of ``step`` the newest checkpoint.
+
+    Raises:
+        OSError: it cannot be renamed; the earlier checkpoints are unchanged.
+    """
+    partial, path = partial_path(folder, step), step_path(folder, step)
+    old = _replaced(path)
     if (path / COMPLETE).exists():
         # A rename cannot replace a non-empty folder. Between the two renames, `latest` returns the old checkpoint.
         _remove(old)
         os.rename(path, old)
-    elif path.exists():
-        shutil.rmtree(path)
+    else:
+        remove(path)
     os.rename(partial, path)
     sync_folder(folder)
     _remove(old)
@@ -172,11 +207,14 @@ def publish(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest complete checkpoints, and folders left by crashes. Never raises."""
+    """Delete all but the ``keep`` newest complete checkpoints, and folders left by crashes. Never raises.
+
+    If a checkpoint is a link, for example to one of another run, only the link is deleted.
+    """
     try:
         checkpoints = complete_checkpoints(folder, lenient=True)
         names = {entry.name for entry in folder.iterdir()}
-        leftover = [name for name in names if re.fullmatch(r"step-\d{8,}\.partial", name)]
+        leftover = [name for name in names if re.fullmatch(r"step-[0-9]{8,}\.partial", name)]
         # A folder that a second save of a step has replaced, if a crash prevented its deletion.
         leftover += [f"{saved.path.name}.replaced" for saved in checkpoints if f"{saved.path.name}.replaced" in names]
         for path in (*(saved.path for saved in checkpoints[:-keep]), *(folder / name for name in sorted(leftover))):
@@ -187,11 +225,21 @@ def prune(folder: Path, keep: int) -> None:
 
 def discard(folder: Path, step: int) -> None:
     """Delete an incomplete checkpoint. Never raises."""
-    shutil.rmtree(partial_path(folder, step), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(partial_path(folder, step))
+
+
+def _replaced(path: Path) -> Path:
+    """Return the name of the old checkpoint at ``path`` while a new one replaces it."""
+    return path.with_name(path.name + ".replaced")
 
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint. Its marker goes first, so a partly deleted checkpoint is not complete."""
-    if path.exists():
-        (path / COMPLETE).unlink(missing_ok=True)
-        shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # no such folder, or a link, or no marker
+        handle = open_own_folder(path)
+        try:
+            os.unlink(COMPLETE, dir_fd=handle)
+        finally:
+            os.close(handle)
+    remove(path)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from moe_comm.errors import CheckpointError
 from moe_comm.runtime import untrusted
+from moe_comm.runtime.untrusted import abridged
 from moe_comm.train.checkpoint import files
 from moe_comm.train.checkpoint.files import FileDigest, parse_json
 from moe_comm.train.checkpoint.folder import MANIFEST, METADATA, read_marker
@@ -98,18 +99,28 @@ class CheckpointReader:
         for name in self.files if names is None else names:
             if name in self._verified:
                 continue
-            expected = self.files[name]
+            self.verify_sizes([name])
             try:
-                size = untrusted.regular_size(self.path / name)
-                if size == expected.size:
-                    digest = files.digest_of(self.path / name)
+                digest = files.digest_of(self.path / name)
             except OSError as error:
                 raise CheckpointError(self._damaged(name, error.strerror or str(error))) from None
-            if size != expected.size:
-                raise CheckpointError(self._damaged(name, f"it has {size} bytes; expected {expected.size}"))
-            if digest != expected:
+            if digest != self.files[name]:
                 raise CheckpointError(self._damaged(name, f"its sha256 differs from the one in {MANIFEST}"))
             self._verified.add(name)
+
+    def verify_sizes(self, names: Iterable[str] | None = None) -> None:
+        """Verify that files (default: all) exist and have the size in the manifest, without reading them.
+
+        Raises:
+            CheckpointError: one does not; the message names it.
+        """
+        for name in self.files if names is None else names:
+            try:
+                size = untrusted.regular_size(self.path / name)
+            except OSError as error:
+                raise CheckpointError(self._damaged(name, error.strerror or str(error))) from None
+            if size != self.files[name].size:
+                raise CheckpointError(self._damaged(name, f"it has {size} bytes; expected {self.files[name].size}"))
 
     def copy_item(self, item: ReadItem, target: Tensor) -> None:
         """Fill ``target`` with the box of a read plan."""
@@ -167,7 +178,7 @@ def read_tensor(path: str | Path, name: str) -> Tensor:
 def first_names(names: Sequence[str], count: int = 8) -> str:
     """Return the first of ``names``, and the number of others, as text."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
-    return (", ".join(names[:count]) or "nothing") + more
+    return (", ".join(map(abridged, names[:count])) or "nothing") + more
 
 
 def _copy(

@@ -29,9 +29,9 @@ from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.group_names import group_of
-from moe_comm.runtime.untrusted import DEEPEST, parse_object
+from moe_comm.runtime.untrusted import DEEPEST, parse_object, shown
 from moe_comm.train.checkpoint import folder as folders
-from moe_comm.train.checkpoint.entries import Entry
+from moe_comm.train.checkpoint.entries import Entry, check_loadable
 from moe_comm.train.checkpoint.exchange import PeerLost, describe_error, gather_or_raise, run_torch
 from moe_comm.train.checkpoint.loading import Loaded, load
 from moe_comm.train.checkpoint.planner import EntryPlanner, SaveRequest
@@ -74,6 +74,7 @@ class _Job:
     bytes: int = 0
     problem: str | None = None
     peer_lost: bool = False
+    writer: CheckpointStorageWriter | None = None
     staged: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -166,19 +167,24 @@ class Checkpointer:
         entries = dict(entries)
         own_state, shared, problem = "{}", {}, None
         try:
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise ValueError(f"step must be a whole number of at least 0; got {step!r}")
+            if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= folders.MAX_STEP:
+                raise ValueError(f"step must be a whole number from 0 to {folders.MAX_STEP}; got {shown(step)}")
             own_state = json.dumps(dict(rank_state or {}), allow_nan=False)
             # Parse it as a load will. In metadata.json it is nested two levels deeper.
             parse_object(own_state, DEEPEST - 2)
             shared = parse_object(json.dumps(dict(state or {}), allow_nan=False), DEEPEST - 2)
-            self._stager.mark(entries)
         except (TypeError, ValueError, RecursionError) as error:
             # The plan sends it to the other ranks, so that all ranks raise.
-            problem = f"step {step!r}, state and rank_state must be valid JSON: {error}"
+            problem = f"step {shown(step)}, state and rank_state must be valid JSON: {error}"
+        try:
+            for name, entry in entries.items():
+                check_loadable(name, entry)
+            self._stager.mark(entries)
+        except (TypeError, ValueError) as error:
+            problem = problem or str(error)
         self._planner.request = SaveRequest(step, own_state, problem)
         job.thread = threading.Thread(
-            target=self._work, args=(job, entries, shared), name=f"checkpoint-{step}", daemon=True
+            target=self._work, args=(job, entries, shared), name=f"checkpoint-{shown(step)}", daemon=True
         )
         self._job = job
         job.thread.start()
@@ -216,7 +222,7 @@ class Checkpointer:
             job.thread.join()
         self._job = None
         if job.problem is not None:
-            raise CheckpointError(f"step {job.step} could not be saved to {self.folder}: {job.problem}")
+            raise CheckpointError(f"step {shown(job.step)} could not be saved to {self.folder}: {job.problem}")
         path = folders.step_path(self.folder, job.step)
         self._report = SaveReport(job.step, path, job.bytes, job.stall_s, job.stage_s, job.total_s)
         return self._report
@@ -269,7 +275,7 @@ class Checkpointer:
             # ``_write`` keeps no reference to the error. Its traceback would keep the group alive, so that other ranks
             # would wait.
             self._planner.forget()
-            if self.rank == 0:
+            if job.writer is not None and job.writer.created:
                 folders.discard(self.folder, job.step)
             if job.peer_lost:
                 self._destroy_group()
@@ -285,9 +291,10 @@ class Checkpointer:
             job.staged.set()
 
         try:
-            writer = CheckpointStorageWriter(self.folder, job.step, self.rank, lambda: (state, self._planner.states))
-            self._planner.on_staged = staged
             group, planner = self._group, self._planner
+            writer = CheckpointStorageWriter(self.folder, job.step, self.rank, lambda: (state, planner.states))
+            job.writer = writer
+            planner.on_staged = staged
             run_torch(
                 lambda: dcp.save(
                     entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None

@@ -46,6 +46,7 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
 
     Attributes:
         written: bytes of this rank's file.
+        created: whether this rank has created the ``.partial`` folder.
     """
 
     def __init__(
@@ -53,12 +54,18 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
     ) -> None:
         self._parent, self._step, self._rank, self._finished = parent, step, rank, finished
         self.written = 0
+        self.created = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # Rank 0 plans before any rank writes, so the folder exists in time.
-        if is_coordinator:
-            with _convert_os_errors(folder.partial_path(self._parent, self._step)):
-                folder.create_partial(self._parent, self._step)
+        pass
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        # On the coordinator, when all ranks have a valid plan and before any rank writes.
+        folder.check_replaceable(self._parent, self._step)
+        with _convert_os_errors(folder.partial_path(self._parent, self._step)):
+            folder.create_partial(self._parent, self._step)
+        self.created = True
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"rank-{self._rank:05d}.safetensors"
@@ -99,7 +106,10 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
             written: dict[str, FileDigest] = dict(digests)
             path = folder.partial_path(self._parent, self._step) / folder.METADATA
             written[folder.METADATA] = files.write_json(path, encode(saved))
-            folder.publish(self._parent, self._step, written)
+            partial = folder.complete(self._parent, self._step, written)
+            # As a load does, before it replaces a checkpoint and others are deleted.
+            CheckpointReader(partial).verify_sizes()
+            folder.publish(self._parent, self._step)
 
 
 class CheckpointStorageReader(_Storage, StorageReader):

@@ -188,7 +188,7 @@ def _scan_file(path: Path, spec: SourceSpec, is_single: bool) -> SourceFile | st
     checksum, size = hashlib.blake2b(digest_size=16), 0
     decoder = None if kind == "parquet" else codecs.getincrementaldecoder("utf-8")()
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with os.fdopen(open_regular(path, holes=False), "rb") as file:
             while block := file.read(READ):
                 checksum.update(block)
                 size += len(block)
@@ -206,7 +206,7 @@ def _scan_file(path: Path, spec: SourceSpec, is_single: bool) -> SourceFile | st
 
 
 def _read_text(path: Path) -> Iterator[TextPart]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with os.fdopen(open_regular(path, holes=False), encoding="utf-8", newline="") as file:
         part = file.read(PART_CHARS) + file.readline(PART_CHARS)
         while part:
             next_part = file.read(PART_CHARS) + file.readline(PART_CHARS)
@@ -215,7 +215,7 @@ def _read_text(path: Path) -> Iterator[TextPart]:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[TextPart]:
-    with path.open(encoding="utf-8") as file:
+    with os.fdopen(open_regular(path, holes=False), encoding="utf-8") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), 1):
             if len(line) > LONGEST_LINE:
                 raise ConfigError(f"{path}, line {number}: longer than {LONGEST_LINE} characters")

@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_comm.errors import ConfigError, CorruptFile
+from moe_comm.runtime.safe_files import open_new, remove, write_file
 from moe_comm.runtime.untrusted import open_regular, parse_object, read_bounded, regular_size, shown
 from moe_comm.train.data.settings import Verify
 
@@ -72,7 +72,7 @@ def fresh_folder(final: Path) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         for old in final.parent.glob(glob.escape(prefix) + "*"):
             if not _alive(old.name.removeprefix(prefix)) or old == folder:
-                shutil.rmtree(old, ignore_errors=True)
+                remove(old)
         folder.mkdir()
     except OSError as error:
         raise ConfigError(f"data.cache: cannot write to {str(final.parent)!r}: {error.strerror or error}") from error
@@ -89,7 +89,8 @@ def fresh_folder(final: Path) -> Iterator[Path]:
     except OSError as error:  # for example a full disk, or a removed source
         raise ConfigError(f"data.cache: cannot create {str(final)!r}: {error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(folder)
 
 
 def _alive(pid: str) -> bool:
@@ -119,7 +120,7 @@ class TokenWriter:
         self.counts_V = np.zeros(vocab_size, np.int64)
         self.tokens = 0
         self._offsets = [np.zeros(1, np.int64)]
-        self._file: BinaryIO = (folder / "tokens.bin").open("wb")
+        self._file: BinaryIO = open_new(folder / "tokens.bin")
 
     def append(self, tokens_T: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
         """Append tokens. ``ends`` are the positions after the last token of each document, relative to ``tokens_T``."""
@@ -132,8 +133,8 @@ class TokenWriter:
         """Close the files and write the metadata with ``facts``. The tokenizer's folder must exist."""
         self._file.close()
         offsets = np.concatenate(self._offsets)
-        (self.folder / "offsets.bin").write_bytes(offsets.astype("<i8").tobytes())
-        (self.folder / "counts.bin").write_bytes(self.counts_V.astype("<i8").tobytes())
+        write_file(self.folder / "offsets.bin", offsets.astype("<i8").tobytes())
+        write_file(self.folder / "counts.bin", self.counts_V.astype("<i8").tobytes())
         files = {}
         for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
             with path.open("rb") as file:
@@ -151,7 +152,7 @@ class TokenWriter:
             "files": files,
         }
         meta["checksum"] = _meta_sum(meta)
-        (self.folder / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        write_file(self.folder / META, json.dumps(meta, indent=1) + "\n")
 
     def close(self) -> None:
         self._file.close()

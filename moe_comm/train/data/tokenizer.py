@@ -6,9 +6,10 @@ If its name occurs in a text, the name is tokenised like other text.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ import numpy.typing as npt
 
 from moe_comm.deprecated import renamed_fields
 from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.runtime.safe_files import make_folders, open_own_folder, write_file
+from moe_comm.runtime.untrusted import read_bounded
 
 VOCAB_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
@@ -32,6 +35,10 @@ END_TOKENS = (
 )
 EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Other files of a tokenizer in a model's folder. They are saved with the tokenizer."""
+FREE_IDS = 1 << 16
+"""Number of unused ids that any vocabulary may have. Memory is allocated for each id."""
+FILE_BYTES = 1 << 28
+"""Maximum size of a file of a tokenizer. The largest in use have about 40 MB."""
 
 
 class Tokenizer(Protocol):
@@ -120,7 +127,7 @@ class FileTokenizer:
         extra_files: other files to save with the tokenizer, by name.
 
     Raises:
-        ConfigError: ``text`` is not a tokenizer, or it has no such token.
+        ConfigError: ``text`` is not a tokenizer, has no such token, or has large gaps between its ids.
         MissingDependency: the tokenizers library is not installed.
     """
 
@@ -145,7 +152,13 @@ class FileTokenizer:
         self.end_name = end_names[0]
         self.end_of_text: int = self._backend.token_to_id(self.end_name)
         # Ids may have gaps, so this can exceed the number of entries.
-        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids) + 1
+        if self.vocab_size > 4 * len(ids) + FREE_IDS:
+            raise ConfigError(
+                f"data.tokenizer has ids up to {max(ids):,} for {len(ids):,} tokens; a model would have a row for each "
+                f"id. Renumber the tokens"
+            )
         content = json.dumps([text, self.end_name]).encode()
         self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -180,10 +193,8 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> FileToke
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        text = file.read_text(encoding="utf-8")
-        extra_files = {
-            name: (file.parent / name).read_bytes() for name in EXTRA_FILES if (file.parent / name).is_file()
-        }
+        text = read_bounded(file, FILE_BYTES).decode()
+        extra_files = _read_files(file.parent, EXTRA_FILES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.tokenizer: cannot read {str(file)!r}: {error}") from error
     return FileTokenizer(text, end_of_text or _configured_end(extra_files), extra_files)
@@ -223,17 +234,17 @@ def _configured_end(extra_files: dict[str, bytes]) -> str | None:
     """Return ``eos_token`` of ``tokenizer_config.json``: a name, or the ``content`` of an object."""
     try:
         end = json.loads(extra_files["tokenizer_config.json"])["eos_token"]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         return None
     name = end.get("content") if isinstance(end, dict) else end
     return name if isinstance(name, str) else None
 
 
 def _save(folder: Path, text: str, end_name: str, extra_files: dict[str, bytes]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    make_folders(folder.parent, folder.name)
+    write_file(folder / "tokenizer.json", text)
     for name, content in extra_files.items():
-        (folder / name).write_bytes(content)
+        write_file(folder / name, content)
     if "tokenizer_config.json" not in extra_files:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -242,14 +253,47 @@ def _save(folder: Path, text: str, end_name: str, extra_files: dict[str, bytes])
             "pad_token": end_name,
             "clean_up_tokenization_spaces": False,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_file(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+
+
+def saved_files(folder: Path) -> dict[str, bytes]:
+    """Return the files that ``Tokenizer.save`` wrote to ``folder``, by name. Other files there are ignored.
+
+    They may be copied into the folder of a model: none has the name of a model's configuration, weights or code.
+
+    Raises:
+        ConfigError: one of them is a link, not a regular file, too large, or cannot be read.
+    """
+    try:
+        os.close(open_own_folder(folder))
+        return _read_files(folder, ("tokenizer.json", *EXTRA_FILES), follow=False)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokenizer in {str(folder)!r}: {error}") from error
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer saved in ``source`` into ``folder``. Other files of ``folder`` are not changed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.iterdir()):
-        shutil.copyfile(file, folder / file.name)
+    """Copy the tokenizer saved in ``source`` into ``folder``. Other files of ``folder`` are not changed.
+
+    Raises:
+        ConfigError: as ``saved_files``, or there is none.
+        OSError: ``folder`` is a link, or cannot be written.
+    """
+    files = saved_files(source)
+    if not files:
+        raise ConfigError(f"there is no tokenizer in {str(source)!r}")
+    make_folders(folder.parent, folder.name)
+    for name, content in files.items():
+        write_file(folder / name, content)
+
+
+def _read_files(folder: Path, names: Sequence[str], follow: bool = True) -> dict[str, bytes]:
+    files = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            files[name] = read_bounded(folder / name, FILE_BYTES, follow)
+    return files
 
 
 def _library() -> Any:

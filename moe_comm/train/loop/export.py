@@ -11,10 +11,12 @@ from torch import Tensor
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder
+from moe_comm.runtime.safe_files import write_file
 from moe_comm.runtime.untrusted import shown
 from moe_comm.train.architecture import family_of
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.data.tokenizer import saved_files
 from moe_comm.train.loop.build import architecture_of
 from moe_comm.train.loop.saver import MODEL
 
@@ -24,7 +26,7 @@ def export_run(run: Path, out: Path) -> None:
 
     Raises:
         CheckpointError: there is no checkpoint, or it is corrupted.
-        ConfigError: ``run`` does not exist, or ``out`` is not empty.
+        ConfigError: ``run`` does not exist, its tokenizer cannot be read, or ``out`` is not empty.
         UnsupportedModel: no Hugging Face family has this architecture.
     """
     if not run.exists():
@@ -34,11 +36,10 @@ def export_run(run: Path, out: Path) -> None:
         raise CheckpointError(f"{run} has no complete checkpoint")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose a new folder")
+    tokenizer = saved_files(path.parent.parent / "tokenizer")
     export_checkpoint(path, out)
-    tokenizer = path.parent.parent / "tokenizer"
-    if tokenizer.is_dir():
-        for file in tokenizer.iterdir():
-            (out / file.name).write_bytes(file.read_bytes())
+    for name, content in tokenizer.items():
+        write_file(out / name, content)
 
 
 def export_checkpoint(path: Path, out: Path) -> None:

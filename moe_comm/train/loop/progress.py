@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+from moe_comm.runtime.printing import printable
 from moe_comm.train.metrics import StepReport
 
 
@@ -66,7 +67,7 @@ class BarProgress(Progress):
         self._bar.stop()
 
     def log(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class LineProgress(Progress):
@@ -84,7 +85,7 @@ class LineProgress(Progress):
             self.log(f"step {report.step}/{self._throughput.steps}  {numbers}")
 
     def log(self, text: str) -> None:
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 def make_progress(first: bool, every: int) -> Progress:

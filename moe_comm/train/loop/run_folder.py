@@ -17,16 +17,17 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.observe.records import RESOLVED
+from moe_comm.observe.records import RESOLVED, read_result
+from moe_comm.runtime.safe_files import remove, write_file
 from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint.folder import COMPLETE, complete_checkpoints
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.data.tokenizer import copy_tokenizer
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.persistent_state import run_id
 
@@ -97,14 +98,14 @@ class RunFolder:
     def save_model(self, write: Callable[[Path], None]) -> None:
         """Write the model with ``write`` to a temporary folder, then replace ``model`` by it."""
         partial = self.path / "model.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         write(partial)
-        shutil.copytree(self.tokenizer, partial, dirs_exist_ok=True)
-        shutil.rmtree(self.model, ignore_errors=True)
+        copy_tokenizer(self.tokenizer, partial)
+        remove(self.model)
         os.replace(partial, self.model)
 
     def save_sample(self, text: str) -> None:
-        (self.path / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        write_file(self.path / "sample.txt", text + "\n")
 
     def delete_result(self) -> None:
         """Delete the result of an earlier attempt, when the run resumes."""
@@ -112,10 +113,8 @@ class RunFolder:
 
     def save_result(self, result: Mapping[str, object]) -> None:
         nan_keys = [key for key, value in result.items() if isinstance(value, float) and math.isnan(value)]
-        partial = self.path / "result.json.partial"
         values = dict(result) | dict.fromkeys(nan_keys)
-        partial.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
-        os.replace(partial, self.path / "result.json")
+        write_file(self.path / "result.json", json.dumps(values, indent=2, default=str) + "\n")
 
 
 def resolve_resume_path(resume: str) -> tuple[Path, Path | None]:
@@ -137,7 +136,7 @@ def resolve_resume_path(resume: str) -> tuple[Path, Path | None]:
 def _choose(config: TrainConfig, snapshots: Collection[str]) -> RunFolder:
     path, checkpoint, note = _find(config, snapshots)
     path = path or _create(Path(config.run.folder), config.run.name)
-    (path / RESOLVED).write_text(configuration.dump(config), encoding="utf-8")
+    write_file(path / RESOLVED, configuration.dump(config))
     return RunFolder(path, checkpoint, note)
 
 
@@ -185,8 +184,7 @@ def _newest(parent: Path, name: str) -> Path | None:
 
 
 def _has_finished(path: Path) -> bool:
-    result = path / "result.json"
-    return result.exists() and json.loads(result.read_text()).get("status") == "finished"
+    return read_result(path).get("status") == "finished"
 
 
 def _create(parent: Path, name: str) -> Path:

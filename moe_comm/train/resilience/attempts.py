@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import re
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from moe_comm.errors import CorruptFile
 from moe_comm.observe.effective import last_step_s, step_times
-from moe_comm.observe.records import ATTEMPTS, RESOLVED, Attempt, append, read_lines
+from moe_comm.observe.records import ATTEMPTS, RESOLVED, Attempt, append, read_lines, read_result
 from moe_comm.runtime.launch import under_torchrun
 from moe_comm.runtime.memory_server import start_ticks
 from moe_comm.topology import ParallelMesh
@@ -65,10 +63,7 @@ class AttemptLog(StepHook):
 
 def ended_by_user(run: Path) -> str:
     """Return the status of a run that finished, or was ended by its time limit or Ctrl-C; "" for other runs."""
-    try:
-        result = json.loads((run / "result.json").read_text())
-    except (OSError, ValueError):
-        return ""
+    result = read_result(run)
     status = result.get("status")
     if status == "interrupted" and result.get("signal") != signal.SIGINT:
         return ""
@@ -100,10 +95,7 @@ def folder_before(run: Path, name: str) -> Path | None:
     if not folders:
         return None
     newest = max(folders, key=lambda path: (path / RESOLVED).stat().st_mtime_ns)
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads((newest / "result.json").read_text()).get("status") == "finished":
-            return None
-    return newest
+    return None if read_result(newest).get("status") == "finished" else newest
 
 
 def process_start_s() -> float:

@@ -78,7 +78,7 @@ def choose_file(checkpoints: Path, kind: str, rng: random.Random) -> Path | None
     The marker of completeness is never returned: without it, the checkpoint would be ignored.
     """
     newest = complete_checkpoints(checkpoints, lenient=True)[-1:]
-    if not newest:
+    if not newest or newest[0].path.is_symlink():  # a link may lead to a checkpoint of another run
         return None
     folder = newest[0].path
     names = sorted(folder.glob("rank-*"))
@@ -93,13 +93,15 @@ def damage(path: Path, kind: str, rng: random.Random) -> None:
     if kind == "checkpoint_missing":
         path.unlink()
         return
-    content = bytearray(path.read_bytes())
-    offset = rng.randrange(len(content))
-    if kind == "checkpoint_truncate":
-        os.truncate(path, offset)
-    else:
-        content[offset] ^= 1 << rng.randrange(8)
-        path.write_bytes(content)
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        offset = rng.randrange(os.fstat(handle).st_size)
+        if kind == "checkpoint_truncate":
+            os.ftruncate(handle, offset)
+        else:
+            os.pwrite(handle, bytes([os.pread(handle, 1, offset)[0] ^ 1 << rng.randrange(8)]), offset)
+    finally:
+        os.close(handle)
 
 
 def check_link() -> str:

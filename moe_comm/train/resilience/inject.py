@@ -22,6 +22,8 @@ from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.fault_outcomes import PROGRESS, next_attempt
 from moe_comm.observe.faults import DAMAGE, DueFault, FaultPlan, Injection, read_injections, write_injection
 from moe_comm.observe.records import INJECTED, LineWriter
+from moe_comm.runtime.safe_files import write_file
+from moe_comm.runtime.untrusted import read_bounded
 from moe_comm.train.checkpoint import files
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook
@@ -32,6 +34,8 @@ from moe_comm.train.resilience.attempts import folder_before
 
 IMMEDIATE_KINDS = ("kill", "stop", "segv", "exit", "hold_gil", "slow_cpu", "slow_sleep", "full_shm")
 """Faults that can be injected at any point of a step."""
+INJECTED_BYTES = 64 << 20
+"""Maximum size of the record of an earlier run that is copied."""
 
 
 class FaultOnPurpose(RuntimeError):
@@ -281,4 +285,4 @@ class Injector(StepHook):
             return
         earlier = folder_before(run, config.run.name)
         if earlier is not None and (earlier / INJECTED).exists():
-            self._path.write_bytes((earlier / INJECTED).read_bytes())
+            write_file(self._path, read_bounded(earlier / INJECTED, INJECTED_BYTES))

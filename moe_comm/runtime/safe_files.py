@@ -1,0 +1,122 @@
+"""Writing and deletion of files that follow no links, in folders to which others may have written.
+
+A link in a run folder can lead to any file of the user. A file is therefore written under a new random name and
+renamed, which replaces a link instead of the file that it leads to. A deletion removes a link itself.
+
+The folder that the caller names may be reached through links. Only the last component of a path is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_new(path: str | os.PathLike[str], dir_fd: int | None = None) -> BinaryIO:
+    """Create a file and open it for writing. ``dir_fd``: the open folder that ``path`` is relative to.
+
+    Raises:
+        OSError: it cannot be created, or there is a file or link of this name.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | _NEW, 0o666, dir_fd=dir_fd), "wb")
+
+
+def open_own_folder(path: str | os.PathLike[str]) -> int:
+    """Open a folder, for use as ``dir_fd``, and return its descriptor.
+
+    Raises:
+        OSError: it is no folder, or a link.
+    """
+    return os.open(path, _FOLDER)
+
+
+def make_folders(root: Path, *names: str) -> Path:
+    """Create ``root`` and the nested folders ``names`` in it, unless they exist. Return the innermost one.
+
+    Raises:
+        OSError: one of them cannot be created, or one of ``names`` is a link.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        root = root / name
+        root.mkdir(exist_ok=True)
+        os.close(open_own_folder(root))
+    return root
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise ``OSError`` if ``path`` is a folder, a device or a pipe, which ``replacing`` does not replace."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    # /dev/stdout is a link to /proc. It may lead to a regular file, but a rename would replace the link.
+    if not stat.S_ISREG(mode) or (path.is_symlink() and os.readlink(path).startswith("/proc/")):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+@contextlib.contextmanager
+def replacing(path: Path, sync: bool = False) -> Iterator[BinaryIO]:
+    """Yield a new file that replaces ``path`` if the block ends without an error. ``sync`` flushes it to disk first.
+
+    Raises:
+        OSError: it cannot be written, or ``path`` is a folder, a device or a pipe.
+    """
+    check_replaceable(path)
+    partial = path.with_name(f"{path.name[:40]}.{secrets.token_hex(6)}.part")
+    try:
+        with open_new(partial) as file:
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_file(path: Path, content: str | bytes, sync: bool = False) -> None:
+    """Write a file atomically; see ``replacing``. Text is encoded as UTF-8, and its folder is created."""
+    data = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, sync) as file:
+        file.write(data)
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a regular file for reading and appending, without buffer; create it if there is none.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or is not a regular file.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return os.fdopen(handle, "a+b", buffering=0)  # type: ignore[return-value]
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link itself, or a folder with its content, if there is one. Links inside are not followed."""
+    try:
+        is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if is_folder:
+        shutil.rmtree(path)  # it refuses a folder that has been replaced by a link meanwhile
+    else:
+        path.unlink(missing_ok=True)
