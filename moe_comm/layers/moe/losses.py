@@ -87,7 +87,7 @@ def sequence_balance_loss(
     """
     experts = probs_TE.shape[1]
     if sequence_group is not None and dist.get_world_size(sequence_group) > 1:
-        local_counts = torch.tensor([num_sequences, ids_TK.shape[1]], device=ids_TK.device)
+        local_counts = torch.tensor([num_sequences, ids_TK.shape[1]], dtype=torch.int64, device=ids_TK.device)
         counts = gather_values(local_counts, sequence_group, "the router's number of sequences")[:, 0].tolist()
         if len(set(counts)) > 1:
             raise InputError(
