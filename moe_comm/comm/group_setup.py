@@ -230,7 +230,7 @@ def _mismatch(channel: Channel, what: str, own: Mapping[str, object]) -> RankMis
     """Return the error with the fields of ``own`` that differ and their values by rank. Collective."""
     lines = [f"{field}\t{text[:VALUE_CHARS]}" for name, value in own.items() for field, text in _as_text(name, value)]
     raw = "\n".join(lines).encode()[:VALUES_BYTES]
-    sent = torch.zeros(VALUES_BYTES, dtype=torch.uint8)
+    sent = torch.zeros(VALUES_BYTES, dtype=torch.uint8, device="cpu")
     sent[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     rows = channel.all_gather(sent.to(channel.control_device), f"comparing {what}").cpu().numpy()
     texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -24,7 +24,7 @@ from moe_comm.errors import HeapError, MoeCommError, PeerRaised, known_to_peers,
 from moe_comm.kernels.accumulate import sum_in_rank_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, address, block, native, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap
@@ -67,7 +67,7 @@ class SharedChannel(Channel):
         if not self.checked or self.uses_shared_memory(x):
             return
         call = self.comm.calls.next(COLLECTIVES)
-        words = torch.tensor([call, zlib.crc32(description.encode())])
+        words = torch.tensor([call, zlib.crc32(description.encode())], dtype=torch.int64, device="cpu")
         rows = self.all_gather(words.to(self.control_device), f"the check before {description}").cpu()
         different = [rank for rank, row in enumerate(rows.tolist()) if row != rows[self.rank].tolist()]
         if different:
@@ -81,7 +81,7 @@ class SharedChannel(Channel):
         With shared memory calls are always compared, otherwise if ``checked``.
         """
         if self.uses_shared_memory(x):
-            self.all_gather(torch.zeros(1), description)
+            self.all_gather(torch.zeros(1, dtype=torch.float32, device="cpu"), description)
         else:
             self.compare(description, x)
 
@@ -179,7 +179,7 @@ class SharedChannel(Channel):
         """
         assert self._shared is not None
         fault: HeapError | None = None
-        block_ = torch.empty(0, dtype=dtype)
+        block_ = torch.empty(0, dtype=dtype, device="cpu")
         try:
             block_ = offer(self._shared.heap)
         except HeapError as error:
@@ -221,7 +221,7 @@ class SharedChannel(Channel):
         if self.comm.core is not None:
             self.comm.core.check_peers()
         mark_known(error, self.comm)
-        text, empty = raised_text(error, label), torch.empty(0)
+        text, empty = raised_text(error, label), torch.empty(0, dtype=torch.float32, device="cpu")
         if in_flight or not self.uses_shared_memory(empty):
             self.give_up(f"rank {self.rank} {text}")
             return
@@ -265,7 +265,7 @@ class SharedChannel(Channel):
         try:
             with communication_span(Kind.COLLECTIVE, operation(description), group=self.comm.span_group, nbytes=nbytes):
                 if run is not None:
-                    run(args, out.data_ptr())
+                    run(args, address(out, x.dtype))
                     return out
                 self._exchange.all_sum(*args, DTYPE_CODES[x.dtype])
             # Return a copy, because the offer occupies shared memory that dispatch needs.
@@ -287,7 +287,7 @@ class SharedChannel(Channel):
             description,
             fault_word(fault),
             str(fault or ""),
-            offer.data_ptr(),
+            address(offer, offer.dtype),
             offer.nbytes,
         )
 

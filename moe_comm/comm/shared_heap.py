@@ -116,7 +116,7 @@ def _gather_text(text: str, channel: Channel) -> list[str]:
     raw = text.encode()
     if len(raw) > TEXT_BYTES:
         raise ValueError(f"{text!r} is longer than {TEXT_BYTES} bytes")
-    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device="cpu")
     own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else own[:0]
     rows = channel.all_gather(own.to(channel.control_device), "setting up shared memory")
     return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]

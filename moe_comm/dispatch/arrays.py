@@ -36,5 +36,5 @@ def as_tensors(*values: Tensor | Array) -> tuple[list[Tensor], InputError | None
             # cannot share, such as read-only ones.
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             fault = InputError(f"expected a tensor, or an array with DLPack; got {kind} ({error})")
-            tensors.append(torch.empty(0, 0))
+            tensors.append(torch.empty(0, 0, dtype=torch.float32, device="cpu"))
     return tensors, fault

@@ -328,7 +328,7 @@ class Dispatcher(ABC):
             self._report_stop(f"rank {self.rank} {text}")
             return
         with suppress(MoeCommError):
-            self.refuse(PeerRaised(text), torch.empty(0), label=label)
+            self.refuse(PeerRaised(text), torch.empty(0, dtype=torch.float32, device="cpu"), label=label)
 
     def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> AbstractContextManager[None]:
         """Return a context manager that calls ``abort`` for an exception that leaves the ``with`` block.

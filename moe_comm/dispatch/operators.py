@@ -62,7 +62,7 @@ def dispatch(x_TD: Tensor, ids_TK: Tensor, dispatcher: int) -> tuple[Tensor, Ten
     _sent[kept.number] = kept
     _last[:] = [kept]
     counts = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int64, device=x_TD.device)
-    return sent.rows_RD, counts, torch.tensor(kept.number)
+    return sent.rows_RD, counts, torch.tensor(kept.number, dtype=torch.int64, device="cpu")
 
 
 @dispatch.register_fake

@@ -98,7 +98,9 @@ def any_device_index(group: ProcessGroup, device: torch.device) -> Iterator[None
     """
     before = os.environ.get(SHARING)
     words = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(words, torch.tensor([device_word(device)], device=device), group=group)
+    dist.all_gather_into_tensor(
+        words, torch.tensor([device_word(device)], dtype=torch.int64, device=device), group=group
+    )
     if before != "1" and len(set(words.tolist())) < group.size():
         raise HeapError(f"ranks share a GPU: {words.tolist()}; for tests, set {SHARING}=1 on every rank")
     os.environ[SHARING] = "1"

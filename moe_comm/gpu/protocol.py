@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from moe_comm.gpu.blocks import ALIGN, round_up
+from moe_comm.runtime.memory import address
 
 HEADER_WORDS = 49
 FAULT_WORD = 8
@@ -199,9 +201,9 @@ def num_slices(columns: int) -> int:
     return min(-(-columns // SLICE_COLUMNS), MAX_SLICES)
 
 
-def address(x: Tensor | None) -> int:
-    """Return the address of a tensor's memory; 0 for None or an empty tensor."""
-    return 0 if x is None else x.data_ptr()
+def words_address(x: Tensor | None) -> int:
+    """Return the address of dense int64 words in the memory of any device; 0 for None or an empty tensor."""
+    return 0 if x is None else address(x, torch.int64, device=x.device.type)
 
 
 def blocks_bytes(shape: GroupShape, heap_bytes: int) -> int:

@@ -38,9 +38,10 @@ from moe_comm.gpu.protocol import (
     RowFlags,
     Sending,
     SlotFlags,
-    address,
     chunk_of,
+    words_address,
 )
+from moe_comm.runtime.memory import address, row_address
 
 RING = 64
 """Maximum number of headers that the device has not read yet."""
@@ -125,20 +126,20 @@ class Turns:
             shape.rank,
             experts,
             shape.local_experts,
-            address(self._peers_W),
-            address(self._offsets),
-            address(self._state),
-            address(self._report),
-            address(self._abort),
+            words_address(self._peers_W),
+            words_address(self._offsets),
+            words_address(self._state),
+            words_address(self._report),
+            words_address(self._abort),
         )
-        host = address(self._headers), address(self._all_headers), address(self._all_counts)
-        self.plan = make_plan(starter_of(launcher), group, shape.offsets, *host, address(self._left_E))
+        host = words_address(self._headers), words_address(self._all_headers), words_address(self._all_counts)
+        self.plan = make_plan(starter_of(launcher), group, shape.offsets, *host, words_address(self._left_E))
         self.scratch = Scratch.of(shape, 0, self.device)
         self._scratches = [self.scratch]
         """Scratch outside of graphs. Kernels may still use all but the last one. Sizes at least double."""
         self._chunks = 0
         """Chunks of slots that the last scratch has room for."""
-        self.plan.use([address(words) for words in self.scratch])
+        self.plan.use([words_address(words) for words in self.scratch])
         self._last: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # other streams find the zeros
@@ -149,7 +150,7 @@ class Turns:
 
     def host_words(self, *shape: int) -> Tensor:
         """Return int64 zeros in host memory that the device can read and write."""
-        return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda", device="cpu")
 
     @property
     def turn(self) -> int:
@@ -219,8 +220,8 @@ class Turns:
         tokens, top_k = ids_TK.shape
         chunk = chunk_of(tokens, top_k)
         header_index = self._begin_turn(-(-tokens * top_k // chunk))
-        slots = tokens, top_k, ids_TK.data_ptr(), place_TK.data_ptr(), chunk
-        rows = x_TD.data_ptr(), x_TD.stride(0) * x_TD.element_size(), x_TD.shape[1], dtype
+        slots = tokens, top_k, words_address(ids_TK), words_address(place_TK), chunk
+        rows = *row_address(x_TD, x_TD.dtype, device=self.device.type), x_TD.shape[1], dtype
         self.plan.dispatch(header, header_index, offer, *slots, *rows, how, links)
 
     def arrive(self, first_source: int, sources: int) -> None:
@@ -262,14 +263,20 @@ class Turns:
         """
         header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
-        addresses = place_TK.data_ptr(), 0 if weights_TK is None else weights_TK.data_ptr(), y_TD.data_ptr()
+        addresses = self._addresses(place_TK, weights_TK, y_TD)
         self.plan.sum(header, header_index, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *addresses)
+
+    def _addresses(self, place_TK: Tensor, weights_TK: Tensor | None, *rows_TD: Tensor) -> tuple[int, ...]:
+        """Return the addresses of dense places, fp32 weights and rows."""
+        of_rows = [address(rows, rows.dtype, device=self.device.type) for rows in rows_TD]
+        weights = address(weights_TK, torch.float32, place_TK.shape, self.device.type)
+        return words_address(place_TK), weights, *of_rows
 
     def sum_slices(self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int, blocks: int) -> None:
         """Queue the rest of a turn that began with ``meet``: as ``sum``, a slice of columns when peers have set its
         flag."""
         tokens, top_k = place_TK.shape
-        addresses = address(place_TK), address(weights_TK), address(y_TD)
+        addresses = self._addresses(place_TK, weights_TK, y_TD)
         self.plan.sum_slices(blocks, tokens, top_k, y_TD.shape[1], dtype, *addresses)
 
     def sum_reduced(
@@ -289,7 +296,7 @@ class Turns:
         """
         header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
-        addresses = address(place_TK), address(weights_TK), address(y_TD)
+        addresses = self._addresses(place_TK, weights_TK, y_TD)
         shape = tokens, top_k, y_TD.shape[1], dtype
         self.plan.sum_reduced(header, header_index, offer, blocks, *shape, *addresses, own)
 
@@ -312,12 +319,13 @@ class Turns:
         """
         header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
-        places = address(place_TK), address(weights_TK)
+        places = self._addresses(place_TK, weights_TK)
         rows = grad_TD.shape[1], dtype
-        grad = address(grad_TD), grad_TD.stride(0) * grad_TD.element_size()
+        dots = address(dots_TK, torch.float32, place_TK.shape, self.device.type)
+        grad = row_address(grad_TD, grad_TD.dtype, device=self.device.type)
         self.plan.spread(
-            header, header_index, offer, blocks, tokens, top_k, *rows, *places, *grad, address(dots_TK),
-            (address(slots.ids_TK), address(slots.slots_E)), self._on_gpu or slots is WITHOUT_FLAGS,
+            header, header_index, offer, blocks, tokens, top_k, *rows, *places, *grad, dots,
+            (words_address(slots.ids_TK), words_address(slots.slots_E)), self._on_gpu or slots is WITHOUT_FLAGS,
         )  # fmt: skip
 
     def count_turn(self) -> None:
@@ -371,7 +379,7 @@ class Turns:
             scratch = self._scratches[-1]
         if scratch is not self.scratch:
             self.scratch = scratch
-            self.plan.use([address(words) for words in scratch])
+            self.plan.use([words_address(words) for words in scratch])
 
     def _next_header_index(self) -> int:
         """Return a free position for the next header, which the device reads later."""

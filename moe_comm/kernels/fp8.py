@@ -162,7 +162,7 @@ def scaled_grouped_mm_into(
     if for_triton(rows.values_RD):
         from moe_comm.kernels.triton.grouped_mm_fp8 import grouped_mm_fp8_into  # needs Triton
 
-        counts_E = torch.tensor(rows_per_expert, dtype=torch.int64).to(out_RN.device, non_blocking=True)
+        counts_E = torch.tensor(rows_per_expert, dtype=torch.int64, device="cpu").to(out_RN.device, non_blocking=True)
         grouped_mm_fp8_into((rows.values_RD, rows.scale_RB), weights, counts_E, out_RN)
         return
     with without_autocast(out_RN):

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.kernels.native import core, on_host
 from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
+from moe_comm.runtime.memory import address
 
 PARTIAL_ROWS = 128
 """The weight gradient is summed over blocks of this many rows, for every number of threads."""
@@ -49,12 +50,12 @@ class _RMSNorm(torch.autograd.Function):
         weight = weight.contiguous()
         weight_D = weight.float()
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        y, scale_R = torch.empty_like(x), torch.empty(rows, dtype=torch.float32)
+        y, scale_R = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device="cpu")
         core().rms_norm_forward(
-            x.data_ptr(),
-            weight_D.data_ptr(),
-            y.data_ptr(),
-            scale_R.data_ptr(),
+            address(x, x.dtype),
+            address(weight_D, torch.float32, (width,)),
+            address(y, x.dtype),
+            address(scale_R, torch.float32),
             rows,
             width,
             eps,
@@ -72,14 +73,16 @@ class _RMSNorm(torch.autograd.Function):
         rows, width = scale_R.numel(), x.shape[-1]
         grad, weight_D = grad.contiguous(), weight.float()
         grad_x = torch.empty_like(x) if needs_x else None
-        parts_PD = torch.zeros(-(-rows // PARTIAL_ROWS), width, dtype=torch.float32) if needs_weight else None
+        parts_PD = (
+            torch.zeros(-(-rows // PARTIAL_ROWS), width, dtype=torch.float32, device="cpu") if needs_weight else None
+        )
         core().rms_norm_backward(
-            x.data_ptr(),
-            weight_D.data_ptr(),
-            scale_R.data_ptr(),
-            grad.data_ptr(),
-            0 if grad_x is None else grad_x.data_ptr(),
-            0 if parts_PD is None else parts_PD.data_ptr(),
+            address(x, x.dtype),
+            address(weight_D, torch.float32, (width,)),
+            address(scale_R, torch.float32),
+            address(grad, x.dtype, x.shape),
+            address(grad_x, x.dtype),
+            address(parts_PD, torch.float32),
             rows,
             PARTIAL_ROWS,
             width,

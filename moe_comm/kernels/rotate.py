@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.native import core, on_host
+from moe_comm.runtime.memory import address, row_address
 
 
 def rotate_halves(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,13 +40,14 @@ def rotate_halves_reference(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(x_BShd: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    y_BShd = torch.empty(x_BShd.shape, dtype=x_BShd.dtype)
+    angles = *cos.shape[:1], x_BShd.shape[1], x_BShd.shape[3] // 2
+    y_BShd = torch.empty(x_BShd.shape, dtype=x_BShd.dtype, device="cpu")
     core().rotate(
-        x_BShd.data_ptr(),
+        row_address(x_BShd, torch.float32)[0],
         x_BShd.stride()[:3],
-        y_BShd.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
+        address(y_BShd, torch.float32),
+        address(cos, torch.float32, angles),
+        address(sin, torch.float32, angles),
         cos.shape[0] * cos.shape[1],
         sign,
         tuple(x_BShd.shape),

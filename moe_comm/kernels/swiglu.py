@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.errors import InputError
 from moe_comm.kernels.native import TRITON_DEVICES, core, for_triton
 from moe_comm.kernels.pointwise import sigmoid_values
+from moe_comm.runtime.memory import address, row_address
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -44,7 +45,7 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
 
         on_gpu.swiglu_forward(h_RG, out_RF)
     elif h_RG.is_cpu and (native := core()) is not None:
-        pointers = h_RG.data_ptr(), h_RG.stride(0), out_RF.data_ptr()
+        pointers = row_address(h_RG, dtype)[0], h_RG.stride(0), address(out_RF, dtype)
         native.swiglu_forward(*pointers, *out_RF.shape, NATIVE_DTYPES[dtype], torch.get_num_threads())
     else:
         swiglu_forward_reference(h_RG, out_RF)
@@ -77,11 +78,11 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
         on_gpu.swiglu_backward(h_RG, grad_RF, grad_h_RG, act_RF)
     elif h_RG.is_cpu and (native := core()) is not None:
         native.swiglu_backward(
-            h_RG.data_ptr(),
+            row_address(h_RG, h_RG.dtype)[0],
             h_RG.stride(0),
-            grad_RF.data_ptr(),
-            grad_h_RG.data_ptr(),
-            0 if act_RF is None else act_RF.data_ptr(),
+            address(grad_RF, h_RG.dtype),
+            address(grad_h_RG, h_RG.dtype, h_RG.shape),
+            address(act_RF, h_RG.dtype),
             *grad_RF.shape,
             NATIVE_DTYPES[h_RG.dtype],
             torch.get_num_threads(),

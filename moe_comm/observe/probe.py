@@ -49,7 +49,7 @@ class Probe:
             backend="gloo",
             timeout=self._timeout,
         )
-        self._message = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        self._message = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cpu")
         self._received = torch.empty_like(self._message)
 
     @property

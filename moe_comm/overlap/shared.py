@@ -29,7 +29,7 @@ from moe_comm.overlap.chunked import GatheredRows, OperatorPlan
 from moe_comm.overlap.options import SHARED
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.memory import DTYPE_CODES, block, native
+from moe_comm.runtime.memory import DTYPE_CODES, address, block, native
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap, Rendezvous
@@ -120,7 +120,7 @@ class SharedTransport:
             y_SN = x_WSK.new_empty(layout.rows, columns)
             offset = layout.results_offset(plan.ring.rank)
             with communication_span(Kind.COLLECTIVE, "products of others"):
-                self._rendezvous.add(offset, y_SN.numel(), DTYPE_CODES[layout.dtype], y_SN.data_ptr())
+                self._rendezvous.add(offset, y_SN.numel(), DTYPE_CODES[layout.dtype], address(y_SN, layout.dtype))
             return y_SN
 
         return finish
@@ -129,7 +129,7 @@ class SharedTransport:
         layout = self._layout
         rows, width = layout.rows, layout.widths[0]
         if not rows * width:
-            return torch.empty(rows, width, dtype=layout.dtype)
+            return torch.empty(rows, width, dtype=layout.dtype, device="cpu")
         dtype_code = DTYPE_CODES[layout.dtype]
         return torch.from_dlpack(self._rendezvous.rows(peer, layout.rows_offset, rows, width, dtype_code))
 

@@ -192,7 +192,10 @@ def _rows_are_invariant(dtype: str) -> bool:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    x_RD, w_FD = (torch.randn(n, 1024, generator=generator).to(getattr(torch, dtype)) for n in (256, 1024))
+    x_RD, w_FD = (
+        torch.randn(n, 1024, generator=generator, dtype=torch.float32, device="cpu").to(getattr(torch, dtype))
+        for n in (256, 1024)
+    )
     return all(
         torch.equal(torch.mm(x_RD[:rows].clone(), w_DF), torch.mm(x_RD, w_DF)[:rows])
         for w_DF in (w_FD, w_FD.t())

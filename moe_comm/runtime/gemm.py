@@ -25,7 +25,9 @@ def gemm_flops(dtype: torch.dtype = torch.float32, device: str = "cpu", size: in
         if not cuda and 2.0 * size**3 / gemm_flops(dtype, device, 128) > BUDGET_S:
             size = 256
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, generator=generator, device=device, dtype=torch.float32).to(dtype) for _ in range(2)
+    )
     out = torch.empty(size, size, dtype=dtype, device=device)
 
     def once() -> float:

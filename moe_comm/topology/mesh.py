@@ -159,7 +159,7 @@ class ParallelMesh:
 
     def _mesh(self, grid: tuple[str, ...]) -> DeviceMesh:
         outermost_first = tuple(reversed(grid))
-        mesh = torch.arange(self.config.world).view([self.sizes[axis] for axis in outermost_first])
+        mesh = torch.arange(self.config.world, device="cpu").view([self.sizes[axis] for axis in outermost_first])
         groups = [self._groups[self.ranks(axis)] for axis in outermost_first]
         return DeviceMesh.from_group(groups, self.device, mesh=mesh, mesh_dim_names=outermost_first)
 

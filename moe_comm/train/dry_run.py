@@ -50,7 +50,7 @@ from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import Strategy
 
 GIB, MIB = 1 << 30, 1 << 20
-_EMPTY = nn.Parameter(torch.empty(0, device="meta"))
+_EMPTY = nn.Parameter(torch.empty(0, device="meta", dtype=torch.float32))
 
 Coordinates = Mapping[str, int]
 

@@ -59,10 +59,10 @@ class Ranks:
         if self.world_group is None:
             return [text]
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes = torch.zeros(self.world, dtype=torch.int64, device="cpu")
         sizes[self.rank] = len(text.encode())
         self.sum(sizes)
-        rows = torch.zeros(self.world, max(int(sizes.max()), 1), dtype=torch.uint8)
+        rows = torch.zeros(self.world, max(int(sizes.max()), 1), dtype=torch.uint8, device="cpu")
         rows[self.rank, : int(sizes[self.rank])] = data[: int(sizes[self.rank])]
         self.sum(rows)
         return [bytes(row[:size].numpy()).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
@@ -95,7 +95,7 @@ class Ranks:
         while ready < self.world:
             if not outcome:
                 thread.join(POLL_S)
-            ready = int(self.sum(torch.tensor([float(bool(outcome))])))
+            ready = int(self.sum(torch.tensor([float(bool(outcome))], dtype=torch.float32, device="cpu")))
         local = outcome[0]
         error_name = type(local).__name__ if isinstance(local, BaseException) else ""
         texts = self.gather_texts(f"{error_name}\n{local}")
@@ -123,7 +123,7 @@ class Ranks:
         token = self.broadcast_text(uuid.uuid4().hex)
         first = -1
         while True:
-            assigned = torch.zeros(self.world)
+            assigned = torch.zeros(self.world, dtype=torch.float32, device="cpu")
             assigned[self.rank] = first >= 0
             unassigned = (self.sum(assigned) == 0).nonzero()
             if not len(unassigned):
@@ -148,7 +148,7 @@ class Ranks:
         """Raise ``RankMismatch`` on all ranks unless ``digest`` (below 2**63) is equal on all ranks. Collective."""
         if self.world_group is None:
             return
-        values = torch.zeros(self.world, dtype=torch.int64)
+        values = torch.zeros(self.world, dtype=torch.int64, device="cpu")
         values[self.rank] = digest
         digests = self.sum(values).tolist()
         if len(set(digests)) > 1:
@@ -157,7 +157,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait for all ranks. Raises the errors of ``all_sum``. Collective."""
-        self.sum(torch.zeros(1))
+        self.sum(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:

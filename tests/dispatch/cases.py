@@ -78,12 +78,14 @@ def make(case: Case) -> tuple[Batch, Tensor]:
     """Return the global batch and the experts' fp32 weights, [E, D, D] or [E, D]."""
     g = torch.Generator().manual_seed(1000 * case.seed + sum(map(ord, case.name)))
     tokens, hidden, num_experts, top_k = case.tokens, case.hidden, case.num_experts, case.top_k
-    x_TD = torch.randn(tokens, hidden, generator=g).to(case.dtype)
-    grad_TD = torch.randn(tokens, hidden, generator=g).to(case.dtype)
-    weights_TK = (torch.rand(tokens, top_k, generator=g) + 0.1).to(case.weights_dtype)
-    shuffled_TE = torch.rand(tokens, num_experts, generator=g).argsort(1)
-    any_TK = torch.randint(0, num_experts, (tokens, top_k), generator=g)
-    dropped_TK = torch.rand(tokens, top_k, generator=g) < 1 / 3
+    x_TD = torch.randn(tokens, hidden, generator=g, dtype=torch.float32, device="cpu").to(case.dtype)
+    grad_TD = torch.randn(tokens, hidden, generator=g, dtype=torch.float32, device="cpu").to(case.dtype)
+    weights_TK = (torch.rand(tokens, top_k, generator=g, dtype=torch.float32, device="cpu") + 0.1).to(
+        case.weights_dtype
+    )
+    shuffled_TE = torch.rand(tokens, num_experts, generator=g, dtype=torch.float32, device="cpu").argsort(1)
+    any_TK = torch.randint(0, num_experts, (tokens, top_k), generator=g, device="cpu")
+    dropped_TK = torch.rand(tokens, top_k, generator=g, dtype=torch.float32, device="cpu") < 1 / 3
     ids_TK = {
         "random": lambda: shuffled_TE[:, :top_k],
         "every": lambda: shuffled_TE[:, :top_k],
@@ -94,13 +96,13 @@ def make(case: Case) -> tuple[Batch, Tensor]:
         "all_dropped": lambda: torch.full_like(any_TK, -1),
     }[case.routing]()
     shape = (num_experts, hidden, hidden) if hidden < DIAGONAL_FROM else (num_experts, hidden)
-    experts = torch.randn(shape, generator=g) / hidden**0.5
+    experts = torch.randn(shape, generator=g, dtype=torch.float32, device="cpu") / hidden**0.5
     return Batch(x_TD, ids_TK.to(case.ids_dtype), weights_TK, grad_TD), experts
 
 
 def strided(tensor: Tensor) -> Tensor:
     """Return the same values in a view with gaps and, for two dimensions, swapped strides."""
-    wide = torch.full((*tensor.T.shape[:-1], 2 * tensor.shape[0] + 1), 99).to(tensor)
+    wide = torch.full((*tensor.T.shape[:-1], 2 * tensor.shape[0] + 1), 99, dtype=tensor.dtype, device=tensor.device)
     view = wide[:, 1::2].T
     view.copy_(tensor)
     assert not view.is_contiguous() or view.numel() < 2

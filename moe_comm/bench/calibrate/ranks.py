@@ -167,14 +167,16 @@ def _products(name: str) -> tuple[tuple[int, int, int, float], ...]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     results = []
     for m, k, n in PRODUCTS if name == "fp32" else EMULATED:
-        a, b = torch.randn(m, k, dtype=dtype), torch.randn(k, n, dtype=dtype)
-        out = torch.empty(m, n, dtype=dtype)
+        a, b = torch.randn(m, k, dtype=dtype, device="cpu"), torch.randn(k, n, dtype=dtype, device="cpu")
+        out = torch.empty(m, n, dtype=dtype, device="cpu")
         results.append((m, k, n, _cpu_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))))  # type: ignore[misc]
     return tuple(results)
 
 
 def _attention(length: int) -> tuple[int, float, float]:
-    q, k, v, grad = (torch.randn(1, HEADS, length, HEAD_DIM, requires_grad=True) for _ in range(4))
+    q, k, v, grad = (
+        torch.randn(1, HEADS, length, HEAD_DIM, requires_grad=True, dtype=torch.float32, device="cpu") for _ in range(4)
+    )
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -188,15 +190,15 @@ def _attention(length: int) -> tuple[int, float, float]:
 def _experts() -> float:
     """Return the seconds of forward and backward of experts with unequal numbers of rows."""
     experts = Experts(len(EXPERT_ROWS), WIDTH, WIDTH)
-    rows_RD = torch.randn(sum(EXPERT_ROWS), WIDTH, requires_grad=True)
-    grad_RD = torch.randn(sum(EXPERT_ROWS), WIDTH)
+    rows_RD = torch.randn(sum(EXPERT_ROWS), WIDTH, requires_grad=True, dtype=torch.float32, device="cpu")
+    grad_RD = torch.randn(sum(EXPERT_ROWS), WIDTH, dtype=torch.float32, device="cpu")
     leaves = (rows_RD, *experts.parameters())
     return _cpu_seconds(lambda: torch.autograd.grad(experts(rows_RD, EXPERT_ROWS), leaves, grad_RD))
 
 
 def _update() -> float:
     """Return the seconds of gradient norm, clipping and AdamW for ``UPDATED`` elements."""
-    params = [torch.nn.Parameter(torch.zeros(UPDATED // 4)) for _ in range(4)]
+    params = [torch.nn.Parameter(torch.zeros(UPDATED // 4, dtype=torch.float32, device="cpu")) for _ in range(4)]
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW(params, fused=True)
@@ -218,7 +220,7 @@ def _passes() -> list[MeasuredPass]:
         (model,) = build_stages(config, architecture_of(config, sizes["vocab"]), SingleRankMesh())
         initialize(model, 0)
         for sequences, length in BATCHES:
-            ids = torch.randint(0, sizes["vocab"], (sequences, length))
+            ids = torch.randint(0, sizes["vocab"], (sequences, length), device="cpu")
 
             def step(model: Any = model, ids: Any = ids) -> None:
                 model.loss(model(ids), ids).backward()

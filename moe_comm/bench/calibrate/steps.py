@@ -135,7 +135,7 @@ def _measure_interleaved(trained: Sequence[tuple[int, str, Any]]) -> list[Calibr
             barrier()
             seconds[index].append(time.perf_counter() - start)
             loads[index].append(report.load.slots)
-    medians = torch.tensor([median(one[WARM:]) for one in seconds])
+    medians = torch.tensor([median(one[WARM:]) for one in seconds], dtype=torch.float32, device="cpu")
     if world > 1:
         dist.all_reduce(medians, dist.ReduceOp.MAX)
     results = []
@@ -178,7 +178,7 @@ class _Feed:
 
     def train(self, step: int) -> Any:
         shape = (MICRO_BATCHES, 2, SEQUENCES, LENGTH)
-        batches = torch.randint(0, self._vocab, shape, generator=self._generator)
+        batches = torch.randint(0, self._vocab, shape, generator=self._generator, device="cpu")
         micro = [MicroBatch(ids_BS, targets_BS) for ids_BS, targets_BS in batches]
         return StepBatch(micro, SEQUENCES * LENGTH * MICRO_BATCHES * self._dp)
 

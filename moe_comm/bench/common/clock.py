@@ -33,7 +33,7 @@ def sync_single_rank(value: int) -> int:
 
 def sync_group(value: int) -> int:
     """Return the maximum over the default process group."""
-    shared = torch.tensor(value)
+    shared = torch.tensor(value, dtype=torch.int64, device="cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return int(shared)
 
@@ -86,7 +86,7 @@ def summarize(ranks: list[dict[tuple[str, str], list[float]]]) -> dict[tuple[str
     """Return median, minimum and 90th percentile of the slowest rank's times, in ms, by (contestant, phase)."""
     stats_by_key = {}
     for key in ranks[0]:
-        slowest = torch.tensor([times[key] for times in ranks], dtype=torch.float64).amax(0) * 1e3
+        slowest = torch.tensor([times[key] for times in ranks], dtype=torch.float64, device="cpu").amax(0) * 1e3
         stats_by_key[key] = {
             "median_ms": float(slowest.median() if len(slowest) % 2 else slowest.quantile(0.5)),
             "min_ms": float(slowest.min()),

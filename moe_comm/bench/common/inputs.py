@@ -34,26 +34,34 @@ class RankInputs:
 def make_ids(shape: BatchShape, rank: int) -> Tensor:
     """Return K distinct, uniformly distributed expert ids for each token, [T, K] int64."""
     generator = torch.Generator().manual_seed(1 + 2 * (shape.seed * 4096 + rank))
-    ids_TK = torch.empty(shape.tokens, shape.top_k, dtype=torch.int64)
+    ids_TK = torch.empty(shape.tokens, shape.top_k, dtype=torch.int64, device="cpu")
     for start in range(0, shape.tokens, 8192):
         block = ids_TK[start : start + 8192]
-        block.copy_(torch.rand(len(block), shape.experts, generator=generator).topk(shape.top_k, dim=1).indices)
+        block.copy_(
+            torch.rand(len(block), shape.experts, generator=generator, dtype=torch.float32, device="cpu")
+            .topk(shape.top_k, dim=1)
+            .indices
+        )
     return ids_TK
 
 
 def make_x(shape: BatchShape, rank: int) -> Tensor:
     """Return the tokens of ``rank``, [T, D]."""
     generator = torch.Generator().manual_seed(2 * (shape.seed * 4096 + rank))
-    return torch.randn(shape.tokens, shape.hidden, generator=generator).to(shape.torch_dtype)
+    return torch.randn(shape.tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu").to(
+        shape.torch_dtype
+    )
 
 
 def make_inputs(shape: BatchShape, rank: int) -> RankInputs:
     """Return all inputs of ``rank`` on the device of ``shape``."""
     generator = torch.Generator().manual_seed(shape.seed * 4096 + rank + (1 << 40))
-    weights_TK = torch.rand(shape.tokens, shape.top_k, generator=generator) + 0.1
+    weights_TK = torch.rand(shape.tokens, shape.top_k, generator=generator, dtype=torch.float32, device="cpu") + 0.1
     weights_TK /= weights_TK.sum(1, keepdim=True)
-    grad_TD = torch.randn(shape.tokens, shape.hidden, generator=generator).to(shape.torch_dtype)
-    scale_E = 2.0 ** (torch.arange(shape.experts) % 3 - 1)
+    grad_TD = torch.randn(shape.tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu").to(
+        shape.torch_dtype
+    )
+    scale_E = 2.0 ** (torch.arange(shape.experts, device="cpu") % 3 - 1)
     tensors = (make_x(shape, rank), make_ids(shape, rank), weights_TK, grad_TD, scale_E.to(shape.torch_dtype))
     return RankInputs(*(tensor.to(shape.device) for tensor in tensors))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_comm.bench.common.inputs import RankInputs, check_result, expected_rows, make_ids
 from moe_comm.bench.common.settings import DispatchBench
-from moe_comm.runtime.memory import warm_rows
+from moe_comm.runtime.memory import address, warm_rows
 from moe_comm.topology import ExpertPlacement
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -80,15 +80,18 @@ def slot_destinations(settings: DispatchBench, rank: int) -> tuple[Tensor, Tenso
     placement = ExpertPlacement.balanced(settings.experts, settings.ranks)
     ids = [make_ids(settings, source).reshape(-1) for source in range(settings.ranks)]
     counts_WE = torch.stack([torch.bincount(flat, minlength=settings.experts) for flat in ids])
-    owner_E = torch.repeat_interleave(torch.arange(settings.ranks), torch.tensor(placement.experts_per_rank))
+    owner_E = torch.repeat_interleave(
+        torch.arange(settings.ranks, device="cpu"),
+        torch.tensor(placement.experts_per_rank, dtype=torch.int64, device="cpu"),
+    )
     total_E = counts_WE.sum(0)
-    rows_W = torch.zeros(settings.ranks, dtype=torch.int64).index_add_(0, owner_E, total_E)
+    rows_W = torch.zeros(settings.ranks, dtype=torch.int64, device="cpu").index_add_(0, owner_E, total_E)
     first_E = total_E.cumsum(0) - total_E - (rows_W.cumsum(0) - rows_W)[owner_E]
     local_ids = ids[rank]
     order = local_ids.argsort(stable=True)
     within = torch.empty_like(local_ids)
     local_E = counts_WE[rank]
-    within[order] = torch.arange(len(local_ids)) - (local_E.cumsum(0) - local_E)[local_ids[order]]
+    within[order] = torch.arange(len(local_ids), device="cpu") - (local_E.cumsum(0) - local_E)[local_ids[order]]
     row = first_E[local_ids] + counts_WE[:rank].sum(0)[local_ids] + within
     return owner_E[local_ids], row, rows_W.tolist()
 
@@ -107,7 +110,7 @@ class BareCopies:
         self.row_bytes = inputs.x_TD.shape[1] * inputs.x_TD.element_size()
         self.received = SharedSegments(self.rows * self.row_bytes)
         self.outputs = SharedSegments(self.rows * self.row_bytes)
-        self.token = torch.arange(settings.tokens).repeat_interleave(settings.top_k)
+        self.token = torch.arange(settings.tokens, device="cpu").repeat_interleave(settings.top_k)
         self.received_addresses = self._addresses(self.received, owner, row)
         self.output_addresses = self._addresses(self.outputs, owner, row)
         self.weights_TK = inputs.weights_TK.float().contiguous()
@@ -115,15 +118,17 @@ class BareCopies:
         self.y_TD = warm_rows(settings.tokens, settings.hidden, inputs.x_TD.dtype, inputs.x_TD.device).zero_()
 
     def _addresses(self, segments: SharedSegments, owner: Tensor, row: Tensor) -> Tensor:
-        base = torch.tensor([segments.address(peer) for peer in range(self.settings.ranks)])
+        base = torch.tensor(
+            [segments.address(peer) for peer in range(self.settings.ranks)], dtype=torch.int64, device="cpu"
+        )
         return (base[owner] + row * self.row_bytes).contiguous()
 
     def dispatch(self) -> None:
         """Copy each routed row to its destination."""
         self.native.bare_gather(
-            self.inputs.x_TD.data_ptr(),
-            self.token.data_ptr(),
-            self.received_addresses.data_ptr(),
+            address(self.inputs.x_TD, self.inputs.x_TD.dtype),
+            address(self.token, torch.int64),
+            address(self.received_addresses, torch.int64),
             len(self.token),
             self.row_bytes,
             self.threads,
@@ -132,9 +137,9 @@ class BareCopies:
     def combine(self) -> None:
         """Compute the weighted sum of each token."""
         self.native.bare_weighted_sum(
-            self.y_TD.data_ptr(),
-            self.output_addresses.data_ptr(),
-            self.weights_TK.data_ptr(),
+            address(self.y_TD, self.inputs.x_TD.dtype),
+            address(self.output_addresses, torch.int64),
+            address(self.weights_TK, torch.float32),
             self.settings.tokens,
             self.settings.top_k,
             self.settings.hidden,

@@ -77,7 +77,7 @@ class MoeCommDispatch:
     def _scaled(self, rows_RD: Tensor) -> Tensor:
         """Multiply each row by the scale of its expert, into a buffer from which peers read in place."""
         out_RD = self.dispatcher.empty_rows(len(rows_RD), rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
-        counts = torch.tensor(self.dispatched.handle.rows_per_expert, device=rows_RD.device)
+        counts = torch.tensor(self.dispatched.handle.rows_per_expert, dtype=torch.int64, device=rows_RD.device)
         scale_R = self.scale_L.repeat_interleave(counts, output_size=len(rows_RD))
         return torch.mul(rows_RD, scale_R[:, None], out=out_RD)
 

@@ -53,7 +53,7 @@ class TorchPeer:
         self.rows_RD, self.sent = self.permute.dispatch(self.inputs.x_TD, self.inputs.ids_TK)
 
     def _experts(self) -> None:
-        counts_L = torch.tensor(self.sent.recv_counts).sum(0)
+        counts_L = torch.tensor(self.sent.recv_counts, dtype=torch.int64, device="cpu").sum(0)
         self.out_RD = self.rows_RD * self.scale_L.repeat_interleave(counts_L)[:, None]
 
     def _combine(self) -> None:

@@ -115,7 +115,7 @@ class _Contestant:
         rows_RD = dispatched.rows_RD
         if scaled:
             local = self.dispatcher.local_experts
-            counts = torch.tensor(dispatched.handle.rows_per_expert)
+            counts = torch.tensor(dispatched.handle.rows_per_expert, dtype=torch.int64, device="cpu")
             rows_RD = rows_RD * self.inputs.scale_E[local.start : local.stop].repeat_interleave(counts).unsqueeze(1)
         self._y_TD = self.dispatcher.combine(rows_RD, self.weights_TK, dispatched.handle)
         return self._y_TD
@@ -186,7 +186,9 @@ def _counted(bench: HierarchicalBench) -> dict[str, int]:
         )
         counted[name] = sum(operation.total for operation in by_operation.values())
     host_map = HostMap.of(hosts)
-    host_E = torch.tensor([host_map.host(placement.owner(expert)) for expert in range(bench.experts)])
+    host_E = torch.tensor(
+        [host_map.host(placement.owner(expert)) for expert in range(bench.experts)], dtype=torch.int64, device="cpu"
+    )
     slots = sum(int((host_E[ids] != host_map.host(rank)).sum()) for rank, ids in enumerate(ids_WTK))
     # One fp32 row in each of the four operations, and the weight and its gradient in the backward of combine.
     counted["all_to_all"] = slots * (4 * 4 * bench.hidden + 4 + 4)

@@ -169,7 +169,9 @@ def check(runners: list[ContestantRun]) -> dict[str, float]:
 def make_inputs(settings: LayerBench, rank: int) -> tuple[Tensor, Tensor]:
     """Return the tokens of a rank and the gradient of its output, both [T, D]."""
     generator = torch.Generator().manual_seed(settings.seed * 4096 + rank + (1 << 41))
-    grad_TD = torch.randn(settings.tokens, settings.hidden, generator=generator).to(settings.torch_dtype)
+    grad_TD = torch.randn(settings.tokens, settings.hidden, generator=generator, dtype=torch.float32, device="cpu").to(
+        settings.torch_dtype
+    )
     return make_x(settings, rank).to(settings.device), grad_TD.to(settings.device)
 
 
@@ -188,7 +190,10 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
         clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
         # Tests use small shapes; a large GEMM would only make them slower.
         size = GEMM_SIZES[settings.device] if settings.flops > 1e9 else 128
-        a, b = (torch.randn(size, size, device=settings.device).to(settings.torch_dtype) for _ in range(2))
+        a, b = (
+            torch.randn(size, size, device=settings.device, dtype=torch.float32).to(settings.torch_dtype)
+            for _ in range(2)
+        )
         gc.disable()
         for round_number in range(settings.warmup + settings.rounds):
             if round_number == settings.warmup:

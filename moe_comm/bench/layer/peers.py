@@ -39,7 +39,7 @@ class LayerWeights:
 
     def _normal(self, stream: int, *shape: int) -> Tensor:
         generator = torch.Generator(self.s.device).manual_seed(self.s.seed * 65536 + stream)
-        values = torch.randn(*shape, generator=generator, device=self.s.device)
+        values = torch.randn(*shape, generator=generator, device=self.s.device, dtype=torch.float32)
         return values.mul_(SCALE).to(self.s.torch_dtype)
 
     def fill(self, experts: Iterable[int], gate_up_LFD: Tensor, down_LDF: Tensor) -> None:

@@ -66,7 +66,10 @@ def run(task: tuple[OverlapBench, float, bool], threads: int) -> tuple[dict[str,
         threads: number of threads of this rank.
     """
     bench, link, traced = task
-    a, b = torch.randn(GEMM_SIZE, GEMM_SIZE), torch.randn(GEMM_SIZE, GEMM_SIZE)
+    a, b = (
+        torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.float32, device="cpu"),
+        torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.float32, device="cpu"),
+    )
     gemm = measure_interleaved({"gemm": (("total", lambda: torch.mm(a, b)),)}, 1, GEMM_ROUNDS)["gemm", "total"]
     rates = MeasuredRates(2 * GEMM_SIZE**3 / (gemm["median_ms"] * 1e-3), link)
     results: list[dict[str, Any]] = []

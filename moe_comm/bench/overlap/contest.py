@@ -195,7 +195,7 @@ class OperatorContest(ABC):
 
     def draw(self, *shape: int) -> Tensor:
         """Return normally distributed values, different on each rank."""
-        return torch.randn(*shape, generator=self._generator)
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
     def parts(self) -> dict[str, Work]:
         """Return the functions of all ``PARTS`` by name."""

@@ -38,12 +38,14 @@ def balanced_ids(tokens: int, num_experts: int, top_k: int, generator: torch.Gen
     Tokens form blocks of E. In slot k of a block, each expert is selected once, by an offset that is drawn for the
     block and the slot. Only the last block may be unbalanced.
     """
-    base_T = torch.arange(tokens) % num_experts
+    base_T = torch.arange(tokens, device="cpu") % num_experts
     blocks = -(-tokens // num_experts)
-    offset_BK = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(blocks)])
+    offset_BK = torch.stack(
+        [torch.randperm(num_experts, generator=generator, device="cpu")[:top_k] for _ in range(blocks)]
+    )
     offset_TK = offset_BK.repeat_interleave(num_experts, 0)[:tokens]
     ids_TK = (base_T[:, None] + offset_TK) % num_experts
-    return ids_TK[torch.randperm(tokens, generator=generator)]
+    return ids_TK[torch.randperm(tokens, generator=generator, device="cpu")]
 
 
 def products(rows_RD: Tensor, sizes: tuple[int, ...], b_EDG: Tensor) -> Tensor:
@@ -131,13 +133,21 @@ class MatmulCombineContest(_ExpertContest):
         super().prepare()
         dispatcher, overlap, width = self.dispatcher, self.bench.overlap, self.bench.width
         # Dispatch with the operator: its handle has the number of chunks that is chosen for GEMMs of this width.
-        zero_weight_EGD = torch.zeros(self.experts, self.other, width)
-        _, dispatch = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, zero_weight_EGD, overlap)
+        zero_weight_EGD = torch.zeros(self.experts, self.other, width, dtype=torch.float32, device="cpu")
+        _, dispatch = dispatch_matmul(
+            dispatcher,
+            torch.zeros(self.rows, width, dtype=torch.float32, device="cpu"),
+            self.ids_TK,
+            zero_weight_EGD,
+            overlap,
+        )
         handle, sizes = dispatch.handle, dispatch.handle.rows_per_expert
         self.wire = self.transfer(handle, dispatch=self.direction == "backward")
         rows = self.draw(handle.num_rows, self.other).requires_grad_()
         w = self.draw(self.experts, width, self.other).requires_grad_()
-        weights = torch.rand(self.rows, self.bench.top_k, generator=self._generator).requires_grad_()
+        weights = torch.rand(
+            self.rows, self.bench.top_k, generator=self._generator, dtype=torch.float32, device="cpu"
+        ).requires_grad_()
         rowsd, wd, weightsd = rows.detach(), w.detach(), weights.detach()
         if self.direction == "forward":
             outputs = self.draw(handle.num_rows, width)

@@ -144,8 +144,11 @@ def assemble(parts_of_ranks: Sequence[Parts]) -> tuple[dict[str, Tensor], dict[s
         for name, (shape, slices) in parts.items():
             if name not in full:
                 dtype = slices[0][1].dtype if slices else torch.float32
-                full[name] = torch.full(shape, torch.nan, dtype=dtype)
-                filled[name], difference[name] = torch.zeros(shape, dtype=torch.bool), torch.zeros(())
+                full[name] = torch.full(shape, torch.nan, dtype=dtype, device="cpu")
+                filled[name], difference[name] = (
+                    torch.zeros(shape, dtype=torch.bool, device="cpu"),
+                    torch.zeros((), dtype=torch.float32, device="cpu"),
+                )
             for box, values in slices:
                 first, is_filled = full[name][box.full], filled[name][box.full]
                 if bool(is_filled.any()):

@@ -83,8 +83,10 @@ class _Contestant:
 
     def begin(self, ids_TK: Tensor) -> None:
         """Prepare a step with this routing."""
-        weights_TK = torch.full(ids_TK.shape, 1 / ids_TK.shape[1])
-        self.routing = Routing(ids_TK, weights_TK, torch.zeros(len(ids_TK), self.bench.experts), None)
+        weights_TK = torch.full(ids_TK.shape, 1 / ids_TK.shape[1], dtype=torch.float32, device="cpu")
+        self.routing = Routing(
+            ids_TK, weights_TK, torch.zeros(len(ids_TK), self.bench.experts, dtype=torch.float32, device="cpu"), None
+        )
         self.y_TD = self.x_TD.grad = None
         self.layer.zero_grad(set_to_none=True)
 
@@ -123,7 +125,7 @@ class _Contestant:
         moves = Moves.of(self.layer.placement, placement)
         clock.measure(self.name, (phase, relocate))
         if phase == "move":
-            total = torch.tensor(sent[0])
+            total = torch.tensor(sent[0], dtype=torch.int64, device="cpu")
             dist.all_reduce(total)
             self.moved_bytes += int(total)
             self.moved_experts += len(moves.homes)

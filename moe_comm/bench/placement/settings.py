@@ -112,9 +112,9 @@ class PlacementBench(BatchShape):
     def ids(self, step: int, rank: int) -> Tensor:
         """Return K distinct experts of each token of a rank, [T, K] int64, drawn by popularity."""
         generator = torch.Generator().manual_seed((self.seed * 4096 + rank) * (1 << 20) + step)
-        noise_TE = torch.rand(self.tokens, self.experts, generator=generator, dtype=torch.float64)
+        noise_TE = torch.rand(self.tokens, self.experts, generator=generator, dtype=torch.float64, device="cpu")
         # The largest sums of log weights and Gumbel noise are a sample without replacement.
-        keys_TE = torch.tensor(self.popularity(step), dtype=torch.float64).log() - (-noise_TE.log()).log()
+        keys_TE = torch.tensor(self.popularity(step), dtype=torch.float64, device="cpu").log() - (-noise_TE.log()).log()
         return keys_TE.topk(self.top_k, dim=1).indices
 
     def loads(self, step: int) -> list[int]:

@@ -124,7 +124,7 @@ class _ContestantRun:
             self.spans = contestant.spans(f"step of {self.name}")
         if contestant is not None:
             contestant.finish()
-        self.losses.append(float(self.inputs.ranks.sum(torch.tensor([loss], dtype=torch.float64))))
+        self.losses.append(float(self.inputs.ranks.sum(torch.tensor([loss], dtype=torch.float64, device="cpu"))))
         if before is not None:  # the sum above has waited for all ranks
             after = interface_bytes()
             self.traffic.append(((after.sent - before.sent) // each, (after.received - before.received) // each))

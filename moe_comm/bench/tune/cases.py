@@ -54,7 +54,11 @@ class TuneContext:
     def draw(self, *shape: int) -> Tensor:
         """Return normally distributed values that require a gradient, different on each rank."""
         generator = torch.Generator().manual_seed(self.seed * 64 + self.rank)
-        return torch.randn(*shape, generator=generator).to(self.device, self.dtype).requires_grad_()
+        return (
+            torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+            .to(self.device, self.dtype)
+            .requires_grad_()
+        )
 
 
 class TuneCase(ABC):
@@ -122,8 +126,10 @@ class _ExpertCase(TuneCase):
 
     def __init__(self, context: TuneContext, rows: int, sent: int, other: int) -> None:
         super().__init__(context, rows, sent, other)
-        first = torch.arange(rows) * TOP_K + context.rank * EXPERTS
-        self.ids_TK = ((first[:, None] + torch.arange(TOP_K)) % (EXPERTS * context.world)).to(context.device)
+        first = torch.arange(rows, device="cpu") * TOP_K + context.rank * EXPERTS
+        self.ids_TK = ((first[:, None] + torch.arange(TOP_K, device="cpu")) % (EXPERTS * context.world)).to(
+            context.device
+        )
 
     @property
     def channel(self) -> Channel:

@@ -15,7 +15,7 @@ from moe_comm.dispatch.base import make_handle
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
-from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, address, block, from_capsule, native, row_address, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -48,13 +48,11 @@ def _spread_args(
         header.compared(),
         header.label,
         handle.state,
-        grad_TD.data_ptr(),
-        grad_TD.stride(0) * grad_TD.element_size(),
-        0 if rows_RD is None else rows_RD.data_ptr(),
-        0 if rows_RD is None else rows_RD.stride(0) * rows_RD.element_size(),
-        weights_TK.data_ptr(),
+        *row_address(grad_TD, handle.dtype, (handle.num_tokens, handle.hidden)),
+        *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
+        address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
         rows_RD is not None,
-        0 if grad_TK is None else grad_TK.data_ptr(),
+        address(grad_TK, torch.float32, (handle.num_tokens, handle.top_k)),
     )
 
 
@@ -62,19 +60,21 @@ WordsArgs = tuple[int, int, int, int]
 """Address, width, and strides of the words of slots; zeros without."""
 
 
-def _words_args(words_TKX: Tensor | None) -> tuple[Tensor | None, WordsArgs]:
+def _words_args(words_TKX: Tensor | None, tokens: int, top_k: int) -> tuple[Tensor | None, WordsArgs]:
     """Return words that the native core reads in place, and its arguments."""
     if words_TKX is None:
         return None, (0, 0, 0, 0)
     if words_TKX.stride(2) != 1:
         words_TKX = words_TKX.contiguous()
-    return words_TKX, (words_TKX.data_ptr(), words_TKX.shape[2], words_TKX.stride(0), words_TKX.stride(1))
+    width = words_TKX.shape[2]
+    pointer, _ = row_address(words_TKX, torch.float32, (tokens, top_k, width))
+    return words_TKX, (pointer, width, words_TKX.stride(0), words_TKX.stride(1))
 
 
 def _received(capsule: Any, rows: int, words: WordsArgs) -> Tensor | None:
     if capsule is None:
         return None
-    return from_capsule(capsule) if rows else torch.empty(0, words[1])
+    return from_capsule(capsule) if rows else torch.empty(0, words[1], dtype=torch.float32, device="cpu")
 
 
 class _NativeTransfer(PendingTransfer):
@@ -127,7 +127,8 @@ class NativeOutgoingRows(_NativeTransfer, OutgoingRows):
     def sum(self, weights_TK: Tensor | None) -> Tensor:
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         try:
-            self._pending_sum.sum(0 if weights_TK is None else weights_TK.data_ptr(), self._y_TD.data_ptr())
+            weights = address(weights_TK, torch.float32, (len(self._y_TD), self._header.top_k))
+            self._pending_sum.sum(weights, address(self._y_TD, self._rows_RD.dtype))
         except self._rows.errors as error:
             raise self._rows.translated(error, self._header) from None
         return self._y_TD
@@ -181,9 +182,8 @@ class NativeRows:
                 header.label,
                 fault,
                 text,
-                x_TD.data_ptr(),
-                x_TD.stride(0) * x_TD.element_size() if fault == 0 else 0,
-                ids_TK.data_ptr(),
+                *((0, 0) if fault else row_address(x_TD, header.dtype, (tokens, hidden))),
+                0 if fault else address(ids_TK, torch.int64, (tokens, header.top_k)),
                 tokens,
                 header.top_k,
                 hidden,
@@ -207,16 +207,15 @@ class NativeRows:
             x_TD = _dense(x_TD)
         if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
             ids_TK = ids_TK.to(torch.int64).contiguous()
-        words_TKX, words = _words_args(words_TKX)
         (tokens, hidden), dtype = x_TD.shape, x_TD.dtype
+        words_TKX, words = _words_args(words_TKX, tokens, header.top_k)
         self._set_deadline()
         try:
             capsule, state, sizes, rows, dropped, received = self._transfer.send(
                 header.compared(),
                 header.label,
-                x_TD.data_ptr(),
-                x_TD.stride(0) * dtype.itemsize,
-                ids_TK.data_ptr(),
+                *row_address(x_TD, dtype),
+                address(ids_TK, torch.int64, (tokens, header.top_k)),
                 (tokens, header.top_k, hidden, DTYPE_CODES[dtype]),
                 words,
             )
@@ -236,8 +235,7 @@ class NativeRows:
                 header.label,
                 *_fault_args(header),
                 handle.state,
-                rows_RD.data_ptr(),
-                rows_RD.stride(0) * rows_RD.element_size(),
+                *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
                 False,  # computed: the caller fills rows_RD after this call
             )
         except self.errors as error:
@@ -260,8 +258,9 @@ class NativeRows:
         if rows_RD is not None:
             y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
         words_RX, width = words_RX.contiguous(), words_RX.shape[1]
-        words_TKX = torch.empty(handle.num_tokens, handle.top_k, width)
-        self._sum(rows_RD, None, y_TD, handle, header, (words_RX.data_ptr(), width, words_TKX.data_ptr()))
+        words_TKX = torch.empty(handle.num_tokens, handle.top_k, width, dtype=torch.float32, device="cpu")
+        words = address(words_RX, torch.float32, (handle.num_rows, width)), width, address(words_TKX, torch.float32)
+        self._sum(rows_RD, None, y_TD, handle, header, words)
         return y_TD, words_TKX
 
     def _sum(
@@ -282,10 +281,9 @@ class NativeRows:
                 header.compared(),
                 header.label,
                 handle.state,
-                0 if rows_RD is None else rows_RD.data_ptr(),
-                0 if rows_RD is None else rows_RD.stride(0) * rows_RD.element_size(),
-                0 if weights_TK is None else weights_TK.data_ptr(),
-                0 if y_TD is None else y_TD.data_ptr(),
+                *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
+                address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
+                address(y_TD, handle.dtype),
                 words,
             )
         except BaseException as error:
@@ -298,7 +296,9 @@ class NativeRows:
         grad_TD = _dense(grad_TD)
         rows = None if rows_RD is None else _dense(rows_RD)
         weights_TK = weights_TK.contiguous()
-        grad_TK = None if rows is None else torch.empty(handle.num_tokens, handle.top_k)
+        grad_TK = (
+            None if rows is None else torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device="cpu")
+        )
         self._set_deadline()
         try:
             capsule, pending = self._transfer.start_spread(
@@ -326,8 +326,10 @@ class NativeRows:
             rows_RD = _dense(rows_RD)
         if not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
-        words_TKX, words = _words_args(words_TKX)
-        grad_TK = None if rows_RD is None else torch.empty(handle.num_tokens, handle.top_k)
+        words_TKX, words = _words_args(words_TKX, handle.num_tokens, handle.top_k)
+        grad_TK = (
+            None if rows_RD is None else torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device="cpu")
+        )
         self._set_deadline()
         try:
             capsule, received = self._transfer.spread(

@@ -178,7 +178,7 @@ class HierarchicalDispatcher(Dispatcher):
         slots_WH = self._slots(counts)
         row_kind = return_format(self.options.deterministic, x_TD.dtype, self.options.wire_dtypes)
         plan = plan_sends(ids_TK, self._experts, slots_WH[self.rank], row_kind)
-        copies = torch.tensor(plan.copies_H).to(self.channel.control_device)
+        copies = torch.tensor(plan.copies_H, dtype=torch.int64, device="cpu").to(self.channel.control_device)
         copies_WH = [tuple(row) for row in self.channel.all_gather(copies, describe(header)).cpu().tolist()]
         copies_H, slots_H, most_out = self._relayed(copies_WH), self._relayed(slots_WH), self._max_far_count(copies_WH)
         pending_ids = self._rail.start(plan.ids_CK, plan.copies_H, copies_H, header, "ids")

@@ -151,7 +151,7 @@ def plan_sends(ids_TK: Tensor, host_experts: Sequence[int], slots_H: Sequence[in
     """
     tokens = ids_TK.shape[0]
     count, device = len(host_experts) - 1, ids_TK.device
-    first_H = torch.tensor(host_experts, device=device)
+    first_H = torch.tensor(host_experts, dtype=torch.int64, device=device)
     ids_TK = ids_TK.long()
     host_TK = torch.bucketize(ids_TK, first_H[1:], right=True).masked_fill_(ids_TK < 0, -1)
     # Whether each token is sent to each host. The last column takes dropped slots and is removed.
@@ -223,10 +223,10 @@ def relay_units(ids_PK: Tensor, copies_H: Sequence[int], slots_H: Sequence[int],
     lead_PK = here_PK & ((ids_PK == OTHER_HOST).cumsum(1) == 0)
     lead_S = lead_PK.flatten()[slot_S]
     added_S = lead_S & (lead_PK.cumsum(1).flatten()[slot_S] > 1)
-    ends = torch.tensor([0, *accumulate(slots_H)], device=device)
+    ends = torch.tensor([0, *accumulate(slots_H)], dtype=torch.int64, device=device)
     rows_H = tuple(torch.cat((ends[:1], (~added_S).cumsum(0)))[ends].diff().tolist())
     place_S = ((~added_S).cumsum(0) - 1) * top_k + slot_S % top_k
-    ids_UK = torch.full((sum(rows_H) * top_k,), -1, device=device)
+    ids_UK = torch.full((sum(rows_H) * top_k,), -1, dtype=torch.int64, device=device)
     ids_UK[place_S] = ids_S
     return RelayUnits((slot_S // top_k)[~added_S], ids_UK.view(-1, top_k), place_S, lead_S, rows_H)
 

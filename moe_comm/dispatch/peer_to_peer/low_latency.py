@@ -25,9 +25,9 @@ from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory
 from moe_comm.dispatch.peer_to_peer.rows import ReceiveBuffer, RowFormat, offset_of
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.limits import check_shared
-from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, address
+from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, words_address
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import DTYPE_CODES
+from moe_comm.runtime.memory import DTYPE_CODES, address, row_address
 
 MOST_TOKENS = 65535
 """Maximum of ``max_tokens``: a row count is sent in 16 bits of a word."""
@@ -148,7 +148,7 @@ class LowLatencyHandle:
         num_local = shape.own_experts.stop - shape.own_experts.start
         counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=turns.device)
         turns.begin(self.timeout_s)
-        turns.plan.receive_few(parts_of(shape.experts), address(counts_LW))
+        turns.plan.receive_few(parts_of(shape.experts), words_address(counts_LW))
         self.has_received = True
         if self.memory.on_host:
             self.memory.raise_fault(self.header)
@@ -171,13 +171,12 @@ def send_low_latency(
     turns.plan.send_few(
         tokens,
         top_k,
-        address(ids_TK),
+        words_address(ids_TK),
         form.hidden,
         DTYPE_CODES[form.dtype],
-        address(x_TD),
-        x_TD.stride(0) * x_TD.element_size(),
-        address(buffers.received_W5),
-        address(place_TK),
+        *row_address(x_TD, form.dtype, (tokens, form.hidden), turns.device.type),
+        words_address(buffers.received_W5),
+        words_address(place_TK),
         buffers.max_tokens,
         parts_of(turns.shape.experts),
         *form.words,
@@ -197,10 +196,10 @@ def sum_low_latency(sent: LowLatencyHandle, weights_TK: Tensor, blocks: int) -> 
         top_k,
         form.hidden,
         DTYPE_CODES[form.dtype],
-        address(sent.place_TK),
-        address(weights_TK),
-        address(y_TD),
-        address(sent.buffers.results_W5),
+        words_address(sent.place_TK),
+        address(weights_TK, torch.float32, sent.place_TK.shape, turns.device.type),
+        address(y_TD, form.dtype, device=turns.device.type),
+        words_address(sent.buffers.results_W5),
     )
     return y_TD
 

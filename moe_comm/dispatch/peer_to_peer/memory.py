@@ -243,7 +243,7 @@ def shared_peer_memory(
         blocks = _blocks(channel, group, rank, device, blocks_bytes(shape, total))
         memory = PeerGroupMemory(channel, Turns(shape, blocks, launcher))
         if channel is not None:
-            ready = torch.zeros(1, dtype=torch.int64).to(channel.control_device)
+            ready = torch.zeros(1, dtype=torch.int64, device="cpu").to(channel.control_device)
             channel.all_gather(ready, "the start of shared blocks")
         return memory
 
@@ -262,7 +262,10 @@ def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, devi
             blocks = symmetric_blocks(group, device, total)
         except (MoeCommError, RuntimeError) as error:
             problem = str(error)
-        failed = channel.all_gather(torch.tensor([int(bool(problem))]).to(channel.control_device), "sharing blocks")
+        failed = channel.all_gather(
+            torch.tensor([int(bool(problem))], dtype=torch.int64, device="cpu").to(channel.control_device),
+            "sharing blocks",
+        )
         bad = failed.flatten().nonzero().flatten().tolist()
         if bad or blocks is None:
             raise HeapError(f"symmetric memory of {total} bytes: {problem or f'ranks {bad} could not set it up'}")
@@ -270,7 +273,9 @@ def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, devi
     what = "blocks for peer_to_peer"
 
     def gather(words: list[int]) -> list[list[int]]:
-        rows: list[list[int]] = channel.all_gather(torch.tensor(words).to(channel.control_device), what).tolist()
+        rows: list[list[int]] = channel.all_gather(
+            torch.tensor(words, dtype=torch.int64, device="cpu").to(channel.control_device), what
+        ).tolist()
         return rows
 
     return mapped_blocks(gather, rank, host_key_int64(), total, what)

@@ -55,11 +55,11 @@ from moe_comm.gpu.protocol import (
     Reduction,
     Sending,
     SlotFlags,
-    address,
+    words_address,
 )
 from moe_comm.gpu.turns import Turns
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import DTYPE_CODES, native
+from moe_comm.runtime.memory import DTYPE_CODES, address, native
 from moe_comm.topology import ExpertPlacement
 
 ROOM_WORD = HEADER_WORDS - 1
@@ -261,7 +261,12 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 y_TD,
                 DTYPE_CODES[handle.dtype],
                 self._blocks,
-                Reduction(rows_RD.shape[0], address(read_RD), address(links_R2), address(reduced_RD)),
+                Reduction(
+                    rows_RD.shape[0],
+                    address(read_RD, handle.dtype, device=read_RD.device.type),
+                    words_address(links_R2),
+                    address(reduced_RD, handle.dtype, device=read_RD.device.type),
+                ),
             )
             self._check_if_blocking(header)
             self._stream.use_by_caller(y_TD)

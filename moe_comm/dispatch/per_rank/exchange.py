@@ -60,7 +60,7 @@ class RankExchange:
         try:
             yield
         except MoeCommError as fault:
-            self._dispatcher(x, num_experts).refuse(fault, torch.empty(0, device=self._device))
+            self._dispatcher(x, num_experts).refuse(fault, torch.empty(0, device=self._device, dtype=torch.float32))
 
     def _layout_of(self, topk_idx: Tensor, num_experts: int) -> RankLayout:
         """Return the layout that is stored for these ids; a new one if they differ or changed."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.kernels.native import core, on_host
+from moe_comm.runtime.memory import address
 from moe_comm.topology import ExpertPlacement
 
 SENDER_WORDS = 2
@@ -40,11 +41,17 @@ def rank_layout(ids_TK: Tensor, num_experts: int, world: int) -> RankLayout:
     (tokens, top_k), device = ids_TK.shape, ids_TK.device
     owner_E = _owners(num_experts, world, device)
     if on_host(ids_TK):
-        ids_TK, ranks_TN = ids_TK.contiguous(), torch.empty(tokens, min(top_k, world), dtype=torch.int64)
-        per_rank_W, per_expert_E = (torch.zeros(size, dtype=torch.int32) for size in (world, num_experts))
-        in_rank_TW = torch.zeros(tokens, world, dtype=torch.bool)
-        outputs = per_rank_W.data_ptr(), per_expert_E.data_ptr(), in_rank_TW.data_ptr(), ranks_TN.data_ptr()
-        core().rank_layout(ids_TK.data_ptr(), (tokens, top_k), ids_TK.itemsize, owner_E.data_ptr(), world, outputs)
+        ids_TK, ranks_TN = ids_TK.contiguous(), torch.empty(tokens, min(top_k, world), dtype=torch.int64, device="cpu")
+        per_rank_W, per_expert_E = (torch.zeros(size, dtype=torch.int32, device="cpu") for size in (world, num_experts))
+        in_rank_TW = torch.zeros(tokens, world, dtype=torch.bool, device="cpu")
+        outputs = (
+            address(per_rank_W, torch.int32),
+            address(per_expert_E, torch.int32),
+            address(in_rank_TW, torch.bool),
+            address(ranks_TN, torch.int64),
+        )
+        ids, owner = address(ids_TK, ids_TK.dtype), address(owner_E, torch.int32, (num_experts,))
+        core().rank_layout(ids, (tokens, top_k), ids_TK.itemsize, owner, world, outputs)
         return RankLayout(ranks_TN, per_rank_W, per_expert_E, in_rank_TW)
     owner_TK = F.pad(owner_E, (1, 0), value=DROPPED)[ids_TK.long() + 1].long()
     repeated_TK = torch.stack([(owner_TK[:, k + 1 :] == owner_TK[:, k, None]).any(1) for k in range(top_k)], 1)
@@ -58,8 +65,8 @@ def rank_layout(ids_TK: Tensor, num_experts: int, world: int) -> RankLayout:
 @cache
 def _owners(num_experts: int, world: int, device: torch.device) -> Tensor:
     """Return [E] int32, the rank of each expert."""
-    counts = torch.tensor(ExpertPlacement.of(num_experts, world).experts_per_rank)
-    return torch.arange(world, dtype=torch.int32).repeat_interleave(counts).to(device)
+    counts = torch.tensor(ExpertPlacement.of(num_experts, world).experts_per_rank, dtype=torch.int64, device="cpu")
+    return torch.arange(world, dtype=torch.int32, device="cpu").repeat_interleave(counts).to(device)
 
 
 def local_slots(
@@ -76,12 +83,16 @@ def local_slots(
     """
     rows, first = len(words_RX), SENDER_WORDS
     if on_host(words_RX) and words_RX.is_contiguous():
-        local_RK = torch.empty(rows, top_k, dtype=dtype)
-        weights_RK = torch.empty(rows, top_k) if weighted else None
-        counts_L = torch.empty(len(own), dtype=torch.int64)
-        outputs = local_RK.data_ptr(), 0 if weights_RK is None else weights_RK.data_ptr(), counts_L.data_ptr()
+        local_RK = torch.empty(rows, top_k, dtype=dtype, device="cpu")
+        weights_RK = torch.empty(rows, top_k, dtype=torch.float32, device="cpu") if weighted else None
+        counts_L = torch.empty(len(own), dtype=torch.int64, device="cpu")
+        outputs = (
+            address(local_RK, dtype),
+            address(weights_RK, torch.float32, local_RK.shape),
+            address(counts_L, torch.int64),
+        )
         shape = rows, words_RX.shape[1], top_k
-        core().local_slots(words_RX.data_ptr(), shape, (own.start, len(own)), dtype.itemsize, outputs)
+        core().local_slots(address(words_RX, torch.int32), shape, (own.start, len(own)), dtype.itemsize, outputs)
         return local_RK, weights_RK, counts_L
     ids_RK, bits_RK = words_RX[:, first : first + top_k], words_RX[:, first + top_k : first + 2 * top_k]
     others_RK = (ids_RK < own.start) | (ids_RK >= own.stop)
@@ -94,7 +105,7 @@ def local_slots(
 def expert_places(local_RK: Tensor, counts_L: Tensor, starts_L: Tensor) -> Tensor:
     """Return [R, K] int64: the place of each slot among rows by expert, which start at ``starts_L``; else -1."""
     if not len(counts_L):
-        return torch.full(local_RK.shape, DROPPED, device=local_RK.device)
+        return torch.full(local_RK.shape, DROPPED, dtype=torch.int64, device=local_RK.device)
     _, place_RK = sums.order(local_RK, len(counts_L))
     shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
     return torch.where(local_RK < 0, DROPPED, place_RK + shift_L[local_RK.clamp(min=0).long()])

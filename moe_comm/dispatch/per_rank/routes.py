@@ -87,7 +87,9 @@ class RankRoutes:
         if key not in self._handles:
             nothing = rows_RD.new_zeros(1, 1).expand(len(ids), rows_RD.shape[1])
             self._handles[key] = self.dispatcher.dispatch(nothing, ids).handle
-        return self.dispatcher.combine(rows_RD, torch.ones(ids.shape, device=rows_RD.device), self._handles[key])
+        return self.dispatcher.combine(
+            rows_RD, torch.ones(ids.shape, device=rows_RD.device, dtype=torch.float32), self._handles[key]
+        )
 
     def received(self, words_RX: Tensor, local_ids_RK: Tensor | None, rows_per_expert: Tensor, least_rows: int) -> None:
         """Store what the rows are."""

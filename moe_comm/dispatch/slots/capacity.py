@@ -157,7 +157,9 @@ def _over_batch_limit(
     """Return [T, K] bool: this rank's slots above the limits over the tokens of all ranks."""
     description = "deciding drops over the whole batch"
     shape = (0, 0) if fault is not None else tuple(ids_TK.shape)
-    facts = torch.tensor([*shape, token_index_T is not None, fault is not None], device=ids_TK.device)
+    facts = torch.tensor(
+        [*shape, token_index_T is not None, fault is not None], dtype=torch.int64, device=ids_TK.device
+    )
     sizes, widths, indexed, faults = channel.all_gather(facts, description).T.tolist()
     if fault is not None:
         raise fault

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_comm.dispatch.slots import plain
 from moe_comm.kernels.native import core, for_triton, on_host
 from moe_comm.runtime import memory
-from moe_comm.runtime.memory import DTYPE_CODES, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, address, warm_rows
 
 
 def order(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -74,10 +74,10 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
     weights = None if weights_TK is None else weights_TK.to(torch.float32).contiguous()
     y_TD = warm_rows(tokens, hidden, rows_RD.dtype, rows_RD.device)
     core().weighted_sum(
-        rows_RD.data_ptr(),
-        place_TK.data_ptr(),
-        0 if weights is None else weights.data_ptr(),
-        y_TD.data_ptr(),
+        address(rows_RD, y_TD.dtype),
+        address(place_TK, torch.int64),
+        address(weights, torch.float32, (tokens, top_k)),
+        address(y_TD, rows_RD.dtype),
         (tokens, top_k, hidden),
         DTYPE_CODES[rows_RD.dtype],
         torch.get_num_threads(),
@@ -102,10 +102,10 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
         return dots_R
     dots_R = None if partner_RD is None else weights_R.new_empty(rows_RD.shape[0])
     core().scale_rows(
-        rows_RD.data_ptr(),
-        weights_R.data_ptr(),
-        0 if partner_RD is None else partner_RD.data_ptr(),
-        0 if dots_R is None else dots_R.data_ptr(),
+        address(rows_RD, rows_RD.dtype),
+        address(weights_R, torch.float32, rows_RD.shape[:1]),
+        address(partner_RD, rows_RD.dtype, rows_RD.shape),
+        address(dots_R, torch.float32),
         tuple(rows_RD.shape),
         DTYPE_CODES[rows_RD.dtype],
         torch.get_num_threads(),

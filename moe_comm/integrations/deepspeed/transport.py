@@ -89,7 +89,7 @@ class MoeCommAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc, no-any-unimporte
         if self.score_apply == "pre":  # each slot becomes a token, which the router's score multiplies
             x_TD = apply_scores_before_experts_if_enabled(x_TD.repeat_interleave(self.top_k, 0), weights_TK, "pre")
             ids_TK = ids_TK.reshape(-1, 1)
-            weights_TK = torch.ones(ids_TK.shape, device=x_TD.device)
+            weights_TK = torch.ones(ids_TK.shape, device=x_TD.device, dtype=torch.float32)
         dispatcher, sent = _dispatch(self, self.num_experts, x_TD, ids_TK)
         counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x_TD.device)
         y_TD = dispatcher.combine(self.experts(sent.rows_RD, counts_L), weights_TK, sent.handle)

@@ -86,7 +86,7 @@ def write_on(writes: bool, write: Callable[[], None], device: torch.device, targ
             write()
         except Exception as error:
             failure = error
-    flag = torch.tensor([failure is not None], device=device)
+    flag = torch.tensor([failure is not None], dtype=torch.bool, device=device)
     failed = bool(gather_values(flag, dist.group.WORLD, f"writing {target}").any())
     if failure is not None:
         raise failure
@@ -169,7 +169,9 @@ class _HandlesExperts:
         if has_experts:
             # accelerate saves the number of accumulated batches in the random state of each rank. New ranks have no
             # such state and would reduce gradients at different batches, so all ranks use the number of rank 0.
-            steps = gather_values(torch.tensor([self.step], device=self.device), dist.group.WORLD, "resuming")
+            steps = gather_values(
+                torch.tensor([self.step], dtype=torch.int64, device=self.device), dist.group.WORLD, "resuming"
+            )
             self.step = int(steps[0])
 
 

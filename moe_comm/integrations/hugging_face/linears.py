@@ -271,7 +271,7 @@ def _check_block(block: nn.Module, structure: tuple[Columns, str], group: Proces
     if group_size(group) == 1 or weight.device.type == "meta":
         return
     generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(_TEST_ROWS, weight.shape[0], generator=generator).to(weight)
+    x_TD = torch.randn(_TEST_ROWS, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu").to(weight)
     linears = {key: block.get_submodule(key) for key in (*columns, row)}
     problem, equal = "", False
     try:
@@ -287,7 +287,9 @@ def _check_block(block: nn.Module, structure: tuple[Columns, str], group: Proces
     finally:
         _replace_linears(block, linears)
     equal_on_ranks = (
-        gather_values(torch.tensor([equal], device=weight.device), group, f"a check of {name}").flatten().tolist()
+        gather_values(torch.tensor([equal], dtype=torch.bool, device=weight.device), group, f"a check of {name}")
+        .flatten()
+        .tolist()
     )
     if not all(equal_on_ranks):
         if equal:

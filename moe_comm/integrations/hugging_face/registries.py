@@ -167,7 +167,7 @@ def _ep_implementation(gemm_dtype: GemmDtype) -> type:
                 zero_row = rows_RD.sum(dim=0, keepdim=True)
                 ids, weights = zero_row.new_zeros(1, 1, dtype=torch.int64), zero_row.new_zeros(1, 1)
                 return self.experts_forward(zero_row, ids, weights)[:0]  # type: ignore[no-any-return]
-            counts = torch.tensor(rows_per_expert, device=rows_RD.device)
+            counts = torch.tensor(rows_per_expert, dtype=torch.int64, device=rows_RD.device)
             ids_R1 = torch.arange(len(rows_per_expert), device=rows_RD.device).repeat_interleave(counts).unsqueeze(1)
             ones_R1 = rows_RD.new_ones(ids_R1.shape)
             return self.experts_forward(rows_RD, ids_R1, ones_R1).to(rows_RD.dtype)  # type: ignore[no-any-return]

@@ -86,6 +86,6 @@ def _any_rank(flag: bool, dispatcher: Dispatcher, model: nn.Module) -> bool:
     if dispatcher.world == 1:
         return flag
     device = next(model.parameters()).device
-    flags = torch.tensor([int(flag)], device=device)
+    flags = torch.tensor([int(flag)], dtype=torch.int64, device=device)
     dist.all_reduce(flags, group=dispatcher.group)
     return bool(flags.item())

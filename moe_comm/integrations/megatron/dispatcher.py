@@ -75,7 +75,11 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
                 f"{len(members)} with EP {self.ep_size}. Initialize Megatron with an order in which tp precedes ep"
             )
         self.num_experts: int = num_local_experts * self.ep_size
-        self._slices_EW = torch.tensor(ExpertPlacement.balanced(self.num_experts, self.ep_size).slice_ids(self.tp_size))
+        self._slices_EW = torch.tensor(
+            ExpertPlacement.balanced(self.num_experts, self.ep_size).slice_ids(self.tp_size),
+            dtype=torch.int64,
+            device="cpu",
+        )
         self._transport, self._label = (backend, DispatchOptions(timeout_s=timeout_s)), label
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +129,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, rows per local expert [L] int64 on the CPU, and probabilities."""
-        return hidden_states, torch.tensor(self._handle.rows_per_expert), probs
+        return hidden_states, torch.tensor(self._handle.rows_per_expert, dtype=torch.int64, device="cpu"), probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Return ``hidden_states``."""
@@ -133,7 +137,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Return [T, H], the sum of the rows [R, H] of each token."""
-        ones_TK = torch.ones(self._ids_TK.shape, device=hidden_states.device)
+        ones_TK = torch.ones(self._ids_TK.shape, device=hidden_states.device, dtype=torch.float32)
         return self._dispatcher.combine(hidden_states, ones_TK, self._handle)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:

@@ -51,7 +51,9 @@ def local_positions(length: int, cp: int, rank: int, context: Context) -> Tensor
     Raises:
         InputError: ``length`` is not a multiple of cp (ulysses) or 2 * cp (ring).
     """
-    return torch.cat([torch.arange(at, at + size) for at, _, size in chunks_of(length, cp, rank, context)])
+    return torch.cat(
+        [torch.arange(at, at + size, device="cpu") for at, _, size in chunks_of(length, cp, rank, context)]
+    )
 
 
 def chunks_of(length: int, cp: int, rank: int, context: Context) -> list[tuple[int, int, int]]:

@@ -59,12 +59,18 @@ def tokens_of(case: str, tokens: int, rank: int, world: int) -> int:
 
 def _expert_ids(case: str, tokens: int, shape: CaseShape, generator: torch.Generator) -> Tensor:
     usable = max(shape.top_k, shape.experts // 4) if case == "empty experts" else shape.experts
-    ids_TK = torch.rand(tokens, usable, generator=generator).topk(shape.top_k, dim=1).indices
+    ids_TK = (
+        torch.rand(tokens, usable, generator=generator, dtype=torch.float32, device="cpu")
+        .topk(shape.top_k, dim=1)
+        .indices
+    )
     if case == "all to one expert":
         ids_TK = torch.full_like(ids_TK, DROPPED)
         ids_TK[:, -1] = shape.real - 1
     if case == "dropped slots":
-        ids_TK = ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=generator) < 0.4, DROPPED)
+        ids_TK = ids_TK.masked_fill(
+            torch.rand(ids_TK.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.4, DROPPED
+        )
     if case == "all dropped":
         ids_TK = torch.full_like(ids_TK, DROPPED)
     return ids_TK
@@ -74,13 +80,15 @@ def make_batch(case: str, shape: CaseShape, seed: int, rank: int, world: int) ->
     """Return the input of ``rank``; each rank can compute the inputs of all ranks."""
     generator = torch.Generator().manual_seed((seed * 1009 + CASES.index(case)) * 4099 + rank)
     tokens = tokens_of(case, shape.tokens, rank, world)
-    x_TD = torch.randn(tokens, shape.hidden, generator=generator)
-    grad_TD = torch.randn(tokens, shape.hidden, generator=generator)
+    x_TD = torch.randn(tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu")
+    grad_TD = torch.randn(tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu")
     ids_TK = weights_TK = None
     if case != "routed":
         ids_TK = _expert_ids(case, tokens, shape, generator).to(shape.device)
         wide = torch.promote_types(shape.dtype, torch.float32)
-        weights_TK = torch.rand(tokens, shape.top_k, generator=generator).to(shape.device, wide)
+        weights_TK = torch.rand(tokens, shape.top_k, generator=generator, dtype=torch.float32, device="cpu").to(
+            shape.device, wide
+        )
     return CheckBatch(x_TD.to(shape.device, shape.dtype), grad_TD.to(shape.device, shape.dtype), ids_TK, weights_TK)
 
 

@@ -46,7 +46,7 @@ class _ProbeRecorder:
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param, self.active = weakref.ref(param), True
-        self._sums_2N = torch.zeros(2, NUM_PROBES, dtype=torch.float64)
+        self._sums_2N = torch.zeros(2, NUM_PROBES, dtype=torch.float64, device="cpu")
 
     def record(self, grad: Tensor) -> None:
         """Record a gradient that backward is about to accumulate."""
@@ -122,7 +122,7 @@ class Audit:
         self._expert_recorder.active = self._replicated_recorder.active = _power_of_two(self._steps + 1)
         if not due:
             return
-        ep_rank = torch.tensor([dist.get_rank(self.ep_group)], dtype=torch.float64)
+        ep_rank = torch.tensor([dist.get_rank(self.ep_group)], dtype=torch.float64, device="cpu")
         local = torch.cat((ep_rank, self._replicated_recorder.take().flatten(), self._expert_recorder.take().flatten()))
         group = self.group or self.ep_group
         rows = gather_values(local, group, f"comparing the gradients of layer {self.label!r}")
@@ -148,7 +148,7 @@ def _probe(grad: Tensor) -> Tensor:
     return torch.stack((terms.sum(0), terms.abs().sum(0)))
 
 
-_SIGNS = ((torch.arange(NUM_PROBES * SAMPLES) * 2654435761 >> 13) % 2 * 2 - 1).double()
+_SIGNS = ((torch.arange(NUM_PROBES * SAMPLES, device="cpu") * 2654435761 >> 13) % 2 * 2 - 1).double()
 
 
 def _replicated_differ(replicated_W3N: Tensor) -> str | None:

@@ -235,7 +235,7 @@ def _edp_group(ep: ProcessGroup, group: ProcessGroup) -> ProcessGroup | None:
     size = dist.get_world_size(group)
     if size == len(ranks) and dist.get_process_group_ranks(group) == ranks:
         return None
-    local_row = torch.tensor([len(ranks), ranks[0], dist.get_rank(ep)])
+    local_row = torch.tensor([len(ranks), ranks[0], dist.get_rank(ep)], dtype=torch.int64, device="cpu")
     rows = gather_values(local_row, group, "finding the ranks that hold the same experts").tolist()
     positions = {(first, place) for _, first, place in rows}
     if len({count for count, _, _ in rows}) > 1 or len(positions) != size or size % len(ranks):

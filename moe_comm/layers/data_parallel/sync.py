@@ -116,7 +116,9 @@ def clip_grad_norm_(
         for group in groups:
             (norm,) = total_norms([norm], [group], p)
         norms.append(norm)
-    total = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros(())
+    total = (
+        torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
+    )
     if error_if_nonfinite and not torch.isfinite(total):
         raise NonFiniteLoss(f"the norm of the gradients is {float(total)}; no gradient was scaled")
     if grads:
@@ -219,7 +221,9 @@ def _sum_gradients(params: list[nn.Parameter], group: ProcessGroup, divide: int 
     """Sum gradients over ``group`` in buckets. A parameter is skipped if no rank has a gradient for it."""
     if not params:
         return
-    has_local_grad = torch.tensor([param.grad is not None for param in params], device=params[0].device)
+    has_local_grad = torch.tensor(
+        [param.grad is not None for param in params], dtype=torch.bool, device=params[0].device
+    )
     has_any_grad = gather_values(has_local_grad, group, "finding parameters with gradients").any(0).tolist()
     params = [param for param, has_grad in zip(params, has_any_grad, strict=True) if has_grad]
     for param in params:
@@ -280,7 +284,7 @@ def _local_grads(params: list[nn.Parameter]) -> list[Tensor]:
 def _norm_of(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device, dtype=torch.float32)
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, p)])
     total: Tensor = torch.linalg.vector_norm(norms, p)
     return total

@@ -155,7 +155,7 @@ def sequence_balance_sums(
     """
     experts, top_k, device = probs_TE.shape[1], ids_TK.shape[1], ids_TK.device
     if sequence_group is not None and dist.get_world_size(sequence_group) > 1:
-        local_counts = torch.tensor([num_sequences, top_k], device=device)
+        local_counts = torch.tensor([num_sequences, top_k], dtype=torch.int64, device=device)
         counts = gather_values(local_counts, sequence_group, "the router's number of sequences")[:, 0].tolist()
         if len(set(counts)) > 1:
             return SequenceBalance(

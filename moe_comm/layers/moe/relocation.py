@@ -145,7 +145,7 @@ class RowMoves:
 
     def __init__(self, stacks: Sequence[MovedStack], rank: int) -> None:
         world = len(stacks[0].old) if stacks else 1
-        self._like = stacks[0].tensors[0] if stacks else torch.empty(0)
+        self._like = stacks[0].tensors[0] if stacks else torch.empty(0, dtype=torch.float32, device="cpu")
         self.rank, self.sizes = rank, [[0] * world for _ in range(world)]
         self.staying = list[tuple[Tensor, Transfer, bool]]()
         # Finished moves within this rank: a tensor, where its rows were, and where they are now, or a copy of them.
@@ -297,7 +297,9 @@ def _through_backend(moves: RowMoves, channel: SharedChannel, device: torch.devi
     # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
     backend = Channel(channel.comm, channel.timeout_s)
     received = backend.all_to_all(block, sizes[rank], receive, what)
-    backend.all_gather(torch.ones(1, device=channel.control_device), f"{what}: all ranks have their rows")
+    backend.all_gather(
+        torch.ones(1, device=channel.control_device, dtype=torch.float32), f"{what}: all ranks have their rows"
+    )
     # of the block of each source, of which this rank has a part
     starts = [sum(receive[:source]) - sum(of_source[:rank]) for source, of_source in enumerate(sizes)]
     moves.apply(lambda source, first, size: received[starts[source] + first :])

@@ -39,9 +39,11 @@ class SlotTable:
         # What is added to an id: 0 to negative ids, and to those past the last expert as many as there are more slots.
         by_expert = [[slot - expert for slot in homes] for expert, (homes, *_) in enumerate(owners)]
         more = sum(placement.slots_per_rank) * parts - placement.num_experts
-        self._added_EP = torch.tensor([[0] * parts, *by_expert, [more] * parts], device="cpu")
+        self._added_EP = torch.tensor([[0] * parts, *by_expert, [more] * parts], dtype=torch.int64, device="cpu")
         self._owners = {
-            expert: torch.tensor(slots, device="cpu") for expert, slots in enumerate(owners) if len(slots) > 1
+            expert: torch.tensor(slots, dtype=torch.int64, device="cpu")
+            for expert, slots in enumerate(owners)
+            if len(slots) > 1
         }
 
     @classmethod

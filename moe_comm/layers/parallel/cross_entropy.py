@@ -234,7 +234,9 @@ def _compare_inputs(
     position_T = torch.arange(flat_T.numel(), device=flat_T.device)
     targets = torch.stack((flat_T.sum(), (flat_T * position_T).sum()))
     compared = [flat_T.numel(), x_BSD.shape[-1] if x_BSD.dim() else 0, *options]
-    message = torch.tensor([int(fault is not None), weight_VD.shape[0], *compared], device=flat_T.device)
+    message = torch.tensor(
+        [int(fault is not None), weight_VD.shape[0], *compared], dtype=torch.int64, device=flat_T.device
+    )
     message = torch.cat((message, targets))
     rows = gather_values(message, group, "the start of a cross-entropy").tolist()
     if fault is not None:

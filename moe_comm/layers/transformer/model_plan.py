@@ -132,5 +132,5 @@ class ModelPlan:
         full = length * tp * cp
         positions = local_positions(full, cp, self.place["cp"], self.context)
         local = positions[self.place["tp"] * length : (self.place["tp"] + 1) * length]
-        rows = self.place["dp"] * batch + torch.arange(batch)
+        rows = self.place["dp"] * batch + torch.arange(batch, device="cpu")
         return (rows.unsqueeze(1) * full + local).to(device)

@@ -153,7 +153,9 @@ def grouped(
         from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
 
         if expert_mlp_gpu.takes(experts, rows_RD):
-            counts_E = torch.tensor(rows_per_expert, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+            counts_E = torch.tensor(rows_per_expert, dtype=torch.int64, device="cpu").to(
+                rows_RD.device, non_blocking=True
+            )
     call = _Call(
         experts.with_tensors(),
         tuple(rows_per_expert),

@@ -158,7 +158,7 @@ class SharedDispatch(RowDispatch):
         return dispatch_by(self.dispatcher, x_TD, lambda _: rows, self.handle.label, counted=False).rows_RD
 
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
-        self.dispatcher.refuse(fault, torch.empty(0, dtype=self.handle.dtype), label=self.handle.label)
+        self.dispatcher.refuse(fault, torch.empty(0, dtype=self.handle.dtype, device="cpu"), label=self.handle.label)
 
     @contextmanager
     def abort_on_error(self, send: RowSend | None) -> Iterator[None]:
@@ -287,7 +287,7 @@ class SharedReturn(RowReturn):
         self._computed_early: list[int] = []  # segments computed before this operation could start
         self._y_TD: Tensor | None = None
         self._fault: MoeCommError | None = None
-        self.rows_RD = self._offered_RD = torch.empty(0, handle.hidden, dtype=handle.dtype)
+        self.rows_RD = self._offered_RD = torch.empty(0, handle.hidden, dtype=handle.dtype, device="cpu")
         try:
             self.rows_RD = self._offered_RD = self._block()
             if self._wire_dtype.narrows(handle.dtype):

@@ -141,7 +141,7 @@ class SymmetricMemory:
         self._order.enter()
         if self.device.type == "cuda" and self.channel is not None:
             # Compare before the blocks may grow, which is collective.
-            self.channel.compare(description, torch.empty(0, device=self.device))
+            self.channel.compare(description, torch.empty(0, device=self.device, dtype=torch.float32))
         if self._block is None or self._block.data_bytes < data_bytes or self._block.flags < flags:
             self._grow(data_bytes, flags, description)
         assert self._block is not None
@@ -172,7 +172,7 @@ class SymmetricMemory:
             self._raise(self.fault, turn)
             self._compare(turn)
             return
-        report = torch.empty(FAULT_WORDS, dtype=torch.int64, pin_memory=True)
+        report = torch.empty(FAULT_WORDS, dtype=torch.int64, pin_memory=True, device="cpu")
         report.copy_(self.fault, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -249,7 +249,7 @@ class SymmetricMemory:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             if self.channel is not None:
-                own_word = torch.zeros(1, dtype=torch.int64)
+                own_word = torch.zeros(1, dtype=torch.int64, device="cpu")
                 self.channel.all_gather(own_word, f"the start of symmetric memory for {description}")
         self._block = _Block(blocks, flags, data_bytes)
         self.peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
@@ -263,7 +263,9 @@ class SymmetricMemory:
         channel, description = self.channel, f"symmetric memory for {description}"
 
         def gather(words: list[int]) -> list[list[int]]:
-            gathered = channel.all_gather(torch.tensor(words).to(channel.control_device), description)
+            gathered = channel.all_gather(
+                torch.tensor(words, dtype=torch.int64, device="cpu").to(channel.control_device), description
+            )
             rows: list[list[int]] = gathered.tolist()
             return rows
 

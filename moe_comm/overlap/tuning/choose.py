@@ -127,7 +127,7 @@ def _agree_on_choice(
     """
     works = (work,) if isinstance(work, OperatorWork) else work
     description = f"choosing chunks for {', '.join(map(str, works))}"
-    local_digest = torch.tensor([digest(work, backends)])
+    local_digest = torch.tensor([digest(work, backends)], dtype=torch.int64, device="cpu")
     digests = channel.all_gather(local_digest.to(channel.control_device), description).cpu()
     if others := [rank for rank, value in enumerate(digests[:, 0].tolist()) if value != local_digest[0]]:
         raise RankMismatch(

@@ -93,6 +93,7 @@ def measure_rates(channel: Channel, dtype: torch.dtype, device: torch.device, re
             *(1 / speed for speed in speeds),
         ],
         dtype=torch.float64,
+        device="cpu",
     )
     slowest = channel.all_gather(values.to(channel.control_device), DESCRIPTION).amax(0).tolist()
     received = max(channel.world - 1, 1) * TRANSFER_BYTES

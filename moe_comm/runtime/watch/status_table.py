@@ -101,7 +101,7 @@ def gather_texts(text: str) -> list[str]:
     if len(raw) > TEXT_BYTES:
         raise ValueError(f"{text!r} is longer than {TEXT_BYTES} bytes")
     device = "cpu" if "cpu" in str(dist.get_backend_config()) else "cuda"
-    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device="cpu")
     if raw:
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     texts = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in range(dist.get_world_size())]

@@ -138,7 +138,7 @@ def _measure_rank(shape: ModelShape, dtype: str, tokens: int, device: str) -> Ra
     a, b = (torch.full((count, width), 0.01, dtype=torch_dtype, device=device) for count in (rows, width))
     out = torch.empty(rows, width, dtype=torch_dtype, device=device)
     dense = 2 * rows * width**2 / wall_seconds(lambda: torch.mm(a, b, out=out), 4, WINDOWS, device=device)
-    source = torch.ones(COPIED // 4, device=device)
+    source = torch.ones(COPIED // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     memory = 2 * COPIED / wall_seconds(lambda: target.copy_(source), 1, WINDOWS, device=device)
     total = torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -216,7 +216,7 @@ def _transfers(ranks: Ranks, group: ProcessGroup, device: str) -> list[MeasuredT
     for rows in ROWS["cuda" if device.startswith("cuda") else "cpu"]:
         own += measure_rows(group, rows, WINDOWS, device)
         own.append(measure_sum(group, rows * WIDTH, WINDOWS, device))
-        if float(ranks.sum(torch.tensor([float(own[-1].seconds > SLOW_S)]))):
+        if float(ranks.sum(torch.tensor([float(own[-1].seconds > SLOW_S)], dtype=torch.float32, device="cpu"))):
             break
     by_key: dict[tuple[object, ...], list[MeasuredTransfer]] = {}
     for text in ranks.gather_texts(json.dumps([asdict(one) for one in own])):

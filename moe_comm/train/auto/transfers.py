@@ -50,7 +50,7 @@ def wall_seconds(
 
 def measure_sum(group: ProcessGroup, elements: int, windows: int, device: str = "cpu") -> MeasuredTransfer:
     """Measure the all-reduce of ``elements`` fp32 gradients. Collective over ``group``."""
-    grads = [torch.ones(elements // 4, device=device) for _ in range(4)]
+    grads = [torch.ones(elements // 4, device=device, dtype=torch.float32) for _ in range(4)]
     times = max(1, min(8, (1 << 18) // elements))
     began, began_cpu = time.perf_counter(), time.process_time()
     seconds = wall_seconds(lambda: GradientReducer().sum_all(grads, group), times, windows, group, device)
@@ -66,7 +66,7 @@ def measure_rows(group: ProcessGroup, rows: int, windows: int, device: str = "cp
     both), and a message between two ranks. A rank without a partner returns no message.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    x_RD = torch.ones(rows, WIDTH, device=device)
+    x_RD = torch.ones(rows, WIDTH, device=device, dtype=torch.float32)
     gathered = x_RD.repeat(size, 1)
     times = max(1, min(8, 1024 // rows))
 
@@ -79,7 +79,7 @@ def measure_rows(group: ProcessGroup, rows: int, windows: int, device: str = "cp
     ]
     dispatcher = make_dispatcher(size, group)
     ids_T1 = (torch.arange(rows, device=device) % size).view(-1, 1)
-    weights_T1 = torch.ones(rows, 1, device=device)
+    weights_T1 = torch.ones(rows, 1, device=device, dtype=torch.float32)
 
     def dispatch_and_combine() -> None:
         sent = dispatcher.dispatch(x_RD, ids_T1)

@@ -79,7 +79,7 @@ class CheckpointReader:
         indices = [MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks]
         # Verify before the allocation: the files, and so the tensor, must be as large as the manifest says.
         self.verify([self.location(index).file for index in indices])
-        whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        whole = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="cpu")
         for index, chunk in zip(indices, tensor.chunks, strict=True):
             box = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
             self.copy(index, chunk.sizes, Size([0] * len(chunk.sizes)), chunk.sizes, whole[box])

@@ -36,7 +36,7 @@ class Stager:
             local_box = entries[name].local_box(number)
             buffer = self._buffers.pop((name, number), None)
             if buffer is None or (buffer.shape, buffer.dtype) != (local_box.shape, local_box.dtype):
-                buffer = torch.empty(local_box.shape, dtype=local_box.dtype, pin_memory=local_box.is_cuda)
+                buffer = torch.empty(local_box.shape, dtype=local_box.dtype, pin_memory=local_box.is_cuda, device="cpu")
             if local_box.is_cuda:
                 used.add(local_box.device)
                 with torch.cuda.stream(self._stream(local_box.device)):

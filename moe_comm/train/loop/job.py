@@ -127,7 +127,7 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
 
 def _stop_requested(signals: Sequence[int], ranks: Ranks) -> bool:
     """Return whether any rank received a signal. Collective."""
-    return bool(ranks.sum(torch.tensor([float(bool(signals))])))
+    return bool(ranks.sum(torch.tensor([float(bool(signals))], dtype=torch.float32, device="cpu")))
 
 
 def device_of_run() -> str:
@@ -175,7 +175,7 @@ def peak_flops(config: TrainConfig, mesh: ParallelMesh, ranks: Ranks) -> float:
     """
     ranks.barrier()
     measured = _measured_flops(DTYPES[config.model.dtype], mesh.device, ranks.world, torch.get_num_threads())
-    return float(ranks.sum(torch.tensor([measured], dtype=torch.float64)))
+    return float(ranks.sum(torch.tensor([measured], dtype=torch.float64, device="cpu")))
 
 
 @cache

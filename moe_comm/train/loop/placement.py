@@ -134,7 +134,7 @@ class ExpertPlacements:
         lines = [PlacementLine.of(step, name, one, self.by_layer[name]) for name, one in decisions.items()]
         began = self._now()
         sent = self.switch({name: one.placement for name, one in decisions.items() if one.placement is not None})
-        moved = sum_values(torch.tensor([float(sent)], dtype=torch.float64), self._mesh.world_group)
+        moved = sum_values(torch.tensor([float(sent)], dtype=torch.float64, device="cpu"), self._mesh.world_group)
         return PlacementReport.of(lines, int(moved), self._now() - began)
 
     def state(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class ExpertPlacements:
                     bytes_per_s / max(size.num_bytes, 1),
                     bytes_per_s / (size.weights * copied_bytes(dtype.itemsize, self._publications)),
                 ]
-            rates = torch.tensor(rates_3, dtype=torch.float64)
+            rates = torch.tensor(rates_3, dtype=torch.float64, device="cpu")
             rates_W3 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")
             slowest = rates_W3[(rates_W3 > 0).all(1)].amin(0)
             self.times = SwitchTimes(*(1 / float(rate) for rate in slowest))

@@ -104,16 +104,16 @@ def clock_skew(ranks: Ranks, hosts: Sequence[str], now: Callable[[], int] = time
     with the shortest duration is used, with the local time at its midpoint (Cristian 1989). The error is at most half
     of its duration.
     """
-    skews = torch.zeros(ranks.world, 2, dtype=torch.int64)
+    skews = torch.zeros(ranks.world, 2, dtype=torch.int64, device="cpu")
     clients = [rank for rank in first_ranks(hosts) if hosts[rank] != hosts[0]]
     if can_send():
         for client in clients:
             if ranks.rank == client:
-                skews[client] = torch.tensor(_measure_skew(now))
+                skews[client] = torch.tensor(_measure_skew(now), dtype=torch.int64, device="cpu")
             elif ranks.rank == 0:
                 for _ in range(ROUND_TRIPS):
-                    dist.recv(torch.empty(1, dtype=torch.int64), client)
-                    dist.send(torch.tensor([now()]), client)
+                    dist.recv(torch.empty(1, dtype=torch.int64, device="cpu"), client)
+                    dist.send(torch.tensor([now()], dtype=torch.int64, device="cpu"), client)
     skews = ranks.sum(skews)
     by_host = {hosts[client]: skews[client].tolist() for client in clients}
     skew, error = by_host.get(hosts[ranks.rank], (0, 0))
@@ -123,9 +123,9 @@ def clock_skew(ranks: Ranks, hosts: Sequence[str], now: Callable[[], int] = time
 def _measure_skew(now: Callable[[], int]) -> tuple[int, int]:
     round_trips = []
     for _ in range(ROUND_TRIPS):
-        server_ns = torch.empty(1, dtype=torch.int64)
+        server_ns = torch.empty(1, dtype=torch.int64, device="cpu")
         before = now()
-        dist.send(torch.zeros(1, dtype=torch.int64), 0)
+        dist.send(torch.zeros(1, dtype=torch.int64, device="cpu"), 0)
         dist.recv(server_ns, 0)
         after = now()
         round_trips.append((after - before, int(server_ns) - (before + after) // 2))

@@ -40,14 +40,14 @@ def continue_text(
     ids, end = list(prompt), len(prompt) + length
     while len(ids) < end:
         context = ids[-max(window // 2, 1) :]
-        cache, new_ids = None, torch.tensor([context])
+        cache, new_ids = None, torch.tensor([context], dtype=torch.int64, device="cpu")
         for _ in range(min(window - len(context), end - len(ids)) or 1):
             out = model(input_ids=new_ids, past_key_values=cache, use_cache=True)
             cache, token = out.past_key_values, _sample_token(out.logits[0, -1], temperature, generator)
             if token == end_of_text:
                 return ids
             ids.append(token)
-            new_ids = torch.tensor([[token]])
+            new_ids = torch.tensor([[token]], dtype=torch.int64, device="cpu")
     return ids
 
 

@@ -332,7 +332,7 @@ class Trainer:
         """
         self._train_mode(False)
         for _ in range(1 + DAMAGED_TRIES):
-            loss_and_damage = torch.zeros(2, dtype=torch.float64)
+            loss_and_damage = torch.zeros(2, dtype=torch.float64, device="cpu")
             targets = 0
             for batch in self.feed.validation(self.config.run.eval_batches):
                 loss_and_damage[0] += self.train_state.runner.forward_only(batch.micro).sum().cpu()

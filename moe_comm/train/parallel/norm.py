@@ -68,7 +68,7 @@ def _exact_sum(values: Sequence[float], group: ProcessGroup | None) -> float:
     total = sum(numerator << _UNIT >> (denominator.bit_length() - 1) for numerator, denominator in map(_ratio, finite))
     digits = [float(total >> _DIGIT * i & (1 << _DIGIT) - 1) for i in range(_DIGITS)]
     infinite = sum(map(math.isinf, values))
-    local = torch.tensor([*digits, infinite, len(values) - len(finite) - infinite], dtype=torch.float64)
+    local = torch.tensor([*digits, infinite, len(values) - len(finite) - infinite], dtype=torch.float64, device="cpu")
     *digits, infinite, nan = sum_values(local, group).tolist()
     if nan or infinite:
         return math.nan if nan else math.inf

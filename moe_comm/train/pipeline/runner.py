@@ -221,7 +221,7 @@ class Pipeline:
             for stage in built.stages:
                 stage.begin(batches)
             # The last stage's targets are indices of passes, by which ``_loss`` looks up micro-batches.
-            target = {"target": torch.arange(passes)} if self._holds_last else {}
+            target = {"target": torch.arange(passes, device="cpu")} if self._holds_last else {}
             with COMMUNICATION, self._transfers.step():  # time counts as communication except while a stage computes
                 built.schedule.step(**target, losses=[], return_outputs=False)
         for stage in built.stages:

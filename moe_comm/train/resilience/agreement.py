@@ -54,11 +54,17 @@ class Agreement:
             stops: whether this rank has each reason to stop.
         """
         invalid = self.take_invalid()
-        bad_W, damaged_W = torch.zeros(2, self._ranks.world, dtype=torch.float64)
+        bad_W, damaged_W = torch.zeros(2, self._ranks.world, dtype=torch.float64, device="cpu")
         bad_W[self._ranks.rank] = not math.isfinite(loss) or invalid > 0
         damaged_W[self._ranks.rank] = self.take_damage()
-        value = torch.tensor([loss if math.isfinite(loss) else 0.0], dtype=torch.float64)
-        parts = [value, bad_W, damaged_W, torch.tensor(stops, dtype=torch.float64), self._local_loads().flatten()]
+        value = torch.tensor([loss if math.isfinite(loss) else 0.0], dtype=torch.float64, device="cpu")
+        parts = [
+            value,
+            bad_W,
+            damaged_W,
+            torch.tensor(stops, dtype=torch.float64, device="cpu"),
+            self._local_loads().flatten(),
+        ]
         sums = torch.split(self._ranks.sum(torch.cat(parts)), [part.numel() for part in parts])
         loads_LE = sums[4].view(-1, self._num_experts + 2)
         loads = {
@@ -88,7 +94,7 @@ class Agreement:
 
     def _local_loads(self) -> Tensor:
         """Return [MoE layers, E + 2]: slots per expert, dropped slots, balance loss; zeros for other stages."""
-        loads = torch.zeros(len(self._names), self._num_experts + 2, dtype=torch.float64)
+        loads = torch.zeros(len(self._names), self._num_experts + 2, dtype=torch.float64, device="cpu")
         for stage in self._stages:
             for name, load in take_loads(stage).items():
                 row = loads[self._names.index(name)]

@@ -126,7 +126,7 @@ class SnapshotSearch:
             if self._host_of[rank] == own_copy.host:
                 data = self._bytes(own_copy)
             else:
-                data = torch.empty(size, dtype=torch.uint8)
+                data = torch.empty(size, dtype=torch.uint8, device="cpu")
                 sender = self._sender(rank, own_copy.host)
                 works += [dist.irecv(data[at : at + BLOCK], sender) for at in range(0, size, BLOCK)]
             for work in works:
@@ -151,5 +151,5 @@ class SnapshotSearch:
         except (MoeCommError, OSError):
             slots = None
         if slots is None or slots.header(copy.slot) != copy.header:
-            return torch.zeros(size, dtype=torch.uint8)
+            return torch.zeros(size, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(slots.content(copy.slot)[:size], dtype=torch.uint8)

@@ -303,7 +303,7 @@ class StepGuard:
 
     def _compare(self, digest: StepDigest) -> None:
         assert self._first_digest is not None
-        changed_W = torch.zeros(self._ranks.world, dtype=torch.float64)
+        changed_W = torch.zeros(self._ranks.world, dtype=torch.float64, device="cpu")
         changed_W[self._ranks.rank] = digest.changed(self._first_digest)
         changed = tuple(int(value) for value in self._ranks.sum(changed_W).tolist())
         self._changed = changed if any(changed) else ()

@@ -337,7 +337,7 @@ class PeerSnapshots(StepHook):
             return ""
         rank = self._ranks.rank
         replicas = {owner: (slots, self._free_slot(slots)) for owner, slots in self._peer_slots.items()}
-        headers = {owner: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for owner in replicas}
+        headers = {owner: torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu") for owner in replicas}
         works = [self._receive(headers[owner], owner) for owner in replicas]
         works.append(self._send(torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)))
         for slots, slot in replicas.values():
@@ -374,7 +374,7 @@ class PeerSnapshots(StepHook):
 
     def _all_gather(self, value: int) -> list[int]:
         """All-gather ``value`` over the background group."""
-        values = torch.zeros(self._ranks.world, dtype=torch.int64)
+        values = torch.zeros(self._ranks.world, dtype=torch.int64, device="cpu")
         values[self._ranks.rank] = value
         if self._group is not None:
             dist.all_reduce(values, group=self._group)
