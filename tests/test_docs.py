@@ -174,7 +174,8 @@ def test_shell_lines_use_existing_commands(page: Path) -> None:
         assert target in targets
     for target in re.findall(r"`make ([a-z-]+)", text):
         assert target in targets
-    for named in re.findall(r"moe_comm\[([a-z0-9,]+)\]", text):
+    assert "moe_comm[" not in text, "nothing is published: pip install '.[EXTRA]' in the checkout"
+    for named in re.findall(r"'\.\[([a-z0-9,]+)\]'", text):
         assert set(named.split(",")) <= extras
     for line in shell_lines(page):
         for path in re.findall(r"(?:examples|benchmarks|tests)/[\w./-]+", line):

@@ -73,7 +73,7 @@ except ImportError as error:
     print(type(error).__name__, error)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert run.stdout.startswith("MissingDependency") and f"pip install 'moe_comm[{host}]'" in run.stdout
+    assert run.stdout.startswith("MissingDependency") and f"pip install '.[{host}]'" in run.stdout
 
 
 def test_an_old_axolotl_does_not_train_without_its_plugin(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_comm.errors import ConfigError, CorruptFile, MissingDependency
+from moe_comm.errors import ConfigError, CorruptFile, MissingDependency, pip_install
 from moe_comm.plan.arrays import Ints
 from moe_comm.plan.whatif.trace_table import MOST_OPERATIONS, TraceGraph, TraceTable
 
@@ -103,7 +103,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     try:
         import pyarrow.parquet as parquet  # in the optional extra "data"
     except ImportError as error:
-        raise MissingDependency(f"{path} needs pyarrow; install with: pip install 'moe_comm[data]'") from error
+        raise MissingDependency(f"{path} needs pyarrow; install with: {pip_install('data')}") from error
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; expected a Parquet file of operations")
     try:
