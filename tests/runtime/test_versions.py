@@ -19,7 +19,7 @@ from moe_comm.runtime import versions
 @pytest.mark.parametrize(
     ("installed", "error", "text"),
     [
-        (None, MissingDependency, r"torchtitan >= 0.3.0, < 0.4, which is not installed.*moe_comm\[torchtitan\]"),
+        (None, MissingDependency, r"torchtitan >= 0.3.0, < 0.4, which is not installed.*\.\[torchtitan\]"),
         ("0.2.9", MissingDependency, "0.2.9 is installed and older"),
         ("0.3.0.dev1", None, ""),
         ("0.3", None, ""),
