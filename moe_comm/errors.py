@@ -36,6 +36,11 @@ def known_to_peers(error: BaseException | None, comm: object = ANY) -> bool:
     return False
 
 
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra. The package is on no index, so that pip needs the checkout."""
+    return f"pip install '.[{extra}]' in the checkout of moe_comm"
+
+
 class ConfigError(MoeCommError, ValueError):
     """A setting is unknown, out of range, or contradicts another."""
 

@@ -107,7 +107,10 @@ def test_a_missing_extra_names_what_to_install(
 
     monkeypatch.setattr(options.importlib, "import_module", absent)
     assert cli.run(["train", CONFIG]) == 2
-    assert error_line(capsys) == "pydantic.fields is not installed; run: pip install 'moe_comm[train]'"
+    assert (
+        error_line(capsys)
+        == "pydantic.fields is not installed; run: pip install '.[train]' in the checkout of moe_comm"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """README.md and docs/ agree with the code: snippets run, commands parse, links exist, tables are complete.
 
 A fenced ``python`` block runs, all blocks of a page in one namespace and in order; ``python no-run`` is only compiled.
-An HTML comment that starts with ``run:`` is a block that the reader does not see.
+An HTML comment that starts with ``run:`` is a block that the reader does not see. A comment ``# -> text`` is printed.
 """
 
 from __future__ import annotations
@@ -62,15 +62,19 @@ def compiled(page: Path, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list(blocks(page, "python"))], ids=name_of)
-def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "transformers" in page.read_text() and page.stem in ("README", "swap"):
         pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
     if "moe_comm.train" in "".join(text for _, text in blocks(page, "python")):
         pytest.importorskip("pydantic", reason="needs the train extra")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    for code in compiled(page, "python"):
+    for code, (_, text) in zip(compiled(page, "python"), blocks(page, "python"), strict=True):
         exec(code, namespace)
+        shown, printed = re.findall(r"# -> (.*)$", text, re.MULTILINE), capsys.readouterr().out.splitlines()
+        assert [line for line in printed if line in shown] == shown, printed
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,8 @@ def test_shell_lines_use_existing_commands(page: Path) -> None:
         assert target in targets
     for target in re.findall(r"`make ([a-z-]+)", text):
         assert target in targets
-    for named in re.findall(r"moe_comm\[([a-z0-9,]+)\]", text):
+    assert "moe_comm[" not in text, "nothing is published: pip install '.[EXTRA]' in the checkout"
+    for named in re.findall(r"'\.\[([a-z0-9,]+)\]'", text):
         assert set(named.split(",")) <= extras
     for line in shell_lines(page):
         for path in re.findall(r"(?:examples|benchmarks|tests)/[\w./-]+", line):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.errors import ConfigError, MissingDependency, pip_install
 from moe_comm.runtime.printing import printable
 
 
@@ -92,4 +92,4 @@ def load(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not error.name or error.name.partition(".")[0] == "moe_comm":
             raise
-        raise MissingDependency(f"{error.name} is not installed; run: pip install 'moe_comm[{extra}]'") from None
+        raise MissingDependency(f"{error.name} is not installed; run: {pip_install(extra)}") from None

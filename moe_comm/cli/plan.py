@@ -185,7 +185,7 @@ def plan(
         elif placement is not None or slots is not None or rematerialize:
             raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
         request = load("moe_comm.plan.search.request", "train").PlanRequest(
-            load("moe_comm.plan.model.files", "train").model_named(model),
+            load("moe_comm.train.plan_config", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
             workload,
             global_batch,

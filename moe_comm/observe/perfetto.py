@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import util
 from typing import Any
 
-from moe_comm.errors import MissingDependency
+from moe_comm.errors import MissingDependency, pip_install
 
 Value = int | float | str | list[int]
 _SEQUENCE = 1
@@ -24,7 +24,7 @@ _SEQUENCE = 1
 def check_package(extra: str = "observe") -> None:
     """Raise ``MissingDependency`` if ``perfetto`` is not installed."""
     if util.find_spec("perfetto") is None:
-        raise MissingDependency(f"perfetto is not installed; run: pip install 'moe_comm[{extra}]'")
+        raise MissingDependency(f"perfetto is not installed; run: {pip_install(extra)}")
 
 
 @dataclass(frozen=True)

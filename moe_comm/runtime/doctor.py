@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from moe_comm.errors import pip_install
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch import available_cores
 from moe_comm.runtime.printing import make_console
@@ -119,7 +120,7 @@ def _software(report: DoctorReport) -> None:
     for extra, modules in EXTRAS.items():
         absent = [name for name in modules if importlib.util.find_spec(name) is None]
         report.data["extras"][extra] = not absent
-        missing, advice = f"without {', '.join(absent)}", f"pip install 'moe_comm[{extra}]'"
+        missing, advice = f"without {', '.join(absent)}", pip_install(extra)
         report.add_optional("software", f"extra [{extra}]", None if absent else "installed", missing, advice)
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.errors import ConfigError, MissingDependency, pip_install
 from moe_comm.lazy import attach_stub
 
 SUPPORTED: dict[str, tuple[str, str, str]] = {
@@ -41,11 +41,11 @@ def require(package: str, purpose: str) -> str:
     try:
         installed = _version(package)
     except ImportError as error:
-        raise MissingDependency(f"{wanted}, which is not installed; run: pip install 'moe_comm[{extra}]'") from error
+        raise MissingDependency(f"{wanted}, which is not installed; run: {pip_install(extra)}") from error
     if _numbers(installed) < _numbers(lowest):
-        raise MissingDependency(f"{wanted}; {installed} is installed and older; run: pip install 'moe_comm[{extra}]'")
+        raise MissingDependency(f"{wanted}; {installed} is installed and older; run: {pip_install(extra)}")
     if _numbers(installed) >= _numbers(above):
-        raise ConfigError(f"{wanted}; {installed} is installed and newer; run: pip install 'moe_comm[{extra}]'")
+        raise ConfigError(f"{wanted}; {installed} is installed and newer; run: {pip_install(extra)}")
     return installed
 
 

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_comm.errors import MissingDependency
+from moe_comm.errors import MissingDependency, pip_install
 from moe_comm.train.result import RunResult
 
 REQUIRED = ("pydantic", "rich", "safetensors", "tensorboard", "tokenizers", "transformers")
@@ -35,7 +35,7 @@ def run(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunRes
     """
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingDependency(f"training requires {', '.join(missing)}; install with: pip install 'moe_comm[train]'")
+        raise MissingDependency(f"training requires {', '.join(missing)}; install with: {pip_install('train')}")
     # Imports the packages of the extra, which takes seconds.
     from moe_comm.train.loop.job import run_config
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping as Table
 from dataclasses import fields
 from pathlib import Path
 
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, MissingDependency, pip_install
 from moe_comm.plan.model import files
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.model.routing import sends_sums
@@ -37,6 +37,7 @@ def model_named(text: str) -> ModelShape:
 
     Raises:
         ConfigError: unknown model, or a file that is unreadable, incomplete or contradictory.
+        MissingDependency: a configuration of ``moe-comm train`` without the packages of the extra "train".
     """
     name = text.strip()
     if name.lower() in files.MODELS:
@@ -48,20 +49,20 @@ def model_named(text: str) -> ModelShape:
         tree = files.read_json(path)
         if isinstance(tree.get("model"), dict) and "model_type" not in tree:
             return _shape_of(name)
-    try:
-        from moe_comm.train.config import ready_configs  # pydantic, of an optional extra
-
-        presets = set(ready_configs())
-    except ImportError:
-        presets = set()
+    presets = {preset.stem for preset in (Path(__file__).parent / "presets").glob("*.toml")}
     return _shape_of(name) if name in presets else files.model_named(name, presets)
 
 
 def _shape_of(path: str) -> ModelShape:
     """Return the shape of the model in a training configuration."""
-    from moe_comm.train.architecture import transformer_config  # pydantic, of an optional extra
-    from moe_comm.train.config import load  # pydantic
-    from moe_comm.train.data.tokenizer import ByteTokenizer  # of an optional extra
+    try:
+        from moe_comm.train.architecture import transformer_config
+        from moe_comm.train.config import load
+        from moe_comm.train.data.tokenizer import ByteTokenizer
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"{path} is a configuration of moe-comm train, which needs {error.name}; run: {pip_install('train')}"
+        ) from error
 
     config = load(path)
     section = config.model

@@ -508,4 +508,4 @@ except MissingDependency as error:
     print(error)
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert "need transformers" in process.stdout and "pip install 'moe_comm[hf]'" in process.stdout, process.stderr
+    assert "need transformers" in process.stdout and "pip install '.[hf]'" in process.stdout, process.stderr

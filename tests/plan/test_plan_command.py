@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,66 @@ def test_an_invalid_request_is_one_line_and_exit_code_2(
 ) -> None:
     assert cli.run(command_line(**changed)) == 2
     assert message in error_line(capsys)
+
+
+HUGGING_FACE = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 257,
+}
+SECTION = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "experts": 4, "top_k": 2, "vocab": 257}
+
+
+@pytest.mark.parametrize(
+    ("model", "files", "name"),
+    [
+        ("olmoe-1b-7b", {}, "olmoe-1b-7b"),
+        ("OLMoE-1B-7B", {}, "olmoe-1b-7b"),
+        ("tiny", {}, "tiny"),
+        ("small", {}, "small"),
+        ("my.toml", {"my.toml": "".join(["[model]\n", *(f"{key} = {one}\n" for key, one in SECTION.items())])}, "my"),
+        ("my.json", {"my.json": json.dumps({"model": SECTION})}, "my"),
+        ("mine", {"mine/config.json": json.dumps(HUGGING_FACE)}, "mine"),
+        ("mine/config.json", {"mine/config.json": json.dumps(HUGGING_FACE)}, "mine"),
+        ("other.json", {"other.json": json.dumps(HUGGING_FACE)}, "other"),
+        ("tiny", {"tiny/config.json": json.dumps(HUGGING_FACE)}, "tiny"),
+    ],
+    ids=["name", "upper case", "tiny", "small", "toml", "json", "folder", "config.json", "any name", "preset first"],
+)
+def test_each_kind_of_model_is_accepted(
+    model: str,
+    files: dict[str, str],
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("pydantic", reason="needs the train extra")
+    monkeypatch.chdir(tmp_path)
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    shown = run_json(capsys, model=model, gpus="2", global_batch="8", seq_len="64", mapping="ep=2")["model"]
+    assert shown["name"] == name and shown["params"] > 0
+
+
+def test_an_unknown_model_may_be_a_misspelled_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(command_line(model="tinny")) == 2
+    assert "did you mean 'tiny'?" in error_line(capsys)
+
+
+def test_a_training_configuration_without_its_packages_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "moe_comm.train.config", None)
+    assert cli.run(command_line(model="tiny")) == 2
+    assert "pip install '.[train]'" in error_line(capsys)
 
 
 @pytest.mark.parametrize(

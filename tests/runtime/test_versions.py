@@ -19,7 +19,7 @@ from moe_comm.runtime import versions
 @pytest.mark.parametrize(
     ("installed", "error", "text"),
     [
-        (None, MissingDependency, r"torchtitan >= 0.3.0, < 0.4, which is not installed.*moe_comm\[torchtitan\]"),
+        (None, MissingDependency, r"torchtitan >= 0.3.0, < 0.4, which is not installed.*\.\[torchtitan\]"),
         ("0.2.9", MissingDependency, "0.2.9 is installed and older"),
         ("0.3.0.dev1", None, ""),
         ("0.3", None, ""),
@@ -73,7 +73,7 @@ except ImportError as error:
     print(type(error).__name__, error)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert run.stdout.startswith("MissingDependency") and f"pip install 'moe_comm[{host}]'" in run.stdout
+    assert run.stdout.startswith("MissingDependency") and f"pip install '.[{host}]'" in run.stdout
 
 
 def test_an_old_axolotl_does_not_train_without_its_plugin(tmp_path: Path) -> None:

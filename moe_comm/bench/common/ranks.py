@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,12 @@ from moe_comm.topology import ParallelConfig, ParallelMesh
 T = TypeVar("T")
 R = TypeVar("R")
 TIMEOUT_S = 1800.0
+
+
+def say(text: str) -> None:
+    """Print what is measured next, on standard error. Ranks other than the first print nothing."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def cores_of_rank(rank: int, ranks: int, cores: list[int]) -> list[int]:

@@ -14,8 +14,11 @@ from rich.table import Table
 from moe_comm.runtime.printing import make_console
 from moe_comm.runtime.safe_files import check_replaceable, write_file
 
-WIDTH = 120
+WIDTH = 140
 """Width of tables in files and pipes."""
+NOISY = 1.25
+"""Ratio of a median to the minimum above which a time is called noisy."""
+SPREAD = "min-p90"
 
 
 def check_writable(out: str | None) -> None:
@@ -61,11 +64,25 @@ def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}g}{unit}" if value < 1000 else f"{value:,.0f}{unit}"
 
 
-def _faster_or_slower(ratio: float) -> str:
-    """Format the ratio of a time to the time it is compared with."""
+def _timed(median: float | None, least: float | None, p90: float | None = None) -> tuple[str, str]:
+    """Format a median, and its spread: minimum to 90th percentile, marked if the median is far from the minimum."""
+    if median is None or least is None:
+        return _number(median), "-"
+    spread = _number(least) if p90 is None else f"{_number(least)}-{_number(p90)}"
+    return _number(median), f"{spread} noisy" if median > NOISY * least else spread
+
+
+def _of(stats: dict[str, float] | None) -> tuple[str, str]:
+    """Format the statistics of ``clock.summarize``, see ``_timed``."""
+    return ("-", "-") if stats is None else _timed(stats["median_ms"], stats["min_ms"], stats["p90_ms"])
+
+
+def _faster_or_slower(ratio: float, partner: str = "") -> str:
+    """Format the ratio of a time to that of ``partner``, which is empty if the title of the column has it."""
     if abs(ratio - 1) < 0.005:
-        return "as fast"
-    return f"{ratio:.3g}x slower" if ratio > 1 else f"{1 / ratio:.3g}x faster"
+        return f"as fast as {partner}" if partner else "as fast"
+    than = f" than {partner}" if partner else ""
+    return f"{ratio:.3g}x slower{than}" if ratio > 1 else f"{1 / ratio:.3g}x faster{than}"
 
 
 def _heading(result: dict[str, Any], tokens: bool = True) -> str:
@@ -83,46 +100,53 @@ def _machine(result: dict[str, Any]) -> str:
     return f"{m.get('gpu', m['cpu'])}, {m['cores']} cores, {m['isa']}"
 
 
+def _captions(*parts: str | None) -> str:
+    """Return the lines below a table of times: the parts that are not empty, and what its spread means."""
+    spread = f"times are medians; {SPREAD}: minimum and 90th percentile; noisy: the median is above {NOISY:g} x minimum"
+    return "\n".join([*filter(None, parts), spread])
+
+
 def _skipped(result: dict[str, Any]) -> str | None:
     return "\n".join(f"{name}: {reason}" for name, reason in result["skipped"].items()) or None
 
 
 def dispatch_tables(result: dict[str, Any]) -> list[Table]:
     """Return the table of ``bench dispatch``: this library, the bare copies and the peers."""
-    table = _table(_heading(result), "", "dispatch ms", "combine ms", "than moe_comm", caption=_skipped(result))
-    table.add_row(f"moe_comm {result['backend']}", _number(result["dispatch_ms"]), _number(result["combine_ms"]), "")
+    columns = ("dispatch ms", SPREAD, "combine ms", SPREAD, "than moe_comm")
+    table = _table(_heading(result), "", *columns, caption=_captions(_skipped(result)))
+
+    def times(name: str, suffix: str = "") -> tuple[str, ...]:
+        stats = result["details"][name]
+        return (*_of(stats.get(f"dispatch{suffix}")), *_of(stats.get(f"combine{suffix}")))
+
+    table.add_row(f"moe_comm {result['backend']}", *times("moe_comm"), "")
     if result["dispatch_backward_ms"] is not None:
-        table.add_row("  backward", _number(result["dispatch_backward_ms"]), _number(result["combine_backward_ms"]), "")
+        table.add_row("  backward", *times("moe_comm", "_backward"), "")
     if result["limit_ratio"] is not None:
-        ratio = _faster_or_slower(1 / result["limit_ratio"])
-        table.add_row("bare copies", _number(result["dispatch_limit_ms"]), _number(result["combine_limit_ms"]), ratio)
-        overhead = result["overhead_us"]
-        table.add_row(
-            "  moe_comm minus these", *(_number(overhead[p], unit=" µs") for p in ("dispatch", "combine")), ""
-        )
+        table.add_row("bare copies", *times("limit"), _faster_or_slower(1 / result["limit_ratio"]))
+        dispatch, combine = (_number(result["overhead_us"][phase], unit=" µs") for phase in ("dispatch", "combine"))
+        table.add_row("  moe_comm minus these", dispatch, "", combine, "", "")
     for name, peer in result["peers"].items():
-        table.add_row(
-            name, _number(peer["dispatch_ms"]), _number(peer["combine_ms"]), _faster_or_slower(peer["speedup"])
-        )
+        table.add_row(name, *times(name), _faster_or_slower(peer["speedup"]))
     return [table]
 
 
 def layer_tables(result: dict[str, Any]) -> list[Table]:
     """Return the table of ``bench layer``: times, GFLOP/s, fraction of the GEMM rate and memory of each layer."""
-    columns = ("ms", "EP", "forward", "backward", "total", "GFLOP/s", "of GEMM", "MiB", "than moe_comm")
+    columns = ("ms", "EP", "forward", "backward", "total", SPREAD, "GFLOP/s", "of GEMM", "MiB", "compared")
     gemm = f"torch.mm on all ranks at once: {result['gemm_gflops']:.0f} GFLOP/s per rank"
-    caption = "\n".join(filter(None, (gemm, _skipped(result))))
-    table = _table(_heading(result), *columns, caption=caption)
+    table = _table(_heading(result), *columns, caption=_captions(gemm, _skipped(result)))
     for name, row in result["contestants"].items():
         speedup = row.get("speedup")
         table.add_row(
             name,
             str(row["ep"]),
-            *(_number(row[f"{phase}_ms"]) for phase in ("forward", "backward", "total")),
+            *(_number(row[f"{phase}_ms"]) for phase in ("forward", "backward")),
+            *_timed(row["total_ms"], row["total_min_ms"], row["total_p90_ms"]),
             _number(row["gflops"]),
             f"{row['gemm_fraction']:.0%}",
             _number(row.get("peak_memory_mib")),
-            "" if speedup is None else _faster_or_slower(speedup),
+            "" if speedup is None else _faster_or_slower(speedup, row["speedup_of"]),
         )
     return [table]
 
@@ -145,8 +169,8 @@ def train_tables(result: dict[str, Any]) -> list[Table]:
         for name in ("moe_comm", *variants)
     ]
     gemm = f"torch.mm on all ranks at once: {result['gemm_gflops']:.0f} GFLOP/s in total"
-    caption = "\n".join(filter(None, (*breakdowns, gemm, _skipped(result))))
-    columns = ["tokens/s", "step ms", "MFU", "than moe_comm", "loss differs by"]
+    caption = _captions(*breakdowns, gemm, _skipped(result))
+    columns = ["tokens/s", "step ms", SPREAD, "MFU", "than moe_comm", "loss differs by"]
     if hosts := result.get("hosts"):
         links = ", ".join(f"{rate:.2f}" for rate in result["link_gbit_measured"])
         heading = (
@@ -161,7 +185,8 @@ def train_tables(result: dict[str, Any]) -> list[Table]:
     for name, row in rows.items():
         compared = "" if row["speedup"] is None else _faster_or_slower(row["speedup"])
         differs = f"{row['loss_rel_diff']:.0e}" if "loss_rel_diff" in row else ""
-        cells = [_number(row["tokens_per_s"]), _number(row["step_ms"]), f"{row['mfu']:.0%}", compared, differs]
+        times = _timed(row["step_ms"], row["step_min_ms"], row["step_p90_ms"])
+        cells = [_number(row["tokens_per_s"]), *times, f"{row['mfu']:.0%}", compared, differs]
         if hosts:
             cells += [_number(row.get("exposed_communication_ms")), f"{max(row['bytes_per_link']['sent']) / 1e6:.1f}"]
         table.add_row(name, *cells, *([_number(row.get("predicted_ms"))] if predicted else []))
@@ -176,17 +201,30 @@ def overlap_tables(result: dict[str, Any]) -> list[Table]:
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s), links of {s['link_gbit']:g} Gbit/s (measured {links}), "
         f"at most {s['chunks']} chunks; {_machine(result)}"
     )
-    worst, caption = result["slowest_case"], HIDDEN
+    worst, caption = result["slowest_case"], _captions(MESSAGES, HIDDEN)
     if worst is not None:
         where = f"{worst['op']}, {worst['direction']}, {worst['rows']} rows"
         least = f"{_faster_or_slower(result['slowest_vs_serial'])} than serial ({where}, ratio {worst['ratio']:g})"
-        caption = f"smallest gain of overlapped: {least}\n{HIDDEN}"
-    columns = ("ratio", "rows", "compute ms", "comm", "(wire)", "serial", "overlapped", "than serial", "hidden")
+        caption = f"smallest gain of overlapped: {least}\n{caption}"
+    columns = (
+        "ratio",
+        "rows",
+        "compute ms",
+        "comm",
+        "in chunks",
+        "serial",
+        "overlapped",
+        SPREAD,
+        "than serial",
+        "hidden",
+    )
     table = _table(heading, "", *columns, caption=caption)
     for row in result["results"]:
-        times = [_number(row[f"{name}_ms"]) for name in ("compute", "comm", "wire", "serial", "overlapped")]
+        times = [_number(row.get(f"{name}_ms")) for name in ("compute", "comm", "chunked_comm", "serial")]
+        overlapped = _timed(row["overlapped_ms"], row.get("overlapped_min_ms"), row.get("overlapped_p90_ms"))
         case = (f"{row['op']}, {row['direction']}", f"{row['ratio']:g}", str(row["rows"]))
-        table.add_row(*case, *times, _faster_or_slower(row["vs_serial"]), f"{row['hidden']:.2f}")
+        gain = _faster_or_slower(row["vs_serial_paired"])
+        table.add_row(*case, *times, *overlapped, gain, f"{row['hidden']:.2f}")
     return [table] * bool(result["results"]) + [_overlap_layers(result)] * bool(result["layer"])
 
 
@@ -196,25 +234,32 @@ def _overlap_layers(result: dict[str, Any]) -> Table:
     experts = f"{s['experts']} experts" if s["experts"] else "8 experts per rank"
     heading = f"MoE layer: {s['tokens']} tokens per rank, D {s['hidden']}, {experts}, K {s['top_k']}"
     reasons = {row["skipped"] for row in result["layer"]} - {None}
-    caption = "\n".join([HIDDEN, *(f"Hugging Face's expert parallelism: {reason}" for reason in reasons)])
-    columns = ("F", "", "compute ms", "comm", "serial", "overlapped", "hf ep", "than serial", "than hf ep", "hidden")
+    caption = _captions(MESSAGES, HIDDEN, *(f"Hugging Face's expert parallelism: {reason}" for reason in reasons))
+    times_of = ("compute ms", "comm", "in chunks", "serial", "overlapped", SPREAD, "hf ep")
+    columns = ("F", "", *times_of, "than serial", "than hf ep", "hidden")
     table = _table(heading, *columns, caption=caption)
     for row in result["layer"]:
         for phase in ("forward", "backward", "total"):
             keys = [f"{n}_ms" if phase == "total" else f"{n}_{phase}_ms" for n in _LAYER_PARTS]
             times = [row.get(key) for key in keys]
-            serial, overlapped, hf = times[2:]
+            serial, overlapped, hf = times[3:]
             gains = ["-" if other is None else _faster_or_slower(overlapped / other) for other in (serial, hf)]
             hidden = f"{row['hidden']:.2f}" if phase == "total" else ""
-            table.add_row(str(row["ffn"]), phase, *(_number(time) for time in times), *gains, hidden)
+            spread = _timed(overlapped, row.get("overlapped_min_ms"), row.get("overlapped_p90_ms"))[1]
+            cells = [*map(_number, times[:-1]), spread if phase == "total" else "", _number(hf)]
+            table.add_row(str(row["ffn"]), phase, *cells, *gains, hidden)
     return table
 
 
+MESSAGES = (
+    "comm: the messages of serial alone, one per pair of ranks; in chunks: those of overlapped alone. Several messages "
+    "use a link better than one, so comm may be longer than all of overlapped"
+)
 HIDDEN = (
-    "hidden: time saved by overlap, compared with compute and then the same messages, as a fraction of the shorter of "
+    "hidden: time saved by overlap, compared with compute and then comm in chunks, as a fraction of the shorter of "
     "the two; 1 is all of it, below 0 is a loss"
 )
-_LAYER_PARTS = ("compute", "comm", "serial", "overlapped", "hf_ep")
+_LAYER_PARTS = ("compute", "comm", "chunked_comm", "serial", "overlapped", "hf_ep")
 
 
 def hierarchical_tables(result: dict[str, Any]) -> list[Table]:
@@ -225,10 +270,13 @@ def hierarchical_tables(result: dict[str, Any]) -> list[Table]:
         f"{s['hosts']} hosts x {s['ranks_per_host']} ranks, links of {s['link_gbit']:g} Gbit/s (measured {links}), "
         f"{s['tokens']} tokens per rank, D {s['hidden']}, E {s['experts']}, K {s['top_k']}, float32; {_machine(result)}"
     )
-    columns = ("forward ms", "backward ms", "total ms", "than all_to_all", "rows MB", "on the links MB")
-    table = _table(heading, "", *columns, caption="MB: sent between hosts by all ranks, forward and backward")
+    columns = ("forward ms", "backward ms", "total ms", SPREAD, "than all_to_all", "rows MB", "on the links MB")
+    table = _table(
+        heading, "", *columns, caption=_captions("MB: sent between hosts by all ranks, forward and backward")
+    )
     for row in result["results"]:
-        times = [_number(row[f"{phase}_ms"]) for phase in ("forward", "backward", "total")]
+        times = [_number(row[f"{phase}_ms"]) for phase in ("forward", "backward")]
+        times += _timed(row["total_ms"], row["total_min_ms"], row["total_p90_ms"])
         sizes = ("" if row[key] is None else f"{row[key] / 1e6:.1f}" for key in ("counted_bytes", "link_bytes"))
         table.add_row(row["contestant"], *times, _faster_or_slower(1 / row["speedup"]), *sizes)
     return [table]
@@ -243,6 +291,7 @@ def placement_tables(result: dict[str, Any]) -> list[Table]:
     heading = f"{_heading(result)}{hosts}; Zipf {s['zipf']:g}{drift}; decisions every {s['every']} steps"
     columns = (
         "step ms",
+        SPREAD,
         "than fixed",
         "busiest / mean",
         "switches",
@@ -251,14 +300,17 @@ def placement_tables(result: dict[str, Any]) -> list[Table]:
         "switch ms",
         "MB of copies",
     )
-    caption = f"equal bits in {result['checked_steps']} compared steps; MB of copies are sent in each step"
+    equal = f"equal bits in {result['checked_steps']} compared steps; MB of copies are sent in each step"
+    gain = "than fixed: by the mean of the steps, with the switches"
+    caption = _captions(equal, gain)
     table = _table(heading, "", *columns, caption=caption)
     for name, row in (result["contestants"] | result["peers"]).items():
         if row.get("computed"):
-            table.add_row(name, "-", "-", f"{row['busiest_over_mean']:.2f}", *["-"] * 5)
+            table.add_row(name, "-", "-", "-", f"{row['busiest_over_mean']:.2f}", *["-"] * 5)
             continue
         moved = (str(row["switches"]), str(row["moved_experts"]), f"{row['moved_bytes'] / 1e6:.1f}")
-        times = (_number(row["step_ms"]), _faster_or_slower(1 / row["speedup"]), f"{row['busiest_over_mean']:.2f}")
+        times = _timed(row["step_ms"], row["step_min_ms"], row["step_p90_ms"])
+        times += (_faster_or_slower(1 / row["speedup"]), f"{row['busiest_over_mean']:.2f}")
         table.add_row(name, *times, *moved, _number(row["move_ms"]), f"{row['published_bytes'] / 1e6:.1f}")
     return [table]
 

@@ -23,7 +23,7 @@ from moe_comm.bench.common.inputs import (
     expected_y,
     make_inputs,
 )
-from moe_comm.bench.common.ranks import on_ranks, threads_per_rank
+from moe_comm.bench.common.ranks import on_ranks, say, threads_per_rank
 from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench
 from moe_comm.bench.dispatch import mpi_ranks
 from moe_comm.bench.dispatch.bare_copies import BareCopies
@@ -128,7 +128,10 @@ def run(settings: DispatchBench, threads: int = 1) -> dict[str, Any]:
     dispatcher = make_dispatcher(settings.experts, group, backend=settings.backend, device=settings.device)
     try:
         contestants, skipped = _contestants(dispatcher, settings, rank, inputs, threads)
+        names = ", ".join(contestant.name for contestant in contestants)
+        say(f"{settings.tokens} tokens per rank: comparing results with plain torch: {names}")
         errors = {contestant.name: contestant.check() for contestant in contestants}
+        say(f"measuring {settings.warmup} (discarded) + {settings.rounds} rounds of {names}")
         clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
         measure(contestants, clock, settings)
         by_rank: list[Any] = [None] * settings.ranks
@@ -244,6 +247,7 @@ def measure_all(settings: list[DispatchBench]) -> list[dict[str, Any]]:
     The result is empty on ranks of torchrun other than 0.
     """
     info = machine.machine_info(settings[0].device)
+    say(f"starting {settings[0].ranks} ranks")
     measured = on_ranks(_run_each, settings, settings[0].ranks, settings[0].device)
     if measured is None:
         return []
@@ -253,6 +257,7 @@ def measure_all(settings: list[DispatchBench]) -> list[dict[str, Any]]:
         return results
     reason = mpi_ranks.unavailable_reason()
     if reason is None:
+        say(f"measuring {', '.join(peers)} in processes of their own")
         try:
             summaries = mpi_ranks.run_mpi(settings, threads_per_rank(settings[0].ranks))
             for result, stats in zip(results, summaries, strict=True):

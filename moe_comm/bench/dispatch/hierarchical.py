@@ -34,6 +34,7 @@ from moe_comm.bench.common.inputs import (
     make_inputs,
 )
 from moe_comm.bench.common.interleave import measure_interleaved
+from moe_comm.bench.common.ranks import say
 from moe_comm.bench.common.settings import BatchShape
 from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.bench.hosts.on_hosts import on_hosts
@@ -146,12 +147,14 @@ def run(bench: HierarchicalBench, threads: int) -> list[dict[str, Any]]:
     group = dist.group.WORLD
     auto = make_dispatcher(bench.experts, group, traffic=Traffic(bench.top_k, bench.hidden)).name
     contestants = [_Contestant(name, bench, inputs) for name in CONTESTANTS]
+    say(f"comparing the results of {', '.join(CONTESTANTS)} with plain torch")
     for contestant in contestants:
         contestant.check(bench.shape)
     phases = {
         contestant.name: (("forward", contestant.forward), ("backward", contestant.backward))
         for contestant in contestants
     }
+    say(f"measuring {bench.warmup} (discarded) + {bench.rounds} rounds")
     stats = measure_interleaved(phases, bench.warmup, bench.rounds)
     counted = _counted(bench)
     results = []
@@ -160,6 +163,7 @@ def run(bench: HierarchicalBench, threads: int) -> list[dict[str, Any]]:
             f"{phase}_ms": stats[contestant.name, phase]["median_ms"] for phase in ("forward", "backward", "total")
         }
         times["total_min_ms"] = stats[contestant.name, "total"]["min_ms"]
+        times["total_p90_ms"] = stats[contestant.name, "total"]["p90_ms"]
         speedup = stats[BASELINE, "total"]["median_ms"] / times["total_ms"]
         row: dict[str, Any] = {
             "contestant": contestant.name,

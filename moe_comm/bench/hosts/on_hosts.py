@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from moe_comm.bench.common.ranks import on_ranks
+from moe_comm.bench.common.ranks import on_ranks, say
 from moe_comm.bench.hosts.namespaces import Hosts
 from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
 
@@ -33,6 +33,7 @@ def on_hosts(
         ConfigError: the hosts cannot be created (not root, or no iproute2), or processor time cannot be limited.
         RankFailed: a rank raised an exception that is no ``MoeCommError``, was killed, or exceeded the time limit.
     """
+    say(f"creating {hosts} hosts and measuring their links")
     with Hosts(hosts, link_gbit) as namespaces:
         links = measure_links(namespaces, min(LINK_BYTES, round(link_gbit * 1e9 / 8)))
         args = (work, argument, hosts * ranks_per_host, "cpu", cores_per_rank)

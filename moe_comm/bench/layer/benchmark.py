@@ -21,7 +21,7 @@ from moe_comm.bench.common import machine, report
 from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group, sync_single_rank
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import rotated
-from moe_comm.bench.common.ranks import on_ranks
+from moe_comm.bench.common.ranks import on_ranks, say
 from moe_comm.bench.common.settings import LayerBench
 from moe_comm.bench.layer.own_layer import MoeCommLayer, MoeCommReplicatedLayer
 from moe_comm.bench.layer.peers import (
@@ -184,9 +184,12 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
     rank = dist.get_rank()
     names, skipped = select_contestants(settings)
     x_TD, grad_TD = make_inputs(settings, rank)
+    say(f"building {', '.join(names)}")
     runners = [ContestantRun(KINDS[name](settings, rank), x_TD, grad_TD) for name in names]
     try:
+        say("comparing their results")
         errors = check(runners)
+        say(f"measuring {settings.warmup} (discarded) + {settings.rounds} rounds of forward and backward")
         clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
         # Tests use small shapes; a large GEMM would only make them slower.
         size = GEMM_SIZES[settings.device] if settings.flops > 1e9 else 128
@@ -233,6 +236,7 @@ def _row(settings: LayerBench, name: str, stats: dict[tuple[str, str], Stats], g
     row |= {"gflops": gflops, "gemm_fraction": gflops / gemm_gflops}
     if name != baseline:
         row["speedup"] = total["median_ms"] / stats[baseline, "total"]["median_ms"]
+        row["speedup_of"] = baseline
     if KINDS[name].note:
         row["note"] = KINDS[name].note
     return row
@@ -303,6 +307,7 @@ def main(settings: LayerBench, json_out: str | None = None) -> dict[str, Any]:
         result["skipped"]["memory"] = "requires separate processes; run without torchrun"
     elif settings.memory:
         for name, row in result["contestants"].items():
+            say(f"measuring the peak memory of {name}")
             row |= peak_memory(settings, name)
     report.write_json(result, json_out)
     report.show(report.layer_tables(result), json_out)

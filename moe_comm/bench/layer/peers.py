@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.bench.common.settings import LayerBench
+from moe_comm.errors import pip_install
 
 SCALE = 0.02
 """Standard deviation of all weights."""
@@ -120,7 +121,7 @@ class HuggingFaceLayer(LayerContestant):
 
     @classmethod
     def unavailable_reason(cls, settings: LayerBench) -> str | None:
-        return None if util.find_spec("transformers") else "not installed: pip install 'moe_comm[hf]'"
+        return None if util.find_spec("transformers") else f"not installed: {pip_install('hf')}"
 
     def build(self, weights: LayerWeights) -> nn.Module:
         block = _hf_block(self.settings).to_empty(device=self.settings.device)

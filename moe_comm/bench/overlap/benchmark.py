@@ -29,7 +29,7 @@ import torch
 
 from moe_comm.bench.common import machine, report
 from moe_comm.bench.common.interleave import measure_interleaved
-from moe_comm.bench.common.ranks import on_ranks
+from moe_comm.bench.common.ranks import on_ranks, say
 from moe_comm.bench.hosts.namespaces import Hosts, unavailable_reason
 from moe_comm.bench.hosts.on_hosts import LINK_BYTES, TIMEOUT_S
 from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
@@ -77,6 +77,7 @@ def run(task: tuple[OverlapBench, float, bool], threads: int) -> tuple[dict[str,
     steps: list[TimelineStep] = []
     for operator, direction, ratio in itertools.product(bench.operators, DIRECTIONS, bench.ratios):
         kind = CONTESTS[operator]
+        say(f"{operator} {direction}, ratio {ratio:g}: choosing the width, then measuring")
         other = fitting(kind, direction, ratio, bench, rates)
         for rows in bench.rows:
             contest = kind(direction, bench, rows, other)
@@ -88,6 +89,7 @@ def run(task: tuple[OverlapBench, float, bool], threads: int) -> tuple[dict[str,
                 steps += [record(contest.name, name, parts[name]) for name in ("serial", "overlapped")]
     if bench.layer:
         for ffn in widths(bench, rates):
+            say(f"MoE layer, F {ffn}: comparing results, then measuring")
             layer = OverlapLayerContest(bench, ffn)
             try:
                 layer.check()
@@ -128,6 +130,7 @@ def main(
     if problem := unavailable_reason():
         raise ConfigError(f"cannot create {bench.hosts} hosts: {problem}")
     info = machine.machine_info("cpu")
+    say(f"creating {bench.hosts} hosts and measuring their links")
     with Hosts(bench.hosts, bench.link_gbit) as hosts:
         links = measure_links(hosts, LINK_BYTES)
         # The ranks of a host share its link.

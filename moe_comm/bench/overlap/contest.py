@@ -246,6 +246,8 @@ def measure(contest: OperatorContest) -> dict[str, Any]:
     parts = {name: (("total", work),) for name, work in works.items()}
     stats = measure_interleaved(parts, bench.warmup, bench.rounds, seconds=bench.seconds)
     times: dict[str, Any] = {f"{name}_ms": stats[name, "total"]["median_ms"] for name in works}
+    for which in ("min_ms", "p90_ms"):
+        times |= {f"{name}_{which}": stats[name, "total"][which] for name in ("serial", "overlapped")}
     serial, overlapped = stats["serial", "total"], stats["overlapped", "total"]
     times |= hidden_of(times) | {"rounds": serial["iterations"]}
     times["vs_serial_min"] = overlapped["min_ms"] / serial["min_ms"]

@@ -132,6 +132,8 @@ class OverlapLayerContest:
             key = "hf_ep" if name == HF_EP else name
             for phase in ("forward", "backward", "total"):
                 row[f"{key}_ms" if phase == "total" else f"{key}_{phase}_ms"] = stats[name, phase]["median_ms"]
+        for which in ("min_ms", "p90_ms"):
+            row |= {f"{name}_{which}": stats[name, "total"][which] for name in (Serial.name, Overlapped.name)}
         row |= hidden_of(row)
         row["comm_share"] = row["comm_ms"] / row["serial_ms"]
         row["speedup_vs_serial"] = row["serial_ms"] / row["overlapped_ms"]

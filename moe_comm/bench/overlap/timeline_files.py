@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, TimelineSpan, TimelineStep, lanes
-from moe_comm.errors import MissingDependency
+from moe_comm.errors import MissingDependency, pip_install
 from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
 from moe_comm.runtime.safe_files import replacing, write_file
 
@@ -29,7 +29,7 @@ def check_packages(trace: str | None, png: str | None) -> None:
     if trace is not None:
         check_package("bench")
     if png is not None and util.find_spec("matplotlib") is None:
-        raise MissingDependency("matplotlib is not installed; run: pip install 'moe_comm[bench]'")
+        raise MissingDependency(f"matplotlib is not installed; run: {pip_install('bench')}")
 
 
 def perfetto(steps: Sequence[TimelineStep]) -> bytes:

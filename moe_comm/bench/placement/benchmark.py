@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from moe_comm.bench.common import machine, report
 from moe_comm.bench.common.clock import Clock, sync_group
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import rotated, slowest
-from moe_comm.bench.common.ranks import on_ranks
+from moe_comm.bench.common.ranks import on_ranks, say
 from moe_comm.bench.hosts.on_hosts import on_hosts
 from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.layers.moe.config import MoEConfig
@@ -160,6 +160,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *PEERS)]
     deciding: dict[str, _Contestant] = {one.name: one for one in layers if one.name in bench.kinds}
     clock = Clock(sync_group, bench.device)
+    say("measuring the time of a row, of a move and of a copy")
     costs = _costs(layers[0], deciding.get(REPLICATE), clock)
     loads: list[list[int]] = []
     packed_copies = [list(layers[0].layer.placement.homes_of(rank)) for rank in range(bench.ranks)]
@@ -174,6 +175,9 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
                     for phase in ("forward", "backward", "total"):
                         clock.times[one.name, phase] = []
                     one.published_bytes = 0
+            if step % bench.every == 0:
+                last = min(step + bench.every, bench.warmup + bench.steps)
+                say(f"steps {step + 1} to {last} of {bench.warmup} (discarded) + {bench.steps}")
             ids_TK, loads_E = bench.ids(step, dist.get_rank()), bench.loads(step)
             for one in rotated(layers, step):
                 one.step(ids_TK, clock)
@@ -297,6 +301,8 @@ def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], i
     moves_s = slowest(by_rank, one.name, "move") if (one.name, "move") in by_rank[0] else []
     return {
         "step_ms": median(steps_s) * 1e3,
+        "step_min_ms": min(steps_s) * 1e3,
+        "step_p90_ms": quantiles(steps_s, n=10, method="inclusive")[-1] * 1e3 if len(steps_s) > 1 else steps_s[0] * 1e3,
         "move_ms": median(moves_s) * 1e3 if moves_s else None,
         "speedup": fixed_s / (sum(steps_s) + sum(moves_s)),
         "busiest_over_mean": _ratio(steps),

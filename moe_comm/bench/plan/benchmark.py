@@ -153,11 +153,12 @@ def tables(result: dict[str, Any]) -> list[Table]:
             title_justify="left",
             caption_justify="left",
         )
-        for name in ("mapping", "measured, ms", "minimum, ms", "predicted, ms", "prediction error"):
+        for name in ("mapping", "measured, ms", "minimum", "predicted, ms", "prediction error"):
             table.add_column(name, justify="left" if name == "mapping" else "right", no_wrap=True)
         for row in group["mappings"]:
-            cells = (f"{row[key]:,.0f}" for key in ("step_ms", "step_min_ms", "predicted_ms"))
-            table.add_row(row["mapping"], *cells, f"{row['error']:+.1%}")
+            least = f"{row['step_min_ms']:,.0f}{' noisy' * (row['step_ms'] > report.NOISY * row['step_min_ms'])}"
+            predicted = (f"{row['predicted_ms']:,.0f}", f"{row['error']:+.1%}")
+            table.add_row(row["mapping"], f"{row['step_ms']:,.0f}", least, *predicted)
         all_tables.append(table)
     all_tables[-1].caption = (
         f"{all_tables[-1].caption}\nerrors: median {result['median_error']:.1%}, maximum {result['worst_error']:.1%}, "

@@ -24,7 +24,7 @@ from moe_comm.bench.common import machine, report
 from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group, sync_single_rank
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.common.interleave import rotated
-from moe_comm.bench.common.ranks import SingleRankMesh, cores_of_group, on_ranks, pinned_to
+from moe_comm.bench.common.ranks import SingleRankMesh, cores_of_group, on_ranks, pinned_to, say
 from moe_comm.bench.hosts.namespaces import interface_bytes, unavailable_reason
 from moe_comm.bench.hosts.on_hosts import on_hosts
 from moe_comm.bench.plan.benchmark import calibrated
@@ -173,6 +173,7 @@ def run(
         cores = cores_of_group()
         contestant_runs: list[_ContestantRun] = []
         for name in names:
+            say(f"building {name}")
             contestant_runs.append(_ContestantRun(name, _with_config(inputs, name), cores))
             stack.callback(contestant_runs[-1].close)
             ranks.barrier()
@@ -189,12 +190,15 @@ def run(
             if step == bench.warmup:
                 clock.clear()
                 rates.clear()
+            say(f"round {step + 1} of {bench.warmup} (discarded) + {bench.steps}: a step of each")
             for contestant_run in rotated(contestant_runs, step):
                 gc.collect()
                 contestant_run.run_round(clock, step, traced=trace is not None and step == last)
             ranks.barrier()
             rates.append(gemm_flops(size=size))
             _check(contestant_runs)
+        if bench.hosts > 1:
+            say("measuring steps without communication")
         for contestant_run in contestant_runs:
             if bench.hosts > 1:
                 contestant_run.measure_compute(clock, bench.steps)
@@ -386,6 +390,8 @@ def main(
     if bench.hosts > 1 and (problem := unavailable_reason()):
         raise ConfigError(f"cannot create {bench.hosts} hosts: {problem}")
     info = machine.machine_info("cpu")
+    if predict:
+        say("calibrating this machine")
     cluster = calibrated(PlanBench(link_gbit=bench.link_gbit), bench.ranks, bench.hosts) if predict else None
     work = partial(run, trace=trace, cluster=cluster)
     result = on_ranks(work, bench, bench.ranks, "cpu") if bench.hosts == 1 else _on_hosts(work, bench)

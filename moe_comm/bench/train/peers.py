@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_comm.bench.common.ranks import SingleRankMesh
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
 from moe_comm.bench.train.settings import BETAS, EPS, LR, WEIGHT_DECAY, TrainBench
+from moe_comm.errors import pip_install
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline.batch import MicroBatch
 
@@ -63,7 +64,7 @@ class HuggingFaceTraining(TrainContestant):
     @classmethod
     def unavailable_reason(cls, bench: TrainBench) -> str | None:
         if util.find_spec("transformers") is None:
-            return "not installed: pip install 'moe_comm[hf]'"
+            return f"not installed: {pip_install('hf')}"
         return super().unavailable_reason(bench)
 
     def __init__(self, inputs: ContestantInputs) -> None:

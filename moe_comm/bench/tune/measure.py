@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_comm.bench.common import machine, report
 from moe_comm.bench.common.interleave import interleaved_times, slowest
-from moe_comm.bench.common.ranks import on_ranks
+from moe_comm.bench.common.ranks import on_ranks, say
 from moe_comm.bench.common.settings import DTYPES, check_choice
 from moe_comm.bench.hosts.namespaces import Hosts
 from moe_comm.bench.hosts.ranks import run_on_hosts
@@ -103,6 +103,7 @@ def run(tune: Tune, threads: int) -> list[Measurement]:
     rates_by_channel: dict[Channel, GroupRates] = {}
     result = []
     for operator, rows in itertools.product(tune.operators, tune.rows):
+        say(f"measuring {operator}, {rows} rows per rank")
         case = CASES[operator](context, rows, tune.sent, tune.other)
         if case.channel not in rates_by_channel:
             rates_by_channel[case.channel] = measure_rates(case.channel, context.dtype, device, max(tune.rounds, 3))

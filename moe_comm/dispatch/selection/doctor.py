@@ -16,7 +16,7 @@ import torch
 from moe_comm.comm.registered import MIN_NCCL, registration_problem
 from moe_comm.dispatch.peer_to_peer.access import BLOCKED, NO_KERNELS, REACHES, problem_of
 from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffic, choose
-from moe_comm.errors import KernelError, MissingDependency
+from moe_comm.errors import KernelError, MissingDependency, pip_install
 from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import PTX_FROM, compiled_for
 from moe_comm.runtime.doctor import DoctorReport
@@ -52,7 +52,7 @@ def _compilers(notes: DoctorReport) -> None:
         compiler = nvrtc.find()
     except MissingDependency as error:
         notes.data["nvrtc"] = None
-        advice = "only needed on GPUs without compiled kernels: pip install 'moe_comm[cu13]', or [cu12]"
+        advice = f"only needed on GPUs without compiled kernels: {pip_install('cu13')}, or cu12"
         notes.add("gpu", "NVRTC", "missing", str(error).split(" (")[0], advice)
     else:
         version = f"{compiler.version[0]}.{compiler.version[1]}"
@@ -89,7 +89,7 @@ def _kernel_source(capability: str, archs: Sequence[str], compiler: Mapping[str,
             return f"compiled in for sm_{major}{minor}", ""
         return f"compiled in, from the PTX of sm_{PTX_FROM} by the driver at first use", ""
     if compiler is None:
-        return NO_CODE, "pip install 'moe_comm[cu13]' (or [cu12]) for NVRTC, or build with MOE_COMM_CUDA=on"
+        return NO_CODE, f"for NVRTC, {pip_install('cu13')}, or cu12; or build with MOE_COMM_CUDA=on"
     try:
         arch = nvrtc.arch_for((major, minor), compiler["archs"])
     except KernelError as error:

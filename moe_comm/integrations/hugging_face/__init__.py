@@ -6,7 +6,7 @@ and ``"moe_comm_fp8"`` to the two registries of transformers. ``MoETrainer``, ``
 importing ``Trainer`` takes seconds.
 """
 
-from moe_comm.errors import MissingDependency
+from moe_comm.errors import MissingDependency, pip_install
 from moe_comm.lazy import attach_stub
 
 try:
@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] == "moe_comm":
         raise
     raise MissingDependency(
-        f"Hugging Face models need {error.name}, which is not installed; run: pip install 'moe_comm[hf]'"
+        f"Hugging Face models need {error.name}, which is not installed; run: {pip_install('hf')}"
     ) from error
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -63,6 +63,7 @@ def register() -> None:
             EPImplementationInterface.register(name, _ep_implementation(gemm_dtype))
 
 
+@torch._disable_dynamo
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, gemm_dtype: GemmDtype = "same"
 ) -> Tensor:

@@ -19,6 +19,7 @@ from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -102,6 +103,7 @@ class EPExperts(nn.Module):
             attach_experts(self, shards, replicated, label)
             self.copies = ExpertCopies.of(self, shards, placement, label)
 
+    @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the expert outputs of each token. Collective.
 

@@ -1,10 +1,8 @@
 """Local operators as Triton kernels, for CUDA tensors. Each module names its reference in plain torch."""
 
-from moe_comm.errors import MissingDependency
+from moe_comm.errors import MissingDependency, pip_install
 
 try:
     import triton as _triton  # noqa: F401
 except ImportError as error:
-    raise MissingDependency(
-        f"these kernels need Triton ({error}); run `pip install 'moe_comm[cu13]'`, or cu12"
-    ) from error
+    raise MissingDependency(f"these kernels need Triton ({error}); run: {pip_install('cu13')}, or cu12") from error

@@ -16,7 +16,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from moe_comm.errors import MissingDependency
+from moe_comm.errors import MissingDependency, pip_install
 from moe_comm.observe.report.figures import text
 
 
@@ -142,7 +142,7 @@ def plotly_script() -> str:
     try:
         script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError:
-        raise MissingDependency("plotly is not installed; run: pip install 'moe_comm[observe]'") from None
+        raise MissingDependency(f"plotly is not installed; run: {pip_install('observe')}") from None
     return script.replace("\r\n", "\n").replace("</script", "<\\/script")
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_comm.errors import ConfigError, CorruptFile, MissingDependency
+from moe_comm.errors import ConfigError, CorruptFile, MissingDependency, pip_install
 from moe_comm.plan.arrays import Ints
 from moe_comm.plan.whatif.trace_table import MOST_OPERATIONS, TraceGraph, TraceTable
 from moe_comm.runtime.untrusted import open_regular, shown
@@ -108,7 +108,7 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...], Ints]:
     try:
         import pyarrow.parquet as parquet  # in the optional extra "data"
     except ImportError as error:
-        raise MissingDependency(f"{path} needs pyarrow; install with: pip install 'moe_comm[data]'") from error
+        raise MissingDependency(f"{path} needs pyarrow; install with: {pip_install('data')}") from error
     with contextlib.ExitStack() as stack:
         try:
             source = stack.enter_context(os.fdopen(open_regular(path), "rb"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.errors import ConfigError, MissingDependency, pip_install
 from moe_comm.runtime.untrusted import abridged, open_regular
 from moe_comm.train.data.settings import SourceSpec
 
@@ -263,7 +263,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise MissingDependency(
-            f"{path} is a Parquet file, which needs pyarrow; install with: pip install 'moe_comm[data]'"
+            f"{path} is a Parquet file, which needs pyarrow; install with: {pip_install('data')}"
         ) from error
     return parquet
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_comm.deprecated import renamed_fields
-from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.errors import ConfigError, MissingDependency, pip_install
 from moe_comm.runtime.safe_files import make_folders, open_own_folder, write_file
 from moe_comm.runtime.untrusted import read_bounded
 
@@ -302,6 +302,6 @@ def _library() -> Any:
         from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: F401  attributes of the package
     except ImportError as error:
         raise MissingDependency(
-            "this tokenizer needs the package tokenizers; install with: pip install 'moe_comm[train]'"
+            f"this tokenizer needs the package tokenizers; install with: {pip_install('train')}"
         ) from error
     return tokenizers

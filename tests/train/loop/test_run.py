@@ -376,7 +376,7 @@ def test_an_invalid_folder_or_text_is_a_config_error_on_every_rank(
 def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
-    with pytest.raises(MissingDependency, match=r"tensorboard; install with: pip install 'moe_comm\[train\]'"):
+    with pytest.raises(MissingDependency, match=r"tensorboard; install with: pip install '\.\[train\]'"):
         run(None)
 
 
