@@ -16,14 +16,13 @@ from moe_comm.cli.options import (
     Hidden,
     JsonOut,
     Overrides,
-    Ranks,
     Seed,
     Settings,
     TopK,
     load,
     one_of,
 )
-from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
 
 if TYPE_CHECKING:
     from moe_comm.layers.check.gradients import CheckGradsConfig, GradReport
@@ -66,7 +65,9 @@ def mesh(
 
 @app.command("check-grads")
 def check_grads(
-    ranks: Ranks = 2,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start.  [default: 2; under torchrun, its ranks]")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per rank.")] = 37,
     hidden: Hidden = 64,
     ffn: Annotated[int, typer.Option(min=1, help="Width of each expert.")] = 96,
@@ -104,7 +105,7 @@ def check_grads(
         cases=tuple(one_of("case", case, CASES) for case in cases or CASES),
     )
     loaded = ("torch", "moe_comm.layers.check.gradients")
-    report = launch(_check_grads_rank, (config,), ranks, preload=loaded)[0]
+    report = launch(_check_grads_rank, (config,), ranks_to_use(ranks, default=2), preload=loaded)[0]
     if report is None:  # under torchrun only the first rank reports
         return
     typer.echo(str(report))
