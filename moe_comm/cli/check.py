@@ -16,7 +16,6 @@ from moe_comm.cli.options import (
     Hidden,
     JsonOut,
     Overrides,
-    Ranks,
     Seed,
     Settings,
     TopK,
@@ -24,7 +23,7 @@ from moe_comm.cli.options import (
     load,
     one_of,
 )
-from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
 
 if TYPE_CHECKING:
     from moe_comm.layers.check.gradients import CheckGradsConfig, GradReport
@@ -67,7 +66,9 @@ def mesh(
 
 @app.command("check-grads")
 def check_grads(
-    ranks: Ranks = 2,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start.  [default: 2; under torchrun, its ranks]")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per rank.")] = 37,
     hidden: Hidden = 64,
     ffn: Annotated[int, typer.Option(min=1, help="Width of each expert.")] = 96,
@@ -105,7 +106,7 @@ def check_grads(
         cases=tuple(one_of("case", case, CASES) for case in cases or CASES),
     )
     loaded = ("torch", "moe_comm.layers.check.gradients")
-    report = launch(_check_grads_rank, (config,), ranks, preload=loaded)[0]
+    report = launch(_check_grads_rank, (config,), ranks_to_use(ranks, default=2), preload=loaded)[0]
     if report is None:  # under torchrun only the first rank reports
         return
     echo(str(report))

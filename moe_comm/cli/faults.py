@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moe_comm.cli.options import Config, Overrides, Settings, echo, load
-from moe_comm.cli.train import LOADED, check_faults, train_rank
+from moe_comm.cli.train import LOADED, check_faults, ranks_of, train_rank
 from moe_comm.runtime.launch import launch
 
 app = typer.Typer()
@@ -38,12 +38,13 @@ def inject(
     parsed = configuration.load(config, changes)
     check_faults(parsed)
     runs = Path(parsed.run.folder)
+    world = ranks_of(parsed)
     before = set(runs.glob(f"{parsed.run.name}-*"))
     try:
         launch(
             train_rank,
             (config, changes, parsed.parallel.timeout_s),
-            parsed.parallel.ranks,
+            world,
             restarts=restarts,
             preload=LOADED,
         )

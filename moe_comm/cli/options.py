@@ -30,7 +30,7 @@ class Preset(StrEnum):
     compute = "compute"
 
 
-Ranks = Annotated[int, typer.Option(min=1, help="Ranks to start; torchrun's ranks are used under torchrun.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks to start; under torchrun, the number of its ranks.")]
 AnyHosts = Annotated[
     int, typer.Option(min=1, max=64, help="Number of hosts; several are network namespaces, which need root.")
 ]

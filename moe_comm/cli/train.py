@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_comm.cli.options import Config, Overrides, Settings, echo, load
-from moe_comm.runtime.launch import Interrupted, init_ranks, launch, under_torchrun
+from moe_comm.runtime.launch import Interrupted, init_ranks, launch, ranks_to_use, under_torchrun
 
 app = typer.Typer()
 WORDS = ("no", "auto")
@@ -59,16 +59,27 @@ def train(
     if dry_run:
         echo(load("moe_comm.train.dry_run", "train").describe(parsed))
         return
+    ranks = ranks_of(parsed)
     ended_by = launch(
         train_rank,
         (config, changes, parsed.parallel.timeout_s),
-        parsed.parallel.ranks,
+        ranks,
         restarts=restarts,
         preload=LOADED,
         tracebacks=tracebacks,
     )
     if signal.SIGINT in ended_by and not under_torchrun():  # a single rank ran in this process
         raise Interrupted(signal.SIGINT)
+
+
+def ranks_of(config: Any) -> int:
+    """Return the number of ranks of a run. Under torchrun, ``parallel.ranks`` must be equal to it if it is set.
+
+    Raises:
+        ConfigError: as ``moe_comm.runtime.launch.ranks_to_use``.
+    """
+    parallel = config.parallel
+    return ranks_to_use(parallel.ranks if "ranks" in parallel.model_fields_set else None, default=parallel.ranks)
 
 
 def resume_from(resume: str | Path) -> str:

@@ -275,7 +275,8 @@ class ParallelSection(Section):
         trials: with ``auto``, number of mappings with different degrees of which four steps are measured before the
             run, of the ten fastest predictions, if they differ by at most 25%. The fastest mapping is used. None: 3 if
             that is at most 5% of the steps of the run and ``machine`` is not given, else 0.
-        ranks: processes that the command line starts. Under torchrun, its world size is used.
+        ranks: processes that the command line starts. Under torchrun, its number of ranks: leave it unset, or set it
+            to this number.
         tp: tensor-parallel size, with sequence parallelism.
         cp: context-parallel size.
         pp: pipeline-parallel size.

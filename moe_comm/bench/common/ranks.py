@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.bench.common.processor_quota import processor_quota
-from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.topology import ParallelConfig, ParallelMesh
 
@@ -101,17 +100,18 @@ def on_ranks(
         cores_per_rank: processor time of each rank in cores, see ``processor_quota``. None: no limit.
 
     Raises:
-        ConfigError: torchrun started a different number of ranks, or processor time cannot be limited.
+        ConfigError: as ``launch``, or processor time cannot be limited.
         RankFailed: a rank raised an exception or was killed.
     """
-    arguments = (work, argument, ranks, device, cores_per_rank)
+    arguments = (work, argument, device, cores_per_rank)
     return launch(_rank, arguments, ranks, preload=("torch", work.__module__))[0]  # type: ignore[no-any-return]
 
 
-def _rank(work: Callable[[T, int], R], argument: T, ranks: int, device: str, cores_per_rank: float | None) -> R | None:
-    with init_ranks(device, TIMEOUT_S) as env:
-        if env.world != ranks:
-            raise ConfigError(f"torchrun started {env.world} ranks, but --ranks is {ranks}; pass --ranks {env.world}")
-        with pinned(env.rank, env.world) as threads, processor_quota(cores_per_rank):
-            result = work(argument, threads)
+def _rank(work: Callable[[T, int], R], argument: T, device: str, cores_per_rank: float | None) -> R | None:
+    with (
+        init_ranks(device, TIMEOUT_S) as env,
+        pinned(env.rank, env.world) as threads,
+        processor_quota(cores_per_rank),
+    ):
+        result = work(argument, threads)
     return result if env.rank == 0 else None

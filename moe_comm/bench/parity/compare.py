@@ -22,7 +22,7 @@ from moe_comm.bench.hosts import Hosts, run_on_hosts, unavailable_reason
 from moe_comm.bench.parity.cases import CASES, ParityCase
 from moe_comm.bench.parity.training import TrainingResult, assemble, train
 from moe_comm.errors import ConfigError
-from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
 from moe_comm.train import config as configuration
 
 JOBS_PER_PROCESS = 6
@@ -170,6 +170,9 @@ def compare(
     cases: Sequence[ParityCase], optimizers: Sequence[str] = OPTIMIZERS, steps: int = 20, settings: Sequence[str] = ()
 ) -> Iterable[ParityRow]:
     """Train all cases with all optimizers and compare each with one process. ``settings`` are overrides of all runs."""
+    for case in cases:
+        if case.hosts == 1:
+            ranks_to_use(case.ranks)  # raises before the first training run
     with tempfile.TemporaryDirectory(prefix="moe_comm-parity-") as folder:
         common = [*COMMON, f"run.steps={steps}", f"data.cache={folder}"]
         references: dict[tuple[str, tuple[str, ...], str], TrainingResult] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, error_class
+from moe_comm.runtime.launch.environment import ranks_to_use, under_torchrun
 from moe_comm.runtime.launch.launcher import (
     AGENT_STORE_VARIABLE,
     MAX_RANKS,
@@ -12,7 +13,6 @@ from moe_comm.runtime.launch.launcher import (
     available_cores,
     init_ranks,
     launch,
-    under_torchrun,
     within_quota,
 )
 from moe_comm.runtime.launch.rank_main import RESTARTS_VARIABLE
@@ -30,6 +30,7 @@ __all__ = [
     "error_class",
     "init_ranks",
     "launch",
+    "ranks_to_use",
     "under_torchrun",
     "within_quota",
 ]

@@ -30,6 +30,7 @@ from typing import Any
 from moe_comm.errors import ConfigError, MoeCommError, PeerError
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
+from moe_comm.runtime.launch.environment import RankEnvironment, rank_environment, ranks_to_use, under_torchrun
 from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
 from moe_comm.runtime.launch.user_traceback import hide_installed_frames
 
@@ -72,15 +73,10 @@ def within_quota(cores: int) -> int:
     return max(cores, 1)
 
 
-def under_torchrun() -> bool:
-    """Whether a launcher (torchrun, or ``launch``) started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def launch(
     entry: Callable[..., Any] | str,
     args: Sequence[Any] = (),
-    ranks: int = 1,
+    ranks: int | None = None,
     *,
     restarts: int = 0,
     preload: Sequence[str] = (),
@@ -92,7 +88,8 @@ def launch(
         entry: a function at the top level of an importable module, or the name of a module, which runs as
             ``python -m entry *args``.
         args: picklable arguments; strings for a module.
-        ranks: number of processes. With 1, a function runs in this process. Under torchrun, its ranks are used.
+        ranks: number of processes. With 1, a function runs in this process. Under torchrun, a function runs on its
+            ranks, which must be as many. None: the ranks of torchrun, else 1.
         restarts: how often all ranks are restarted when one fails, like torchrun's ``--max-restarts``. The function
             must find its earlier progress itself, for example in a checkpoint. After a ``FINAL`` error of a function,
             which would occur again, ranks are not restarted. With restarts, one rank runs in its own process too.
@@ -106,14 +103,16 @@ def launch(
         The result of each rank, by rank (None for a module). Under torchrun, only that of this rank.
 
     Raises:
-        ConfigError: ``ranks`` is out of range.
+        ConfigError: ``ranks`` is out of range, or a function is to run on another number of ranks than torchrun
+            started; or the environment is invalid, see ``rank_environment``.
         MoeCommError: a rank raised it; the message names the rank. If several failed, the earliest cause is raised.
         RankFailed: a rank failed with another error or was killed.
         Interrupted: SIGINT or SIGTERM was received while the ranks ran. It is forwarded to ranks that run a function.
             If they all handle SIGTERM and return a result, the result is returned and nothing is raised.
     """
-    if not 1 <= ranks <= MAX_RANKS:
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"ranks must be between 1 and {MAX_RANKS}; got {ranks}")
+    ranks = ranks_to_use(ranks) if callable(entry) else ranks or 1
     cpu_guard.apply()
     if callable(entry) and (under_torchrun() or (ranks == 1 and not restarts)):
         try:
@@ -231,7 +230,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
         timeout_s: timeout of torch's own collectives.
 
     Raises:
-        ConfigError: unknown device, or fewer GPUs than ranks on this host.
+        ConfigError: unknown device, fewer GPUs than ranks on this host, or an invalid environment.
         PeerTimeout: under torchrun, a rank did not join in time.
     """
     import torch
@@ -240,18 +239,19 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     from moe_comm.runtime.launch import attempt  # loads torch
 
     cpu_guard.apply()
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    # Who has made a process group needs no variables for it.
+    joined = dist.is_initialized() and not os.environ.get("RANK")
+    own = (None if joined else rank_environment()) or RankEnvironment(0, 1, 0, 1, one_host=True)
     restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
-    kind = _device_kind(device, local_world)
-    local_device = f"cuda:{local_rank}" if kind == "cuda" else "cpu"
+    kind = _device_kind(device, own.local_world)
+    local_device = f"cuda:{own.local_rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(own.local_rank)
     if dist.is_initialized():
-        yield LocalRanks(dist.get_rank(), dist.get_world_size(), local_rank, local_device, restarts)
+        yield LocalRanks(dist.get_rank(), dist.get_world_size(), own.local_rank, local_device, restarts)
         return
-    if local_world == world and Path("/sys/class/net/lo").exists():
+    rank, world = own.rank, own.world
+    if own.one_host and Path("/sys/class/net/lo").exists():
         # Gloo would listen on the interface of the host name. Ranks of one host only need loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store: Any = None
@@ -264,11 +264,17 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     elif os.environ.get(AGENT_STORE_VARIABLE) == "True":
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, restarts = attempt.join(address, rank, world, timeout_s)
+    elif not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT", "").isdecimal():
+        raise ConfigError(
+            f"this process is rank {rank} of {world} (RANK, WORLD_SIZE): set MASTER_ADDR and MASTER_PORT on all ranks "
+            f"to the address and a free port of rank 0, or use torchrun; got {os.environ.get('MASTER_ADDR')!r} and "
+            f"{os.environ.get('MASTER_PORT')!r}"
+        )
     arguments: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **arguments)
     try:
-        yield LocalRanks(rank, world, local_rank, local_device, restarts)
+        yield LocalRanks(rank, world, own.local_rank, local_device, restarts)
     except Exception as error:
         vars(error).setdefault(RAISED_AT, time.time_ns())
         raise

@@ -136,7 +136,7 @@ def test_one_rank_runs_in_this_process_with_a_group_of_its_own() -> None:
 def test_under_torchrun_its_ranks_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert launch(os.getpid, ranks=7) == [os.getpid()]
+    assert launch(os.getpid) == [os.getpid()] == launch(os.getpid, ranks=1)
 
 
 def test_an_existing_group_is_used_and_not_destroyed() -> None:
@@ -437,7 +437,7 @@ def test_torchrun_works(tmp_path: Path) -> None:
         "        total = torch.tensor([ranks.rank + 1])\n"
         "        dist.all_reduce(total)\n"
         "        pathlib.Path(sys.argv[1], f'out{ranks.rank}').write_text(str(int(total)))\n"
-        "launch(work, ranks=5)\n"
+        "launch(work)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
