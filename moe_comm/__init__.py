@@ -29,7 +29,7 @@ def _register() -> None:
 
 after_import(("transformers.integrations.moe", "transformers.distributed.expert_parallel"), _register)
 
-_load, __dir__, __all__ = attach_stub(__name__, __file__, {"FoldedMesh": "ParallelMesh"})
+_load, __dir__, __all__ = attach_stub(__name__, __file__)
 __all__ += ["__version__"]
 
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moe_comm.deprecated import renamed_fields
 from moe_comm.errors import ConfigError, MissingDependency
 
 VOCAB_BYTES = 256
@@ -110,7 +109,6 @@ class ByteTokenizer:
         _save(folder, backend.to_str(pretty=False), END_OF_TEXT, {})
 
 
-@renamed_fields(beside="extra_files")
 class FileTokenizer:
     """A tokenizer of the Hugging Face ``tokenizers`` library.
 
