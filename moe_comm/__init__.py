@@ -44,7 +44,7 @@ after_import(("lightning.pytorch.strategies.strategy",), partial(_scale_aux_loss
 after_import(("pytorch_lightning.strategies.strategy",), partial(_scale_aux_losses, "lightning"))
 after_import(("transformers.integrations.moe", "transformers.distributed.expert_parallel"), _register)
 
-_load, __dir__, __all__ = attach_stub(__name__, __file__, {"FoldedMesh": "ParallelMesh"})
+_load, __dir__, __all__ = attach_stub(__name__, __file__)
 __all__ += ["__version__"]
 
 

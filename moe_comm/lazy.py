@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from moe_comm.deprecated import warn_renamed
 
 
 def stub_names(stub: Path) -> dict[str, str]:
@@ -25,23 +23,16 @@ def stub_names(stub: Path) -> dict[str, str]:
     }
 
 
-def attach_stub(
-    package: str, file: str, renamed: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package with a stub.
 
     Args:
         package: ``__name__`` of the package.
         file: ``__file__`` of the package. Its stub has the suffix ``.pyi``, and imports as ``from a import b as b``.
-        renamed: deprecated names, each with its new name.
     """
     modules = stub_names(Path(file).with_suffix(".pyi"))
-    deprecated = renamed or {}
 
     def load(name: str) -> Any:
-        if name in deprecated:
-            warn_renamed(f"{package}.{name}", f"{package}.{deprecated[name]}")
-            name = deprecated[name]
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(modules[name]), name)

@@ -26,7 +26,6 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import AbortOnError, raised_text
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import GroupCalls, Header
-from moe_comm.deprecated import warn_renamed
 from moe_comm.dispatch.arrays import Array, as_tensors
 from moe_comm.dispatch.autograd import (
     CombineFunction,
@@ -100,12 +99,6 @@ class Dispatcher(ABC):
             ConfigError: the group has been destroyed.
         """
         return None if self.comm is None else self.comm.group
-
-    @property
-    def damage(self) -> CorruptionLog:
-        """Deprecated alias of ``corruption``."""
-        warn_renamed("Dispatcher.damage", "Dispatcher.corruption")
-        return self.corruption
 
     @property
     def num_calls(self) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.deprecated import renamed_attributes, renamed_fields
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
@@ -21,7 +20,6 @@ INVALID_LOGITS = -2
 """Expert id that a router assigns to a token whose logits are NaN or all -Inf. Dispatch then raises on every rank."""
 
 
-@renamed_fields(payloads="wire_dtypes")
 @dataclass(frozen=True)
 class DispatchOptions:
     """Options of a dispatcher.
@@ -105,7 +103,6 @@ class ExtraRoutes:
     slots: DispatchHandle | None = None
 
 
-@renamed_attributes(layout="handle")
 @dataclass(slots=True, eq=False)
 class Dispatched:
     """Result of a dispatch.

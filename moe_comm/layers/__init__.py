@@ -7,6 +7,4 @@ from __future__ import annotations
 
 from moe_comm.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach_stub(
-    __name__, __file__, {"Flow": "DispatchStats", "Part": "ExpertSlice", "load_full_state_dict": "load_state_dict"}
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

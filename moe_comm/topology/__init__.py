@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from moe_comm.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach_stub(
-    __name__, __file__, {"FoldedMesh": "ParallelMesh", "Share": "ShardSlice", "deal": "shard_slice"}
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -19,7 +19,6 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from moe_comm.deprecated import renamed_attributes
 from moe_comm.errors import ConfigError
 from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES
 from moe_comm.topology.placement import Placement
@@ -52,7 +51,6 @@ class Split:
         return cls(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
 
 
-@renamed_attributes(whole="full")
 @dataclass(frozen=True)
 class Box:
     """A rectangular region of a parameter.

@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, compare
-from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.types import DispatchOptions
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical")
 
 
-@renamed_parameters("backend")
 def make_dispatcher(
     num_experts: int,
     group: ProcessGroup | DeviceMesh | None = None,

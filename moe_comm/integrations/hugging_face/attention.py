@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_comm.comm.group_setup import as_group
-from moe_comm.deprecated import renamed_parameters
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.families import require_transformers
 from moe_comm.integrations.hugging_face.sequence import DOCUMENTS, prepare
@@ -140,7 +139,6 @@ class SwappedAttention(Attention):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-@renamed_parameters("cp_group", tp_group="group")
 def parallelize_attention(
     model: nn.Module,
     group: ProcessGroup | DeviceMesh | None = None,

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_comm.comm.group_setup import as_group
-from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.selection.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
@@ -182,7 +181,6 @@ def _local_slice(full: nn.Parameter, experts: Sequence[int]) -> nn.Parameter:
     return nn.Parameter(full.detach()[list(experts)], requires_grad=full.requires_grad)
 
 
-@renamed_parameters(ep_group="group")
 def parallelize_moe(
     model: nn.Module,
     group: ProcessGroup | DeviceMesh | None = None,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.deprecated import renamed_attributes
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.attention.config import Context
 from moe_comm.layers.parallel.collectives import gather_values, group_size
@@ -95,7 +94,6 @@ def unshard_sequence(parts: Sequence[Tensor], context: Context, dim: int = 1) ->
     return torch.cat([chunks[at] for at in sorted(chunks)], dim)
 
 
-@renamed_attributes(whole_BS="ids_BS")
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Document ids of the tokens of a packed micro-batch; a token attends to tokens of its own document only.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import as_group
-from moe_comm.deprecated import converted_parameters, warn_renamed
 from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation
@@ -18,19 +17,6 @@ from moe_comm.topology import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def _move_zero_experts(fields: dict[str, Any]) -> None:
-    """Convert the old keyword ``zero_experts`` of ``MoEConfig`` to the one of ``RouterConfig``."""
-    zero_experts = fields.pop("zero_experts")
-    if zero_experts is None:
-        return
-    warn_renamed("MoEConfig(zero_experts=...)", "RouterConfig(zero_experts=...), whose num_experts counts real experts")
-    router = fields["router"]
-    num_experts = router.num_choices - zero_experts.total
-    if num_experts < 1:
-        raise ConfigError(f"no real expert remains of {router.num_choices}: all are zero-computation ({zero_experts})")
-    fields["router"] = replace(router, num_experts=num_experts, zero_experts=zero_experts)
 
 
 @dataclass(frozen=True)
@@ -102,10 +88,6 @@ class MoEConfig:
         return self.router.zero_experts
 
 
-# Assigned, as a class decorator would hide the dataclass from type checkers.
-MoEConfig.__init__ = converted_parameters("zero_experts", convert=_move_zero_experts)(MoEConfig.__init__)  # type: ignore[method-assign]
-
-
 @dataclass(frozen=True)
 class MoEGroups:
     """Process groups of an MoE layer in a folded mapping: attention and experts group the same ranks differently.
@@ -128,11 +110,3 @@ class MoEGroups:
     def of(cls, group: ProcessGroup | DeviceMesh | MoEGroups | None) -> MoEGroups:
         """Return ``group`` itself, or the groups of a layer whose experts are distributed over ``group`` alone."""
         return group if isinstance(group, MoEGroups) else cls(as_group(group, "ep"))
-
-
-def join_groups(arguments: dict[str, Any]) -> None:
-    """Convert the old keywords ``etp``, ``tokens_group`` and ``sequence_group`` of ``MoELayer.build``."""
-    old = {"etp": "etp", "tokens_group": "tokens", "sequence_group": "sequence"}
-    values = {new: arguments.pop(name) for name, new in old.items() if name in arguments}
-    warn_renamed("MoELayer.build(etp=, tokens_group=, sequence_group=)", "group=MoEGroups(...)")
-    arguments["group"] = replace(MoEGroups.of(arguments.get("group")), **values)

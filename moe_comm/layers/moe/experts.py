@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_comm.deprecated import attribute_parameters
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autocast import cast_parameter
@@ -71,7 +70,6 @@ class Experts(nn.Module):
     gemm_dtype: GemmDtype
     copies: ExpertCopies | None = None
 
-    @attribute_parameters("recompute")
     def __init__(
         self,
         num_experts: int,

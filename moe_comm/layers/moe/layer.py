@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.deprecated import converted_parameters, renamed_attributes, renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
 from moe_comm.errors import ConfigError, InputError
@@ -41,7 +40,7 @@ from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
 from moe_comm.layers.moe.build import agree_on_seed, build_dispatcher, build_modules, check_parts
 from moe_comm.layers.moe.call import DispatchStats, MoECall
-from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
+from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
 from moe_comm.layers.moe.padding import RealTokens, mask_fault
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
 __all__ = ["MoEConfig", "MoELayer"]
 
 
-@renamed_attributes(flow="dispatch_stats")
 class MoELayer(ParallelModule):
     """Mixture-of-Experts layer over the ranks of an expert-parallel group; replaces a feed-forward block.
 
@@ -153,8 +151,6 @@ class MoELayer(ParallelModule):
             prepare_ddp(self)
 
     @classmethod
-    @renamed_parameters("backend")
-    @converted_parameters("etp", "tokens_group", "sequence_group", convert=join_groups)
     def build(
         cls,
         config: MoEConfig,

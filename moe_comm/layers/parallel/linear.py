@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.deprecated import attribute_parameters, renamed_parameters
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.parallel.collectives import (
@@ -101,8 +100,6 @@ class ColumnParallelLinear(ParallelModule):
         ConfigError: the number of ranks does not divide the outputs.
     """
 
-    @renamed_parameters(enters="gathers_input")
-    @attribute_parameters("gathers_input")
     def __init__(
         self,
         in_features: int,
@@ -126,7 +123,6 @@ class ColumnParallelLinear(ParallelModule):
         self.reset_parameters()
 
     @classmethod
-    @renamed_parameters(enters="gathers_input")
     def from_linear(
         cls,
         linear: nn.Linear,

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_comm.deprecated import renamed_attributes
 from moe_comm.runtime.event_layout import Kind, Span
 from moe_comm.runtime.watch.graph import OpenSpan, RankStatus, Verdict
 from moe_comm.runtime.watch.status_table import FAULT_BYTES
@@ -19,7 +18,6 @@ CUT_MARGIN = 1024
 """Characters by which a report is truncated further than estimated, so that few attempts are needed."""
 
 
-@renamed_attributes(what="summary", speaks="is_reporter")
 @dataclass(frozen=True)
 class DetectedFault:
     """A fault that the watchers detected. Ranks differ in ``healthy_ns``, ``path``, ``noticed_s`` and ``is_reporter``.

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # there is no public function
 
-from moe_comm.deprecated import renamed_attributes
 from moe_comm.errors import FROM_PEERS, HeapError, MissingDependency, PeerError
 from moe_comm.runtime.event_layout import ACTIVE_AT, HEARTBEAT_AT, LONG
 from moe_comm.runtime.event_reader import read_spans
@@ -66,7 +65,6 @@ _LOST = re.compile(
 )
 
 
-@renamed_attributes(patience_s="timeout_s")
 class Watcher:
     """The watcher of this rank, a context manager. ``create`` makes it.
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moe_comm.deprecated import renamed_fields
 from moe_comm.errors import ConfigError, MissingDependency, pip_install
 from moe_comm.runtime.safe_files import make_folders, open_own_folder, write_file
 from moe_comm.runtime.untrusted import read_bounded
@@ -117,7 +116,6 @@ class ByteTokenizer:
         _save(folder, backend.to_str(pretty=False), END_OF_TEXT, {})
 
 
-@renamed_fields(beside="extra_files")
 class FileTokenizer:
     """A tokenizer of the Hugging Face ``tokenizers`` library.
 

@@ -2,4 +2,4 @@
 
 from moe_comm.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, {"Schedule": "LRSchedule"})
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

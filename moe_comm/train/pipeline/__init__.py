@@ -10,6 +10,4 @@ losses = runner.step(micro_batches, scale=1 / tokens)
 
 from moe_comm.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach_stub(
-    __name__, __file__, {"Activations": "ActivationShape", "Schedule": "PipelineSchedule"}
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
