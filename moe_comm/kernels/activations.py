@@ -3,9 +3,8 @@
 An activation maps h_RG to act_RF: G = 2F if it is gated (a GLU), else G = F. Forward and backward write to buffers that
 all experts of a layer share.
 
-Routed experts run one by one, so their bits do not depend on the placement of experts. For a shared expert the bits
-must also not depend on the batch. That holds for the SwiGLUs, relu and exact gelu in fp32. torch's tanh gelu and silu
-round the last elements of a tensor differently (see ``pointwise.py``).
+The bits of a row do not depend on the other rows (see ``pointwise.py``), so neither on the number of ranks, nor on the
+row ranges in which an expert is computed.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.pointwise import sigmoid
+from moe_comm.kernels.pointwise import gelu, gelu_tanh, in_whole_vectors, sigmoid, silu
 from moe_comm.kernels.swiglu import swiglu_backward, swiglu_forward
 
 
@@ -39,10 +37,14 @@ class Activation:
     gated: bool = True
     interleaved: bool = False
 
+    def __call__(self, h_RG: Tensor) -> Tensor:
+        """Return the activation of ``h_RG``; differentiable. A row has the same bits in every batch."""
+        return in_whole_vectors(self.fn, h_RG, h_RG.shape[1] // (2 if self.gated else 1))
+
     def forward(self, h_RG: Tensor, out_RF: Tensor) -> None:
         """Write the activation of ``h_RG`` into ``out_RF``."""
         with torch.no_grad():
-            out_RF.copy_(self.fn(h_RG))
+            out_RF.copy_(self(h_RG))
 
     def backward(self, h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor) -> None:
         """Write the gradient of ``h_RG`` into ``grad_h_RG`` and the activation into ``act_RF``.
@@ -51,13 +53,20 @@ class Activation:
         """
         with torch.enable_grad():
             leaf = h_RG.detach().requires_grad_()
-            act = self.fn(leaf)
+            act = self(leaf)
             (grad,) = torch.autograd.grad(act, leaf, grad_RF)
         grad_h_RG.copy_(grad)
         act_RF.copy_(act.detach())
 
 
-class SwiGLU(Activation):
+class Composed(Activation):
+    """An activation composed of operators whose bits do not depend on the position of an element."""
+
+    def __call__(self, h_RG: Tensor) -> Tensor:
+        return self.fn(h_RG)
+
+
+class SwiGLU(Composed):
     """silu(gate) * up with gate and up as halves: one pass over memory for forward and for backward."""
 
     forward = staticmethod(swiglu_forward)
@@ -82,11 +91,7 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
         up = h_RG[..., 1::2].clamp(min=-limit, max=limit)
         return (up + 1) * (gate * sigmoid(gate * alpha))
 
-    return Activation(f"clamped_swiglu({alpha}, {limit})", fn, interleaved=True)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+    return Composed(f"clamped_swiglu({alpha}, {limit})", fn, interleaved=True)
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -94,16 +99,16 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "swiglu": SwiGLU("swiglu", glu(F.silu)),
-    "geglu": Activation("geglu", glu(F.gelu)),
-    "geglu_tanh": Activation("geglu_tanh", glu(_gelu_tanh)),
-    "reglu": Activation("reglu", glu(torch.relu)),
+    "swiglu": SwiGLU("swiglu", glu(silu)),
+    "geglu": Composed("geglu", glu(gelu)),
+    "geglu_tanh": Composed("geglu_tanh", glu(gelu_tanh)),
+    "reglu": Composed("reglu", glu(torch.relu)),
     "clamped_swiglu": clamped_swiglu(),
-    "silu": Activation("silu", F.silu, gated=False),
-    "gelu": Activation("gelu", F.gelu, gated=False),
-    "gelu_tanh": Activation("gelu_tanh", _gelu_tanh, gated=False),
-    "relu": Activation("relu", torch.relu, gated=False),
-    "relu2": Activation("relu2", _relu2, gated=False),
+    "silu": Composed("silu", silu, gated=False),
+    "gelu": Composed("gelu", gelu, gated=False),
+    "gelu_tanh": Composed("gelu_tanh", gelu_tanh, gated=False),
+    "relu": Composed("relu", torch.relu, gated=False),
+    "relu2": Composed("relu2", _relu2, gated=False),
 }
 
 

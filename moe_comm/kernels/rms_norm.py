@@ -33,7 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [..., D] in the dtype of ``x``.
     """
-    if x.dtype in NATIVE_DTYPES and x.is_contiguous() and x.numel() and on_host(x, weight):
+    x = x.contiguous()  # a view of several rows may be strided where that of one row is not, and sums in another order
+    if x.dtype in NATIVE_DTYPES and x.numel() and on_host(x, weight):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
     return rms_norm_reference(x, weight, eps)
 

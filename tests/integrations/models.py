@@ -118,7 +118,9 @@ def load(folder: str, **settings: Any) -> Any:
 def batch(ranks: int = 4, seed: int = 1) -> list[Tensor]:
     """Return the token ids of each rank, with unequal numbers of sequences."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCAB, (size, SEQUENCE), generator=generator) for size in BATCH_PER_RANK[:ranks]]
+    return [
+        torch.randint(3, VOCAB, (size, SEQUENCE), generator=generator, device="cpu") for size in BATCH_PER_RANK[:ranks]
+    ]
 
 
 def token_loss(logits: Tensor, ids: Tensor, num_tokens: int) -> Tensor:

@@ -86,11 +86,11 @@ class Outcome:
 def batch(packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return ids and targets [B, S], some targets without loss, and document ids."""
     generator = torch.Generator().manual_seed(5)
-    ids, targets = torch.randint(TINY.vocab, (2, BATCH, LENGTH), generator=generator)
-    targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+    ids, targets = torch.randint(TINY.vocab, (2, BATCH, LENGTH), generator=generator, device="cpu")
+    targets[torch.rand(targets.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.2] = -100
     if not packed:
         return ids, targets, None
-    starts = torch.rand(ids.shape, generator=generator) < 0.2
+    starts = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.2
     return ids, targets, starts.long().cumsum(1)
 
 

@@ -235,7 +235,7 @@ class NativeRows:
                 header.label,
                 *_fault_args(header),
                 handle.state,
-                *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
+                *((0, 0) if header.fault else row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden))),
                 False,  # computed: the caller fills rows_RD after this call
             )
         except self.errors as error:

@@ -65,7 +65,7 @@ class SharedExpert(nn.Module):
         """Map [T, D] to [T, D], in autocast's dtype if autocast is on."""
         x_TD = x_TD.to(compute_dtype(x_TD))
         h_TG = row_invariant_linear(x_TD, cast_parameter(self.w13, x_TD))
-        act_TF = recomputed(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
+        act_TF = recomputed(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation(h_TG)
         y_TD = row_invariant_linear(act_TF, cast_parameter(self.w2, x_TD))
         if self.gate is None:
             return y_TD

@@ -118,7 +118,7 @@ class DenseMLP(ParallelModule):
         check_width(x_BSD, self.hidden, "a dense block")
         h_BSG = column_linear(x_BSD, self.w13, self.group, self.sequence_dim, self.overlap)
         h_TG = h_BSG.flatten(0, -2)
-        act_TF = recomputed(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
+        act_TF = recomputed(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation(h_TG)
         act_BSF = act_TF.view(*h_BSG.shape[:-1], act_TF.shape[-1])
         return row_linear(act_BSF, self.w2, self.group, self.sequence_dim, self.overlap)
 
