@@ -52,7 +52,7 @@ COMPARED = (
     "hidden size",
     "dtype",
     "top-k or extra values",
-    "experts",
+    "experts, or which weights require gradients",
     "gradients, scales or the placement of experts",
     "layer, dispatcher or rows",
 )
@@ -71,6 +71,9 @@ FLAGS = (
     "whether GEMMs overlap on the device",
 )
 """Names of the bits of this word, from the lowest one."""
+TRAINED_WORD, TRAINED_SHIFT = 5, 32
+"""Index of the word of experts, and the bits above their number: which of ``TRAINED`` require gradients."""
+TRAINED = ("input weights", "output weights", "input biases", "output biases", "routing weights", "router")
 EXTRA_SHIFT = 32
 """The word of top-k has the number of extra values, and the lowest bit whether they require gradients, above it."""
 ORDINAL_MASK = 0xFFF
@@ -146,6 +149,7 @@ class Header:
     flagged: whether kernels of a combine, or of a backward pass, set a flag for each part of the rows.
     placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
     extra, extra_grad: number of extra values of each slot, and whether they require gradients.
+    trained: bits of a dispatch for a layer: which of ``TRAINED`` require gradients.
     """
 
     op: str
@@ -167,6 +171,7 @@ class Header:
     flagged: bool = False
     extra: int = 0
     extra_grad: bool = False
+    trained: int = 0
 
     def compared(self) -> tuple[int, ...]:
         """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
@@ -176,7 +181,7 @@ class Header:
             self.hidden,
             _DTYPE_INDICES.get(self.dtype, -1),
             self.top_k | (self.extra << 1 | self.extra_grad) << EXTRA_SHIFT,
-            self.num_experts,
+            self.num_experts | self.trained << TRAINED_SHIFT,
             self.requires_grad
             | self.scaled << 1
             | self.weights_grad << 2
@@ -232,6 +237,8 @@ def _format_word(index: int, words: Words) -> str:
     if index == 4 and value >> EXTRA_SHIFT:
         grad = " that require gradients" if value >> EXTRA_SHIFT & 1 else ""
         return f"{value & (1 << EXTRA_SHIFT) - 1} with {value >> EXTRA_SHIFT + 1} extra values{grad}"
+    if index == TRAINED_WORD:
+        return str(value & (1 << TRAINED_SHIFT) - 1)
     if index == 7:
         rows = f", rows of call {value >> 32}" if value >> 32 else ""
         return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"
@@ -245,6 +252,11 @@ def _format_placement(words: Words) -> str:
 
 def _format_flag(bit: int, words: Words) -> str:
     return str(bool(int(words[PLACEMENT_WORD]) >> bit & 1))
+
+
+def _format_trained(words: Words) -> str:
+    trained = int(words[TRAINED_WORD]) >> TRAINED_SHIFT
+    return " and ".join(name for bit, name in enumerate(TRAINED) if trained >> bit & 1) or "none"
 
 
 def _differing_part(values: Sequence[int]) -> tuple[str, Callable[[Words], str]]:
@@ -281,14 +293,18 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
         if len({words[index] for words in compared}) > 1:
             what = COMPARED[index]
             describe_word: Callable[[Words], str] = partial(_format_word, index)
+            hint = "Every rank of a group must make the same calls in the same order with the same settings."
+            if index == TRAINED_WORD and len({words[index] & (1 << TRAINED_SHIFT) - 1 for words in compared}) == 1:
+                what, describe_word = "which weights of experts require gradients", _format_trained
+                hint = (
+                    "Freeze the same parameters on every rank, and enable gradients on all ranks or none. To train "
+                    "some experts only, let a gradient hook of the parameter zero the rows of the others."
+                )
             if index == PLACEMENT_WORD:
                 what, describe_word = _differing_part([int(words[index]) for words in compared])
             values = ", ".join(f"rank {peer}: {describe_word(words)}" for peer, words in enumerate(headers))
             layer = f" of layer {own.label!r}" if own.label else ""
-            raise errors.RankMismatch(
-                f"ranks disagree on {what} in {own.op} (call {own.seq}){layer}: {values}. "
-                "Every rank of a group must make the same calls in the same order with the same settings."
-            )
+            raise errors.RankMismatch(f"ranks disagree on {what} in {own.op} (call {own.seq}){layer}: {values}. {hint}")
 
 
 def _describe_others(headers: Sequence[Words], rank: int) -> str:

@@ -61,6 +61,8 @@ class Dispatcher(ABC):
         maker: id of this dispatcher, unique in the process.
         expert_placement: the placement by which the caller replaces expert ids by ids of slots; each dispatch compares
             it between ranks. None: ids of experts are ids of slots. ``placement`` is the layout of the slots.
+        trained: bits that the layer of the next dispatch sets: which of ``header.TRAINED`` require gradients. Compared
+            between ranks.
     """
 
     name: ClassVar[str]
@@ -84,6 +86,7 @@ class Dispatcher(ABC):
         self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
         self.corruption = CorruptionLog()
         self.expert_placement: Placement | None = None
+        self.trained = 0
         self.row_bytes: dict[tuple[str, int, torch.dtype], int] = {}
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
@@ -375,6 +378,7 @@ class Dispatcher(ABC):
             scaled=scaled,
             maker=self.maker,
             placement=0 if self.expert_placement is None else self.expert_placement.digest,
+            trained=self.trained,
         )
 
     def _next_header(

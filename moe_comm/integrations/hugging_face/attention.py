@@ -22,10 +22,12 @@ from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.families import require_transformers
 from moe_comm.integrations.hugging_face.sequence import DOCUMENTS, prepare
 from moe_comm.integrations.hugging_face.state import gather_full
+from moe_comm.integrations.hugging_face.ties import Ties
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig, QKNorm, RopeConfig
 from moe_comm.layers.attention.layer import Attention, FullNorm
 from moe_comm.layers.attention.rope import RopeTable
 from moe_comm.layers.attention.sequence import Documents
+from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.parallel.collectives import group_rank, group_size
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from moe_comm.topology import Sharding
@@ -172,7 +174,8 @@ def parallelize_attention(
         ``model``.
 
     Raises:
-        UnsupportedModel: the attention is of an unsupported class, or has dropout. The model is unchanged.
+        UnsupportedModel: the attention is of an unsupported class, has dropout, or shares its weights. The model is
+            unchanged.
         ConfigError: the attention is already swapped, or the number of heads is not divisible. The model is unchanged.
     """
     require_transformers()
@@ -183,6 +186,9 @@ def parallelize_attention(
         tp_group = as_group(group, "tp")
     cp_group = as_group(cp_group, "cp")
     decoders = _decoders(model)
+    if group_size(tp_group) > 1:
+        layers = (pair for decoder in decoders.values() for pair in enumerate(decoder.layers))
+        Ties(model).refuse({f"layers.{index}.self_attn": layer.self_attn for index, layer in layers}, "swap_attention")
     # Build all modules before the first one is replaced, so that an error leaves the model unchanged.
     swapped = {
         f"{name}.layers.{index}".lstrip("."): SwappedAttention(layer.self_attn, tp_group, cp_group, context)
@@ -190,7 +196,11 @@ def parallelize_attention(
         for index, layer in enumerate(decoder.layers)
     }
     for name, attention in swapped.items():
-        model.get_submodule(name).self_attn = attention
+        layer: Any = model.get_submodule(name)
+        for key in attention.sharding_of:
+            old, new = layer.self_attn.get_parameter(key), attention.get_parameter(key)
+            mark_replaced(old, new, f"{name}.self_attn.{key}", "swap_attention")
+        layer.self_attn = attention
     for decoder in decoders.values():
         decoder.config._attn_implementation = IMPLEMENTATION
         decoder.register_forward_pre_hook(prepare(cp_group, context), with_kwargs=True)
@@ -218,12 +228,12 @@ def gather_attention(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ConfigError: ``model`` has no swapped attention.
     """
-    modules = swapped_attention(model)
-    if not modules:
+    if not swapped_attention(model):
         raise ConfigError(f"{type(model).__name__} has no swapped attention; call swap_attention(model, ...) first")
     return {
         f"{prefix}.{name}".lstrip("."): gather_full(module.get_parameter(name), sharding, module.tp_group, name)
-        for prefix, module in modules.items()
+        for prefix, module in model.named_modules(remove_duplicate=False)  # layers may be shared
+        if isinstance(module, SwappedAttention)
         for name, sharding in module.sharding_of.items()
     }
 

@@ -159,7 +159,7 @@ def _read_activation(module: nn.Module) -> Activation:
 
 
 def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout]]:
-    """Return every experts module of ``model`` with its layout, by module name.
+    """Return every experts module of ``model`` with its layout, by each of its names.
 
     Raises:
         UnsupportedModel: the model has no experts module, or one of an unsupported kind.
@@ -167,7 +167,9 @@ def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout]]
     """
     require_transformers()
     experts = {
-        name: (module, read_layout(module, name)) for name, module in model.named_modules() if is_experts(module)
+        name: (module, read_layout(module, name))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_experts(module)
     }
     if experts:
         return experts

@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor
 from moe_comm.comm.group_setup import as_group, compare
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.state import gather_full
+from moe_comm.integrations.hugging_face.ties import Ties
 from moe_comm.layers.attention.layer import Attention
+from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_size
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_input
@@ -101,8 +103,8 @@ def parallelize_linears(
         ``model``.
 
     Raises:
-        UnsupportedModel: nothing can be sharded, or a block has an unsupported forward, a replaced forward, quantized
-            weights or dropout. The model is unchanged.
+        UnsupportedModel: nothing can be sharded, or a block has an unsupported forward, a replaced forward, dropout,
+            quantized weights, or weights of another block. The model is unchanged.
         ConfigError: the model is already swapped, or a width is not divisible by the number of ranks. The model is
             unchanged.
         RankMismatch: the ranks passed different models. The model is unchanged.
@@ -128,7 +130,10 @@ def parallelize_linears(
         _check_block(model.get_submodule(name), structure, group, name)
     for name, structure in blocks.items():
         block = model.get_submodule(name)
-        _replace_linears(block, _sharded_linears(block, structure, group))
+        linears = _sharded_linears(block, structure, group)
+        for key, linear in linears.items():
+            _mark_replaced(block.get_submodule(key), linear, f"{name}.{key}")
+        _replace_linears(block, linears)
         block.register_forward_pre_hook(_GatherInput(group), with_kwargs=True, prepend=True)
     _shard_vocab_modules(model, vocab_modules, group)
     if group_size(group) > 1 and hasattr(model, "save_pretrained"):
@@ -164,7 +169,10 @@ def gather_linears(model: nn.Module, state: Mapping[str, Tensor] | None = None) 
         Full tensors, bit-identical to the weights of the unswapped model.
     """
     full = {key: value.detach().cpu() for key, value in (state or model.state_dict()).items()}
-    for name, module in swapped_linears(model).items():
+    modules = set(swapped_linears(model).values())
+    for name, module in model.named_modules(remove_duplicate=False):  # blocks may be shared
+        if module not in modules:
+            continue
         parallel: Any = module
         for key, sharding in parallel.shardings().items():
             full[f"{name}.{key}"] = gather_full(parallel.get_parameter(key), sharding, parallel.group, f"{name}.{key}")
@@ -195,14 +203,20 @@ def _shapes_match(module: nn.Module, linears: Mapping[str, nn.Linear], columns: 
 
 
 def _find_vocab_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the plain input embedding and output projection by name, or none if only one of a tied pair is plain."""
+    """Return the plain input embedding and output projection by name.
+
+    None if only one of a tied pair is plain, or if another module has the same weights.
+    """
     pretrained: Any = model
     if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
         return {}
     embed, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
+    ties, tied = Ties(model), 2 if embed is not None and head is not None and embed.weight is head.weight else 1
+    if any(module is not None and ties.shared(module, tied) for module in (embed, head)):
+        return {}
     plain_embed = type(embed) is nn.Embedding and embed.max_norm is None and not embed.sparse
     plain_head = type(head) is nn.Linear and head.bias is None
-    if embed is not None and head is not None and embed.weight is head.weight and not (plain_embed and plain_head):
+    if tied == 2 and not (plain_embed and plain_head):
         return {}
     names = {module: name for name, module in model.named_modules()}
     candidates = ((embed, plain_embed), (head, plain_head))
@@ -221,6 +235,8 @@ def _check_supported(
     if not blocks and not vocab_modules:
         supported = "; ".join(f"{', '.join(columns)} and {row}" for columns, row in BLOCKS)
         raise UnsupportedModel(f"{kind} has no feed-forward block of plain linears; supported are {supported}")
+    linears = (f"{name}.{key}".lstrip(".") for name, (columns, row) in blocks.items() for key in (*columns, row))
+    Ties(model).refuse({name: model.get_submodule(name) for name in linears}, "swap_linears")
     for name, (columns, row) in blocks.items():
         block = model.get_submodule(name)
         for module in (block, *(block.get_submodule(key) for key in (*columns, row))):
@@ -306,6 +322,11 @@ def _replace_linears(block: nn.Module, linears: Mapping[str, nn.Module]) -> None
         setattr(block, key, linear)
 
 
+def _mark_replaced(old: nn.Module, new: nn.Module, name: str) -> None:
+    for key, param in old.named_parameters():
+        mark_replaced(param, new.get_parameter(key), f"{name}.{key}".lstrip("."), "swap_linears")
+
+
 def _shard_vocab_modules(model: nn.Module, vocab_modules: Mapping[str, nn.Module], group: ProcessGroup | None) -> None:
     by_weight: dict[nn.Parameter, ParallelModule] = {}
     for name, module in vocab_modules.items():
@@ -318,6 +339,7 @@ def _shard_vocab_modules(model: nn.Module, vocab_modules: Mapping[str, nn.Module
         if weight in by_weight:  # tied
             replacement.weight = by_weight[weight].weight
         by_weight[weight] = replacement
+        _mark_replaced(module, replacement, name)
         replacement.train(module.training)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replacement)

@@ -56,7 +56,9 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         UnsupportedModel: the model has no MoE block of a supported kind.
     """
     modules: dict[str, nn.Module] = dict(swapped_experts(model))
-    modules = modules or {name: experts for name, (experts, _) in find_experts(model).items()}
+    if not modules:  # a module that several layers share is recorded once
+        found = find_experts(model)
+        modules = {name: module for name, module in model.named_modules() if name in found}
     record = RoutingRecord()
     padding, hooks = PaddingMask.of(model, modules)
     hooks += [

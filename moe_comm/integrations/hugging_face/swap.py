@@ -33,7 +33,10 @@ from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
+from moe_comm.layers.data_parallel.attach import gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
+from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
+from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.overlap.executors.base import ExpertCall
@@ -88,7 +91,7 @@ class EPExperts(nn.Module):
         self.placement, self.local_experts = placement, placement.experts_of(dispatcher.rank)
         homes = placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
-            self.register_parameter(name, _local_slice(getattr(experts, name), homes))
+            self.register_parameter(name, _local_slice(getattr(experts, name), homes, dispatcher.world))
         self._slots = SlotTable.of(placement, 1)
         for hooks in _HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
@@ -124,10 +127,15 @@ class EPExperts(nn.Module):
         if real is not None:
             top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
         x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
-        if self.copies is not None:
-            if (fault := self.copies.publish_if_due()) is not None:
+        if (gradients := gradients_of(self)) is not None:
+            fault = adapter_fault(self, self.label)
+            if fault is None and self.copies is not None:
+                fault = self.copies.publish_if_due()
+            if fault is not None:
                 self.dispatcher.refuse(fault, x_TD, label=self.label)
-            self.copies.materialize()
+            if self.copies is not None:
+                self.copies.materialize()
+            self.dispatcher.trained = gradients.trained(self, top_k_weights)
         if self._slots is not None:
             top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
         y_TD = expert_layer(
@@ -174,9 +182,10 @@ class EPExperts(nn.Module):
         )
 
 
-def _local_slice(full: nn.Parameter, experts: Sequence[int]) -> nn.Parameter:
+def _local_slice(full: nn.Parameter, experts: Sequence[int], world: int) -> nn.Parameter:
     if list(experts) == list(range(full.shape[0])):
-        return full
+        # With several ranks the parameter is replaced on all of them, so that an older optimizer raises on all.
+        return full if world == 1 else nn.Parameter(full.detach(), requires_grad=full.requires_grad)
     # Indexing with a list copies: a view would keep the memory of all experts alive.
     return nn.Parameter(full.detach()[list(experts)], requires_grad=full.requires_grad)
 
@@ -243,7 +252,9 @@ def parallelize_moe(
             "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
         )
     blocks = find_experts(model)
-    _refuse_conflicts(model, blocks)
+    group = as_group(group, "ep")
+    _refuse_conflicts(model, blocks, group_size(group))
+    places = _places(model, blocks)
     for _, layout in blocks.values():
         check_gemm_dtype(expert_gemm_dtype, layout.hidden)
     device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
@@ -255,7 +266,6 @@ def parallelize_moe(
         fused=overlap is not None and overlap.uses_kernels,
         scaled=expert_gemm_dtype == "fp8",
     )
-    group = as_group(group, "ep")
     counts = sorted({layout.num_experts for _, layout in blocks.values()})
     placements: dict[int, Placement] = {}
     try:
@@ -278,13 +288,16 @@ def parallelize_moe(
         for count in counts
     }
     padding, _ = PaddingMask.of(model, blocks)
-    for name in list(blocks):
-        experts, layout = blocks.pop(name)
-        parent, _, child = name.rpartition(".")
-        block = model.get_submodule(parent)
-        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap, _router_of(block, child))
+    for names in places:
+        experts, layout = blocks.pop(names[0])
+        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], names[0], overlap, _router(model, names))
         swapped.gemm_dtype, swapped.padding = expert_gemm_dtype, padding
-        setattr(block, child, swapped)
+        for key in layout.parameters:
+            mark_replaced(getattr(experts, key), getattr(swapped, key), f"{names[0]}.{key}", "swap_moe")
+        for name in names:
+            blocks.pop(name, None)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, swapped)
         del experts  # free the full weights of this block before the next one is swapped
     prepare_ddp(model)
     if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:
@@ -299,11 +312,48 @@ swap_moe = parallelize_moe
 """Short alias of ``parallelize_moe``."""
 
 
-def _router_of(block: nn.Module, experts: str) -> Callable[[], nn.Parameter | None]:
+def _router(model: nn.Module, places: Sequence[str]) -> Callable[[], nn.Parameter | None]:
     """Return a getter of the first parameter of an MoE block outside its experts: the router's, which is replicated."""
+    parent, _, experts = places[0].rpartition(".")
+    block = model.get_submodule(parent)
     names = (name for name, _ in block.named_parameters() if not name.startswith(f"{experts}."))
     path, _, name = next(names, "").rpartition(".")
-    return partial(getattr, block.get_submodule(path), name, None) if name else lambda: None
+    return partial(replicated_parameter, block.get_submodule(path), name) if name else lambda: None
+
+
+def _places(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> list[list[str]]:
+    """Return the names of each experts module, and of others with all of the same parameters: layers may share them.
+
+    Raises:
+        UnsupportedModel: experts share parameters in another way.
+    """
+    places: dict[tuple[int, ...], list[str]] = {}
+    inside: dict[str, tuple[int, ...]] = {}
+    for name, (experts, layout) in blocks.items():
+        params = tuple(id(getattr(experts, key)) for key in layout.parameters)
+        first, *_ = places.setdefault(params, [])[:1] or [name]
+        places[params].append(name)
+        inside |= {f"{name}.{key}": params for key in layout.parameters}
+        if experts is not blocks[first][0] and _settings(*blocks[first]) != _settings(experts, layout):
+            raise UnsupportedModel(f"{first} and {name} share their weights, but not their class, activation and hooks")
+    owners: dict[int, tuple[str, tuple[int, ...] | None]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        plain = type(param) is nn.Parameter and not param.is_meta and param.numel()
+        memory, owner = param.data_ptr() if plain else id(param), inside.get(name)
+        other, other_owner = owners.setdefault(memory, (name, owner))
+        if owner != other_owner:
+            raise UnsupportedModel(
+                f"{other} and {name} are one parameter, but only some weights of the two modules are shared. Each rank "
+                "keeps some of the experts only, so layers must share all weights of their experts, or none"
+            )
+    return list(places.values())
+
+
+def _settings(experts: nn.Module, layout: ExpertsLayout) -> list[Any]:
+    """Return what experts modules with the same weights must have in common to be replaced by one module."""
+    custom = layout.activation.name == f"{type(experts).__name__}._apply_gate"
+    hooks = [list(getattr(experts, name).values()) for name in _HOOKS]
+    return [type(experts), layout.activation.fn if custom else layout.activation.name, experts.training, *hooks]
 
 
 def swapped_experts(model: nn.Module) -> dict[str, EPExperts]:
@@ -320,10 +370,13 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:
+def _refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]], world: int) -> None:
     if "" in blocks:
         raise UnsupportedModel(f"{type(model).__name__} is an experts module; pass the model that contains it")
     for name, (experts, _) in blocks.items():
+        wrapper = model.get_submodule(name.rpartition(".")[0])
+        if world > 1 and (fault := adapter_fault(wrapper, name)) is not None:
+            raise UnsupportedModel(str(fault))
         if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
             raise UnsupportedModel(
                 f"{name} is already distributed (its parameters are DTensors). Load the model without "

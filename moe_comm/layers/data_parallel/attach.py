@@ -33,7 +33,7 @@ def attach_experts(
     gradients = ExpertGradients(shards, replicated, label)
     setattr(experts, _ATTRIBUTE, gradients)
     for name in shards.shardings:
-        mark_parameter(getattr(experts, name), shards, name)
+        mark_parameter(getattr(experts, name), shards, name, experts)
     experts.register_forward_pre_hook(gradients.before_forward)
     experts.register_state_dict_post_hook(_after_state_dict)
     experts.register_load_state_dict_pre_hook(_before_load)
@@ -76,6 +76,17 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for key, parameter in module.named_parameters(recurse=False)
         if key in gradients.shards.shardings
     }
+
+
+def refuse_shared_parameters(model: nn.Module) -> None:
+    """Raise UnsupportedModel if several experts modules of ``model`` have the same parameter."""
+    names: dict[int, str] = {}
+    for name, param in expert_parameters(model).items():
+        if (other := names.setdefault(id(param), name)) != name:
+            raise UnsupportedModel(
+                f"{other} and {name} are one parameter of two experts modules, each of which would scale and reduce "
+                "its gradient. Let the layers share the module: layer.experts = other_layer.experts"
+            )
 
 
 def tensor_parallel(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ProcessGroup]]:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import communicator_of
+from moe_comm.comm.header import TRAINED
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.audit import Audit
 from moe_comm.layers.data_parallel.copies import ExpertCopies
@@ -53,6 +54,7 @@ class ExpertGradients:
     Attributes:
         declared: the convention, if it was declared instead of detected; see ``prepare_ddp``.
         prepared_for_fsdp: ``prepare_fsdp`` has sharded the experts.
+        frozen_by_fsdp: names of parameters without elements, whose gradients ``prepare_fsdp`` has disabled.
         left_to_caller: gradients are left unreduced; see ``leave_gradients``.
         audit: compares gradients before optimizer steps; None until the first forward pass.
     """
@@ -62,6 +64,7 @@ class ExpertGradients:
         self._checked = True
         self.declared: Reduction | None = None
         self.prepared_for_fsdp = False
+        self.frozen_by_fsdp: set[str] = set()
         self.left_to_caller = False
         self.audit: Audit | None = None
         self._replicated = replicated
@@ -91,12 +94,28 @@ class ExpertGradients:
         """The ``DistributedDataParallel`` that reduces the other gradients, or None."""
         return None if self._ddp is None else self._ddp()
 
+    def trained(self, experts: nn.Module, weights_TK: Tensor) -> int:
+        """Return which parameters of ``experts`` and the router require gradients; see ``header.TRAINED``.
+
+        The ranks compare it before rows move. If they differed, only some would take part in later collectives: in
+        backward, in the comparison of gradients and in the norm of the gradients.
+        """
+        if not torch.is_grad_enabled():
+            return 0
+        bits = weights_TK.requires_grad << TRAINED.index("routing weights")
+        for bit, name in enumerate(self.shards.shardings):
+            bits |= (getattr(experts, name).requires_grad or name in self.frozen_by_fsdp) << bit
+        router = self._replicated()
+        return bits | (router is not None and router.requires_grad) << TRAINED.index("router")
+
     def before_forward(self, experts: nn.Module, args: Any = None) -> None:
         """Detect which wrapper reduces gradients, and raise if it would reduce expert gradients as replicated ones.
 
         Raises:
             ConfigError: a wrapper treats experts as replicated; the message contains the line of code to add.
         """
+        if adapter_fault(experts, self.label) is not None:
+            return  # the layer raises it on every rank
         if self.prepared_for_fsdp or self.left_to_caller:
             return
         if getattr(experts, "copies", None) is not None and torch.is_grad_enabled() and _active_ddp() is not None:
@@ -109,7 +128,7 @@ class ExpertGradients:
             hooked_param, hooked = self._hooked.get(name, (_no_reference, False))
             same = hooked_param() is param
             if not same or (param.requires_grad and not hooked):
-                self._hook(name, param, hooked and same)
+                self._hook(experts, name, param, hooked and same)
         replicated = self._replicated()
         if replicated is not None:
             self._watch(experts, replicated)
@@ -148,10 +167,10 @@ class ExpertGradients:
         comm = communicator_of(self.shards.group)  # keeps one group for all layers: each process group starts threads
         return comm.keep(("edp", group), lambda: _edp_group(self.shards.group, group))
 
-    def _hook(self, name: str, param: Any, hooked: bool) -> None:
+    def _hook(self, experts: nn.Module, name: str, param: Any, hooked: bool) -> None:
         if managed_by_fsdp(param):
             raise ConfigError(_fsdp_message(self.label, f"treats the experts as replicated ({name})"))
-        mark_parameter(param, self.shards, name)
+        mark_parameter(param, self.shards, name, experts)
         if param.requires_grad and not hooked:
             param.register_hook(partial(self._on_delivered, name))
             param.register_post_accumulate_grad_hook(partial(self._on_accumulated, name))
@@ -217,6 +236,22 @@ class ExpertGradients:
         self._ddp = weakref.ref(ddp)
         if self.audit is not None:
             self.audit.group = group
+
+
+def adapter_fault(experts: nn.Module, label: str) -> ConfigError | None:
+    """Return the error if adapters (LoRA of PEFT) or parametrizations compute parameters of ``experts``, else None."""
+    if not experts._modules or not {"parametrizations", "base_layer"} & experts._modules.keys():
+        return None
+    return ConfigError(
+        f"layer {label!r} has adapters (LoRA) or parametrizations of its experts, which are distributed over ranks. "
+        "They are not supported yet: each rank would have adapters of its own experts only, but train and save them as "
+        "if they were replicated. Adapt other modules (target_modules of attention, no target_parameters of experts)"
+    )
+
+
+def replicated_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return a parameter of ``module``; None if it has none of this name, or a parametrization computes it."""
+    return None if "parametrizations" in module._modules else getattr(module, name, None)
 
 
 def _no_reference() -> None:

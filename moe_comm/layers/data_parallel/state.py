@@ -122,8 +122,7 @@ def optimizer_state_dict(
             well.
 
     Raises:
-        UnsupportedModel: ``form`` is "full" or "sharded", and expert state has another shape than its parameter
-            (Adafactor).
+        UnsupportedModel: ``form`` is "full" or "sharded", and expert state has another shape than its parameter.
     """
     _check_form(form)
     inner = _torch_optimizer(optimizer)

@@ -10,8 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.errors import ConfigError, NonFiniteLoss, UnsupportedModel
-from moe_comm.layers.data_parallel.attach import expert_modules, expert_parameters, tensor_parallel
+from moe_comm.errors import ConfigError, NonFiniteLoss, RankMismatch, UnsupportedModel
+from moe_comm.layers.data_parallel.attach import (
+    expert_modules,
+    expert_parameters,
+    refuse_shared_parameters,
+    tensor_parallel,
+)
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor, plain, total_norms
 from moe_comm.layers.data_parallel.gradients import Reduction
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
@@ -36,6 +41,7 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
 
     Raises:
         ConfigError: DDP or FSDP reduces the gradients of this model.
+        RankMismatch: a parameter is frozen on some ranks only; on every rank.
         PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
     group = _group_or_default(group)
@@ -49,13 +55,15 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     if sharded := next((name for name, param in model.named_parameters() if is_dtensor(param)), None):
         raise ConfigError(f"FSDP reduces gradients during backward ({sharded}); remove the call of sync_gradients")
     world = dist.get_world_size(group)
-    experts = {id(param) for param in expert_parameters(model).values()}
+    experts, reduced = {id(param) for param in expert_parameters(model).values()}, set[int]()
     for _, module, gradients in expert_modules(model):
         gradients.reduce_copies(module)
         edp = gradients.edp_group(group)
         if gradients.audit is not None:
             gradients.audit.group = group
-        expert_params = [param for param in module.parameters(recurse=False) if id(param) in experts]
+        # A parameter that several modules share is reduced once.
+        expert_params = [p for p in module.parameters(recurse=False) if id(p) in experts and id(p) not in reduced]
+        reduced |= {id(param) for param in expert_params}
         if edp is not None:
             _sum_gradients(expert_params, edp)
         if reduction == "mean":
@@ -79,7 +87,7 @@ def sum_replicated_gradients(model: nn.Module, group: ProcessGroup | None = None
     if group is None or dist.get_world_size(group) == 1:
         return
     experts = {id(param) for param in expert_parameters(model).values()}
-    _sum_gradients([p for p in model.parameters() if p.requires_grad and id(p) not in experts], group, divide)
+    _sum_gradients([p for p in model.parameters() if id(p) not in experts], group, divide)
 
 
 @torch.no_grad()
@@ -141,7 +149,11 @@ def prepare_ddp(model: Any, *, grad_reduction: Reduction | None = None) -> Any:
 
     Returns:
         ``model``.
+
+    Raises:
+        UnsupportedModel: several experts modules have the same parameter.
     """
+    refuse_shared_parameters(model)
     names = [*expert_parameters(model), *_counters(model)]
     if names:
         before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
@@ -178,6 +190,10 @@ def prepare_fsdp(
 
     Returns:
         ``model``.
+
+    Raises:
+        ConfigError: experts may have copies on other ranks.
+        UnsupportedModel: several experts modules have the same parameter.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -186,6 +202,7 @@ def prepare_fsdp(
     if group is None:
         return model
     single: ProcessGroup | None = None
+    refuse_shared_parameters(model)
     for name, module, gradients in expert_modules(model):
         if getattr(module, "copies", None) is not None:
             raise ConfigError(f"FSDP cannot shard the experts of {name!r}, which may have copies on other ranks")
@@ -196,7 +213,9 @@ def prepare_fsdp(
         for name in gradients.shards.shardings:
             # FSDP cannot reduce the gradient of a parameter without elements.
             param = getattr(module, name)
-            param.requires_grad_(param.requires_grad and param.numel() > 0)
+            if param.requires_grad and not param.numel():
+                param.requires_grad_(False)
+                gradients.frozen_by_fsdp.add(name)
         mesh = DeviceMesh.from_group(edp, next(module.parameters()).device.type, mesh_dim_names=("edp",))
         fully_shard(module, mesh=mesh, **options)
         assert isinstance(module, FSDPModule)
@@ -218,14 +237,22 @@ def _group_or_default(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def _sum_gradients(params: list[nn.Parameter], group: ProcessGroup, divide: int = 1) -> None:
-    """Sum gradients over ``group`` in buckets. A parameter is skipped if no rank has a gradient for it."""
+    """Sum gradients over ``group`` in buckets. A parameter is skipped if no rank has a gradient for it.
+
+    Raises RankMismatch on all ranks if a parameter is frozen on some of them only.
+    """
     if not params:
         return
-    has_local_grad = torch.tensor(
-        [param.grad is not None for param in params], dtype=torch.bool, device=params[0].device
-    )
-    has_any_grad = gather_values(has_local_grad, group, "finding parameters with gradients").any(0).tolist()
-    params = [param for param, has_grad in zip(params, has_any_grad, strict=True) if has_grad]
+    flags = [[param.requires_grad, param.requires_grad and param.grad is not None] for param in params]
+    flags_N2 = torch.tensor(flags, dtype=torch.bool, device=params[0].device)
+    flags_WN2 = gather_values(flags_N2, group, "finding parameters with gradients")
+    trained_WN, has_grad_WN = flags_WN2.unbind(2)
+    if partly := (trained_WN.any(0) & ~trained_WN.all(0)).nonzero().flatten().tolist():
+        raise RankMismatch(
+            f"{len(partly)} parameters require gradients on some ranks only; the first is parameter {partly[0]} of "
+            f"{len(params)}, {tuple(params[partly[0]].shape)}. Freeze the same parameters on every rank"
+        )
+    params = [param for param, has_grad in zip(params, has_grad_WN.any(0).tolist(), strict=True) if has_grad]
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)

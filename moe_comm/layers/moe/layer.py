@@ -36,6 +36,7 @@ from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
 from moe_comm.layers.moe.build import agree_on_seed, build_dispatcher, build_modules, check_parts
@@ -146,7 +147,7 @@ class MoELayer(ParallelModule):
         self._slots = SlotTable.of(self.placement, part.count)
         if dispatcher.group is not None and dispatcher.world > 1:
             shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
-            attach_experts(experts, shards, partial(getattr, router, "weight"), label)
+            attach_experts(experts, shards, partial(replicated_parameter, router, "weight"), label)
             experts.copies = ExpertCopies.of(experts, shards, self.placement, label)
             prepare_ddp(self)
 
@@ -401,6 +402,8 @@ class MoELayer(ParallelModule):
         """Raise the error of invalid arguments, on all ranks."""
         copies = getattr(self.experts, "copies", None)  # without the call of a property
         fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due(later=in_parts)
+        if self.dispatcher.world > 1:
+            fault = adapter_fault(self.experts, self.label) or fault
         if x.shape[-1] != self.router.hidden:
             fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
         fault = fault or mask_fault(mask, x, routing)
@@ -427,6 +430,8 @@ class MoELayer(ParallelModule):
 
     def _dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertCall:
         overlap, scaled = self.overlap, getattr(self.experts, "gemm_dtype", "same") == "fp8"
+        if (gradients := gradients_of(self.experts)) is not None:
+            self.dispatcher.trained = gradients.trained(self.experts, weights_TK)
         if overlap is None:
             return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label, scaled)
         from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors

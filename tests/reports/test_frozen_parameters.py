@@ -1,0 +1,174 @@
+"""Parameters may be frozen if they are on every rank; else each rank raises before rows move. No rank waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import moe_comm
+from moe_comm import DispatchOptions, MoEConfig, MoELayer, RouterConfig
+from moe_comm.errors import MoeCommError
+from moe_comm.layers.data_parallel import expert_parameters
+from tests.pool import RankPool
+
+HIDDEN = 8
+CONFIG = MoEConfig(hidden=HIDDEN, ffn=16, router=RouterConfig(4, 2), shared_ffn=8)
+
+
+class Model(nn.Module):
+    """Two MoE layers after a linear."""
+
+    def __init__(self, group: Any, overlap: Any = None, backend: str = "auto") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        options = DispatchOptions(timeout_s=100.0)
+        self.moe = nn.ModuleList(
+            MoELayer.build(CONFIG, group, seed=n, label=f"{n}", options=options, overlap=overlap, backend=backend)
+            for n in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for moe in self.moe:
+            x = x + moe(x)
+        return x
+
+
+def experts(model: Model) -> list[Any]:
+    return list(expert_parameters(model).values())
+
+
+def first_stack(model: Model) -> list[Any]:
+    return [model.moe[1].experts.w13]  # type: ignore[union-attr]
+
+
+def router(model: Model) -> list[Any]:
+    return [model.moe[1].router.weight]  # type: ignore[union-attr]
+
+
+def shared_expert(model: Model) -> list[Any]:
+    return [model.moe[1].shared.w2]  # type: ignore[union-attr]
+
+
+def first_layer(model: Model) -> list[Any]:
+    return list(model.first.parameters())
+
+
+def everything(model: Model) -> list[Any]:
+    return list(model.parameters())
+
+
+def nothing(model: Model) -> list[Any]:
+    return []
+
+
+def all_but_experts(model: Model) -> list[Any]:
+    return [param for name, param in model.named_parameters() if ".experts." not in name]
+
+
+FROZEN: tuple[Callable[[Model], list[Any]], ...] = (
+    experts,
+    first_stack,
+    router,
+    shared_expert,
+    first_layer,
+    everything,
+    nothing,
+)
+
+
+def step(model: Model, rank: int, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> str:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    try:
+        with context():
+            y = model(x)
+        y.square().sum().backward()
+        moe_comm.sync_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    except MoeCommError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def frozen_on_rank_1(rank: int, world: int, arg: tuple[str, Any]) -> dict[str, str]:
+    backend, overlap = arg
+    messages = {}
+    for everywhere in (nothing, all_but_experts):
+        for frozen in FROZEN:
+            model = Model(dist.group.WORLD, overlap, backend)
+            for param in everywhere(model) + (frozen(model) if rank else []):
+                param.requires_grad_(False)
+            messages[f"{everywhere.__name__} everywhere, {frozen.__name__} on rank 1"] = step(model, rank)
+    for context in (torch.no_grad, torch.inference_mode):
+        for frozen in (nothing, all_but_experts):
+            model = Model(dist.group.WORLD, overlap, backend)
+            for param in frozen(model):
+                param.requires_grad_(False)
+            text = step(model, rank, context if rank else nullcontext)
+            messages[f"{context.__name__} on rank 1, {frozen.__name__} frozen"] = text
+    return messages
+
+
+@pytest.mark.parametrize("setting", [("shared_memory", None), ("all_to_all", "auto")], ids=["serial", "pipelined"])
+def test_what_is_frozen_on_one_rank_only_raises_on_every_rank(setting: tuple[str, Any], pool2: RankPool) -> None:
+    for messages in pool2.run(frozen_on_rank_1, setting, timeout=90):
+        for name, message in messages.items():
+            trained = name.endswith("nothing on rank 1")
+            harmless = name.startswith("all_but_experts") and name.split()[2] in (
+                "router",
+                "shared_expert",
+                "first_layer",
+            )
+            if trained or harmless:
+                assert message == "", f"{name}: {message}"
+            else:
+                assert message.startswith("RankMismatch: "), f"{name}: {message}"
+
+
+def train(model: Model, x: Tensor, mask: Tensor | None) -> tuple[dict[str, Tensor], float]:
+    """Train the experts of ``mask`` for two steps, with the other parameters frozen. Returns weights and norm."""
+    if mask is not None:
+        for param in all_but_experts(model):
+            param.requires_grad_(False)
+        for moe in model.moe:
+            rows = mask[list(moe.local_experts)].view(-1, 1, 1)  # type: ignore[operator,arg-type]
+            for param in moe.experts.parameters():  # type: ignore[union-attr]
+                param.register_hook(lambda grad, rows=rows: grad * rows)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.5, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        moe_comm.sync_gradients(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return moe_comm.state_dict(model), float(norm)
+
+
+def train_some_experts(rank: int, world: int, mask: Tensor) -> None:
+    x = torch.randn(world, 6, HIDDEN, generator=torch.Generator().manual_seed(0))
+    want, want_norm = train(Model(None), x.flatten(0, 1), mask)
+    got, norm = train(Model(dist.group.WORLD), x[rank], mask)
+    assert norm == pytest.approx(want_norm, rel=1e-5)
+    before = Model(None).state_dict()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-7)
+        if ".experts." in name:
+            assert torch.equal(got[name][~mask], before[name][~mask]) and not torch.equal(
+                got[name][mask], before[name][mask]
+            )
+
+
+@pytest.mark.parametrize("trained", [(0, 3), (2,)])
+def test_any_experts_may_be_trained(trained: tuple[int, ...], pool2: RankPool) -> None:
+    mask = torch.zeros(4, dtype=torch.bool)
+    mask[list(trained)] = True
+    pool2.run(train_some_experts, mask, timeout=60)
