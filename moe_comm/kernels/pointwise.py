@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from moe_comm.kernels.once_differentiable import once_differentiable
 
 
 def sigmoid_values(x: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.native import core, on_host
 from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
+from moe_comm.kernels.tensor_memory import materialized
 
 PARTIAL_ROWS = 128
 """The weight gradient is summed over blocks of this many rows, for every number of threads."""
@@ -32,6 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [..., D] in the dtype of ``x``.
     """
+    if not torch.compiler.is_compiling():
+        x, weight = materialized(x), materialized(weight)
     if x.dtype in NATIVE_DTYPES and x.is_contiguous() and x.numel() and on_host(x, weight):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
     return rms_norm_reference(x, weight, eps)

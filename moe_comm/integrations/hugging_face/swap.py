@@ -19,14 +19,16 @@ from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_comm.comm.group_setup import as_group
 from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
+from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.selection.factory import refuse_dispatcher
-from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
@@ -114,13 +116,18 @@ class EPExperts(nn.Module):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
-        x_TD = expert_input(hidden_states, self.gate_up_proj)
-        if self.copies is not None:
-            if (fault := self.copies.publish_if_due()) is not None:
-                self.dispatcher.refuse(fault, x_TD, label=self.label)
-            self.copies.materialize()
-        if self._slots is not None:
-            top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
+        fault = None if self.copies is None else self.copies.publish_if_due()
+        if fault is not None:
+            self.dispatcher.refuse(fault, label=self.label)
+        hidden_states, top_k_index, top_k_weights = self.dispatcher.readable(
+            self.label, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
+        )
+        with self.dispatcher.abort_on_error(self.label):
+            x_TD = expert_input(hidden_states, self.gate_up_proj)
+            if self.copies is not None:
+                self.copies.materialize()
+            if self._slots is not None:
+                top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
         y_TD = expert_layer(
             self.dispatcher,
             x_TD,
@@ -135,6 +142,19 @@ class EPExperts(nn.Module):
         if self.copies is not None:
             self.copies.materialize_in_backward(y_TD)
         return y_TD.to(hidden_states.dtype)
+
+    def check_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise InputError on every rank if the block that contains these experts is given no tokens on this one.
+
+        A hook of the block, whose router would raise on this rank alone.
+        """
+        if torch.compiler.is_compiling() or not (args or "hidden_states" in kwargs):
+            return
+        (x,), fault = as_tensors(hidden_states=args[0] if args else kwargs["hidden_states"])
+        if fault is None and not (x.dim() and x.is_floating_point()):
+            fault = InputError(f"hidden_states must be floating-point tokens [..., D]; got {x.dtype} {tuple(x.shape)}")
+        if fault is not None:
+            self.dispatcher.refuse(fault, label=self.label)
 
     def _run(self, call: ExpertCall) -> Tensor:
         weights = self if self.copies is None else SimpleNamespace(**self.copies.stacked())
@@ -272,6 +292,8 @@ def parallelize_moe(
         swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap, _router_of(block, child))
         swapped.gemm_dtype = expert_gemm_dtype
         setattr(block, child, swapped)
+        if swapped.dispatcher.world > 1:
+            block.register_forward_pre_hook(swapped.check_block, with_kwargs=True)
         del experts  # free the full weights of this block before the next one is swapped
     prepare_ddp(model)
     if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:

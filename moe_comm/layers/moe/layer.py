@@ -31,8 +31,10 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.deprecated import converted_parameters, renamed_attributes, renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
+from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.input_faults import tokens_fault
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.errors import MoeCommError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
@@ -330,9 +332,10 @@ class MoELayer(ParallelModule):
 
         in_parts: the caller uses the group between the steps, so the dispatch must not occupy it.
         """
-        x_TD, routing = self._route(x, routing, token_index, in_parts)
-        ids_TK, weights_TK, identity_T1 = self._select_slots(routing, token_index)
-        cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
+        with self.dispatcher.abort_on_error(self.label):
+            x, x_TD, routing = self._route(x, routing, token_index, in_parts)
+            ids_TK, weights_TK, identity_T1 = self._select_slots(routing, token_index)
+            cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
         call = self._dispatch(cast_TD, ids_TK, weights_TK)
         self._record_stats(call.handle)
         if in_parts:
@@ -368,19 +371,24 @@ class MoELayer(ParallelModule):
 
     def _route(
         self, x: Tensor, routing: Routing | None, token_index: Tensor | None, in_parts: bool
-    ) -> tuple[Tensor, Routing]:
-        """Return the tokens as [T, D], and their routing."""
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """Return x with its values in memory, the tokens as [T, D], and their routing."""
         router, copies = self.router, getattr(self.experts, "copies", None)  # without the call of a property
-        fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due(later=in_parts)
-        if x.shape[-1] != router.hidden:
-            fault = InputError(f"this layer's hidden size is {router.hidden}; got x {tuple(x.shape)}")
+        fault: MoeCommError | None = None if copies is None else copies.publish_if_due(later=in_parts)
+        (x,), unusable = as_tensors(x=x)
+        if unusable is None:
+            unusable = tokens_fault(x, router.hidden)
+        if unusable is None and routing is not None:
+            _, unusable = as_tensors(ids=routing.ids_TK, weights=routing.weights_TK)
+            routing = routing if unusable is None else None
+        fault = fault or unusable
         if fault is not None:
-            self._exchange_without_tokens(x, routing, token_index)
-            self.dispatcher.refuse(fault, x, label=self.label)
+            self._exchange_without_tokens(routing, token_index)
+            self.dispatcher.refuse(fault, label=self.label)
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if routing is None:
             routing = router(x_TD, x.shape[0] if x.dim() == 3 else 1)
-        return x_TD, routing
+        return x, x_TD, routing
 
     def _select_slots(self, routing: Routing, token_index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids and weights to dispatch, and the summed weights of each token's identity experts (or None)."""
@@ -442,10 +450,11 @@ class MoELayer(ParallelModule):
         gradients = gradients_of(self.experts)
         return group_size(self.router.group) if gradients is not None and gradients.averaged else 1
 
-    def _exchange_without_tokens(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> None:
+    def _exchange_without_tokens(self, routing: Routing | None, token_index: Tensor | None) -> None:
         """Take part in the exchanges before dispatch without tokens, so that all ranks reach the failing dispatch."""
         if routing is None:
-            routing = self.router(x.new_zeros(0, self.router.hidden), x.shape[0] if x.dim() == 3 else 1)
+            weight = self.router.weight
+            routing = self.router(torch.zeros(0, self.router.hidden, dtype=weight.dtype, device=weight.device))
         empty = routing._replace(ids_TK=routing.ids_TK[:0], weights_TK=routing.weights_TK[:0])
         self._select_slots(empty, None if token_index is None else token_index.reshape(-1)[:0])
 
