@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
+from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS, communication_span
 from moe_comm.runtime.memory import as_dtype, warm_rows
@@ -105,6 +106,7 @@ class Channel:
 
         All ranks must start the same operations of a group in the same order, and wait for them in that order.
         """
+        tensor = materialized(tensor)
         sent = _as_bytes(tensor.to(self.transfer_device(tensor.device)).contiguous())
         out = warm_rows(1, self.world * sent.numel(), torch.uint8, sent.device).view(-1)
         options = self._timed(AllgatherOptions())
@@ -130,6 +132,7 @@ class Channel:
         Args:
             out: dense destination with the shape, dtype and device of the result; default: a new tensor.
         """
+        rows = materialized(rows)
         shape = (sum(receive), *rows.shape[1:])
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
         if not width:  # rows have no elements; the width is equal on all ranks, so none calls the backend
@@ -171,7 +174,7 @@ class Channel:
 
     def reduce_scatter(self, parts_WTD: Tensor, description: str) -> Tensor:
         """Return [T, D], the sum over ranks of this rank's part, in the dtype of ``parts_WTD``."""
-        sent = parts_WTD.to(self.transfer_device(parts_WTD.device)).contiguous()
+        sent = materialized(parts_WTD).to(self.transfer_device(parts_WTD.device)).contiguous()
         out = torch.empty(sent.shape[1:], dtype=sent.dtype, device=sent.device)
         options = self._timed(ReduceScatterOptions())
         nbytes = (self.world - 1) * out.nbytes
@@ -183,7 +186,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, description: str) -> Tensor:
         """Return the sum over ranks, in the dtype of ``tensor``."""
-        out = tensor.to(self.transfer_device(tensor.device)).contiguous().clone()
+        out = materialized(tensor).to(self.transfer_device(tensor.device)).contiguous().clone()
         options = self._timed(AllreduceOptions())
         nbytes = 2 * (self.world - 1) * out.nbytes // self.world
         return self._start(out, lambda: self.comm.group.allreduce([out], options), description, nbytes)().to(
@@ -195,6 +198,7 @@ class Channel:
 
         The tensors of all ranks must have the same shape and dtype.
         """
+        tensor = materialized(tensor)
         sent = _as_bytes(tensor.to(self.transfer_device(tensor.device)).contiguous())
         send = [sent.numel() if rank == (self.rank + step) % self.world else 0 for rank in range(self.world)]
         receive = [sent.numel() if rank == (self.rank - step) % self.world else 0 for rank in range(self.world)]

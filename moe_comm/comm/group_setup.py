@@ -16,6 +16,7 @@ import secrets
 import warnings
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm import communicator
-from moe_comm.comm.channel import Channel
+from moe_comm.comm.channel import AbortOnError, Channel
 from moe_comm.comm.communicator import CollectiveOptions, Communicator
 from moe_comm.comm.header import FAULTS, fault_word
 from moe_comm.comm.peers import Peers, Process
@@ -126,6 +127,21 @@ def _channel(comm: Communicator) -> SharedChannel:
             text = f"{error}; collectives use the group's backend, which is slower"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
     return channel
+
+
+def abort_on_error(label: str, *groups: ProcessGroup | None, in_flight: bool = False) -> AbortOnError:
+    """Return a context manager that reports an exception in its block to the other ranks of ``groups``.
+
+    label, in_flight: see ``SharedChannel.abort``.
+    """
+
+    def abort(error: Exception) -> None:
+        for group in groups:
+            if group is not None and group_size(group) > 1:
+                with suppress(MoeCommError):  # of a group that is unusable
+                    channel_of(group).abort(error, label, in_flight=in_flight)
+
+    return AbortOnError(abort)
 
 
 def configure_collectives(options: CollectiveOptions) -> None:

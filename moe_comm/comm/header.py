@@ -75,7 +75,8 @@ TRAINED_WORD, TRAINED_SHIFT = 5, 32
 """Index of the word of experts, and the bits above their number: which of ``TRAINED`` require gradients."""
 TRAINED = ("input weights", "output weights", "input biases", "output biases", "routing weights", "router")
 EXTRA_SHIFT = 32
-"""The word of top-k has the number of extra values, and the lowest bit whether they require gradients, above it."""
+"""The word of top-k has the number of extra values above it, and in the two lowest bits whether they are int32 and
+whether they require gradients."""
 ORDINAL_MASK = 0xFFF
 """Bits of a word that hold the ordinal of a dispatcher."""
 COLLECTIVES = ORDINAL_MASK
@@ -148,8 +149,9 @@ class Header:
     weights_grad: whether backward sends gradients of routing weights of a dispatch in chunks.
     flagged: whether kernels of a combine, or of a backward pass, set a flag for each part of the rows.
     placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
-    extra, extra_grad: number of extra values of each slot, and whether they require gradients.
+    extra, extra_grad, extra_int: number of extra values of each slot, and whether they require gradients, or are int32.
     trained: bits of a dispatch for a layer: which of ``TRAINED`` require gradients.
+    agreed: whether all ranks have compared their headers and found no fault, so rows may be in flight. Not sent.
     """
 
     op: str
@@ -171,7 +173,9 @@ class Header:
     flagged: bool = False
     extra: int = 0
     extra_grad: bool = False
+    extra_int: bool = False
     trained: int = 0
+    agreed: bool = field(default=False, repr=False, compare=False)
 
     def compared(self) -> tuple[int, ...]:
         """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
@@ -180,7 +184,7 @@ class Header:
             self.seq,
             self.hidden,
             _DTYPE_INDICES.get(self.dtype, -1),
-            self.top_k | (self.extra << 1 | self.extra_grad) << EXTRA_SHIFT,
+            self.top_k | (self.extra << 2 | self.extra_int << 1 | self.extra_grad) << EXTRA_SHIFT,
             self.num_experts | self.trained << TRAINED_SHIFT,
             self.requires_grad
             | self.scaled << 1
@@ -235,8 +239,9 @@ def _format_word(index: int, words: Words) -> str:
     if index == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
     if index == 4 and value >> EXTRA_SHIFT:
-        grad = " that require gradients" if value >> EXTRA_SHIFT & 1 else ""
-        return f"{value & (1 << EXTRA_SHIFT) - 1} with {value >> EXTRA_SHIFT + 1} extra values{grad}"
+        bits = value >> EXTRA_SHIFT
+        dtype, grad = "int32" if bits & 2 else "float32", " that require gradients" if bits & 1 else ""
+        return f"{value & (1 << EXTRA_SHIFT) - 1} with {bits >> 2} extra values in {dtype}{grad}"
     if index == TRAINED_WORD:
         return str(value & (1 << TRAINED_SHIFT) - 1)
     if index == 7:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.comm.header import Header
+from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire.group_scales import rounded_in_groups
 from moe_comm.dispatch.wire.wire_dtype import rounded
 from moe_comm.kernels.fp8 import ScaledRows
+from moe_comm.kernels.once_differentiable import once_differentiable
 
 if TYPE_CHECKING:
     from moe_comm.dispatch.base import Dispatcher
@@ -93,12 +94,21 @@ class CombineFunction(torch.autograd.Function):
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
 
 
+def _readable(dispatcher: Dispatcher, op: str, handle: DispatchHandle, **tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with their values in memory. Raise InputError on every rank if one has none."""
+    values, fault = as_tensors(**tensors)
+    if fault is not None:
+        dispatcher.refuse_operation(op, handle, fault)
+    return values
+
+
 def dispatch_backward(dispatcher: Dispatcher, grad_RD: Tensor, handle: DispatchHandle) -> Tensor:
     """Return [T, D], the gradient of dispatched tokens. For operators that have their own autograd. Collective."""
+    (grad_RD,) = _readable(dispatcher, "dispatch backward", handle, gradient=grad_RD)
     header = dispatcher.header("dispatch backward", handle, False)
-    if dispatcher.rounds:
-        grad_RD = round_rows(dispatcher, grad_RD, header)
-    with dispatch_span(dispatcher, header.op, handle.label, handle):
+    with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
+        if dispatcher.rounds:
+            grad_RD = round_rows(dispatcher, grad_RD, header)
         return dispatcher._sum(grad_RD, None, handle, header)
 
 
@@ -111,10 +121,14 @@ def return_rows(
         rows_RD: None if only the values are needed; the same on every rank.
         extra_RX: fp32 or int32 values; gradients of those of the dispatch, or others of the same X.
     """
-    header = replace(dispatcher.header("dispatch backward", handle, rows_RD is not None), extra=extra_RX.shape[1])
-    if dispatcher.rounds and rows_RD is not None:
-        rows_RD = round_rows(dispatcher, rows_RD, header)
-    with dispatch_span(dispatcher, header.op, handle.label, handle):
+    (extra_RX,) = _readable(dispatcher, "dispatch backward", handle, extra_values=extra_RX)
+    if rows_RD is not None:
+        (rows_RD,) = _readable(dispatcher, "dispatch backward", handle, gradient=rows_RD)
+    header = dispatcher.header("dispatch backward", handle, rows_RD is not None)
+    header = replace(header, extra=extra_RX.shape[1], extra_int=extra_RX.dtype is torch.int32)
+    with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
+        if dispatcher.rounds and rows_RD is not None:
+            rows_RD = round_rows(dispatcher, rows_RD, header)
         y_TD, words_TKX = dispatcher._sum_with(rows_RD, extra_RX.view(torch.float32), handle, header)
     return y_TD, words_TKX.view(extra_RX.dtype)
 
@@ -128,10 +142,11 @@ def combine_backward(
         rows_RD: the combined rows; None if the weights need no gradient.
         weights_TK: fp32 (fp64 for fp64 rows).
     """
+    (grad_TD,) = _readable(dispatcher, "combine backward", handle, gradient=grad_TD)
     header = dispatcher.header("combine backward", handle, rows_RD is not None)
-    if dispatcher.rounds:
-        grad_TD = round_rows(dispatcher, grad_TD, header)
-    with dispatch_span(dispatcher, header.op, handle.label, handle):
+    with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
+        if dispatcher.rounds:
+            grad_TD = round_rows(dispatcher, grad_TD, header)
         return dispatcher._spread(grad_TD, rows_RD, weights_TK, handle, header)
 
 
@@ -141,9 +156,9 @@ def combine_forward(
     """Combine without autograd. Also return the weights in the dtype of the multiplication."""
     header = dispatcher.header("combine", handle, grad)
     wide = torch.float64 if rows_RD.dtype is torch.float64 else torch.float32
-    wide_TK = weights_TK if weights_TK.dtype is wide else weights_TK.to(wide)
-    rounded_RD = round_rows(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
-    with dispatch_span(dispatcher, header.op, handle.label, handle):
+    with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
+        wide_TK = weights_TK if weights_TK.dtype is wide else weights_TK.to(wide)
+        rounded_RD = round_rows(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
         return dispatcher._sum(rounded_RD, wide_TK, handle, header), wide_TK
 
 

@@ -12,18 +12,16 @@ experts. A slot is one of the K (token, expert) pairs of a token. The primitives
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, suppress
+from abc import abstractmethod
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar, NoReturn, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.channel import AbortOnError, raised_text
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import GroupCalls, Header
 from moe_comm.dispatch.arrays import Array, as_tensors
@@ -38,10 +36,11 @@ from moe_comm.dispatch.autograd import (
 from moe_comm.dispatch.checksums import CorruptionLog, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.extra import dispatch_slots, return_slots, with_autograd, with_extra
+from moe_comm.dispatch.fault_reports import FaultReports
 from moe_comm.dispatch.input_faults import combine_fault, dispatch_fault, scaled_fault, spread_fault
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions, ExtraRoutes
 from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, quantized
-from moe_comm.errors import MoeCommError, PeerRaised, known_to_peers, mark_known
+from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.topology import ExpertPlacement, Placement
 
@@ -49,7 +48,7 @@ _makers = count(1)
 """Ids for ``Dispatcher.maker``."""
 
 
-class Dispatcher(ABC):
+class Dispatcher(FaultReports):
     """Dispatches token rows to the ranks of their experts and combines the results. Differentiable.
 
     Attributes:
@@ -153,18 +152,17 @@ class Dispatcher(ABC):
             PeerDied, PeerTimeout: a rank died, or did not call in time.
             CorruptPayload: on every rank, for the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
-        fault = None
-        if not (isinstance(x_TD, Tensor) and isinstance(ids_TK, Tensor)):
-            (x_TD, ids_TK), fault = as_tensors(x_TD, ids_TK)
-        header = self.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
-        if fault is not None:
-            header = replace(header, fault=fault)
+        (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
         words_TKX = words_RX = None
+        if extra_TKX is not None and isinstance(extra_TKX, Tensor):
+            (extra_TKX,), extra_unusable = as_tensors(extra_values=extra_TKX)
+            fault = fault or extra_unusable
+        header = self.dispatch_header(x_TD, ids_TK, label, scaled=scaled, fault=fault)
         if extra_TKX is not None:
             header, words_TKX = with_extra(header, extra_TKX, x_TD, ids_TK)
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         rows: ScaledRows | None = None
-        with dispatch_span(self, "dispatch", label) as span:
+        with self.report(header), dispatch_span(self, "dispatch", header.label) as span:
             if scaled and self.options.wire_dtypes.of(header.op).format == "fp8":
                 rows, handle = self._send_scaled(tokens_TD, ids_TK, header)
                 rows_RD = rows.dequantized(x_TD.dtype) if self.options.checksums else tokens_TD
@@ -207,15 +205,13 @@ class Dispatcher(ABC):
             InputError: shapes, dtype, device or handle do not match the dispatch.
             RankMismatch, PeerDied, PeerTimeout, CorruptPayload: as in ``dispatch``, if operations are ``checked``.
         """
-        unusable = None
-        if not (isinstance(rows_RD, Tensor) and isinstance(weights_TK, Tensor)):
-            (rows_RD, weights_TK), unusable = as_tensors(rows_RD, weights_TK)
+        (rows_RD, weights_TK), unusable = as_tensors(rows=rows_RD, weights=weights_TK)
         fault: MoeCommError | None = unusable or combine_fault(self.maker, rows_RD, weights_TK, handle)
         if fault is None and self.options.checksums and self.handshakes:
             # Without a handshake the other ranks cannot learn of the fault here, so the next dispatch raises it.
             fault = self.corruption.fault()
         if fault is not None:
-            self._raise_fault(fault, self.header("combine", handle, False), rows_RD, everywhere=self.handshakes)
+            self.refuse_operation("combine", handle, fault)
         grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
         if grad:
             return CombineFunction.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
@@ -247,16 +243,21 @@ class Dispatcher(ABC):
             InputError: shape, dtype, device or handle do not match the dispatch.
             RankMismatch, PeerDied, PeerTimeout: as in ``combine``.
         """
+        (x_TD,), fault = as_tensors(x=x_TD)
+        if isinstance(extra_TKX, Tensor):
+            (extra_TKX,), extra_unusable = as_tensors(extra_values=extra_TKX)
+            fault = fault or extra_unusable
+        fault = fault or spread_fault(self.maker, x_TD, handle, extra_TKX)
+        if fault is not None:
+            self.refuse_operation("combine backward", handle, fault)
         header = self.header("combine backward", handle, False)
         if extra_TKX is not None:
-            header = replace(header, extra=handle.extra.width if handle.extra else 0)
-        fault = spread_fault(self.maker, x_TD, handle, extra_TKX)
-        if fault is not None:
-            self._raise_fault(fault, header, x_TD, everywhere=self.handshakes)
-        tokens_TD = round_rows(self, x_TD.detach(), header) if self.rounds else x_TD.detach()
-        wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
-        ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
-        with dispatch_span(self, header.op, handle.label, handle):
+            width, is_int = handle.extra.width if handle.extra else 0, extra_TKX.dtype is torch.int32
+            header = replace(header, extra=width, extra_int=is_int)
+        with self.report(header), dispatch_span(self, header.op, handle.label, handle):
+            tokens_TD = round_rows(self, x_TD.detach(), header) if self.rounds else x_TD.detach()
+            wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
+            ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
             if extra_TKX is not None:
                 words_TKX = extra_TKX.detach().view(torch.float32)
                 rows_RD, words_RX = self._spread_with(tokens_TD, ones_TK, words_TKX, handle, header)
@@ -279,67 +280,16 @@ class Dispatcher(ABC):
         """
         return None
 
-    def close(self) -> None:  # noqa: B027 - most backends own nothing beyond their group
+    def close(self) -> None:
         """Release the resources of this dispatcher. Collective. May be called twice."""
 
-    def release(self) -> None:  # noqa: B027
+    def release(self) -> None:
         """Drop references to resources of the group, which is being destroyed. Not collective."""
-
-    def refuse(self, fault: MoeCommError, x: Tensor, *, label: str = "") -> NoReturn:
-        """Raise ``fault`` of this rank on every rank, in place of the next dispatch.
-
-        Args:
-            x: any tensor with the dtype and device of the rows that would have been sent.
-        """
-        header = self._next_header("dispatch", 0, x.dtype, 1, label=label)
-        self._raise_fault(fault, header, x)
-
-    def _raise_fault(self, fault: MoeCommError, header: Header, x: Tensor, *, everywhere: bool = True) -> NoReturn:
-        """Raise ``fault`` on this rank, and ``everywhere`` on every rank: ``_send`` stops at the handshake."""
-        if everywhere:
-            self._send(x.new_empty(0, 0), x.new_empty(0, 1, dtype=torch.int64), replace(header, fault=fault))
-        raise fault
-
-    def abort(self, error: Exception, *, label: str = "", in_flight: bool = False) -> None:
-        """Report to the other ranks that this rank raised ``error`` between two operations.
-
-        The other ranks raise ``PeerRaised`` from their current or next dispatcher operation on this group. The caller
-        raises ``error`` again. This call waits for the other ranks for at most ``DispatchOptions.timeout_s``.
-        Afterwards the group can be used again. Nothing happens if ``error`` came from an operation, because all ranks
-        raise it.
-
-        If the ranks do not compare headers in the next operation (rows are in flight, or operations are not
-        ``checked``), the other ranks raise ``PeerError`` where they wait, and the group is unusable afterwards.
-
-        Args:
-            error: exception of this rank.
-            label: name of the layer, for the other ranks' message.
-            in_flight: rows of an operation that has started are still in transfer.
-        """
-        if self.world == 1 or known_to_peers(error, self.comm):
-            return
-        mark_known(error)
-        text = raised_text(error, label)
-        if in_flight or not self.handshakes:
-            self._report_stop(f"rank {self.rank} {text}")
-            return
-        with suppress(MoeCommError):
-            self.refuse(PeerRaised(text), torch.empty(0, dtype=torch.float32, device="cpu"), label=label)
-
-    def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager that calls ``abort`` for an exception that leaves the ``with`` block.
-
-        The block holds the code between two operations: the experts, or the call of ``backward``.
-        """
-        return AbortOnError(partial(self.abort, label=label, in_flight=in_flight))
 
     @property
     def handshakes(self) -> bool:
         """Whether every operation compares headers between ranks, and not dispatch alone."""
         return self.options.checked
-
-    def _report_stop(self, text: str) -> None:  # noqa: B027 - only backends over torch.distributed wait for a report
-        """Report that this rank stops, to ranks that wait outside a handshake."""
 
     # --- for the functions below and the backends ---
 
@@ -356,13 +306,21 @@ class Dispatcher(ABC):
         )
 
     def dispatch_header(
-        self, x_TD: Tensor, ids_TK: Tensor, label: str, op: str = "dispatch", scaled: bool = False
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        label: str,
+        op: str = "dispatch",
+        scaled: bool = False,
+        fault: MoeCommError | None = None,
     ) -> Header:
         """Return the header of the dispatch ``op``. It contains the fault if the input is invalid.
 
-        scaled: see ``dispatch``.
+        scaled: see ``dispatch``. fault: an error that is already known.
         """
-        fault = self._fault(x_TD, ids_TK)
+        fault = fault or self._fault(x_TD, ids_TK)
+        if not isinstance(label, str):
+            fault, label = InputError(f"label must be a str; got {type(label).__name__}"), ""
         if fault is None and scaled:
             fault = scaled_fault(x_TD)
         if fault is None and self.options.checksums:

@@ -29,8 +29,9 @@ def with_extra(header: Header, extra_TKX: Tensor, x_TD: Tensor, ids_TK: Tensor) 
     fault = header.fault or extra_fault(extra_TKX, ids_TK.shape, x_TD.device)
     if fault is not None:
         return replace(header, fault=fault), None
-    grad = extra_TKX.requires_grad and torch.is_grad_enabled()
-    return replace(header, extra=extra_TKX.shape[2], extra_grad=grad), extra_TKX.detach().view(torch.float32)
+    grad, is_int = extra_TKX.requires_grad and torch.is_grad_enabled(), extra_TKX.dtype is torch.int32
+    words_TKX = extra_TKX.detach().view(torch.float32)
+    return replace(header, extra=extra_TKX.shape[2], extra_grad=grad, extra_int=is_int), words_TKX
 
 
 def with_autograd(

@@ -77,10 +77,12 @@ class Handshake:
             PeerDied, PeerTimeout: a rank died, or did not call in time.
         """
         try:
-            return self._exchange(header, ids_TK, device)
+            counts = self._exchange(header, ids_TK, device)
         except MoeCommError as error:
             mark_known(error)
             raise
+        header.agreed = True
+        return counts
 
     def _exchange(self, header: Header, ids_TK: Tensor | None, device: torch.device) -> Counts:
         words = torch.from_numpy(np.concatenate((header.pack(), np.zeros(EXTRA + self._calls.most_experts, np.int64))))

@@ -34,6 +34,13 @@ def dispatch_fault(x_TD: Tensor, ids_TK: Tensor, num_experts: int | None) -> Moe
     return routing_error(ids_TK, num_experts)
 
 
+def tokens_fault(x: Tensor, hidden: int) -> InputError | None:
+    """Return what is wrong with tokens [..., D] of a layer with this hidden size."""
+    if x.dim() and x.shape[-1] == hidden and x.dtype in DTYPES:
+        return None
+    return InputError(f"this layer's hidden size is {hidden}; got x {tuple(x.shape)} {x.dtype}, must be floating-point")
+
+
 def scaled_fault(x_TD: Tensor) -> InputError | None:
     """Return why the rows of a dispatch cannot be ``scaled``."""
     if x_TD.dim() == 2 and x_TD.shape[1] and not x_TD.shape[1] % BLOCK:
@@ -58,6 +65,8 @@ def extra_fault(extra_TKX: Tensor, slots: tuple[int, ...], device: torch.device)
 
 
 def _maker_fault(maker: int, handle: DispatchHandle) -> InputError | None:
+    if not isinstance(handle, DispatchHandle):
+        return InputError(f"the handle must come from dispatch of this dispatcher; got {type(handle).__name__}")
     if handle.maker == maker:
         return None
     return InputError(
@@ -69,6 +78,8 @@ def spread_fault(
     maker: int, x_TD: Tensor, handle: DispatchHandle, extra_TKX: Tensor | None = None
 ) -> InputError | None:
     """Return what is wrong with the arguments of ``Dispatcher.spread``. maker: id of the dispatcher."""
+    if (fault := _maker_fault(maker, handle)) is not None:
+        return fault
     if extra_TKX is not None:
         fault = extra_fault(extra_TKX, (handle.num_tokens, handle.top_k), handle.device)
         if fault is not None:
@@ -81,7 +92,7 @@ def spread_fault(
         ((handle.num_tokens, handle.hidden), handle.dtype, handle.device),
     )
     if given == expected:
-        return _maker_fault(maker, handle)
+        return None
     return InputError(f"spread needs shape, dtype and device of the dispatched tokens, {expected}; got {given}")
 
 
@@ -97,6 +108,8 @@ def combine_fault(maker: int, rows_RD: Tensor, weights_TK: Tensor, handle: Dispa
         )
     if weights_TK.shape != (handle.num_tokens, handle.top_k):
         return InputError(f"combine needs weights [{handle.num_tokens}, {handle.top_k}]; got {tuple(weights_TK.shape)}")
+    if weights_TK.is_complex():
+        return InputError(f"combine needs real weights; got {weights_TK.dtype}")
     if rows_RD.device != handle.device or weights_TK.device != handle.device:
         return InputError(
             f"combine needs rows and weights on {handle.device}, the device of dispatch; "

@@ -18,6 +18,7 @@ from moe_comm.dispatch.autograd import combine_backward, dispatch_backward
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
+from moe_comm.kernels.once_differentiable import once_differentiable
 
 
 class Sent:
@@ -77,6 +78,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.sent = sent_of(output[2])
 
 
+@once_differentiable
 def _dispatch_backward(ctx: Any, grad_RD: Tensor, *_: Any) -> tuple[Tensor, None, None]:
     return dispatch_backward(ctx.sent.dispatcher, grad_RD, ctx.sent.handle), None, None
 
@@ -102,6 +104,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(rows_RD, weights_TK)
 
 
+@once_differentiable
 def _combine_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None]:
     rows_RD, weights_TK = ctx.saved_tensors
     wide_TK = weights_TK.double() if rows_RD.dtype is torch.float64 else weights_TK.float()

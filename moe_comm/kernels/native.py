@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_comm.kernels.tensor_memory import in_memory
+
 TRITON_DEVICES = {"cuda"}
 """Device types whose tensors run in Triton kernels if Triton is installed. Tests with interpreted kernels add "cpu";
 comparisons with plain torch remove "cuda"."""
@@ -27,11 +29,12 @@ def core() -> Any:
 def on_host(*tensors: Tensor) -> bool:
     """Return whether all tensors are plain CPU tensors and the native core is built.
 
-    Subclasses (fake tensors, DTensor) and tensors that a compiler traces have no addresses.
+    Subclasses (fake tensors, DTensor) and tensors that a compiler traces have no addresses; see ``in_memory``.
     """
     return (
         all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in tensors)
         and not torch.compiler.is_compiling()
+        and in_memory(*tensors)
         and core() is not None
     )
 
@@ -47,4 +50,4 @@ def for_triton(*tensors: Tensor | None) -> bool:
     for t in tensors:
         if t is not None and (t.device.type not in TRITON_DEVICES or type(t) not in (Tensor, nn.Parameter)):
             return False
-    return not torch.compiler.is_compiling() and _triton_is_installed()
+    return not torch.compiler.is_compiling() and _triton_is_installed() and in_memory(*tensors)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from moe_comm.kernels.once_differentiable import once_differentiable
 
 VECTOR = 64
 """Elements that torch's CPU loops process at once, at most: two vectors of AVX-512 in bf16."""

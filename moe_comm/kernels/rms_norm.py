@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.native import core, on_host
 from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
+from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.runtime.memory import address
 
 PARTIAL_ROWS = 128
@@ -33,6 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [..., D] in the dtype of ``x``.
     """
+    if not torch.compiler.is_compiling():
+        x, weight = materialized(x), materialized(weight)
     x = x.contiguous()  # a view of several rows may be strided where that of one row is not, and sums in another order
     if x.dtype in NATIVE_DTYPES and x.numel() and on_host(x, weight):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.runtime.memory import address, row_address
 
 

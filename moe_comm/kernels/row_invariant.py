@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.once_differentiable import once_differentiable
 
 TILE = 16
 """Rows, inputs and outputs are padded to multiples of this: one AVX-512 vector. The kernels of MKL and oneDNN need

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.native import TRITON_DEVICES, core, for_triton
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.pointwise import sigmoid_values
+from moe_comm.kernels.tensor_memory import readable
 from moe_comm.runtime.memory import address, row_address
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -135,4 +136,6 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(h_RG: Tensor) -> Tensor:
     """Return SwiGLU of [R, 2F] gate | up as [R, F]; differentiable once."""
+    if not torch.compiler.is_compiling():
+        h_RG = readable(h_RG, "h")
     return _SwiGLU.apply(h_RG)  # type: ignore[no-any-return]

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.shared_channel import SharedChannel
+from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.accumulate import sum_in_rank_order
 from moe_comm.kernels.autocast import without_autocast
@@ -285,6 +286,14 @@ def exact_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """Return a @ b in their own dtype, also under autocast."""
     with without_autocast(a_MK):
         return torch.mm(a_MK, b_KN)
+
+
+def readable_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both with their values in memory, or raise InputError."""
+    tensors, fault = as_tensors(x=x, weight=weight)
+    if fault is not None:
+        raise fault
+    return tensors[0], tensors[1]
 
 
 def check_linear(x: Tensor, weight: Tensor, operator: str) -> None:

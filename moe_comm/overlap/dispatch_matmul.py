@@ -61,12 +61,14 @@ def dispatch_matmul(
         InputError, RoutingError, RankMismatch: on every rank, before rows move.
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
-    overlap, width, experts = overlap or Overlap(), w_EGD.shape[1], ExpertLinear((w_EGD,))
+    x_TD, ids_TK, w_EGD = dispatcher.readable(label, x=x_TD, ids=ids_TK, w=w_EGD)
+    overlap, experts = overlap or Overlap(), ExpertLinear((w_EGD,))
     fault: MoeCommError | None = weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")
     if overlap.backend == TRITON:
         fault = fault or device_fault(dispatcher, x_TD)
     if fault is not None:
         dispatcher.refuse(fault, x_TD, label=label)
+    width = w_EGD.shape[1]
     if overlap.backend == TRITON:
         assert isinstance(dispatcher, OverlappedPrimitives)
         return device_dispatch_matmul(dispatcher, x_TD, ids_TK, w_EGD, overlap, label)

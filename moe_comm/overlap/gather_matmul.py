@@ -16,14 +16,22 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.group_setup import channel_of, group_size
+from moe_comm.comm.group_setup import abort_on_error, channel_of, group_size
 from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.overlap.chunked import OperatorPlan, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
+from moe_comm.overlap.chunked import (
+    OperatorPlan,
+    WeightGradient,
+    check_linear,
+    gathered_mm,
+    readable_operands,
+    start_sum,
+    weight_gradient,
+)
 from moe_comm.overlap.linear import (
     LinearTransport,
     fused_kernels,
@@ -58,8 +66,10 @@ def gather_matmul(
         RankMismatch: the ranks' arguments differ (always checked over shared memory, else if collectives are checked).
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
-    check_linear(x_SD, weight_ND, "gather_matmul")
     overlap = overlap or DEFAULT
+    with abort_on_error("", group):
+        x_SD, weight_ND = readable_operands(x_SD, weight_ND)
+        check_linear(x_SD, weight_ND, "gather_matmul")
     if needs_autograd(x_SD, weight_ND):
         return _GatherMatmul.apply(x_SD, weight_ND, group, overlap)  # type: ignore[no-any-return]
     return _forward(x_SD, weight_ND, group, overlap)

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import combine_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
@@ -27,6 +29,7 @@ from moe_comm.overlap.executors.device import device_matmul_combine
 from moe_comm.overlap.executors.pipelined import pipelined_combine
 from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
+from moe_comm.overlap.executors.transport import RowDispatch
 
 
 def matmul_combine(
@@ -48,8 +51,11 @@ def matmul_combine(
         RankMismatch: ranks make different calls, or differ in whether weights need a gradient; if it is checked.
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
+    if not isinstance(dispatch, RowDispatch):  # without it there are no ranks to report to
+        raise InputError(f"dispatch must be the result of dispatch_matmul; got {type(dispatch).__name__}")
+    (rows_RF, w_EDF, weights_TK), fault = as_tensors(rows=rows_RF, w=w_EDF, weights=weights_TK)
     handle, experts = dispatch.handle, ExpertLinear((w_EDF,))
-    fault = combine_fault(dispatch.dispatcher, handle, rows_RF, w_EDF, weights_TK)
+    fault = fault or combine_fault(dispatch.dispatcher, handle, rows_RF, w_EDF, weights_TK)
     if fault is not None:
         dispatch.refuse("combine", fault)
     if isinstance(dispatch, SharedDispatch) and dispatch.on_device:

@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.group_setup import channel_of, group_size
+from moe_comm.comm.group_setup import abort_on_error, channel_of, group_size
 from moe_comm.errors import InputError
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.overlap.chunked import OperatorPlan, check_linear, exact_mm
+from moe_comm.overlap.chunked import OperatorPlan, check_linear, exact_mm, readable_operands
 from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.tuning.cost import OperatorWork
 
@@ -58,8 +58,10 @@ def matmul_swap(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None, ove
         RankMismatch: the ranks' arguments differ (always checked over shared memory, else if collectives are checked).
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
-    check_linear(x_SD, weight_ND, "matmul_swap")
-    _check_divides(weight_ND.shape[0], group, "matmul_swap: the weight's {} outputs")
+    with abort_on_error("", group):
+        x_SD, weight_ND = readable_operands(x_SD, weight_ND)
+        check_linear(x_SD, weight_ND, "matmul_swap")
+        _check_divides(weight_ND.shape[0], group, "matmul_swap: the weight's {} outputs")
     return _MatmulSwap.apply(x_SD, weight_ND, group, overlap or Overlap())  # type: ignore[no-any-return]
 
 
@@ -81,13 +83,16 @@ def swap_matmul(x_TK: Tensor, weight_NK: Tensor, group: ProcessGroup | None, ove
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     world = group_size(group)
-    if x_TK.dim() == 2 and weight_NK.dim() == 2 and x_TK.shape[1] * world != weight_NK.shape[1]:
-        raise InputError(
-            f"swap_matmul takes x [rows, K / {world}] and weight [N, K]; got {tuple(x_TK.shape)} and "
-            f"{tuple(weight_NK.shape)}"
-        )
-    check_linear(x_TK, weight_NK[:, : x_TK.shape[-1]] if weight_NK.dim() == 2 else weight_NK, "swap_matmul")
-    _check_divides(x_TK.shape[0], group, "swap_matmul: {} rows")
+    with abort_on_error("", group):
+        x_TK, weight_NK = readable_operands(x_TK, weight_NK)
+        if x_TK.dim() == 2 and weight_NK.dim() == 2 and x_TK.shape[1] * world != weight_NK.shape[1]:
+            raise InputError(
+                f"swap_matmul takes x [rows, K / {world}] and weight [N, K]; got {tuple(x_TK.shape)} and "
+                f"{tuple(weight_NK.shape)}"
+            )
+        part_NK = weight_NK[:, : x_TK.shape[-1]] if x_TK.dim() == weight_NK.dim() == 2 else weight_NK
+        check_linear(x_TK, part_NK, "swap_matmul")
+        _check_divides(x_TK.shape[0], group, "swap_matmul: {} rows")
     return _SwapMatmul.apply(x_TK, weight_NK, group, overlap or Overlap())  # type: ignore[no-any-return]
 
 

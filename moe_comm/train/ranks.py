@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm import errors
 from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, RankMismatch
+from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_names import group_of
@@ -182,5 +183,5 @@ def digest(tensors: Iterable[Tensor]) -> int:
     """Return a 63-bit hash of ``tensors``."""
     total = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        total.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        total.update(materialized(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(total.digest(), "little") >> 1

@@ -109,6 +109,7 @@ class AllToAllDispatcher(Dispatcher):
         return int(handle.state.send[self.rank])
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+        x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
         handle = self.prepare_dispatch(x_TD, ids_TK, header)
         return self.send(x_TD, handle, header), handle
 
@@ -117,6 +118,7 @@ class AllToAllDispatcher(Dispatcher):
         return self.send_scaled(x_TD, handle, header), handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+        rows_RD = rows_RD.contiguous()
         self.check_headers(header, rows_RD.device)
         wire_dtype = self.options.wire_dtypes.of(header.op)
         rows_SD = self._return_rows(rows_RD, wire_dtype, handle.state, describe(header))

@@ -174,6 +174,7 @@ class HierarchicalDispatcher(Dispatcher):
     # --- the three primitives ---
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+        x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         slots_WH = self._slots(counts)
         row_kind = return_format(self.options.deterministic, x_TD.dtype, self.options.wire_dtypes)
@@ -214,7 +215,7 @@ class HierarchicalDispatcher(Dispatcher):
             "hierarchical decodes fp8 rows before it forwards them inside a host, so it cannot return them as values "
             "and scales; dispatch with the wire dtype 'same' or 'bf16', or use all_to_all"
         )
-        self._raise_fault(fault, header, x_TD)
+        self._raise_fault(fault, header)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self._check_headers(header, rows_RD.device)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import DISPATCH_FIXED, Header, describe
+from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.autograd import dispatch_by
 from moe_comm.dispatch.base import make_handle
 from moe_comm.dispatch.peer_to_peer.low_latency import (
@@ -98,7 +99,8 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         """
         if self.peer_options.capacity_rows is None:
             raise ConfigError("dispatch_fixed needs PeerToPeerOptions(capacity_rows=...), the same on every rank")
-        header = self.dispatch_header(x_TD, ids_TK, label, DISPATCH_FIXED)
+        (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
+        header = self.dispatch_header(x_TD, ids_TK, label, DISPATCH_FIXED, fault=fault)
         ends: list[Tensor] = []
         dispatched = dispatch_by(self, x_TD, lambda x: self._send_fixed(x, ids_TK, header, ends))
         return FixedDispatched(dispatched.rows_RD, ends[0], dispatched.handle)
@@ -116,7 +118,8 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             InputError: bad shapes, or too many tokens; on this rank only.
             HeapError, RankMismatch: in the first call, on every rank.
         """
-        header = self.dispatch_header(x_TD, ids_TK, label)
+        (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
+        header = self.dispatch_header(x_TD, ids_TK, label, fault=fault)
         if header.fault is not None:
             raise header.fault
         form = self._form(x_TD, header.op)
@@ -146,6 +149,9 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             ConfigError: neither ``sent.receive`` nor ``receive_scaled`` was called. This rank could then send rows
                 before its peers have received those of this dispatch.
         """
+        (rows_LND, weights_TK), fault = as_tensors(rows=rows_LND, weights=weights_TK)
+        if fault is not None:
+            raise fault
         if rows_LND.shape != sent.results.shape or weights_TK.shape != sent.place_TK.shape:
             raise InputError(
                 f"combine needs rows {tuple(sent.results.shape)} and weights {tuple(sent.place_TK.shape)}; got "

@@ -12,6 +12,7 @@ from moe_comm.dispatch.input_faults import ID_DTYPES
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import InputError
 from moe_comm.kernels.fp8 import E4M3
+from moe_comm.kernels.tensor_memory import readable
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -28,11 +29,11 @@ def unpacked(x: Any) -> tuple[Any, Any]:
 def checked(name: str, value: Any, dtypes: Sequence[torch.dtype], *shapes: tuple[int | None, ...]) -> Tensor:
     """Return a tensor with one of ``dtypes`` and ``shapes``, or raise InputError. None: any size."""
     got = type(value).__name__
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_nested:
         size, known = value.shape, value.dtype in dtypes
         for shape in shapes:
             if known and len(shape) == len(size) and all(n in (None, m) for n, m in zip(shape, size, strict=True)):
-                return value
+                return readable(value, name)
         got = f"{value.dtype} {list(size)}"
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise InputError(f"{name} must be {names} {str(list(shapes[-1])).replace('None', '*')}; got {got}")

@@ -19,7 +19,8 @@ from moe_comm.dispatch.per_rank.layout import RankLayout, local_slots, rank_layo
 from moe_comm.dispatch.per_rank.routes import RankRoutes, narrow_rows, wide_rows
 from moe_comm.dispatch.selection.shared import shared_dispatcher
 from moe_comm.dispatch.types import DROPPED, DispatchOptions
-from moe_comm.errors import MoeCommError
+from moe_comm.errors import InputError, MoeCommError, known_to_peers
+from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.topology import ExpertPlacement
 
 
@@ -46,10 +47,11 @@ class RankExchange:
     def _dispatcher(self, x: Any, num_experts: int | None = None) -> Dispatcher:
         """Return the dispatcher of ``num_experts`` experts, or the one whose experts are the ranks.
 
-        It is for the device of x. An x that is no tensor has the device of the last rows, as on the other ranks.
+        It is for the device of x. An x that is no tensor, or on meta, has the device of the last rows, as on the other
+        ranks.
         """
         values, _ = unpacked(x)
-        if isinstance(values, Tensor):
+        if isinstance(values, Tensor) and not values.is_meta:
             self._device = values.device
         options = DispatchOptions(timeout_s=self.timeout_s)
         return shared_dispatcher(num_experts or self.group_size, self.group, self._device, self.backend, options)
@@ -59,8 +61,16 @@ class RankExchange:
         """Raise an error of the block on every rank, with the dispatcher that the other ranks call next."""
         try:
             yield
-        except MoeCommError as fault:
-            self._dispatcher(x, num_experts).refuse(fault, torch.empty(0, device=self._device, dtype=torch.float32))
+        except Exception as error:
+            if known_to_peers(error):
+                raise
+            fault = error if isinstance(error, MoeCommError) else InputError(f"{type(error).__name__}: {error}")
+            try:
+                self._dispatcher(x, num_experts).refuse(fault)
+            except MoeCommError as raised:
+                if raised is not error:
+                    raise raised from error
+                raise
 
     def _layout_of(self, topk_idx: Tensor, num_experts: int) -> RankLayout:
         """Return the layout that is stored for these ids; a new one if they differ or changed."""
@@ -94,19 +104,21 @@ class RankExchange:
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher, values, scales = self._dispatcher(x), *wide_rows(x)
+        dispatcher = self._dispatcher(x)
         own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank)
-        words = [part for part in (topk_idx, topk_weights, scales) if part is not None]
         local_RK = weights_RK = None
+        with self._checks(x):
+            values, scales = wide_rows(x)
+            words = {"ids": topk_idx, "weights": topk_weights, "scales": scales}
+            if topk_idx is not None:
+                ids_TN = self._layout_of(topk_idx, num_experts).ranks_TN
         if topk_idx is None:
             assert is_token_in_rank is not None and tokens_per_expert is not None
             ids_TN = torch.arange(self.group_size, device=self._device).where(is_token_in_rank, DROPPED)
             ids_E1 = torch.arange(num_experts, device=self._device).unsqueeze(1)
-            counts_E1 = tokens_per_expert.int().view(torch.float32).unsqueeze(1)
+            counts_E1 = materialized(tokens_per_expert).int().view(torch.float32).unsqueeze(1)
             counts_N1 = self._dispatcher(x, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
             counts_L = counts_N1.view(-1, self.group_size).sum(1)  # of all ranks, for this rank's experts
-        else:
-            ids_TN = self._layout_of(topk_idx, num_experts).ranks_TN
         routes = RankRoutes(dispatcher, ids_TN)
         rows, words_RX = routes.send_with(values, words)
         if topk_idx is not None:

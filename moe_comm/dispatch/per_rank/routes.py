@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,6 +16,7 @@ from moe_comm.dispatch.per_rank.layout import SENDER_WORDS
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels.fp8 import E4M3
+from moe_comm.kernels.tensor_memory import materialized
 
 
 def wide_rows(x: Rows) -> tuple[Tensor, Tensor | None]:
@@ -60,15 +61,22 @@ class RankRoutes:
         self._handles[key] = sent.handle
         return sent.rows_RD
 
-    def send_with(self, x_TD: Tensor, words: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return received rows and int32 words: the sender's, and ``words`` [T, X], fp32 or integers. Collective."""
+    def send_with(self, x_TD: Tensor, words: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Return received rows and int32 words: the sender's, and ``words`` [T, X], fp32 or integers. Collective.
+
+        The label of the dispatch lists the words, because ranks that send others of the same width must not differ.
+        """
+        sent_words = {name: materialized(part) for name, part in words.items() if part is not None}
+        label = " and ".join(f"{part.shape[1]} {name}" for name, part in sent_words.items())
+        if (scales := sent_words.get("scales")) is not None:
+            label += f" ({str(scales.dtype).removeprefix('torch.')})"
         tokens = len(x_TD)
         token_T1 = torch.arange(tokens, dtype=torch.int32, device=x_TD.device).unsqueeze(1)
         sender_T2 = F.pad(token_T1, (1, 0), value=self.dispatcher.rank)
-        bits = [part.view(torch.int32) if part.is_floating_point() else part.int() for part in words]
+        bits = [part.view(torch.int32) if part.is_floating_point() else part.int() for part in sent_words.values()]
         words_TX = torch.cat([sender_T2, *bits], 1)
         extra = words_TX.unsqueeze(1).expand(tokens, self.ids_TN.shape[1], words_TX.shape[1])
-        sent = self.dispatcher.dispatch(x_TD, self.ids_TN, extra_TKX=extra)
+        sent = self.dispatcher.dispatch(x_TD, self.ids_TN, extra_TKX=extra, label=label)
         assert sent.extra_RX is not None
         self._handles[False, x_TD.shape[1], x_TD.dtype] = sent.handle
         return sent.rows_RD, sent.extra_RX
@@ -118,7 +126,7 @@ class RankRoutes:
         values, scales = wide_rows(x)
         if scales is None and topk_weights is None:
             return self.send(values), None
-        rows, words_RX = self.send_with(values, [part for part in (topk_weights, scales) if part is not None])
+        rows, words_RX = self.send_with(values, {"weights": topk_weights, "scales": scales})
         weights = None
         if topk_weights is not None:
             assert self.local_ids_RK is not None

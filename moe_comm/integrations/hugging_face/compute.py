@@ -49,9 +49,10 @@ def expert_layer(
     Raises:
         RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
     """
-    call = dispatch_rows(
-        dispatcher, x_TD, mark_invalid(ids_TK, weights_TK), weights_TK, overlap, width=width, label=label, scaled=scaled
-    )
+    x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
+    with dispatcher.abort_on_error(label):
+        ids_TK = mark_invalid(ids_TK, weights_TK)
+    call = dispatch_rows(dispatcher, x_TD, ids_TK, weights_TK, overlap, width=width, label=label, scaled=scaled)
     with call.abort_on_error(), without_autocast(x_TD):
         rows = run(call)
     return call.combine(rows)
@@ -62,6 +63,8 @@ def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
     Routers of transformers turn NaN logits into NaN weights with ids that are in range, so the ids show no error.
     """
+    if ids_TK.dim() != 2 or ids_TK.shape != weights_TK.shape:
+        return ids_TK  # dispatch or combine raises
     finite_T = torch.isfinite(weights_TK.detach()).all(dim=1, keepdim=True)
     return torch.where(finite_T, ids_TK, INVALID_LOGITS)
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.comm.group_setup import as_group
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
+from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.selection.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
@@ -120,24 +121,29 @@ class EPExperts(nn.Module):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
+        gradients = gradients_of(self)
+        fault = None if gradients is None else adapter_fault(self, self.label)
+        if fault is None and self.copies is not None:
+            fault = self.copies.publish_if_due()
+        if fault is not None:
+            self.dispatcher.refuse(fault, label=self.label)
+        hidden_states, top_k_index, top_k_weights = self.dispatcher.readable(
+            self.label, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
+        )
         try:
             real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
         except InputError as fault:
-            self.dispatcher.refuse(fault, hidden_states, label=self.label)
-        if real is not None:
-            top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
-        x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
-        if (gradients := gradients_of(self)) is not None:
-            fault = adapter_fault(self, self.label)
-            if fault is None and self.copies is not None:
-                fault = self.copies.publish_if_due()
-            if fault is not None:
-                self.dispatcher.refuse(fault, x_TD, label=self.label)
+            self.dispatcher.refuse(fault, label=self.label)
+        with self.dispatcher.abort_on_error(self.label):
+            if real is not None:
+                top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
+            x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
             if self.copies is not None:
                 self.copies.materialize()
-            self.dispatcher.trained = gradients.trained(self, top_k_weights)
-        if self._slots is not None:
-            top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
+            if gradients is not None:
+                self.dispatcher.trained = gradients.trained(self, top_k_weights)
+            if self._slots is not None:
+                top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
         y_TD = expert_layer(
             self.dispatcher,
             x_TD,
@@ -153,6 +159,19 @@ class EPExperts(nn.Module):
             self.copies.materialize_in_backward(y_TD)
         y_TD = y_TD.to(hidden_states.dtype)
         return y_TD if real is None else real.spread(y_TD)
+
+    def check_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise InputError on every rank if the block that contains these experts is given no tokens on this one.
+
+        A hook of the block, whose router would raise on this rank alone.
+        """
+        if torch.compiler.is_compiling() or not (args or "hidden_states" in kwargs):
+            return
+        (x,), fault = as_tensors(hidden_states=args[0] if args else kwargs["hidden_states"])
+        if fault is None and not (x.dim() and x.is_floating_point()):
+            fault = InputError(f"hidden_states must be floating-point tokens [..., D]; got {x.dtype} {tuple(x.shape)}")
+        if fault is not None:
+            self.dispatcher.refuse(fault, label=self.label)
 
     def _run(self, call: ExpertCall) -> Tensor:
         weights = self if self.copies is None else SimpleNamespace(**self.copies.stacked())
@@ -297,7 +316,10 @@ def parallelize_moe(
         for name in names:
             blocks.pop(name, None)
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, swapped)
+            block = model.get_submodule(parent)
+            setattr(block, child, swapped)
+            if swapped.dispatcher.world > 1:
+                block.register_forward_pre_hook(swapped.check_block, with_kwargs=True)
         del experts  # free the full weights of this block before the next one is swapped
     prepare_ddp(model)
     if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.attention import NAMES as ATTENTION_NAMES
+from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import HEAD, Transformer
@@ -308,7 +309,7 @@ def write_folder(
             raise InputError(f"{name} has shape {tuple(full.shape)}; the model requires {expected}")
         for hub_slice in slices:
             values = full[hub_slice.place] if hub_slice.place else full
-            buffered[hub_slice.name] = values.detach().to("cpu", copy=True).contiguous()
+            buffered[hub_slice.name] = materialized(values.detach()).to("cpu", copy=True).contiguous()
             buffered_bytes += values.nbytes
             total += values.nbytes
             if buffered_bytes >= max_bytes:

@@ -81,6 +81,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
             device="cpu",
         )
         self._transport, self._label = (backend, DispatchOptions(timeout_s=timeout_s)), label
+        self._device = torch.device("cpu")
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [T, H] and the probability [T, K] of each slot. The first call is collective.
@@ -93,10 +94,19 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         Raises:
             InputError: shapes do not match, or a token has more experts than ``moe_router_topk``; on every rank.
         """
+        # Tokens without a device take that of the last ones, because the other ranks use this dispatcher.
+        for given in (probs, hidden_states):
+            if isinstance(given, Tensor) and not given.is_meta:
+                self._device = given.device
+        num_slices = self.num_experts * self.tp_size
+        self._dispatcher = shared_dispatcher(num_slices, self.tp_ep_group, self._device, *self._transport)
+        hidden_states, routing_map, probs = self._dispatcher.readable(
+            self._label, hidden_states=hidden_states, routing_map=routing_map, probs=probs
+        )
+        if not hidden_states.dim():
+            self._dispatcher.refuse(InputError("hidden_states must be [S, B, H]; got a scalar"), label=self._label)
         self._shape = hidden_states.shape
         x_TD = hidden_states.reshape(-1, self._shape[-1])
-        num_slices = self.num_experts * self.tp_size
-        self._dispatcher = shared_dispatcher(num_slices, self.tp_ep_group, x_TD.device, *self._transport)
         # Padding to the capacity adds rows of tokens that have not chosen the expert, so a token may have any experts.
         padded = self.config.moe_pad_expert_input_to_capacity
         top_k = self.num_experts if padded else self.config.moe_router_topk

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.triton import grouped_mm_tma
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (

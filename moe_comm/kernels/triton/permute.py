@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.triton.scale_rows import spread
 from moe_comm.kernels.triton.take_rows import take_rows
 from moe_comm.kernels.triton.weighted_sum import weighted_sum

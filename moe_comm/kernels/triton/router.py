@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.triton.device import int64, sigmoid
 from moe_comm.kernels.triton.launch import check_tensors, on_device_of, options
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import AbortOnError
 from moe_comm.kernels.autocast import without_autocast
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.layers.attention.attention_blocks import (
     AttentionGradients,
     AttentionState,

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
 from moe_comm.errors import ConfigError
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
 from moe_comm.layers.data_parallel.optimizers import watch_copies
 from moe_comm.topology import Placement

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.layers.parallel.collectives import gather_values
 from moe_comm.topology import Box, Sharding, ShardSlice, row_range
 
@@ -96,7 +97,7 @@ class ExpertShards:
         return full
 
     def _transfer(self, part: Tensor, source: int, rank: int, rank0_only: bool) -> None:
-        raw = part.view(-1).view(torch.uint8)
+        raw = materialized(part).view(-1).view(torch.uint8)
         if not rank0_only:
             dist.broadcast(raw, group=self.group, group_src=source)
         elif source != 0 and rank == source:

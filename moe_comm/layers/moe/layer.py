@@ -30,8 +30,10 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
+from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.input_faults import tokens_fault
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.errors import MoeCommError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
@@ -352,17 +354,18 @@ class MoELayer(ParallelModule):
 
         in_parts: the caller uses the group between the steps, so the dispatch must not occupy it.
         """
-        self._refuse_faults(x, routing, token_index, mask, in_parts)
-        x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), RealTokens.of(mask)
-        index_T = None if token_index is None else token_index.reshape(-1)
-        if real is not None:
-            x_TD, routing = real.take(x_TD), None if routing is None else real.take_routing(routing)
-            index_T = real.take(index_T) if index_T is not None and index_T.shape == real.mask_N.shape else index_T
-        if routing is None:
-            arguments = {} if real is None else {"mask_N": real.mask_N}  # a router of the caller may not have it
-            routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1, **arguments)
-        ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
-        cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
+        with self.dispatcher.abort_on_error(self.label):
+            x = self._readable(x, routing, token_index, mask, in_parts)
+            x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), RealTokens.of(mask)
+            index_T = None if token_index is None else token_index.reshape(-1)
+            if real is not None:
+                x_TD, routing = real.take(x_TD), None if routing is None else real.take_routing(routing)
+                index_T = real.take(index_T) if index_T is not None and index_T.shape == real.mask_N.shape else index_T
+            if routing is None:
+                arguments = {} if real is None else {"mask_N": real.mask_N}  # a router of the caller may not have it
+                routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1, **arguments)
+            ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
+            cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
         call = self._dispatch(cast_TD, ids_TK, weights_TK)
         self._record_stats(call.handle)
         if in_parts:
@@ -396,20 +399,27 @@ class MoELayer(ParallelModule):
         if hook is not None and rows.requires_grad:
             rows.register_hook(lambda _: hook())
 
-    def _refuse_faults(
+    def _readable(
         self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None, in_parts: bool
-    ) -> None:
-        """Raise the error of invalid arguments, on all ranks."""
+    ) -> Tensor:
+        """Return ``x`` with its values in memory, or raise the error of invalid arguments on all ranks."""
         copies = getattr(self.experts, "copies", None)  # without the call of a property
-        fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due(later=in_parts)
+        fault: MoeCommError | None = None if copies is None else copies.publish_if_due(later=in_parts)
         if self.dispatcher.world > 1:
             fault = adapter_fault(self.experts, self.label) or fault
-        if x.shape[-1] != self.router.hidden:
-            fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
-        fault = fault or mask_fault(mask, x, routing)
+        (x,), unusable = as_tensors(x=x)
+        if unusable is None:
+            unusable = tokens_fault(x, self.router.hidden)
+        if unusable is None and routing is not None:
+            _, unusable = as_tensors(ids=routing.ids_TK, weights=routing.weights_TK)
+            routing = routing if unusable is None else None
+        if unusable is None:
+            unusable = mask_fault(mask, x, routing)
+        fault = fault or unusable
         if fault is not None:
-            self._exchange_without_tokens(x, routing, token_index)
-            self.dispatcher.refuse(fault, x, label=self.label)
+            self._exchange_without_tokens(routing, token_index)
+            self.dispatcher.refuse(fault, label=self.label)
+        return x
 
     def _select_slots(self, routing: Routing, index_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids and weights to dispatch, and the summed weights of each token's identity experts (or None)."""
@@ -472,10 +482,11 @@ class MoELayer(ParallelModule):
         gradients = gradients_of(self.experts)
         return group_size(self.router.group) if gradients is not None and gradients.averaged else 1
 
-    def _exchange_without_tokens(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> None:
+    def _exchange_without_tokens(self, routing: Routing | None, token_index: Tensor | None) -> None:
         """Take part in the exchanges before dispatch without tokens, so that all ranks reach the failing dispatch."""
         if routing is None:
-            routing = self.router(x.new_zeros(0, self.router.hidden), x.shape[0] if x.dim() == 3 else 1)
+            weight = self.router.weight
+            routing = self.router(torch.zeros(0, self.router.hidden, dtype=weight.dtype, device=weight.device))
         empty = routing._replace(ids_TK=routing.ids_TK[:0], weights_TK=routing.weights_TK[:0])
         self._select_slots(empty, None if token_index is None else token_index.reshape(-1)[:0])
 

@@ -24,7 +24,6 @@ others over the group's backend, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,12 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.channel import AbortOnError
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.group_setup import channel_of, configure_collectives, group_rank, group_size
+from moe_comm.comm.group_setup import abort_on_error, channel_of, configure_collectives, group_rank, group_size
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.errors import InputError, MoeCommError
+from moe_comm.errors import InputError
 from moe_comm.kernels.accumulate import sum_in_rank_order
+from moe_comm.kernels.tensor_memory import readable
 
 __all__ = [
     "CollectiveOptions",
@@ -81,7 +80,8 @@ def scatter_sum(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     Raises:
         InputError: the number of ranks does not divide the dimension.
     """
-    check_cut(x, _dim(x, dim), group)
+    with abort_on_error("", group):
+        check_cut(x, _dim(x, dim), group)
     return _collective(x, group, dim, _reduce_scatter, _gather)
 
 
@@ -105,10 +105,11 @@ def swap_dims(x: Tensor, group: ProcessGroup | None, split_dim: int, join_dim: i
     """
     if group is None or group_size(group) == 1:
         return x
-    split, join = _dim(x, split_dim), _dim(x, join_dim)
-    if join == split:
-        raise InputError(f"split_dim and join_dim must differ; got {split_dim} and {join_dim} of {tuple(x.shape)}")
-    check_cut(x, split, group)
+    with abort_on_error("", group):
+        split, join = _dim(x, split_dim), _dim(x, join_dim)
+        if join == split:
+            raise InputError(f"split_dim and join_dim must differ; got {split_dim} and {join_dim} of {tuple(x.shape)}")
+        check_cut(x, split, group)
     return _apply(x, partial(_swap, group, split, join), partial(_swap, group, join, split))
 
 
@@ -120,27 +121,13 @@ def gather_values(x: Tensor, group: ProcessGroup | None, description: str = "an 
     if group_size(group) == 1:
         return x.detach().unsqueeze(0)
     assert group is not None
-    return channel_of(group).all_gather(x.detach(), description)
+    with abort_on_error("", group):
+        return channel_of(group).all_gather(_checked(x).detach(), description)
 
 
 def sum_values(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum the ranks' tensors; the result has the same bits on each rank. Not differentiable."""
     return sum_over(x.detach(), group)
-
-
-def abort_on_error(label: str, *groups: ProcessGroup | None, in_flight: bool = False) -> AbortOnError:
-    """Return a context manager that reports an exception in its block to the other ranks of ``groups``.
-
-    label, in_flight: see ``SharedChannel.abort``.
-    """
-
-    def abort(error: Exception) -> None:
-        for group in groups:
-            if group is not None and group_size(group) > 1:
-                with suppress(MoeCommError):  # of a group that is unusable
-                    channel_of(group).abort(error, label, in_flight=in_flight)
-
-    return AbortOnError(abort)
 
 
 # --- implementation ---
@@ -150,18 +137,18 @@ class _LinearCollective(torch.autograd.Function):
     """A linear map between ranks, and its transpose."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward_fn: Callable[[Tensor], Tensor], backward_fn: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward_fn: partial[Tensor], backward_fn: partial[Tensor]) -> Tensor:
         ctx.forward_fn, ctx.backward_fn = forward_fn, backward_fn
-        return forward_fn(x)
+        with abort_on_error("", forward_fn.args[0]):  # what fails here, peers would wait for
+            return forward_fn(_checked(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _apply(grad, ctx.backward_fn, ctx.forward_fn), None, None
 
 
-def _apply(x: Tensor, forward_fn: Callable[[Tensor], Tensor], backward_fn: Callable[[Tensor], Tensor]) -> Tensor:
+def _apply(x: Tensor, forward_fn: partial[Tensor], backward_fn: partial[Tensor]) -> Tensor:
+    """forward_fn, backward_fn: functions of x, with the group as their first argument."""
     return _LinearCollective.apply(x, forward_fn, backward_fn)  # type: ignore[no-any-return]
 
 
@@ -174,11 +161,20 @@ def _collective(
 ) -> Tensor:
     if group is None or group_size(group) == 1:
         return x
-    dim = _dim(x, dim)
+    with abort_on_error("", group):
+        dim = _dim(x, dim)
     return _apply(x, partial(forward_fn, group, dim), partial(backward_fn, group, dim))
 
 
+def _checked(x: Tensor) -> Tensor:
+    """Return ``x`` with its values in memory, or raise InputError."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"a collective takes a tensor; got {type(x).__name__}")
+    return readable(x)
+
+
 def _dim(x: Tensor, dim: int) -> int:
+    x = _checked(x)
     if not -x.dim() <= dim < max(x.dim(), 1):
         raise InputError(f"dimension {dim} does not exist in a tensor of shape {tuple(x.shape)}")
     return dim % max(x.dim(), 1)

@@ -67,6 +67,7 @@ def dispatch_rows(
     """
     if overlap is None or overlap.executor == "serial":
         return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+    x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
     if use_kernels or pipelined_requested:
@@ -183,9 +184,9 @@ def explain_overlap(
 
 
 def _check_weights(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str) -> None:
-    if weights_TK.shape != ids_TK.shape or weights_TK.device != x_TD.device:
+    if weights_TK.shape != ids_TK.shape or weights_TK.device != x_TD.device or weights_TK.is_complex():
         fault = InputError(
-            f"weights must be {tuple(ids_TK.shape)} on {x_TD.device}, like the ids; got {tuple(weights_TK.shape)} "
-            f"on {weights_TK.device}"
+            f"weights must be real {tuple(ids_TK.shape)} on {x_TD.device}, like the ids; got {weights_TK.dtype} "
+            f"{tuple(weights_TK.shape)} on {weights_TK.device}"
         )
         dispatcher.refuse(fault, x_TD, label=label)

@@ -102,7 +102,8 @@ class ChunkedDispatch(RowDispatch):
             )
         header = dispatcher.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
         header = replace(header, weights_grad=weights_grad)
-        handle = dispatcher.prepare_dispatch(x_TD, ids_TK, header)
+        with dispatcher.report(header):
+            handle = dispatcher.prepare_dispatch(x_TD, ids_TK, header)
         rows_WE = handle.state.rows_WE
         wire_dtype = dispatcher.options.wire_dtypes.of("dispatch")
         row_bytes = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
@@ -24,6 +23,7 @@ from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.expert_mlp import ExpertLinear, ExpertMLP, LocalExperts
 from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.overlap.executors.base import check_device_experts
 from moe_comm.overlap.executors.pipelined import PipelinedCall, Run, pipelined_combine, pipelined_dispatch
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline

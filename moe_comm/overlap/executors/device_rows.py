@@ -108,7 +108,7 @@ class DeviceDispatch(SharedDispatch):
             publish_mm.publish_mm_into(rows_RD, w_END, self.tiles, flags, out_RD)
 
         header = replace(dispatcher.header(op, handle, requires_grad), flagged=True)
-        with dispatch_span(dispatcher, op, handle.label, handle):
+        with dispatcher.report(header), dispatch_span(dispatcher, op, handle.label, handle):
             sums_TD, results_RD = dispatcher.sum_while(compute, weights_TK, handle, header)
 
         def wait(_: Tensor | None) -> Tensor:
@@ -135,7 +135,7 @@ class FlaggedGradients(SharedGradients):
         dispatch, handle = self._on_device, self._on_device.handle
         dispatcher = dispatch.dispatcher
         header = replace(dispatcher.header("combine backward", handle, results_RD is not None), flagged=True)
-        with dispatch_span(dispatcher, header.op, handle.label, handle):
+        with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
             self.rows_RD, self._grad_TK = dispatcher.spread_aside(
                 self._grad_TD, results_RD, self._weights_TK, handle, header, dispatch.slots, dispatch.num_blocks
             )

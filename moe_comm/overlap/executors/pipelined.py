@@ -33,14 +33,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels import expert_mlp_fp8
 from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.quantized_ranges import QuantizedRanges
@@ -172,6 +173,9 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         run: Run = ctx.run
         assert run.wide_TK is not None
+        (grad_TD,), fault = as_tensors(gradient=grad_TD)
+        if fault is not None:
+            run.backward.refuse("combine backward", fault)
         run.gradients = run.backward.send_gradients(grad_TD, run.wide_TK, run.needs_weights)
         return grad_TD.new_empty(0), None
 

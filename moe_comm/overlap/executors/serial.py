@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
@@ -28,6 +27,7 @@ from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalE
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS

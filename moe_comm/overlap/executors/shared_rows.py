@@ -101,7 +101,7 @@ class SharedDispatch(RowDispatch):
             wire_dtypes = dispatcher.options.wire_dtypes
             raise ConfigError(f"overlap needs wire dtypes with scales for each row; got {wire_dtypes}")
         header = dispatcher.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
-        with dispatch_span(dispatcher, "dispatch", label) as span:
+        with dispatcher.report(header), dispatch_span(dispatcher, "dispatch", header.label) as span:
             incoming = (start or dispatcher.start_dispatch)(x_TD.detach(), ids_TK, header)
             record_handle(span, dispatcher, incoming.handle)
         try:
@@ -266,7 +266,7 @@ class SharedGradients(SharedSend, SentGradients):
     def start(self, results_RD: Tensor | None) -> None:
         dispatcher, handle = self._dispatch.dispatcher, self._dispatch.handle
         header = dispatcher.header("combine backward", handle, results_RD is not None)
-        with dispatch_span(dispatcher, header.op, handle.label, handle):
+        with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
             self._incoming, self._grad_TK = dispatcher.start_spread(
                 self._grad_TD, results_RD, self._weights_TK, handle, header
             )
@@ -334,7 +334,7 @@ class SharedReturn(RowReturn):
     def _open(self) -> None:
         dispatcher, handle = self._dispatch.dispatcher, self._dispatch.handle
         header = replace(dispatcher.header(self._op, handle, self._requires_grad), fault=self._fault)
-        with dispatch_span(dispatcher, self._op, handle.label, handle):
+        with dispatcher.report(header), dispatch_span(dispatcher, self._op, handle.label, handle):
             self._outgoing = dispatcher.start_sum(self._offered_RD, handle, header)
         for segment in self._computed_early:
             self._outgoing.raise_flag(segment)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import CheckpointError
+from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.runtime import untrusted
 from moe_comm.runtime.safe_files import open_new, open_own_folder
 
@@ -135,8 +136,8 @@ def write_parts(path: Path, parts: Sequence[NamedTensor], note: Mapping[str, str
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor. They are copied only if it is not contiguous."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of a CPU tensor. They are copied only if it is not contiguous, or has other values in memory."""
+    flat = materialized(tensor).contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
