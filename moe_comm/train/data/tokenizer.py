@@ -241,7 +241,6 @@ def _configured_end(extra_files: dict[str, bytes]) -> str | None:
 
 
 def _save(folder: Path, text: str, end_name: str, extra_files: dict[str, bytes]) -> None:
-    make_folders(folder.parent, folder.name)
     write_file(folder / "tokenizer.json", text)
     for name, content in extra_files.items():
         write_file(folder / name, content)
