@@ -193,7 +193,8 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> FileToke
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        text = read_bounded(file, FILE_BYTES).decode()
+        # The digest of prepared data depends on the text with the newlines of ``Path.read_text``.
+        text = read_bounded(file, FILE_BYTES).decode().replace("\r\n", "\n").replace("\r", "\n")
         extra_files = _read_files(file.parent, EXTRA_FILES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.tokenizer: cannot read {str(file)!r}: {error}") from error
