@@ -40,10 +40,10 @@ def open_regular(path: str | os.PathLike[str], follow: bool = True, holes: bool 
             raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
         if not stat.S_ISREG(kind):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        size = os.fstat(handle).st_size
-        if not holes and size and os.lseek(handle, 0, os.SEEK_HOLE) < size:
-            raise OSError(errno.EINVAL, "The file has holes", str(path))
-        os.lseek(handle, 0, os.SEEK_SET)
+        if not holes and (size := os.fstat(handle).st_size):
+            if os.lseek(handle, 0, os.SEEK_HOLE) < size:
+                raise OSError(errno.EINVAL, "The file has holes", str(path))
+            os.lseek(handle, 0, os.SEEK_SET)
     except OSError:
         os.close(handle)
         raise

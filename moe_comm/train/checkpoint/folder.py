@@ -147,7 +147,7 @@ def create_partial(folder: Path, step: int) -> Path:
     return path
 
 
-def check_replaceable(folder: Path, step: int) -> None:
+def check_version(folder: Path, step: int) -> None:
     """Check that a save of ``step`` would not replace a checkpoint of another version of the format.
 
     Raises:

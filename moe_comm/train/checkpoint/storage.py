@@ -61,7 +61,7 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
 
     def prepare_global_plan(self, plans: Any) -> Any:
         # On the coordinator, when all ranks have a valid plan and before any rank writes.
-        folder.check_replaceable(self._parent, self._step)
+        folder.check_version(self._parent, self._step)
         with _convert_os_errors(folder.partial_path(self._parent, self._step)):
             folder.create_partial(self._parent, self._step)
         self.created = True

@@ -72,7 +72,8 @@ def fresh_folder(final: Path) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         for old in final.parent.glob(glob.escape(prefix) + "*"):
             if not _alive(old.name.removeprefix(prefix)) or old == folder:
-                remove(old)
+                with contextlib.suppress(OSError):  # it may belong to another user
+                    remove(old)
         folder.mkdir()
     except OSError as error:
         raise ConfigError(f"data.cache: cannot write to {str(final.parent)!r}: {error.strerror or error}") from error

@@ -191,7 +191,8 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> FileToke
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        text = read_bounded(file, FILE_BYTES).decode()
+        # The digest of prepared data depends on the text with the newlines of ``Path.read_text``.
+        text = read_bounded(file, FILE_BYTES).decode().replace("\r\n", "\n").replace("\r", "\n")
         extra_files = _read_files(file.parent, EXTRA_FILES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.tokenizer: cannot read {str(file)!r}: {error}") from error
@@ -239,7 +240,6 @@ def _configured_end(extra_files: dict[str, bytes]) -> str | None:
 
 
 def _save(folder: Path, text: str, end_name: str, extra_files: dict[str, bytes]) -> None:
-    make_folders(folder.parent, folder.name)
     write_file(folder / "tokenizer.json", text)
     for name, content in extra_files.items():
         write_file(folder / name, content)
