@@ -298,6 +298,9 @@ def _search(request: PlanRequest, folded: bool | None, fixed: dict[str, Any], to
     )
     result: SearchResult = search.search(request, space.of(folded=folded, **fixed), keep=top)
     if result.best:
+        preference = load("moe_comm.plan.search.preference", "train")
+        common = preference.common_mappings(request, {"folded": folded, **fixed})
+        result = replace(result, best=preference.preferred(result.best), common=common)
         outputs.write(request, result.best[0], result)
         return
     nearest = request.candidate(result.nearest[0].mapping)

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, runners_up
+from moe_comm.plan.search.explain import CLOSE, why_slower
+from moe_comm.plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, place, runners_up
+from moe_comm.plan.search.preference import STEP_ERROR, is_equal
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
 from moe_comm.plan.search.search import SearchResult, changes
 from moe_comm.plan.step.blocks import LINKS
@@ -20,6 +22,11 @@ WIDTH = 160
 """Width of tables in files and pipes."""
 WIDE = 110
 """Minimum terminal width at which the table of a search has a column with reasons."""
+LEGEND = (
+    "common: the mappings of most published runs, with whole experts over a host, 1F1B and zero1\n"
+    f"±: half of the published steps were predicted with a smaller error. =: within it of the fastest, so measure "
+    f"these; those of them that leave {1 - CLOSE:.0%} of the memory are first"
+)
 _LINK_NAMES = {"inside": "in a host", "between": "between hosts", "across": "between pods"}
 
 
@@ -65,23 +72,29 @@ def search_parts(request: PlanRequest, result: SearchResult, width: int = WIDTH)
     below = []
     if width >= WIDE:
         table.add_column("why it is slower")
-    for rank, (candidate, why) in enumerate(runners_up(result.best), 1):
-        step = candidate.step
+    rows = [(str(rank), *row) for rank, row in enumerate(runners_up(result.best), 1)]
+    for one in result.common:
+        if place(one, result.best) is None:
+            rows.append((f">{len(result.best)}", one, f"common: {why_slower(result.best[0], one)}"))
+    for rank, candidate, why in rows:
+        step, total = candidate.step, candidate.fit.fullest.total
         table.add_row(
-            str(rank),
+            f"{rank}{' =' if is_equal(candidate, result.best) else '  '}",
             short(candidate.mapping),
-            f"{step.seconds:.4g}",
+            f"{step.seconds:.4g} ± {STEP_ERROR:.0%}",
             f"{step.tokens_per_s:,.0f}",
             f"{step.mfu:.1%}",
-            f"{candidate.fit.fullest.total / GB:.1f}",
+            f"{total / GB:.1f} ({total / candidate.fit.available:.0%})",
             f"{bubble_share(step):.1%}",
             f"{exposed_share(step):.1%}",
             *([escape(why or "")] if width >= WIDE else []),
         )
         if why and width < WIDE:
-            below.append(escape(f"{rank:2}  {why}"))
+            below.append(escape(f"{rank:>2}  {why}"))
     yield table
     yield from below
+    if result.best:
+        yield LEGEND
     yield tried(result)
 
 
@@ -166,8 +179,8 @@ def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[Renderabl
         )
     lines.add_row(
         "step",
-        f"[bold]{step.seconds:.4g} s[/], {step.tokens_per_s:,.0f} tokens/s, MFU [bold]{step.mfu:.1%}[/]; bubble "
-        f"{bubble_share(step):.1%}, exposed transfers {exposed_share(step):.1%}",
+        f"[bold]{step.seconds:.4g} s[/] ± {STEP_ERROR:.0%}, {step.tokens_per_s:,.0f} tokens/s, MFU "
+        f"[bold]{step.mfu:.1%}[/]; bubble {bubble_share(step):.1%}, exposed transfers {exposed_share(step):.1%}",
     )
     terms = ("weights", "gradients", "optimizer", "activations", "buffers")
     memory_terms = ", ".join(f"{term} {getattr(fullest, term) / GB:.1f}" for term in terms)

@@ -12,12 +12,13 @@ class RunResult:
 
     Attributes:
         status: "finished", "interrupted" or "time limit".
-        first_loss: training loss of the first step.
+        first_loss: training loss of ``first_step``.
         last_loss: mean training loss of the last ``LAST_STEPS`` steps.
         validation_loss: loss after the last step; None if the run was interrupted.
         unigram_entropy: entropy of the text's unigram distribution.
         sample: generated text; "" on ranks other than 0.
         signal: first signal that asked this process to stop; 0 for none.
+        first_step: first step since the last start of the ranks: 1, or the one after the checkpoint of a resumed run.
     """
 
     folder: Path
@@ -30,6 +31,7 @@ class RunResult:
     seconds: float
     sample: str = ""
     signal: int = 0
+    first_step: int = 1
 
 
 LAST_STEPS = 10

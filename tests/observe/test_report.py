@@ -15,6 +15,7 @@ import pytest
 
 from moe_comm import cli
 from moe_comm.errors import ConfigError
+from moe_comm.observe.effective import effective_time
 from moe_comm.observe.records import (
     ATTEMPTS,
     FAULTS,
@@ -208,6 +209,43 @@ def test_effective_time_counts_each_step_once(tmp_path: Path) -> None:
         "what": "",
         "noticed_s": 0.5,
     }
+
+
+def test_the_page_ends_where_the_run_has_ended(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [metrics_line(step) for step in range(1, 6)])
+    append(tmp_path / ATTEMPTS, Attempt(0, 1, 100.0, 102.0, 1, "fresh"))
+    append(tmp_path / "ranks/rank-00000.jsonl", rank_line(5, 0, 1.0, begin_s=110.0))
+    expected = effective_time(tmp_path, 125.0)
+    assert expected is not None
+    result = {"status": "finished", "ended_s": 125.0, "effective_time": expected.as_dict()}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    shown = panels(read_run(tmp_path))
+    (tile,) = (one["value"] for one in shown["summary"] if one["name"] == "Effective training time")
+    assert shown["timeline"]["effective"] == expected.ratio and tile == pytest.approx(expected.ratio, rel=1e-4)
+    assert shown["timeline"]["text"] == str(expected)
+    assert shown["timeline"]["wall_s"] == shown["timeline"]["attempts"][0]["end"] == 25.0
+    append(tmp_path / ATTEMPTS, Attempt(1, 1, 130.0, 132.0, 6, "checkpoint", last_s=112.0, ended="finished"))
+    assert panels(read_run(tmp_path))["timeline"]["wall_s"] > 25.0, "the end of an earlier start is not that of the run"
+
+
+def test_starts_mappings_and_validation_losses_are_in_the_data_of_the_charts(tmp_path: Path) -> None:
+    lines: list[Any] = [metrics_line(step) for step in range(1, 9)]
+    write_metrics(
+        tmp_path, [*lines[:4], {"step": 4, "validation/loss": 3.25}, *lines[4:], {"step": 8, "validation/loss": 3.0}]
+    )
+    starts = [(1, {"dp": 2, "ep": 2}), (3, {"dp": 2, "ep": 2}), (6, {"tp": 2, "ep": 1})]
+    for number, (first, mapping) in enumerate(starts):
+        append(tmp_path / ATTEMPTS, Attempt(number, 2, 100.0 + number, 101.0 + number, first, "fresh", mapping))
+    shown = panels(read_run(tmp_path))
+    assert shown["curves"]["validation"] == [[4, 3.25], [8, 3.0]]
+    assert shown["curves"]["step"] == list(range(1, 9))
+    assert {one["name"]: one["value"] for one in shown["summary"]}["Validation loss, last"] == 3.0
+    attempts = shown["timeline"]["attempts"]
+    assert [(one["first_step"], one["remapped"], one["mapping"]) for one in attempts] == [
+        (1, False, "2 ranks, dp2 ep2"),
+        (3, False, "2 ranks, dp2 ep2"),
+        (6, True, "2 ranks, tp2"),
+    ]
 
 
 def test_missing_or_corrupted_files_are_noted_and_the_rest_is_shown(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_comm.observe.records import FAULTS, FaultRecord, append
+from moe_comm.observe.records import FAULTS, METRICS, FaultRecord, append
 from moe_comm.observe.report import write_report
 from moe_comm.observe.report.page import PANELS
 from tests.browser import WIDTH, headless
@@ -35,6 +35,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_run(folder / "a", a)
     hostile = "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script>"
     append(folder / "a" / FAULTS, FaultRecord(1_700_000_050.0, 12, hostile, [3], "none", hostile))
+    for step in (20, 40):
+        append(folder / "a" / METRICS, {"step": step, "validation/loss": 2.0})
     write_run(folder / "b", SyntheticRun(ranks=2, steps=30, step_s=1.2, seed=1))
     reports = {"a": [folder / "a"], "b": [folder / "b"], "both": [folder / "a", folder / "b"]}
     return {name: write_report(runs, folder / f"{name}.html") for name, runs in reports.items()}
@@ -107,6 +109,18 @@ def test_every_panel_is_drawn_without_network_access(page: Any, name: str) -> No
     assert run_in(browser, "return document.documentElement.scrollWidth") <= WIDTH, "the page is wider than the window"
 
 
+def test_later_starts_and_validation_losses_are_marked(page: Any) -> None:
+    browser = page("a")
+    marked = "const layout = document.getElementById('chart-' + arguments[0]).layout; "
+    for name in ("loss", "throughput", "split", "memory"):
+        shapes = run_in(browser, marked + "return layout.shapes.map((one) => [one.x0, one.line.dash])", name)
+        assert shapes == [[4.5, "dot"]], name
+    assert run_in(browser, marked + "return layout.annotations.map((one) => one.text)", "loss") == ["start 1"]
+    assert not run_in(browser, marked + "return layout.shapes", "timeline")
+    (validation,) = (one for one in traces(browser, "loss") if one["name"] == "validation loss")
+    assert (validation["x"], validation["y"]) == ([20, 40], [2, 2])
+
+
 def test_steps_ranks_hosts_and_layers_can_be_filtered(page: Any) -> None:
     browser = page("a")
     set_to(browser, "from", "11")
@@ -167,7 +181,7 @@ def test_owners_of_experts_are_shown_for_all_layers_and_over_the_switches_of_one
 
 def test_two_runs_are_overlaid_with_a_table_of_differences(page: Any) -> None:
     browser = page("both")
-    assert [one["name"] for one in traces(browser, "loss")] == ["a", "b"]
+    assert [one["name"] for one in traces(browser, "loss")] == ["a", "b", "a: validation loss"]
     rows = run_in(browser, "return [...document.querySelectorAll('#differences tr')].map(r => r.innerText)")
     steps = next(row for row in rows if row.startswith("Step, median"))
     assert len(rows) > 10 and "better" not in steps.split("\t")[1]
@@ -226,4 +240,4 @@ def test_all_controls_and_tables_are_reachable_by_keyboard(page: Any) -> None:
     assert run_in(browser, "return document.getElementById('slide').getAttribute('aria-valuetext')") == "step 1"
     browser.find_element("css selector", "#table-loss summary").send_keys(Keys.ENTER)
     browser.execute_async_script("const done = arguments[0]; setTimeout(done, 50)")
-    assert run_in(browser, "return document.querySelectorAll('#table-loss tr').length") == 40
+    assert run_in(browser, "return document.querySelectorAll('#table-loss tr').length") == 40 + 2

@@ -55,7 +55,17 @@ function loss({ runs, state }) {
     traces.push({ x: bad.map(([step]) => step), y: bad.map(() => bottom), text: bad.map(([, why]) => plain(why)), mode: "markers",
                   name: "skipped steps", marker: { symbol: "x", size: 9, color: state.colors[1] }, hovertemplate: "step %{x}: %{text}<extra></extra>" });
   }
-  return { traces, layout: { xaxis: steps, showlegend: runs.length > 1 || bad.length > 0,
+  let validated = 0;
+  runs.forEach((run, number) => {
+    const points = run.curves.validation.filter(([step]) => within(state)(step));
+    if (!points.length) return;
+    validated += points.length;
+    const color = state.colors[(number + 2) % state.colors.length];
+    traces.push({ x: points.map(([step]) => step), y: points.map(([, value]) => value), mode: "lines+markers", name: (runs.length > 1 ? `${plain(run.name)}: ` : "") + "validation loss",
+                  line: { color, width: 1.2, dash: "dot" }, marker: { color, size: 7, symbol: "diamond" }, hovertemplate: "validation after step %{x}: %{y:.5g}<extra></extra>" });
+  });
+  if (runs.length === 1 && validated) traces.filter((one) => one.showlegend === false && one.name === plain(runs[0].name)).forEach((one) => { one.name = "training loss"; one.showlegend = true; });
+  return { traces, layout: { xaxis: steps, showlegend: runs.length > 1 || bad.length > 0 || validated > 0,
     yaxis: { title: { text: "nats per token" }, type: state.view.loss === "log" ? "log" : "linear" } } };
 }
 const gradient = ({ runs, state }) => ({ traces: overlay(runs, state, "grad_norm"),
@@ -262,7 +272,7 @@ function timeline({ runs, state }) {
   const unit = { 1: "seconds", 60: "minutes", 3600: "hours" }[scale];
   const bars = { starting: [state.colors[1], []], running: [state.colors[0], []] };
   runs.forEach((run) => run.timeline.attempts.forEach((one) => {
-    const row = `${runs.length > 1 ? plain(run.name) + ": " : ""}start ${one.number}`, origin = `from ${plain(one.source)}, ${one.world} ranks, step ${one.first_step}`;
+    const row = `${runs.length > 1 ? plain(run.name) + ": " : ""}start ${one.number}`, origin = `from ${plain(one.source)}, ${plain(one.mapping)}, step ${one.first_step}`;
     if (one.begin !== null && one.ready !== null) bars.starting[1].push([row, one.begin, one.ready, `getting ready ${origin}`]);
     if (one.ready !== null && one.end !== null) bars.running[1].push([row, one.ready, one.end, origin]);
   }));
@@ -282,4 +292,18 @@ function timeline({ runs, state }) {
   return { traces, layout: { barmode: "overlay", xaxis: { title: { text: `${unit} since the start` }, rangemode: "tozero" }, yaxis: { type: "category", automargin: true, autorange: "reversed" }, showlegend: true, tall: 4 + most(runs.map((run) => run.timeline.attempts.length)) } };
 }
 
+// Mark the starts of the shown run after the first in a chart over steps, with the mapping where it changed.
+const LABELS = 12;
+const marked = (chart) => (input) => {
+  const { traces, layout = {} } = chart(input), { state } = input;
+  if (!traces.length || layout.xaxis !== steps) return { traces, layout };
+  const begun = state.run.timeline.attempts.filter((one) => one.number > 0 && within(state)(one.first_step));
+  const labelled = begun.filter((one) => one.remapped || begun.length <= LABELS);
+  const shapes = begun.map(({ first_step: step, remapped }) => ({ type: "line", x0: step - 0.5, x1: step - 0.5, yref: "paper", y0: 0, y1: 1, line: { color: state.colors[6], width: remapped ? 2 : 1, dash: remapped ? "dash" : "dot" } }));
+  const annotations = labelled.map((one) => ({ x: one.first_step - 0.5, yref: "paper", y: 1, xanchor: "left", yanchor: "top", textangle: 90, showarrow: false, font: { size: 10 },
+    text: plain(`start ${one.number}${one.remapped ? `: ${one.mapping}` : ""}`) }));
+  return { traces, layout: { ...layout, shapes, annotations } };
+};
+
 const CHARTS = { loss, gradient, throughput, mfu, split, experts, owners, health, stragglers, links, memory, stalls, timeline };
+for (const name of Object.keys(CHARTS)) CHARTS[name] = marked(CHARTS[name]);

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_comm.errors import CorruptFile
 from moe_comm.observe.effective import EffectiveTime, effective_time
-from moe_comm.observe.records import ATTEMPTS, METRICS, PlacementLine
+from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, PlacementLine
 from moe_comm.observe.report.rank_lines import RankLines
 from moe_comm.observe.report.read import HEALTH, PARTS, Curves, Loads, Run
 
@@ -87,7 +87,7 @@ def curves_of(curves: Curves) -> dict[str, Any]:
     """Return loss, gradient norm, throughput and times over steps."""
     count = len(curves.steps_S)
     if not count:
-        return {"step": [], "values": {}, "low": {}, "high": {}, "skipped": []}
+        return {"step": [], "values": {}, "low": {}, "high": {}, "skipped": [], "validation": []}
     starts = buckets(count, POINTS)
     complete = len(starts) == count
     return {
@@ -97,7 +97,13 @@ def curves_of(curves: Curves) -> dict[str, Any]:
         "low": {} if complete else {name: short(reduce_to(curves.values[name], starts, "low")) for name in BANDS},
         "high": {} if complete else {name: short(reduce_to(curves.values[name], starts, "high")) for name in BANDS},
         "skipped": [[step, text(why)] for step, why in curves.skipped[:MARKS]],
+        "validation": [[step, float(f"{loss:.5g}")] for step, loss in _sampled(curves.validation, POINTS)],
     }
+
+
+def _sampled(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most ``most`` of the items, evenly, with the first and the last."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
 
 
 def health_of(curves: Curves, loads: Loads) -> dict[str, Any]:
@@ -153,7 +159,7 @@ def placements_of(lines: Sequence[PlacementLine]) -> dict[str, Any]:
             chosen.append(line)
     most = max(CELLS // max(sum(len(chosen[0].owners) for chosen in by_layer.values()), 1), 1)
     for layer, chosen in by_layer.items():
-        by_layer[layer] = [chosen[i] for i in np.linspace(0, len(chosen) - 1, min(most, len(chosen))).astype(int)]
+        by_layer[layer] = _sampled(chosen, most)
     return {
         "layers": [text(name) for name in by_layer],
         "ranks": max((line.world for line in lines), default=0),
@@ -277,13 +283,16 @@ def timeline_of(run: Run) -> dict[str, Any]:
     # First begin and last end of the steps.
     bounds = [*lines.begin_N[:1].tolist(), *([float(np.nanmax(ends_N))] if _has_finite(ends_N) else [])]
     moments = [*begun, *bounds, *(attempt.ready_s for attempt in run.attempts), *(fault.time_s for fault in run.faults)]
-    moments = [moment for moment in moments if math.isfinite(moment)]
+    # The end that the run has written, unless that is of an earlier start.
+    ended = run.ended_s >= max(moments, default=math.inf)
+    moments = [moment for moment in [*moments, *[run.ended_s] * ended] if math.isfinite(moment)]
     begin, end = min(moments, default=0.0), max(moments, default=0.0)
-    spent = _effective(run, end if bounds else None)
+    spent = _effective(run, end if bounds or ended else None)
     if spent is not None:
         end = max(end, begin + spent.wall_s)
     attempts = []
     for i, attempt in enumerate(run.attempts[:MARKS]):
+        before = run.attempts[i - 1] if i else attempt
         after = run.attempts[i + 1] if i + 1 < len(run.attempts) else None
         # ``after.last_s`` is the end of the last step before ``after``. It is not of this attempt if that made no step.
         stop = end if after is None else after.last_s if after.last_s >= attempt.ready_s else after.started_s
@@ -296,6 +305,8 @@ def timeline_of(run: Run) -> dict[str, Any]:
                 "source": text(attempt.source),
                 "world": attempt.world,
                 "first_step": attempt.first_step,
+                "mapping": _mapping_text(attempt),
+                "remapped": (attempt.world, attempt.mapping) != (before.world, before.mapping),
             }
         )
     return {
@@ -328,6 +339,11 @@ def timeline_of(run: Run) -> dict[str, Any]:
         ],
         "injected_count": len(run.injected),
     }
+
+
+def _mapping_text(attempt: Attempt) -> str:
+    degrees = " ".join(f"{name}{size}" for name, size in attempt.mapping.items() if size != 1)
+    return text(f"{attempt.world} ranks{', ' * bool(degrees)}{degrees}")
 
 
 def _effective(run: Run, end_s: float | None) -> EffectiveTime | None:
@@ -371,6 +387,7 @@ def summary_of(run: Run, timeline: Mapping[str, Any], ranks: Mapping[str, Any]) 
         ("Last step", float(curves.steps_S[-1]) if len(curves.steps_S) else None, "", 0),
         ("Ranks", float(run.attempts[-1].world if run.attempts else len(run.ranks.ranks)) or None, "", 0),
         ("Loss, last 10 steps", _reduce_finite(loss[-10:], "mean"), "nats/token", -1),
+        ("Validation loss, last", curves.validation[-1][1] if curves.validation else None, "nats/token", -1),
         ("Gradient norm, median", _reduce_finite(values.get("grad_norm"), "median"), "", 0),
         ("Throughput, median", _reduce_finite(values.get("tokens_per_s"), "median"), "tokens/s", 1),
         ("MFU, median", _reduce_finite(values.get("mfu"), "median"), "%", 1),

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Curves:
         steps_S: [S] steps.
         values: [S] values of each of ``CURVES``.
         skipped: skipped steps and reasons.
+        validation: steps after which the validation loss was computed, and the loss.
         layer_steps_N: [N] steps with per-layer metrics.
         layers: [N, L] values of each of ``HEALTH``.
         across: [N, 2] median and 95th percentile over layers of each of ``HEALTH``.
@@ -54,6 +56,7 @@ class Curves:
     steps_S: Floats
     values: Mapping[str, Floats]
     skipped: tuple[tuple[int, str], ...] = ()
+    validation: tuple[tuple[int, float], ...] = ()
     layer_steps_N: Floats = field(default_factory=lambda: np.zeros(0))
     layers: Mapping[str, Floats] = field(default_factory=dict)
     across: Mapping[str, Floats] = field(default_factory=dict)
@@ -70,7 +73,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Run:
-    """All data of a run. notes: missing files and invalid lines."""
+    """All data of a run. notes: missing files and invalid lines. ended_s: end in seconds since 1970; NaN if unknown."""
 
     path: Path
     name: str
@@ -84,6 +87,7 @@ class Run:
     injected: tuple[Injection, ...]
     mapping: ParallelConfig | None
     notes: tuple[str, ...]
+    ended_s: float = math.nan
 
 
 def read_run(path: Path) -> Run:
@@ -121,6 +125,7 @@ def read_run(path: Path) -> Run:
         injected=injected,
         mapping=_mapping(attempts, config, lines),
         notes=tuple(notes),
+        ended_s=number(result.get("ended_s")),
     )
 
 
@@ -179,11 +184,16 @@ def _small_file(path: Path, read: Callable[[bytes], Any], notes: list[str]) -> d
 def _curves(path: Path, notes: list[str]) -> Curves:
     lines: dict[float, list[float]] = {}
     skipped: dict[int, str] = {}
+    validation: dict[int, float] = {}
     layers: dict[float, dict[str, Any]] = {}
     stride, count = 1, 0
     for value in _json_objects(path / records.METRICS, MOST_METRICS, notes):
         step = number(value.get("step"))
-        if not 0 <= step < 2**53 or "loss" not in value:
+        if not 0 <= step < 2**53:
+            continue
+        if math.isfinite(loss := number(value.get("validation/loss"))) and len(validation) < MOST_EVENTS:
+            validation[int(step)] = loss
+        if "loss" not in value:
             continue
         times = value.get("times")
         flat = (times if isinstance(times, dict) else {}) | value
@@ -206,6 +216,7 @@ def _curves(path: Path, notes: list[str]) -> Curves:
         np.array(steps, dtype=np.float64),
         {name: table[:, i] for i, name in enumerate(CURVES)},
         tuple(sorted(skipped.items())),
+        tuple(sorted(validation.items())),
         *_layers(layers),
     )
 

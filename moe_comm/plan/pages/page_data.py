@@ -20,6 +20,7 @@ from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.model.memory import PositionMemory, memory
 from moe_comm.plan.pages.timeline import StepTimeline, TimelineSlice
 from moe_comm.plan.search.plan_json import bubble_share, exposed_share, runners_up
+from moe_comm.plan.search.preference import STEP_ERROR, is_equal
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
 from moe_comm.plan.step.blocks import LINKS
 from moe_comm.plan.step.simulate import SimulatedStep
@@ -75,14 +76,18 @@ def label(mapping: Mapping) -> str:
 
 
 def table(candidates: Sequence[PlanCandidate]) -> list[list[str]]:
-    """Return rows of cells, with a header: the candidates, the best first, and why the others are slower."""
-    rows = [["", "Mapping", "Step, s", "Tokens/s", "MFU", "Memory, GiB", "Why it is slower"]]
+    """Return rows of cells, with a header: the candidates, the best first, and why the others are slower.
+
+    "=" marks steps that are equal within the error of a prediction.
+    """
+    rows = [["", "Mapping", f"Step, s ± {STEP_ERROR:.0%}", "Tokens/s", "MFU", "Memory, GiB", "Why it is slower"]]
     for index, (candidate, why) in enumerate(runners_up(candidates)):
         memory_text = f"{candidate.fit.fullest.total / GIB:.1f} of {candidate.fit.available / GIB:.1f}"
         step = candidate.step
         numbers = [f"{step.seconds:.4g}", f"{step.tokens_per_s:,.0f}", f"{step.mfu:.1%}"]
         memory_text += "" if candidate.fit else ", too much"
-        rows.append([str(index + 1), label(candidate.mapping), *numbers, memory_text, why or ""])
+        number = f"{index + 1}{' =' * is_equal(candidate, candidates)}"
+        rows.append([number, label(candidate.mapping), *numbers, memory_text, why or ""])
     return rows
 
 

@@ -11,7 +11,7 @@ from moe_comm.observe.report.page import Panel, block, panel_section
 from moe_comm.plan.arrays import Floats
 from moe_comm.plan.pages import html_page
 from moe_comm.plan.whatif.analysis import WhatIf
-from moe_comm.plan.whatif.text import HeatMap, rank_heat, stage_heat
+from moe_comm.plan.whatif.text import ONE_STEP, HeatMap, rank_heat, stage_heat
 
 
 def write_page(analysis: WhatIf, path: Path, title: str) -> None:
@@ -33,6 +33,8 @@ def render(analysis: WhatIf, title: str) -> str:
         f"What stragglers cost in {steps}. S is the time of the replayed steps relative to steps in which each "
         f"operation takes the mean time of its class. Both exclude the gaps between operations."
     )
+    if len(analysis.steps) == 1:
+        about += f" Caution: {ONE_STEP}."
     named = f"{title} – moe-comm whatif"  # noqa: RUF001
     return html_page.make("whatif_page.js", named, f"What if: {title}", about, parts, data)
 
@@ -78,8 +80,8 @@ def _summary(analysis: WhatIf) -> list[dict[str, Any]]:
         ("Wasted", analysis.waste, "%"),
         ("S of uneven routing", analysis.routing, ""),
         ("S of the rest", analysis.slowdown / analysis.routing, ""),
-        ("Saved by fixing the slowest ranks", analysis.slowest_ranks_share, "%"),
-        ("Saved by fixing the last stage", analysis.last_stage_share, "%"),
+        ("Saved of the waste by fixing the slowest ranks", analysis.slowest_ranks_share, "%"),
+        ("Saved of the waste by fixing the last stage", analysis.last_stage_share, "%"),
         ("Error of the replay", analysis.replay_error, "%"),
         ("Steps", len(analysis.steps), ""),
     )

@@ -14,6 +14,7 @@ from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.search.explain import why_slower
 from moe_comm.plan.search.fit import Fit, MappingChange
+from moe_comm.plan.search.preference import STEP_ERROR, is_equal
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
 from moe_comm.plan.search.search import SearchResult, changes
 from moe_comm.plan.step.blocks import LINKS
@@ -43,9 +44,9 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
     Keys: ``model``, ``hardware``, ``load``, ``mapping``, ``fits``, ``step_s``, ``tokens_per_s``, ``mfu``, ``memory_gb``
     (peak of the rank with the highest peak), ``memory``, ``bytes`` (sent by a rank in a step, by kind of link and by
     operator), ``breakdown`` (seconds by cause; the sum is ``step_s``), ``hidden`` (seconds of overlapped transfers,
-    which are not part of ``step_s``), ``bubble_share``, ``exposed_share``, and ``would_fit`` (changes that make the
-    mapping fit into memory; empty if it fits). With recorded loads also ``placement`` (``PlacedLoads``). With a search
-    also ``candidates`` and ``search``.
+    which are not part of ``step_s``), ``step_error`` (median error of predicted steps, a fraction), ``bubble_share``,
+    ``exposed_share``, and ``would_fit`` (changes that make the mapping fit into memory; empty if it fits). With
+    recorded loads also ``placement`` (``PlacedLoads``). With a search also ``candidates`` and ``search``.
     """
     shape, cluster, load = request.shape, request.cluster, request.load
     result: dict[str, Any] = {
@@ -60,7 +61,19 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
         "would_fit": [_change(request, one) for one in ([] if candidate.fit else changes(request, candidate.mapping))],
     }
     if search is not None:
-        result["candidates"] = [{**_candidate(request, one), "why_slower": why} for one, why in runners_up(search.best)]
+        result["candidates"] = [
+            {**_candidate(request, one), "equal": is_equal(one, search.best), "why_slower": why}
+            for one, why in runners_up(search.best)
+        ]
+        result["common"] = [
+            {
+                **_candidate(request, one),
+                "equal": is_equal(one, search.best),
+                "place": place(one, search.best),
+                "why_slower": why_slower(search.best[0], one),
+            }
+            for one in search.common
+        ]
         result["search"] = {
             "tried": search.tried,
             "replayed": search.replayed,
@@ -70,6 +83,11 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
             "gpus_that_fit": cluster.gpus if search.best else search.gpus,
         }
     return result
+
+
+def place(one: PlanCandidate, best: Sequence[PlanCandidate]) -> int | None:
+    """Return the place of a mapping among the best of a search, from 1. None: after them."""
+    return next((at for at, other in enumerate(best, 1) if other.mapping == one.mapping), None)
 
 
 def runners_up(best: Sequence[PlanCandidate]) -> Iterator[tuple[PlanCandidate, str | None]]:
@@ -84,9 +102,11 @@ def _candidate(request: PlanRequest, candidate: PlanCandidate) -> dict[str, Any]
         "mapping": _mapping(candidate.mapping, request.global_batch),
         "fits": bool(candidate.fit),
         "step_s": step.seconds,
+        "step_error": STEP_ERROR,
         "tokens_per_s": step.tokens_per_s,
         "mfu": step.mfu,
         "memory_gb": candidate.fit.fullest.total / GB,
+        "memory_share": candidate.fit.fullest.total / candidate.fit.available,
         "breakdown": dict(step.breakdown),
         "hidden": dict(step.hidden),
         "bubble_share": bubble_share(step),

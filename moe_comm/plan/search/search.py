@@ -58,7 +58,8 @@ class SearchResult:
         reason. replayed: number that was.
     nearest: if none fits, those with the least missing memory. gpus: if none fits, a larger number of accelerators on
         which some mapping fits, or None.
-    complete: False if the time limit was reached. space: the searched space, ``wide`` if nothing else runs or fits.
+    complete: False if the time limit was reached. common: mappings of published runs, from ``common_mappings``.
+    space: the searched space, ``wide`` if nothing else runs or fits.
     """
 
     best: tuple[PlanCandidate, ...]
@@ -69,6 +70,7 @@ class SearchResult:
     replayed: int = 0
     gpus: int | None = None
     complete: bool = True
+    common: tuple[PlanCandidate, ...] = ()
     space: SearchSpace = field(default_factory=SearchSpace)
 
 

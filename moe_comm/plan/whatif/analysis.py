@@ -5,7 +5,7 @@
     S        T / T_ideal; the share 1 - 1 / S of the time is wasted
     S_x      (T_ideal with the measured durations of x only) / T_ideal: the slowdown that x alone causes; x is a kind of
              operation, or the ranks with one coordinate in a dimension ("dp", "pp", "ep", ...)
-    M_x      (T - T with the ideal durations of x) / (T - T_ideal): the share of the loss that fixing x alone saves
+    M_x      (T - T with the ideal durations of x) / (T - T_ideal): the share of the lost time that fixing x alone saves
     M_W, M_S: M_x of the slowest ranks (workers), and of the last pipeline stage
 
 In addition to the cited study, this covers dimensions other than dp and pp, and groups of ranks. It also divides S into

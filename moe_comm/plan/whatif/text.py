@@ -20,6 +20,10 @@ ROWS, COLUMNS = 16, 16
 """Size of a heat map in text; the page shows all."""
 SLOW = 1.01
 """Slowdowns below this are not listed."""
+ONE_STEP = (
+    "one step is not representative of a run: read these numbers with care, and record more steps (observe.every) or "
+    "select more (--steps)"
+)
 _SHADES = " ░▒▓█"
 _DARKEST = 1.5
 
@@ -89,6 +93,7 @@ def summary(analysis: WhatIf) -> dict[str, Any]:
         "mended_workers": _or_none(analysis.slowest_ranks_share),
         "mended_last_stage": _or_none(analysis.last_stage_share),
         "correlation": _or_none(analysis.correlation),
+        "caution": ONE_STEP if len(analysis.steps) == 1 else None,
     }
 
 
@@ -102,6 +107,8 @@ def text(analysis: WhatIf) -> str:
         f"error of the replay: {100 * analysis.replay_error:.1f}% without the gaps between operations, "
         f"{100 * analysis.graph_error:.1f}% with them",
     ]
+    if len(analysis.steps) == 1:
+        lines.append(f"  {ONE_STEP}")
     if analysis.replay_error > TRUSTED:
         lines.append(
             f"  above {100 * TRUSTED:.0f}%: ranks waited for operations without spans; results may be inaccurate"
@@ -131,7 +138,7 @@ def text(analysis: WhatIf) -> str:
         (analysis.last_stage_share if stages > 1 else math.nan, "fixing the last pipeline stage"),
     ):
         if share >= SLOW - 1 and analysis.slowdown >= SLOW:
-            lines.append(f"{subject} would save {100 * share:.0f}% of the loss")
+            lines.append(f"{subject} would save {100 * share:.0f}% of the lost time")
     if len(analysis.ranks) > 1:
         lines += _map(rank_heat(analysis) or stage_heat(analysis))
     return "\n".join(lines)

@@ -68,8 +68,9 @@ def draw_sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
 
 def summary_text(result: RunResult, statistics: Statistics) -> str:
     """Return the summary that is printed at the end of a run."""
+    first = "loss, first step" if result.first_step == 1 else f"loss, step {result.first_step} (resumed)"
     rows = [
-        ("loss, first step", result.first_loss),
+        (first, result.first_loss),
         (f"loss, last {min(LAST_STEPS, result.steps)} steps", result.last_loss),
         *([] if result.validation_loss is None else [("loss, validation text", result.validation_loss)]),
         ("unigram entropy of the text", result.unigram_entropy),

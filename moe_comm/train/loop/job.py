@@ -366,11 +366,12 @@ def _record_failure(run: _Run, trainer: Trainer, error: BaseException, signals: 
         outcome: dict[str, object] = {"status": "interrupted", "signal": int(signal.SIGINT)}
         if not stopped:
             outcome = {"status": "failed", "error": what}
-        run.folder.save_result(outcome | {"steps": trainer.next_step} | _versions())
+        run.folder.save_result(outcome | {"steps": trainer.next_step, "ended_s": time.time()} | _versions())
 
 
 def _result(run: _Run, trainer: Trainer, end: _End, seconds: float) -> RunResult:
     losses = [report.loss for report in trainer.reports] or [float("nan")]
+    first_step = trainer.reports[0].step if trainer.reports else trainer.next_step + 1
     return RunResult(
         folder=run.folder.path,
         status=end.status,
@@ -381,13 +382,15 @@ def _result(run: _Run, trainer: Trainer, end: _End, seconds: float) -> RunResult
         unigram_entropy=run.corpus.statistics().unigram_entropy,
         seconds=seconds,
         signal=end.signal,
+        first_step=first_step,
     )
 
 
 def _report(run: _Run, result: RunResult, end: _End, extra: Mapping[str, object]) -> None:
     """Write ``result`` and ``extra`` to the run folder, and print a summary."""
-    effective = effective_time(run.folder.path, time.time())
-    values: dict[str, object] = {"mapping": str(run.state.mesh.config)}
+    ended_s = time.time()
+    effective = effective_time(run.folder.path, ended_s)
+    values: dict[str, object] = {"mapping": str(run.state.mesh.config), "ended_s": ended_s}
     values |= {} if effective is None else {"effective_time": effective.as_dict()}
     run.folder.save_result(asdict(result) | values | dict(extra) | _versions())
     run.progress.log(summary_text(result, run.corpus.statistics()))

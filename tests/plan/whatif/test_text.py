@@ -79,7 +79,10 @@ def test_an_unwritable_page_is_reported_before_the_analysis(folder: Path, capsys
 
 def test_steps_can_be_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["whatif", str(folder), "--steps", "2:2"]) == 0
-    assert capsys.readouterr().out.startswith("1 step, ")
+    captured = capsys.readouterr().out
+    assert captured.startswith("1 step, ") and "one step is not representative of a run" in captured
+    assert command(["whatif", str(folder), "--steps", "2:2", "--json", "-"]) == 0
+    assert "not representative" in json.loads(capsys.readouterr().out)["caution"]
     assert command(["whatif", str(folder), "--steps", "7:9"]) == 2
     assert "no spans" in capsys.readouterr().err
 
@@ -100,7 +103,8 @@ def result(folder: Path) -> WhatIf:
 
 
 def test_a_large_replay_error_is_reported(result: WhatIf) -> None:
-    assert "above 5%" not in text(result)
+    assert "above 5%" not in text(result) and "one step" not in text(result) and "of the lost time" in text(result)
+    assert summary(result)["caution"] is None
     assert "above 5%" in text(replace(result, replayed_S=result.replayed_S * 0.9))
 
 

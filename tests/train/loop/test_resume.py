@@ -260,6 +260,7 @@ def test_more_steps_extend_a_finished_run(settings: list[str], tmp_path: Path, r
     }
     result = run(None, [*settings, "run.steps=6", f"checkpoint.resume={paths.get(resume, resume)}"])
     assert (result.folder, result.steps, result.status) == (first.folder, 6, "finished")
+    assert result.first_step == (3 if resume == "earlier checkpoint" else 5)
     assert losses_of(result.folder) == losses_of(reference.folder)
     extended_state, expected_state = state_of(result.folder), state_of(reference.folder)
     assert all(torch.equal(extended_state[name], expected_state[name]) for name in expected_state)

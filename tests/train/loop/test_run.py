@@ -158,6 +158,7 @@ def test_training_starts_from_a_pretrained_model(settings: list[str]) -> None:
     second = run(None, [*settings, *start])
     assert first.validation_loss is not None
     assert second.first_loss < first.first_loss - 0.1
+    assert (first.first_step, second.first_step) == (1, 1)
     assert (second.folder / "model" / "model.safetensors").exists()
 
 
