@@ -282,10 +282,10 @@ def overlap_block(folder: Path) -> str:
         "",
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, "
         f"{result['results'][0]['rows']} rows per rank, {s['width']} transferred columns, fp32, {s['chunks']} "
-        "chunks. "
-        "Communication: the messages of serial, one per pair of ranks. In chunks: the messages of overlapped. gloo uses "
-        "a link better with several messages than with one, so communication may be longer than all of overlapped. "
-        "Speedup: the median of pairs of calls, one after the other. Hidden: (compute + communication in chunks - overlapped) / the smaller of the first two; -: not measured. "
+        "chunks. Communication: the messages of serial, one per pair of ranks. In chunks: the messages of overlapped. "
+        "gloo uses a link better with several messages than with one, so communication may be longer than all of "
+        "overlapped. Speedup: the median of pairs of calls, one after the other. Hidden: (compute + communication in "
+        "chunks - overlapped) / the smaller of the first two; -: not measured. "
         f"Over {len(swept)} numbers of rows from {min(swept)} to {max(swept)} "
         f"(`overlap-rows.json`, {rows['settings']['chunks']} chunks) the operators took at most "
         f"{rows['slowest_vs_serial']:.3f} times as long as the serial order (`{slow['op']}`, "
@@ -315,7 +315,8 @@ def hierarchical_block(folder: Path) -> str:
     """Return times and inter-host bytes of hierarchical dispatch and of the other backends."""
     result = load(folder, "hierarchical")
     lines = [
-        "| | forward, ms | backward, ms | together, ms | speedup over all_to_all | MB by the formula | MB on the links |",
+        "| | forward, ms | backward, ms | together, ms | speedup over all_to_all | MB by the formula | "
+        "MB on the links |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for entry in result["results"]:

@@ -142,7 +142,7 @@ def launches(timer: Timer) -> Iterator[dict[str, Any]]:
 def _triton_nothing() -> Callable[[], Any]:
     import triton
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def nothing(x) -> None:  # type: ignore[no-untyped-def]
         pass
 

@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
-from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS, communication_span
 from moe_comm.runtime.memory import as_dtype, warm_rows
+from moe_comm.tensor_memory import materialized
 
 if TYPE_CHECKING:
     from moe_comm.comm.communicator import Communicator

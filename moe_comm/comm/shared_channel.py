@@ -24,7 +24,8 @@ from moe_comm.errors import HeapError, MoeCommError, PeerRaised, known_to_peers,
 from moe_comm.kernels.accumulate import sum_in_rank_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.memory import DTYPE_CODES, address, block, native, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows
+from moe_comm.tensor_memory import address
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap

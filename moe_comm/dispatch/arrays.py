@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.tensor_memory import readable
+from moe_comm.tensor_memory import readable
 
 
 class Array(Protocol):

@@ -309,7 +309,7 @@ class Dispatcher(FaultReports):
         self,
         x_TD: Tensor,
         ids_TK: Tensor,
-        label: str,
+        label: Any,
         op: str = "dispatch",
         scaled: bool = False,
         fault: MoeCommError | None = None,

@@ -55,7 +55,7 @@ class FaultReports(ABC):
             self.refuse(fault, label=label)
         return tensors
 
-    def refuse_operation(self, op: str, handle: DispatchHandle, fault: MoeCommError) -> NoReturn:
+    def refuse_operation(self, op: str, handle: Any, fault: MoeCommError) -> NoReturn:
         """Raise ``fault`` of this rank instead of ``op`` on the rows of ``handle``, on every rank.
 
         If operations are not ``checked``, the other ranks raise ``PeerError``, and the group is unusable afterwards.

@@ -64,7 +64,7 @@ def extra_fault(extra_TKX: Tensor, slots: tuple[int, ...], device: torch.device)
     )
 
 
-def _maker_fault(maker: int, handle: DispatchHandle) -> InputError | None:
+def _maker_fault(maker: int, handle: Any) -> InputError | None:
     if not isinstance(handle, DispatchHandle):
         return InputError(f"the handle must come from dispatch of this dispatcher; got {type(handle).__name__}")
     if handle.maker == maker:

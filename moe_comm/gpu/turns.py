@@ -41,7 +41,7 @@ from moe_comm.gpu.protocol import (
     chunk_of,
     words_address,
 )
-from moe_comm.runtime.memory import address, row_address
+from moe_comm.tensor_memory import address, row_address
 
 RING = 64
 """Maximum number of headers that the device has not read yet."""
@@ -298,7 +298,8 @@ class Turns:
         tokens, top_k = place_TK.shape
         addresses = self._addresses(place_TK, weights_TK, y_TD)
         shape = tokens, top_k, y_TD.shape[1], dtype
-        self.plan.sum_reduced(header, header_index, offer, blocks, *shape, *addresses, own)
+        place, weights, rows = addresses
+        self.plan.sum_reduced(header, header_index, offer, blocks, *shape, place, weights, rows, own)
 
     def spread(
         self,
@@ -319,12 +320,12 @@ class Turns:
         """
         header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
-        places = self._addresses(place_TK, weights_TK)
+        place, weights = self._addresses(place_TK, weights_TK)
         rows = grad_TD.shape[1], dtype
         dots = address(dots_TK, torch.float32, place_TK.shape, self.device.type)
         grad = row_address(grad_TD, grad_TD.dtype, device=self.device.type)
         self.plan.spread(
-            header, header_index, offer, blocks, tokens, top_k, *rows, *places, *grad, dots,
+            header, header_index, offer, blocks, tokens, top_k, *rows, place, weights, *grad, dots,
             (words_address(slots.ids_TK), words_address(slots.slots_E)), self._on_gpu or slots is WITHOUT_FLAGS,
         )  # fmt: skip
 

@@ -108,7 +108,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x), of any shape and floating dtype; differentiable once."""
-    return _Pointwise.apply(x, _silu, _silu_slope) if x.is_cpu else F.silu(x)  # type: ignore[no-any-return]
+    return _Pointwise.apply(x, _silu, _silu_slope) if x.is_cpu else F.silu(x)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from moe_comm.kernels.native import core, on_host
 from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
-from moe_comm.kernels.tensor_memory import materialized
-from moe_comm.runtime.memory import address
+from moe_comm.tensor_memory import address, materialized
 
 PARTIAL_ROWS = 128
 """The weight gradient is summed over blocks of this many rows, for every number of threads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_comm.errors import InputError, MissingDependency
+from moe_comm.errors import MissingDependency
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -45,53 +45,6 @@ def native_is_built() -> bool:
     except MissingDependency:
         return False
     return True
-
-
-def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None, device: str = "cpu") -> int:
-    """Return the address of a dense tensor for native code, which cannot check what it reads and writes; 0 for None.
-
-    Raises:
-        InputError: the tensor has another dtype, shape (None: any) or device type, is not dense, or has no memory.
-    """
-    if x is None:
-        return 0
-    if x.dtype is not dtype or x.device.type != device or (shape is not None and x.shape != shape):
-        raise _cannot_pass(x, dtype, shape, device)
-    if not x.is_contiguous():
-        raise _cannot_pass(x, dtype, shape, device)
-    return _first_byte(x, dtype, shape, device)
-
-
-def row_address(
-    rows_RX: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None, device: str = "cpu"
-) -> tuple[int, int]:
-    """Return the address and the stride in bytes of rows that are dense, with any stride between them; zeros for None.
-
-    Raises:
-        InputError: as ``address``.
-    """
-    if rows_RX is None:
-        return 0, 0
-    if rows_RX.dtype is not dtype or rows_RX.device.type != device or (shape is not None and rows_RX.shape != shape):
-        raise _cannot_pass(rows_RX, dtype, shape, device)
-    if rows_RX.stride(-1) != 1 and rows_RX.shape[-1] > 1 and rows_RX.numel():
-        raise _cannot_pass(rows_RX, dtype, shape, device)
-    return _first_byte(rows_RX, dtype, shape, device), rows_RX.stride(0) * dtype.itemsize
-
-
-def _first_byte(x: Tensor, dtype: torch.dtype, shape: Sequence[int] | None, device: str) -> int:
-    pointer = x.data_ptr()
-    if (not pointer and x.numel()) or x.is_neg():  # native code would take 0 for None, and does not negate
-        raise _cannot_pass(x, dtype, shape, device)
-    return pointer
-
-
-def _cannot_pass(x: Tensor, dtype: torch.dtype, shape: Sequence[int] | None, device: str) -> InputError:
-    wanted = "" if shape is None else f" of shape {tuple(shape)}"
-    return InputError(
-        f"native code needs a dense {dtype} tensor{wanted} in {device} memory; got {x.dtype} {tuple(x.shape)} with "
-        f"strides {x.stride()} on {x.device}"
-    )
 
 
 @lru_cache(maxsize=1)

@@ -107,7 +107,7 @@ def open_to_append(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    return os.fdopen(handle, "a+b", buffering=0)  # type: ignore[return-value]
+    return os.fdopen(handle, "a+b", buffering=0)
 
 
 def remove(path: Path) -> None:

@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 
 from moe_comm import errors
 from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, RankMismatch
-from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_names import group_of
+from moe_comm.tensor_memory import materialized
 
 POLL_S = 0.5
 """Seconds between two polls in ``run_on_some``."""

@@ -15,7 +15,8 @@ from moe_comm.dispatch.base import make_handle
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
-from moe_comm.runtime.memory import DTYPE_CODES, address, block, from_capsule, native, row_address, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
+from moe_comm.tensor_memory import address, row_address
 
 if TYPE_CHECKING:
     from moe_comm import _C

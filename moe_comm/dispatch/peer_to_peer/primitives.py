@@ -59,7 +59,8 @@ from moe_comm.gpu.protocol import (
 )
 from moe_comm.gpu.turns import Turns
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import DTYPE_CODES, address, native
+from moe_comm.runtime.memory import DTYPE_CODES, native
+from moe_comm.tensor_memory import address
 from moe_comm.topology import ExpertPlacement
 
 ROOM_WORD = HEADER_WORDS - 1

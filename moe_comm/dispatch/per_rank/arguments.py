@@ -12,7 +12,7 @@ from moe_comm.dispatch.input_faults import ID_DTYPES
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import InputError
 from moe_comm.kernels.fp8 import E4M3
-from moe_comm.kernels.tensor_memory import readable
+from moe_comm.tensor_memory import readable
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

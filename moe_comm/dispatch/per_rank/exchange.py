@@ -20,7 +20,7 @@ from moe_comm.dispatch.per_rank.routes import RankRoutes, narrow_rows, wide_rows
 from moe_comm.dispatch.selection.shared import shared_dispatcher
 from moe_comm.dispatch.types import DROPPED, DispatchOptions
 from moe_comm.errors import InputError, MoeCommError, known_to_peers
-from moe_comm.kernels.tensor_memory import materialized
+from moe_comm.tensor_memory import materialized
 from moe_comm.topology import ExpertPlacement
 
 

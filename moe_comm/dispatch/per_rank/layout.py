@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.kernels.native import core, on_host
-from moe_comm.runtime.memory import address
+from moe_comm.tensor_memory import address
 from moe_comm.topology import ExpertPlacement
 
 SENDER_WORDS = 2

@@ -16,7 +16,7 @@ from moe_comm.dispatch.per_rank.layout import SENDER_WORDS
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels.fp8 import E4M3
-from moe_comm.kernels.tensor_memory import materialized
+from moe_comm.tensor_memory import materialized
 
 
 def wide_rows(x: Rows) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.kernels.native import core, on_host
-from moe_comm.runtime.memory import address
+from moe_comm.tensor_memory import address
 
 
 def ids_of_mask(mask_TE: Tensor, top_k: int) -> tuple[Tensor, int]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from moe_comm.dispatch.slots import plain
 from moe_comm.kernels.native import core, for_triton, on_host
 from moe_comm.runtime import memory
-from moe_comm.runtime.memory import DTYPE_CODES, address, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, warm_rows
+from moe_comm.tensor_memory import address
 
 
 def order(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

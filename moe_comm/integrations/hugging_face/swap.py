@@ -132,8 +132,8 @@ class EPExperts(nn.Module):
         )
         try:
             real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
-        except InputError as fault:
-            self.dispatcher.refuse(fault, label=self.label)
+        except InputError as error:
+            self.dispatcher.refuse(error, label=self.label)
         with self.dispatcher.abort_on_error(self.label):
             if real is not None:
                 top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)

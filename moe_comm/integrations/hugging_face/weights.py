@@ -29,13 +29,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.attention import NAMES as ATTENTION_NAMES
-from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import HEAD, Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.runtime.safe_files import write_file
 from moe_comm.runtime.untrusted import parse_object, read_bounded, regular_size
+from moe_comm.tensor_memory import materialized
 from moe_comm.topology import Sharding, ShardSlice
 
 INDEX = "model.safetensors.index.json"

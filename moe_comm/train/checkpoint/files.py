@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import CheckpointError
-from moe_comm.kernels.tensor_memory import materialized
 from moe_comm.runtime import untrusted
 from moe_comm.runtime.safe_files import open_new, open_own_folder
+from moe_comm.tensor_memory import materialized
 
 BLOCK = 1 << 24
 """Bytes per write, hash or read."""

@@ -62,7 +62,7 @@ class Batch:
         return self._each(shard)
 
     def _each(self, change: Shard) -> Batch:
-        values = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        values: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **{name: change(value) for name, value in values.items()})
 
 

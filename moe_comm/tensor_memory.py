@@ -1,4 +1,4 @@
-"""Whether the values of a tensor can be read at its address.
+"""Addresses of tensors for native code, and whether the values of a tensor can be read at its address.
 
 Some tensors have other values than their memory, or no memory: views with the negative or conjugate bit, torch's zero
 tensors (which autograd produces as gradients), wrapper subclasses (FakeTensor, DTensor), tensors inside transforms of
@@ -7,6 +7,7 @@ tensors (which autograd produces as gradients), wrapper subclasses (FakeTensor, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
@@ -96,3 +97,50 @@ def _waited_for(x: Tensor, name: str) -> Tensor:
         raise InputError(f"{name} is on meta, a device without values; pass a tensor on the device of the layer")
     kind = "nested" if x.is_nested else f"quantized, {x.dtype}" if x.is_quantized else str(x.layout)
     raise InputError(f"{name} must be a dense tensor with strides; got {kind}. Convert it, for example with to_dense()")
+
+
+def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None, device: str = "cpu") -> int:
+    """Return the address of a dense tensor for native code, which cannot check what it reads and writes; 0 for None.
+
+    Raises:
+        InputError: the tensor has another dtype, shape (None: any) or device type, is not dense, or has no memory.
+    """
+    if x is None:
+        return 0
+    if x.dtype is not dtype or x.device.type != device or (shape is not None and x.shape != shape):
+        raise _cannot_pass(x, dtype, shape, device)
+    if not x.is_contiguous():
+        raise _cannot_pass(x, dtype, shape, device)
+    return _first_byte(x, dtype, shape, device)
+
+
+def row_address(
+    rows_RX: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None, device: str = "cpu"
+) -> tuple[int, int]:
+    """Return the address and the stride in bytes of rows that are dense, with any stride between them; zeros for None.
+
+    Raises:
+        InputError: as ``address``.
+    """
+    if rows_RX is None:
+        return 0, 0
+    if rows_RX.dtype is not dtype or rows_RX.device.type != device or (shape is not None and rows_RX.shape != shape):
+        raise _cannot_pass(rows_RX, dtype, shape, device)
+    if rows_RX.stride(-1) != 1 and rows_RX.shape[-1] > 1 and rows_RX.numel():
+        raise _cannot_pass(rows_RX, dtype, shape, device)
+    return _first_byte(rows_RX, dtype, shape, device), rows_RX.stride(0) * dtype.itemsize
+
+
+def _first_byte(x: Tensor, dtype: torch.dtype, shape: Sequence[int] | None, device: str) -> int:
+    pointer = x.data_ptr()
+    if (not pointer and x.numel()) or x.is_neg():  # native code would take 0 for None, and does not negate
+        raise _cannot_pass(x, dtype, shape, device)
+    return pointer
+
+
+def _cannot_pass(x: Tensor, dtype: torch.dtype, shape: Sequence[int] | None, device: str) -> InputError:
+    wanted = "" if shape is None else f" of shape {tuple(shape)}"
+    return InputError(
+        f"native code needs a dense {dtype} tensor{wanted} in {device} memory; got {x.dtype} {tuple(x.shape)} with "
+        f"strides {x.stride()} on {x.device}"
+    )
