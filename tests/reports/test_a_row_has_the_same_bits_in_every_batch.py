@@ -119,15 +119,15 @@ def split_batches(rank: int, world: int, dtype: torch.dtype) -> list[str]:
         names = [name for name, activation in EVERY.items() if activation.gated == gated]
         router = RouterConfig(6, 3, score="softmax" if gated else "sigmoid")
         config = MoEConfig(20, 13, router, EVERY[names[0]], shared_ffn=11, shared_gate=True)
-        layers = {1: None, 2: pair, 4: dist.group.WORLD}
-        layers = {size: MoELayer.build(config, group, seed=3, dtype=dtype) for size, group in layers.items()}
+        groups = {1: None, 2: pair, 4: dist.group.WORLD}
+        layers = {size: MoELayer.build(config, group, seed=3, dtype=dtype) for size, group in groups.items()}
         with torch.no_grad():
             for layer in layers.values():
-                for param in (*layer.experts.parameters(), *layer.shared.parameters()):
+                for param in (*layer.experts.parameters(), *layer.shared.parameters()):  # type: ignore[union-attr]
                     param.mul_(20)
         for name in names:
             for layer in layers.values():
-                layer.experts.activation = layer.shared.activation = EVERY[name]
+                layer.experts.activation = layer.shared.activation = EVERY[name]  # type: ignore[union-attr]
             for size, split in ((ranks, split) for ranks, splits in SPLITS.items() for split in splits):
                 x_TD, grad_TD = (draw(sum(split), 20, seed=seed).to(dtype) for seed in (0, 1))
                 part = slice(*list(pairwise(accumulate(split, initial=0)))[rank % size])

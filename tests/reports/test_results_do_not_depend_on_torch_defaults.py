@@ -71,7 +71,14 @@ def layer_step(rank: int, world: int, backend: str) -> dict[str, Any]:
     norm = moe_comm.clip_grad_norm_(layer, 0.1)
     layer.router.update_bias(layer.router.take_load(), 0.01)
     grads = {name: param.grad for name, param in layer.named_parameters()}
-    return {"y": y_TD.detach(), "x": x_TD.grad, "norm": norm, **grads, **layer.state_dict(), **layer.router.losses}
+    return {
+        "y": y_TD.detach(),
+        "x": x_TD.grad,
+        "norm": norm,
+        **grads,
+        **dict(layer.named_buffers()),
+        **layer.router.losses,
+    }
 
 
 def transformer_step(rank: int, world: int, mapping: ParallelConfig) -> Any:
