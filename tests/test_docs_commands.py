@@ -84,6 +84,8 @@ def test_a_command_of_the_docs_runs(
     page: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pydantic", reason="needs the train extra")
+    pytest.importorskip("plotly", reason="needs the observe extra")
+    pytest.importorskip("perfetto", reason="needs the observe extra")
     monkeypatch.chdir(folder)
     program, *words = shlex.split(line)
     assert program == "moe-comm", "run it here, or add it to NOT_RUN with a reason"

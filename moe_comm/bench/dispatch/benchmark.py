@@ -247,7 +247,6 @@ def measure_all(settings: list[DispatchBench]) -> list[dict[str, Any]]:
     The result is empty on ranks of torchrun other than 0.
     """
     info = machine.machine_info(settings[0].device)
-    say(f"starting {settings[0].ranks} ranks")
     measured = on_ranks(_run_each, settings, settings[0].ranks, settings[0].device)
     if measured is None:
         return []
