@@ -19,6 +19,7 @@ N = 3
 def deepspeed_step(rank: int, world: int, arg: None) -> Grads:
     """Return the gradients of a step of N micro-batches, the same ones on every rank."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # read on import
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world)}
     import deepspeed
     from deepspeed import ops
 
