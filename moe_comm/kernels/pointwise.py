@@ -113,7 +113,7 @@ def silu(x: Tensor) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """Return the exact GELU (arXiv 1606.08415), of any shape and floating dtype; differentiable once."""
-    return _Pointwise.apply(x, _gelu, _gelu_slope) if x.is_cpu else F.gelu(x)  # type: ignore[no-any-return]
+    return _Pointwise.apply(x, _gelu, _gelu_slope) if x.is_cpu else F.gelu(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -62,8 +62,9 @@ class Batch:
         return self._each(shard)
 
     def _each(self, change: Shard) -> Batch:
-        values: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(value) for name, value in values.items()})
+        values = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items()}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)
