@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fill_block import fill_block
+from moe_comm.bench.common.report import NOISY
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -116,11 +117,17 @@ def dispatch_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def _spread(median: float, least: float, p90: float) -> str:
+    """Return a median with the minimum and the 90th percentile, and whether it is noisy, as the commands print it."""
+    noisy = ", noisy" if median > NOISY * least else ""
+    return f"{median:,.0f} ({least:,.0f}-{p90:,.0f}{noisy})"
+
+
 def layer_block(folder: Path) -> str:
     """Return times, rates and memory of MoE layers: moe_comm and its peers."""
     lines = [
-        "| shape | layer | EP | forward + backward, ms | GFLOP/s per rank | of GEMM rate | peak MiB "
-        "| speedup of moe_comm over it |",
+        "| shape | layer | EP | forward + backward, ms (min-p90) | GFLOP/s per rank | of GEMM rate | peak MiB "
+        "| it is slower than |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for preset in ("comm", "compute", "bf16"):
@@ -130,10 +137,11 @@ def layer_block(folder: Path) -> str:
         for name, entry in result["contestants"].items():
             peak = entry.get("peak_memory_mib")
             speedup = entry.get("speedup")
+            compared = f"{'moe_comm_ep1' if entry['ep'] == 1 else 'moe_comm'}: {speedup:.2f}x" if speedup else ""
+            total = _spread(*(entry[f"total_{key}ms"] for key in ("", "min_", "p90_")))
             lines.append(
-                f"| {shape} | {name} | {entry['ep']} | {entry['total_ms']:,.0f} | {entry['gflops']:.1f} | "
-                f"{entry['gemm_fraction']:.0%} | {f'{peak:,.0f}' if peak else '-'} | "
-                f"{f'{speedup:.2f}x' if speedup else ''} |"
+                f"| {shape} | {name} | {entry['ep']} | {total} | {entry['gflops']:.1f} | "
+                f"{entry['gemm_fraction']:.0%} | {f'{peak:,.0f}' if peak else '-'} | {compared} |"
             )
     lines += ["", f"T tokens per rank, two ranks with one thread each, concurrently. {where(result, folder)}."]
     return "\n".join(lines)
@@ -142,7 +150,7 @@ def layer_block(folder: Path) -> str:
 def train_block(folder: Path) -> str:
     """Return the training throughput of moe_comm and its peers."""
     lines = [
-        "| shape | trainer | tokens/s | MFU | ms per step | speedup of moe_comm over it |",
+        "| shape | trainer | tokens/s | MFU | ms per step (min-p90) | speedup of moe_comm over it |",
         "|---|---|---:|---:|---:|---:|",
     ]
     shares = []
@@ -150,10 +158,10 @@ def train_block(folder: Path) -> str:
         result = load(folder, f"train-{preset}")
         s = result["settings"]
         shape = f"D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}, batch {s['ranks']} x {s['batch']}"
-        own_row = {"tokens_per_s": result["tokens_per_s"], "mfu": result["mfu"], "step_ms": result["step_ms"]}
-        for name, entry in {"**moe_comm**": own_row, **result["peers"]}.items():
-            speedup = f"{entry['speedup']:.2f}x" if "speedup" in entry else ""
-            numbers = f"{entry['tokens_per_s']:,.0f} | {entry['mfu']:.0%} | {entry['step_ms']:,.0f}"
+        for name, entry in {"**moe_comm**": result, **result["peers"]}.items():
+            speedup = f"{entry['speedup']:.2f}x" if entry is not result else ""
+            step_ms = _spread(*(entry[f"step_{key}ms"] for key in ("", "min_", "p90_")))
+            numbers = f"{entry['tokens_per_s']:,.0f} | {entry['mfu']:.0%} | {step_ms}"
             lines.append(f"| {shape} | {name} | {numbers} | {speedup} |")
         step = result["step"]
         shares.append(
@@ -282,10 +290,11 @@ def overlap_block(folder: Path) -> str:
         "",
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, "
         f"{result['results'][0]['rows']} rows per rank, {s['width']} transferred columns, fp32, {s['chunks']} "
-        "chunks. Communication: the messages of serial, one per pair of ranks. In chunks: the messages of overlapped. "
-        "gloo uses a link better with several messages than with one, so communication may be longer than all of "
-        "overlapped. Speedup: the median of pairs of calls, one after the other. Hidden: (compute + communication in "
-        "chunks - overlapped) / the smaller of the first two; -: not measured. "
+        "chunks. "
+        "Communication: the messages of serial, one per pair of ranks. In chunks: the messages of overlapped. gloo "
+        "uses a link better with several messages than with one, so communication may be longer than all of "
+        "overlapped. Speedup: the median of pairs of calls, one after the other. "
+        "Hidden: (compute + communication in chunks - overlapped) / the smaller of the first two; -: not measured. "
         f"Over {len(swept)} numbers of rows from {min(swept)} to {max(swept)} "
         f"(`overlap-rows.json`, {rows['settings']['chunks']} chunks) the operators took at most "
         f"{rows['slowest_vs_serial']:.3f} times as long as the serial order (`{slow['op']}`, "
@@ -315,8 +324,8 @@ def hierarchical_block(folder: Path) -> str:
     """Return times and inter-host bytes of hierarchical dispatch and of the other backends."""
     result = load(folder, "hierarchical")
     lines = [
-        "| | forward, ms | backward, ms | together, ms | speedup over all_to_all | MB by the formula | "
-        "MB on the links |",
+        "| | forward, ms | backward, ms | together, ms | speedup over all_to_all | MB by the formula "
+        "| MB on the links |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for entry in result["results"]:

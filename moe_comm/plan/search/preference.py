@@ -15,7 +15,7 @@ from moe_comm.plan.search.search import search
 from moe_comm.plan.search.space import SearchSpace
 
 STEP_ERROR = 0.08
-"""Median error of predicted steps, over the published training steps of ``benchmarks.plan_validation``."""
+"""Median error of predicted steps: that of the published steps which docs/plan.md lists as added without fitting."""
 
 
 def is_equal(candidate: PlanCandidate, candidates: Sequence[PlanCandidate]) -> bool:
