@@ -17,13 +17,14 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
-from typing import Any, ClassVar, NoReturn, overload
+from typing import Any, ClassVar, NoReturn, Self, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import AbortOnError, raised_text
+from moe_comm.comm.communicator import refuse_pickling
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import GroupCalls, Header
 from moe_comm.deprecated import warn_renamed
@@ -91,6 +92,12 @@ class Dispatcher(ABC):
             self.comm.users.add(self)
         self._ordinal = self.calls.add_dispatcher()
         self.maker = next(_makers)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickling(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # copies of a model communicate over the same group
 
     @property
     def group(self) -> ProcessGroup | None:
