@@ -1,7 +1,7 @@
 // Mutexes that a forked child finds free, and the data that they guard complete.
 //
-// A child has only the thread that forked. A mutex that another thread held stays locked in the child forever, over data
-// that may be half changed. So a fork waits for the holders of all these mutexes:
+// A child has only the thread that forked. A mutex that another thread held stays locked in the child forever, over
+// data that may be half changed. So a fork waits for the holders of all these mutexes:
 //
 //   fork():  lock all  ->  fork  ->  parent: unlock all
 //                               ->  child:  unlock all

@@ -19,7 +19,7 @@ def seconds_of(name: str, value: object) -> float:
     Raises:
         ConfigError: ``value`` is something else; the message has ``name``.
     """
-    if isinstance(value, Real) and type(value) is not bool:
+    if not isinstance(value, bool) and isinstance(value, Real):
         try:
             number = float(value)
         except OverflowError:  # an int beyond the range of floats

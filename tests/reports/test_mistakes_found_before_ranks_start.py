@@ -102,10 +102,10 @@ def test_misspelled_names_have_a_suggestion(
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "peer"), [("dispatch", "torch_mpich_tuned"), ("layer", "sonic_moe"), ("train", "deepspeed_zero2")]
+    ("command", "peer"), [("dispatch", "torch_mpich_tuned"), ("layer", "sonic_moe"), ("train", "deepspeed_zero2")]
 )
-def test_help_names_the_peers(benchmark: str, peer: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["bench", benchmark, "--help"]) == 0
+def test_help_names_the_peers(command: str, peer: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", command, "--help"]) == 0
     assert peer in capfd.readouterr().out
 
 
