@@ -176,6 +176,7 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "give_up",
           [](Communicator& c) {
+            if (!c.owned()) return;  // a forked child, where a thread of the parent may have held the lock
             const auto lock = c.lock();
             c.give_up();
           },

@@ -12,7 +12,9 @@ from typing import Any
 from moe_comm.lazy import attach_stub
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.post_import import after_import
+from moe_comm.runtime.versions import require_torch
 
+require_torch()
 # Must run before torch's first matmul. It has an effect only on some CPUs.
 cpu_guard.apply()
 

@@ -6,6 +6,9 @@ it to its peers in the handshake that starts each operation, and all ranks raise
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class MoeCommError(RuntimeError):
     """Base class of all errors that this library raises on purpose.
@@ -71,6 +74,12 @@ class PeerDied(PeerError):
 
 class PeerTimeout(PeerError):
     """A peer did not reach the operation before the deadline."""
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'tiny'?)" for the nearest of ``known``; "" if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 FROM_PEERS = (PeerError, PeerRaised)

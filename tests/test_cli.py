@@ -66,7 +66,7 @@ def error_line_of(shown: str) -> str:
         (["train", "tiny", "--ranks", "2", 'faults.plan=["kill:rank=2,step=1"]'], "no rank 2; there are 2 ranks"),
         (["mesh", "tiny", "--ranks", "3", "parallel.tp=2"], "3"),
         (["parity", "--mapping", "tp 3"], "unknown mapping 'tp 3'; known: tp 2"),
-        (["parity", "--optimizer", "adam"], "unknown optimizer 'adam'; known: sgd"),
+        (["parity", "--optimizer", "adam"], "unknown optimizer 'adam' (did you mean 'adamw'?); known: sgd"),
         (["data", "tiny", "data.source=no/such/text.txt"], "no/such/text.txt"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -142,13 +142,15 @@ def test_every_kind_of_failure_has_its_exit_code(
 def test_a_typed_error_of_ranks_is_one_line_and_has_a_traceback_on_request(
     ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", "tiny", "--ranks", str(ranks), f"data.cache={tmp_path}", "data.tokenizer=no/such/file"]
+    (tmp_path / "empty.txt").touch()
+    source = f"data.source={tmp_path / 'empty.txt'}"
+    arguments = ["train", "tiny", "--ranks", str(ranks), f"data.cache={tmp_path / 'cache'}", source]
     assert cli.run(arguments) == 2
     line = error_line_of(capfd.readouterr().err)
     assert cli.run([*arguments, "--traceback"]) == 2
     *trace, last = capfd.readouterr().err.strip().splitlines()
-    assert error_line_of(last) == line and "data.tokenizer: cannot read 'no/such/file'" in line
-    assert trace[0].startswith("Traceback") and any("in load_tokenizer" in one for one in trace)
+    assert error_line_of(last) == line and "contains no text" in line
+    assert trace[0].startswith("Traceback") and any("in prepare_source" in one for one in trace)
 
 
 def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

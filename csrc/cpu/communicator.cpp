@@ -143,11 +143,13 @@ void Communicator::advance(uint32_t phase) {
   ring();
 }
 
+// 31 years at most, which still fit into 64 bits after an addition to a clock; also for infinity and NaN.
+static int64_t nanoseconds(double seconds) { return static_cast<int64_t>((seconds < 1e9 ? seconds : 1e9) * 1e9); }
+
 struct Communicator::WaitTimes {
   explicit WaitTimes(const Communicator& communicator)
       : started(now_ns()),
-        deadline(started +
-                 static_cast<int64_t>(std::min(communicator.timeout_s_.load(std::memory_order_relaxed), 1e9) * 1e9)),
+        deadline(started + nanoseconds(communicator.timeout_s_.load(std::memory_order_relaxed))),
         spin_until(started + static_cast<int64_t>(communicator.options_.spin_us * 1e3)),
         next_check(started + kCheckIntervalNs) {}
   int64_t started, deadline, spin_until, next_check;
@@ -327,7 +329,7 @@ void Communicator::abandon() {
 }
 
 void Communicator::give_up() {
-  if (!failure_.empty()) return;  // the peers were already notified
+  if (!failure_.empty() || !owned()) return;  // the peers were already notified, or this is not their rank
   failure_ = "rank " + std::to_string(rank_) +
              " aborted an operation after an error. This group is unusable; restart the ranks";
   failure_kind_ = FailureKind::aborted;

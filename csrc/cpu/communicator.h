@@ -109,10 +109,18 @@ class Communicator {
   std::vector<int32_t> pids() const;
 
   // --- the protocol; one thread runs each operation, from begin to finish ---
-  std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
+  // Throws PeerError in a forked child, where a thread of the parent may have held the lock.
+  std::unique_lock<std::mutex> lock() {
+    check_owner();
+    return std::unique_lock<std::mutex>(mutex_);
+  }
   Record& record() { return control(rank_).record; }
   const Record& record(int peer) const { return control(peer).record; }
-  // Throw if an earlier operation failed, or if this process is a forked child of the creator.
+  // Whether this process created the group. A forked child must not use it.
+  bool owned() const;
+  // Throw unless owned().
+  void check_owner() const;
+  // Throw if an earlier operation failed, or as check_owner.
   void check_usable() const;
   // Publish `op`, wait for all ranks and compare headers. Throws HandshakeFailed on a mismatch; the next operation may
   // then begin.
@@ -147,7 +155,7 @@ class Communicator {
   // Called at the end of every operation. If the operation did not finish, this notifies the peers that this rank
   // aborted it.
   void abandon();
-  // Notify the peers that this rank takes part in no further operation.
+  // Notify the peers that this rank takes part in no further operation. Does nothing in a forked child.
   void give_up();
   // Return the address of [offset, offset + bytes) in a peer's segment. Maps more of the segment where needed.
   char* address(int peer, int64_t offset, int64_t bytes);

@@ -178,7 +178,7 @@ int64_t Heap::alloc(int64_t bytes) {
                     std::to_string(getpid()) + ", a forked child, must create its own group");
   }
   bytes = std::max(round_up(bytes, kBlockAlign), kBlockAlign);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   auto fit = free_size_.lower_bound({bytes, 0});
   if (fit == free_size_.end()) {
     grow(bytes);
@@ -196,7 +196,7 @@ int64_t Heap::alloc(int64_t bytes) {
 
 void Heap::free(int64_t offset) {
   if (inherited()) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   auto it = live_.find(offset);
   if (it == live_.end()) return;
   const int64_t bytes = it->second;
@@ -215,17 +215,17 @@ bool Heap::owns(const void* p, int64_t bytes) const {
 }
 
 int64_t Heap::used() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   return used_;
 }
 
 int64_t Heap::peak() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   return peak_;
 }
 
 int64_t Heap::blocks() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   return static_cast<int64_t>(live_.size());
 }
 

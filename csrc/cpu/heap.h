@@ -11,9 +11,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
+
+#include "cpu/fork_safe.h"
 
 namespace moe_comm {
 
@@ -79,7 +80,7 @@ class Heap {
   bool linked_ = false;
   pid_t owner_;
   std::unique_ptr<Mapping> map_;
-  mutable std::mutex mutex_;
+  mutable ForkSafeMutex mutex_;
   std::map<int64_t, int64_t> free_;                  // offset -> bytes, adjacent free blocks are merged
   std::set<std::pair<int64_t, int64_t>> free_size_;  // (bytes, offset), for best fit
   std::map<int64_t, int64_t> live_;                  // offset -> bytes

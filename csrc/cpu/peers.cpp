@@ -20,7 +20,8 @@ namespace {
 const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch backward", "collective"};  // header.py
 
 constexpr int64_t kCollective = 4;
-const char* const kAdvice = ". See the output of that rank, then restart all ranks";
+const char* const kSameCalls = "all ranks must call a layer equally often, also in generate and evaluation";
+const std::string kAdvice = std::string(". See the output of that rank, then restart all ranks; ") + kSameCalls;
 
 std::string op_name(int64_t op) {
   const bool known = op >= 0 && op < static_cast<int64_t>(sizeof kOps / sizeof kOps[0]);
@@ -145,16 +146,22 @@ void Communicator::throw_if_peer_failed(int waiting_for) {
   }
 }
 
-void Communicator::check_usable() const {
-  const int32_t pid = control(rank_).pid;
-  if (pid != getpid()) {
-    throw PeerError("this group belongs to process " + std::to_string(pid) + ", but process " +
+bool Communicator::owned() const { return control(rank_).pid == getpid(); }
+
+void Communicator::check_owner() const {
+  if (!owned()) {
+    throw PeerError("this group belongs to process " + std::to_string(control(rank_).pid) + ", but process " +
                     std::to_string(getpid()) + " called it; a forked child must create its own group");
   }
+}
+
+void Communicator::check_usable() const {
+  check_owner();
   if (!failure_.empty()) throw_failure();
 }
 
 void Communicator::check_peers() {
+  check_owner();
   const std::unique_lock<std::mutex> idle(mutex_, std::try_to_lock);
   if (!idle.owns_lock()) return;
   check_usable();
@@ -164,7 +171,8 @@ void Communicator::check_peers() {
 void Communicator::fail_timeout(int peer, int64_t waited_ns) {
   fail(FailureKind::timeout, peer,
        describe_wait(peer) + " for " + seconds(waited_ns) + ": its process (pid " + std::to_string(control(peer).pid) +
-           ") is alive but did not respond before the deadline. If it is only slow, increase timeout_s");
+           ") is alive but did not respond before the deadline; " + kSameCalls +
+           ". If it is only slow, increase timeout_s");
 }
 
 }  // namespace moe_comm

@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "fork_safe.h"
+
 namespace moe_comm {
 
 namespace {
@@ -72,10 +74,10 @@ class Pool {
 // Created on first use and again in a forked child, which inherits no threads. Never destroyed, because a thread may
 // still use it at process exit.
 Pool& pool() {
-  static std::mutex mutex;
+  static ForkSafeMutex& mutex = *new ForkSafeMutex();
   static Pool* instance = nullptr;
   static pid_t owner = 0;
-  std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<ForkSafeMutex> lock(mutex);
   if (instance == nullptr || owner != getpid()) {
     instance = new Pool();
     owner = getpid();

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moe_comm.cli.options import Config, Overrides, Settings, echo, load
-from moe_comm.cli.train import LOADED, check_faults, ranks_of, train_rank
+from moe_comm.cli.train import LOADED, check_faults, check_start, ranks_of, train_rank
 from moe_comm.runtime.launch import launch
 
 app = typer.Typer()
@@ -39,6 +39,7 @@ def inject(
     check_faults(parsed)
     runs = Path(parsed.run.folder)
     world = ranks_of(parsed)
+    check_start(parsed, world)
     before = set(runs.glob(f"{parsed.run.name}-*"))
     try:
         launch(

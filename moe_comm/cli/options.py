@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_comm.errors import ConfigError, MissingDependency, pip_install
+from moe_comm.bench.common.peer_names import DISPATCH_PEERS, LAYER_PEERS, TRAIN_PEERS
+from moe_comm.errors import ConfigError, MissingDependency, pip_install, suggestion
 from moe_comm.runtime.printing import printable
 
 
@@ -56,9 +57,11 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of tokens, routing and weig
 JsonOut = Annotated[
     str | None, typer.Option("--json", metavar="OUT", help="File for the result; - is standard output.")
 ]
-Peers = Annotated[
-    list[str] | None, typer.Option("--peer", help="Implementation to compare with; repeatable. [default: all]")
-]
+
+PEER_HELP = "Implementation to compare with: {}; repeatable. [default: all]"
+DispatchPeers = Annotated[list[str] | None, typer.Option("--peer", help=PEER_HELP.format(", ".join(DISPATCH_PEERS)))]
+LayerPeers = Annotated[list[str] | None, typer.Option("--peer", help=PEER_HELP.format(", ".join(LAYER_PEERS)))]
+TrainPeers = Annotated[list[str] | None, typer.Option("--peer", help=PEER_HELP.format(", ".join(TRAIN_PEERS)))]
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A .toml or .json file, or a preset such as tiny or small.")
 ]
@@ -76,7 +79,7 @@ def echo(text: object, err: bool = False) -> None:
 def one_of(name: str, value: str, known: Sequence[str]) -> Any:
     """Return ``value``. Raise ConfigError if it is not in ``known``."""
     if value not in known:
-        raise ConfigError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+        raise ConfigError(f"unknown {name} {value!r}{suggestion(value, known)}; known: {', '.join(known)}")
     return value
 
 

@@ -54,12 +54,11 @@ def train(
     # Parse here as well as on the ranks, to report mistakes before ranks start.
     parsed = configuration.load(config, changes)
     check_faults(parsed)
-    if parsed.checkpoint.resume not in WORDS and not under_torchrun():
-        load("moe_comm.train.loop.run_folder", "train").resolve_resume_path(parsed.checkpoint.resume)
     if dry_run:
         echo(load("moe_comm.train.dry_run", "train").describe(parsed))
         return
     ranks = ranks_of(parsed)
+    check_start(parsed, ranks)
     ended_by = launch(
         train_rank,
         (config, changes, parsed.parallel.timeout_s),
@@ -80,6 +79,12 @@ def ranks_of(config: Any) -> int:
     """
     parallel = config.parallel
     return ranks_to_use(parallel.ranks if "ranks" in parallel.model_fields_set else None, default=parallel.ranks)
+
+
+def check_start(config: Any, ranks: int) -> None:
+    """Find mistakes before ranks start; see ``moe_comm.train.start_checks``. Ranks of torchrun run already."""
+    if not under_torchrun():
+        load("moe_comm.train.start_checks", "train").check_start(config, ranks)
 
 
 def resume_from(resume: str | Path) -> str:

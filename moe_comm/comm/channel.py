@@ -37,6 +37,7 @@ AT_ONCE_S = 50e-6
 records the start."""
 MESSAGE_CHARS = 160
 """Length limit for the text of an exception in a header."""
+SAME_CALLS = "All ranks must call a layer equally often, also in generate and evaluation"
 _TIMED_OUT = re.compile("timed? ?out|timeout", re.IGNORECASE)
 _LOST = re.compile("closed by peer|reset by peer|read error|broken pipe|pair closure|connection|nccl", re.IGNORECASE)
 
@@ -312,7 +313,8 @@ class Channel:
         if dead:
             who = ", ".join(self.comm.peers.describe(rank) for rank in dead)
             return PeerDied(
-                f"rank {self.rank} in {description}: lost {who}. Restart the ranks; this group is unusable."
+                f"rank {self.rank} in {description}: lost {who}. Restart the ranks; this group is unusable. "
+                f"{SAME_CALLS}."
             )
         key = str(self.comm.num_operations if number is None else number)
         self.comm.peers.note(key, description)
@@ -324,7 +326,7 @@ class Channel:
             return PeerDied(f"{text}; the connection was lost ({message}). This group is unusable.")
         return PeerTimeout(
             f"{text}. The rank hangs, is slow, or took another path through the program; see its stacks (py-spy dump), "
-            "or increase DispatchOptions.timeout_s. This group is unusable."
+            f"or increase DispatchOptions.timeout_s. This group is unusable. {SAME_CALLS}."
         )
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import atexit
 import gc
-import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
@@ -22,9 +21,11 @@ from torch.distributed.distributed_c10d import _get_process_group_store  # no pu
 
 from moe_comm.comm.header import DESTROYED, GroupCalls
 from moe_comm.comm.peers import Peers
-from moe_comm.errors import ConfigError, PeerError
+from moe_comm.errors import ConfigError, PeerError, UnsupportedModel
 from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.runtime.events import EVENTS
+from moe_comm.runtime.fork_safe import add_lock
+from moe_comm.runtime.seconds import seconds_of
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -51,8 +52,7 @@ class CollectiveOptions:
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
+        object.__setattr__(self, "timeout_s", seconds_of("timeout_s", self.timeout_s))
 
 
 class Releases(Protocol):
@@ -257,13 +257,29 @@ def _group_like(group: ProcessGroup, store: Store, rank: int, size: int, timeout
     return created
 
 
+def refuse_pickling(owner: object) -> NoReturn:
+    """Raise, because ``owner`` holds a process group or its buffers. torch would raise "cannot pickle ProcessGroup".
+
+    Raises:
+        UnsupportedModel: always.
+    """
+    raise UnsupportedModel(
+        f"{type(owner).__name__} holds the means of communication of this process, and each rank holds only its own "
+        "experts, so it cannot be pickled (torch.save(model), multiprocessing). To save the model, save its state "
+        "dict: state = moe_comm.state_dict(model) on all ranks, then torch.save(state, path) on one. To load it, build "
+        "the model on all ranks and call moe_comm.load_state_dict(model, state). To copy it, call copy.deepcopy"
+    )
+
+
 class _Registry:
     """Communicators of this process by group, and the options of collectives. used: whether one was ever registered."""
+
+    lock: threading.Lock
 
     def __init__(self) -> None:
         self.communicators: dict[ProcessGroup, Communicator] = {}
         self.options = CollectiveOptions()
-        self.lock = threading.Lock()
+        add_lock(self, "lock")
         self.used = False
 
 

@@ -74,6 +74,16 @@ class Peers:
         own_host = self.processes[self.rank].host
         return [rank for rank, process in enumerate(self.processes) if process.status(own_host) == "ended"]
 
+    def lost(self) -> str:
+        """Return text like ``rank 1 (pid 123, ended)`` for the ranks on this host whose process ends within a second.
+
+        A connection closes slightly before its process ends. "" if no process has ended.
+        """
+        end = time.monotonic() + 1.0
+        while not (ended := self.ended()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return ", ".join(map(self.describe, ended))
+
     def describe(self, rank: int) -> str:
         """Return text like ``rank 1 (pid 123, stopped)``."""
         process = self.processes[rank]

@@ -22,7 +22,7 @@ from moe_comm.runtime.memory import native
 
 SEGMENT_PREFIX = "moe_comm"
 TEXT_BYTES = 1024
-"""Size of the text that ranks exchange at setup: a name, and one bit per core."""
+"""Maximum size of the text that ranks exchange at setup: a name and one bit per core, or an error."""
 SPIN_US = 50.0
 """Spin time before a rank with its own core sleeps, in microseconds. A wake-up takes about as long."""
 
@@ -92,9 +92,7 @@ class SharedHeap:
                     "shared_memory needs all ranks of the group on one host with one /dev/shm; "
                     "use all_to_all between hosts"
                 )
-            if problem is None and not all(names):
-                raise HeapError(f"rank {names.index('')} could not create its shared memory")
-            if problem is None:
+            if problem is None and all(names):
                 spin = SPIN_US if _distinct_cores(masks) >= channel.world else 0.0
                 spin = spin if options.spin_us is None else options.spin_us
                 self.communicator = core.Communicator(
@@ -103,12 +101,12 @@ class SharedHeap:
                 # Peers access the control region only after the exchange below.
         except (HeapError, ConfigError) as error:
             problem = problem or error
-        _raise_on_all(problem, channel, "set up its shared memory")
+        _raise_on_all(problem, channel)
         try:
             self.communicator.attach(list(names))
         except HeapError as error:
             problem = error
-        _raise_on_all(problem, channel, "attach the shared memory of its peers")
+        _raise_on_all(problem, channel)
 
 
 def _gather_text(text: str, channel: Channel) -> list[str]:
@@ -122,10 +120,12 @@ def _gather_text(text: str, channel: Channel) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
 
 
-def _raise_on_all(problem: Exception | None, channel: Channel, what: str) -> None:
-    """Raise on every rank if a rank has a problem: its own error there, ``HeapError`` on the others."""
-    failed = _gather_text("" if problem is None else "failed", channel)
+def _raise_on_all(problem: Exception | None, channel: Channel) -> None:
+    """Raise on every rank if a rank has a problem: its own error there, ``HeapError`` with its text on the others."""
+    own = "" if problem is None else str(problem) or type(problem).__name__
+    texts = _gather_text(own.encode()[:TEXT_BYTES].decode(errors="ignore"), channel)
     if problem is not None:
         raise problem
-    if any(failed):
-        raise HeapError(f"rank {failed.index('failed')} could not {what}")
+    for rank, text in enumerate(texts):
+        if text:
+            raise HeapError(f"rank {rank}: {text}")

@@ -16,12 +16,13 @@ from abc import abstractmethod
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.communicator import refuse_pickling
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import GroupCalls, Header
 from moe_comm.dispatch.arrays import Array, as_tensors
@@ -92,6 +93,12 @@ class Dispatcher(FaultReports):
             self.comm.users.add(self)
         self._ordinal = self.calls.add_dispatcher()
         self.maker = next(_makers)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickling(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # copies of a model communicate over the same group
 
     @property
     def group(self) -> ProcessGroup | None:

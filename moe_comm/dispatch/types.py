@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
 from moe_comm.kernels.fp8 import ScaledRows
+from moe_comm.runtime.seconds import seconds_of
 
 DROPPED = -1
 """Expert id of a dropped slot. A slot is one of the K (token, expert) pairs of a token; a dropped one adds nothing."""
@@ -45,8 +45,7 @@ class DispatchOptions:
     checksums: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
+        object.__setattr__(self, "timeout_s", seconds_of("timeout_s", self.timeout_s))
         if not isinstance(self.wire_dtypes, WireDtypes):
             raise ConfigError(f"wire_dtypes must be a WireDtypes; got {self.wire_dtypes!r}")
         if self.deterministic and not self.wire_dtypes.invariant:

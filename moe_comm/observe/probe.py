@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_names import group_of
+from moe_comm.runtime.seconds import seconds_of
 
 PROBE_BYTES = 256 << 10
 """2 ms at 1 Gbit/s, far above the latency of a message; 5 us at 400 Gbit/s, below it."""
@@ -42,7 +43,7 @@ class Probe:
     def __init__(self, hosts: Sequence[str], group: ProcessGroup | None = None, timeout_s: float = 60.0) -> None:
         self._ends = first_ranks(hosts)
         self._rank = dist.get_rank(group)
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=seconds_of("timeout_s", timeout_s))
         # A separate group, so that probes never wait for messages of training. All ranks construct it.
         self._group: ProcessGroup | None = dist.new_group(
             [dist.get_global_rank(group, rank) if group is not None else rank for rank in self._ends],

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_comm.runtime.events import Open
+from moe_comm.runtime.fork_safe import add_lock
 
 MOST_PENDING = 8192
 """Maximum number of spans whose GPU times are unknown. Further spans get no GPU times."""
@@ -52,6 +53,8 @@ class QueuedTimes:
         capturing: whether the current stream is captured into a graph. Events in a graph have no time.
     """
 
+    _lock: threading.Lock
+
     def __init__(self, make: Callable[[], DeviceEvent], capturing: Callable[[], bool] = lambda: False) -> None:
         self._make, self._capturing = make, capturing
         self._free: list[DeviceEvent] = []
@@ -59,7 +62,7 @@ class QueuedTimes:
         self._pending: deque[tuple[Open, _Queued, _Queued]] = deque()
         self._reference: DeviceEvent | None = None
         self._reference_ns = 0.0
-        self._lock = threading.Lock()
+        add_lock(self, "_lock")
 
     def begun(self, span: Open) -> None:
         if len(self._pending) + len(self._begun) < MOST_PENDING and not self._capturing():

@@ -51,6 +51,7 @@ from moe_comm.runtime.event_layout import (
     region_bytes,
 )
 from moe_comm.runtime.fence import fence
+from moe_comm.runtime.fork_safe import add_lock
 
 if TYPE_CHECKING:
     from moe_comm._C import Open, SpanRecorder
@@ -116,9 +117,10 @@ class EventRecorder(SpanRecorder):
     """
 
     _buffer: memoryview
+    _lock: Any  # of type threading.RLock, which is a function before Python 3.13
 
     def __init__(self, records: int = RECORDS) -> None:
-        self._lock = threading.RLock()
+        add_lock(self, "_lock", threading.RLock)
         self.skew_ns = 0
         self.group_texts: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._names[""] = NO_NAME
@@ -241,9 +243,11 @@ class Meter:
     On a GPU, this is the time that the host was blocked, not the time on the device.
     """
 
+    _lock: threading.Lock
+
     def __init__(self) -> None:
         self._local = _Entered()
-        self._lock = threading.Lock()
+        add_lock(self, "_lock")
         self._seconds = 0.0
 
     def __enter__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,8 @@ SUPPORTED: dict[str, tuple[str, str, str]] = {
     "vllm": ("0.32.0", "0.33", "vllm"),
 }
 """Package: lowest supported version, first unsupported version, and the extra that installs it."""
+LOWEST_TORCH = "2.11"
+"""As in pyproject.toml."""
 MODULES = {"megatron-core": "megatron.core.package_info", "vllm": "vllm"}
 """Package that people also use from a checkout or install under another name: the module with its ``__version__``."""
 
@@ -47,6 +50,25 @@ def require(package: str, purpose: str) -> str:
     if _numbers(installed) >= _numbers(above):
         raise ConfigError(f"{wanted}; {installed} is installed and newer; run: {pip_install(extra)}")
     return installed
+
+
+def require_torch() -> None:
+    """Check the version of torch without importing it.
+
+    Raises:
+        MissingDependency: it is too old.
+    """
+    installed = getattr(sys.modules.get("torch"), "__version__", None)
+    if not isinstance(installed, str):
+        try:
+            installed = version("torch")
+        except PackageNotFoundError:  # or installed without metadata
+            return
+    if _numbers(installed) < _numbers(LOWEST_TORCH):
+        raise MissingDependency(
+            f"moe_comm needs torch >= {LOWEST_TORCH}, but torch {installed} is installed; run: "
+            f"pip install 'torch>={LOWEST_TORCH}'"
+        )
 
 
 def _version(package: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError, model_validator
 
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, suggestion
 from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
 from moe_comm.train.sections import (
@@ -147,14 +147,16 @@ def _read(path: Path) -> Tree:
     presets = ready_configs()
     path = presets.get(str(path), path)
     if not path.suffix:
-        raise ConfigError(f"no configuration named {str(path)!r}; presets: {', '.join(presets)}")
+        near = suggestion(str(path), presets)
+        raise ConfigError(f"no configuration named {str(path)!r}{near}; presets: {', '.join(presets)}")
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"{path}: a configuration is a .toml or .json file; got suffix {path.suffix!r}")
     try:
         text = read_bounded(path, FILE_BYTES).decode()
         return tomllib.loads(text) if path.suffix == ".toml" else parse_object(text)
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+        near = f" (did you mean the preset {path.stem!r}?)" if path.stem in presets else ""
+        raise ConfigError(f"cannot read the configuration {path}{near}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # malformed TOML or JSON, or not UTF-8
         raise ConfigError(f"{path} is not a valid {path.suffix[1:].upper()} file: {error}") from error
 

@@ -127,7 +127,7 @@ def examine(config: TrainConfig) -> DryRun:
     check_micro_batches(
         config.parallel.schedule, mapping.pp, config.data.micro_batches, interleave=config.parallel.interleave
     )
-    tokens = _tokens(config, mapping)
+    tokens = max_tokens(config, mapping)
     positions = []
     for pp in range(mapping.pp):
         shardings: dict[str, Sharding] = {}
@@ -165,8 +165,12 @@ def _vocab(config: TrainConfig) -> int | None:
     return load_tokenizer(kind).vocab_size if Path(kind).exists() else None
 
 
-def _tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
-    """Return the maximum number of tokens per rank in a micro-batch."""
+def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
+    """Return the maximum number of tokens per rank in a micro-batch.
+
+    Raises:
+        ConfigError: a data-parallel rank would get no sequence, or sequences cannot be split over the ranks.
+    """
     data = config.data
     rows = data.batch // data.micro_batches
     if rows < mapping.dp:

@@ -9,8 +9,9 @@ from typing import Any, Self
 
 import torch
 
+from moe_comm.bench.common.peer_names import DISPATCH_PEERS, LAYER_PEERS
 from moe_comm.dispatch.selection.factory import BACKENDS
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, suggestion
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda")
@@ -29,7 +30,7 @@ def check_at_least(settings: Any, low: int, *names: str) -> None:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ``ConfigError`` if ``value`` is not in ``choices``."""
     if value not in choices:
-        raise ConfigError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
+        raise ConfigError(f"unknown {name} {value!r}{suggestion(value, choices)}; known: {', '.join(choices)}")
 
 
 def check_cores_per_rank(cores: float | None, ranks: int) -> None:
@@ -96,9 +97,6 @@ class BatchShape:
         return cls(**arguments)
 
 
-DISPATCH_PEERS = ("torch_gloo", "torch_gloo_tuned", "torch_mpich", "torch_mpich_tuned")
-
-
 @dataclass(frozen=True)
 class DispatchBench(BatchShape):
     """Settings of ``moe-comm bench dispatch``.
@@ -130,9 +128,6 @@ class DispatchBench(BatchShape):
     def rounds(self) -> int:
         """Number of measured iterations."""
         return self.iterations or (300 if self.tokens <= SMALL_TOKENS else 15)
-
-
-LAYER_PEERS = ("hf_grouped_mm", "hf_all_to_all", "torchtitan", "sonic_moe")
 
 
 @dataclass(frozen=True)

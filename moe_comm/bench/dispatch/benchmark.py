@@ -23,8 +23,9 @@ from moe_comm.bench.common.inputs import (
     expected_y,
     make_inputs,
 )
+from moe_comm.bench.common.peer_names import DISPATCH_PEERS
 from moe_comm.bench.common.ranks import on_ranks, say, threads_per_rank
-from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench
+from moe_comm.bench.common.settings import DispatchBench
 from moe_comm.bench.dispatch import mpi_ranks
 from moe_comm.bench.dispatch.bare_copies import BareCopies
 from moe_comm.bench.dispatch.contestants import Contestant, Summary, TimedPhase, TorchPeer, measure

@@ -39,6 +39,8 @@ from moe_comm.runtime.launch import (
     available_cores,
     error_class,
 )
+from moe_comm.runtime.launch.rank_main import error_kind
+from moe_comm.runtime.seconds import seconds_of
 
 GRACE_S = 5.0
 """Time for the other ranks to report their errors after one rank failed."""
@@ -121,6 +123,7 @@ def run_on_hosts(
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise ConfigError(f"{function.__qualname__} must be at the top level of an importable module")
     cpu_guard.apply()
+    timeout_s = seconds_of("timeout_s", timeout_s)
     address, port = hosts.hosts[0].address, hosts.next_port()
     job = _Job(
         module=function.__module__,
@@ -192,9 +195,10 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> dict[int, str]:
     deadline = time.monotonic() + timeout_s
     failed = False
     while running and (left := deadline - time.monotonic()) > 0:
-        for pidfd, _ in poll.poll(left * 1000):
+        for pidfd, _ in poll.poll(min(left, 3600) * 1000):
             poll.unregister(pidfd)
-            if ranks[running.pop(pidfd)].process.wait() and not failed:
+            rank = ranks[running.pop(pidfd)]
+            if (rank.process.wait() or not _read(rank.answer)) and not failed:  # a rank may end with code 0 too
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
     # Rank 0 waits for all other ranks after its answer, so a rank with an answer has not timed out.
     return _stacks({index: ranks[index] for index in running.values() if not _read(ranks[index].answer)})
@@ -288,7 +292,7 @@ def _rank_main(files: tuple[int, int, int]) -> NoReturn:
             _write(answer_file, pickle.dumps((True, function(*pickle.loads(job.args)))))
     except BaseException as error:
         code = 1
-        fault = _Fault(type(error).__name__, str(error), traceback.format_exc(), time.time_ns())
+        fault = _Fault(error_kind(error), str(error), traceback.format_exc(), time.time_ns())
         _write(answer_file, pickle.dumps((False, fault)))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
+from moe_comm.bench.common.peer_names import TRAIN_PEERS
 from moe_comm.bench.common.settings import check_choice
 from moe_comm.errors import ConfigError
 from moe_comm.train import config as configuration
@@ -14,16 +15,6 @@ from moe_comm.train.config import TrainConfig
 OWN = "moe_comm"
 """Name of the training loop of this library with the settings of the benchmark, to which all others are compared."""
 Sharding = Literal["replicate", "zero1", "fsdp"]
-TRAIN_PEERS = (
-    "hf_ep_fsdp2",
-    "hf_fsdp2",
-    "hf_ddp",
-    "deepspeed_autoep",
-    "deepspeed_zero1",
-    "deepspeed_zero2",
-    "one_process",
-    "hf_one_process",
-)
 RIVALS = ("hf_ep_fsdp2", "hf_fsdp2", "deepspeed_autoep")
 """Peers that distribute experts or shard weights over ranks. ``speedup`` is relative to the fastest of them, and
 ``speedup_over_all`` to the fastest of all peers, including those that need the full model on each rank."""

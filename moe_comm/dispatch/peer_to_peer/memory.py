@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.channel import Channel
+from moe_comm.comm.channel import SAME_CALLS, Channel
 from moe_comm.comm.header import Header, describe, failure
 from moe_comm.comm.peers import Peers
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
@@ -208,14 +208,15 @@ class PeerGroupMemory:
         if peers is not None and dead:
             who = ", ".join(peers.describe(rank) for rank in dead)
             return PeerDied(
-                f"rank {self.rank} in {describe(header)}: lost {who}. Restart the ranks; this group is unusable."
+                f"rank {self.rank} in {describe(header)}: lost {who}. Restart the ranks; this group is unusable. "
+                f"{SAME_CALLS}."
             )
         who = f"rank {report.who}" if peers is None else peers.describe(report.who)
         return PeerTimeout(
             f"rank {self.rank} in {describe(header)}: waited {self._timeout_s:g} s for {who} to "
             f"{_AWAITED.get(report.what, 'send its rows')}; its flag is {report.value}, expected {report.expected}. "
             "The rank hangs, is slow, or took another path through the program; see its stacks (py-spy dump), or "
-            "increase DispatchOptions.timeout_s. This group is unusable."
+            f"increase DispatchOptions.timeout_s. This group is unusable. {SAME_CALLS}."
         )
 
 

@@ -14,7 +14,6 @@ change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +39,7 @@ from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_pa
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import group_size
+from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement, Sharding, Split
@@ -59,7 +59,7 @@ _HOOKS = (
 )
 
 
-class EPExperts(nn.Module):
+class EPExperts(ParallelModule):
     """The local experts of one MoE block, with the forward signature of transformers' experts modules.
 
     Parameters keep transformers' names and layouts. Dimension 0 holds only the experts whose home is this rank, in the
@@ -181,14 +181,9 @@ class EPExperts(nn.Module):
         """Send the weights of experts to the ranks that hold copies; see ``MoELayer.publish_copies``. Collective."""
         return 0 if self.copies is None else self.copies.publish()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EPExperts:
-        # The copy has its own weights but shares the dispatcher, which owns communication resources.
-        memo[id(self.dispatcher)] = self.dispatcher
-        copied = EPExperts.__new__(EPExperts)
-        memo[id(self)] = copied
-        nn.Module.__init__(copied)
-        vars(copied).update({key: deepcopy(value, memo) for key, value in vars(self).items()})
-        return copied
+    def shared_by_copies(self) -> list[Any]:
+        """Return the dispatcher."""
+        return [self.dispatcher]
 
     def extra_repr(self) -> str:
         local = self.local_experts

@@ -30,6 +30,7 @@ from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
 from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_sums, z_loss
+from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputed, recomputing
 
 Score = Literal["softmax", "sigmoid", "topk_softmax"]
@@ -147,7 +148,7 @@ def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
     return counts[1:]
 
 
-class Router(nn.Module):
+class Router(ParallelModule):
     """Selects experts for tokens. See ``RouterConfig``.
 
     Args:

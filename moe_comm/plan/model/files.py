@@ -7,13 +7,12 @@ Qwen2's projections. Required keys have no defaults: a missing key raises an err
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, suggestion
 from moe_comm.plan.model.dense_models import DENSE
 from moe_comm.plan.model.families import FAMILIES, NOT_MODELLED, REFUSED, FamilyDefaults
 from moe_comm.plan.model.moe_models import MODELS as WITH_EXPERTS
@@ -60,8 +59,7 @@ def model_named(text: str, others: Iterable[str] = ()) -> ModelShape:
     if path.suffix == ".json":
         return shape_of_hugging_face(read_json(path), str(path))
     known = sorted({*others, *MODELS})
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = suggestion(name.lower(), known)
     raise ConfigError(
         f"no model named {shown(name)}{hint}; known: {', '.join(known)}; or give the path of a config.json or of a "
         f"configuration of moe-comm train"

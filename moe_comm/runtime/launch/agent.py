@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def run_agent(
     environment = dict(os.environ) if preload else {}
     try:
         if callable(entry):
-            with _kill_after_failure(folder / ALIVE):
+            with _kill_after_failure(folder / ALIVE), _failing_if_ended():
                 results = elastic_launch(config, rank_main)(environment, entry, tuple(args), str(folder))
         else:
             results = elastic_launch(config, sys.executable)("-m", entry, *args)
@@ -172,7 +173,8 @@ def _from_exit(rank: int, failure: Any, noticed: str) -> RankFailed:
     if failure.exitcode == ENDED_BY_WATCH:
         return RankFailed(f"{who} ended itself: a rank that it waited for was lost; the report is in the run's folder")
     if failure.exitcode >= 0:
-        return RankFailed(f"{who} ended with exit code {failure.exitcode}")
+        suffix = "" if failure.exitcode else " before its function returned"
+        return RankFailed(f"{who} ended with exit code {failure.exitcode}{suffix}")
     hint = "; was it out of memory?" if failure.exitcode == -signal.SIGKILL and "stuck" not in noticed else ""
     suffix = f". {noticed}" if noticed else ""
     return RankFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}{hint}{suffix}")
@@ -183,6 +185,45 @@ def _quiet_agent() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+@contextlib.contextmanager
+def _failing_if_ended() -> Iterator[None]:
+    """Use ``_agent_class()`` as the agent of ``elastic_launch``."""
+    from torch.distributed.launcher import api
+
+    before = api.LocalElasticAgent
+    api.LocalElasticAgent = _agent_class()  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = before  # type: ignore[misc]
+
+
+@lru_cache(maxsize=1)
+def _agent_class() -> type[Any]:
+    """Return torch's agent, but a rank fails if its process ends with code 0 before its function has returned.
+
+    Torch waits for the result of such a rank forever.
+    """
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import ProcessFailure
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            context: Any = self._pcontext
+            # Before the call below, which receives all results that these ranks have sent.
+            ended = [rank for rank, process in enumerate(context._pc.processes) if process.exitcode == 0]
+            result: RunResult = super()._monitor_workers(worker_group)
+            lost = [rank for rank in ended if rank not in context._return_values]
+            if result.state != WorkerState.HEALTHY or not lost:
+                return result
+            workers = worker_group.workers
+            failures = {workers[rank].global_rank: ProcessFailure(rank, workers[rank].id, 0, "") for rank in lost}
+            return RunResult(WorkerState.FAILED, failures=failures)
+
+    return Agent
 
 
 @contextlib.contextmanager

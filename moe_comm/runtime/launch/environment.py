@@ -75,12 +75,8 @@ def rank_environment() -> RankEnvironment | None:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher (torchrun, or ``launch``) started this process as a rank.
-
-    Raises:
-        ConfigError: as ``rank_environment``.
-    """
-    return rank_environment() is not None
+    """Whether a launcher (torchrun, or ``launch``) started this process as a rank. The variables are not checked."""
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
 def ranks_to_use(requested: int | None, default: int = 1) -> int:

@@ -33,6 +33,7 @@ from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
 from moe_comm.runtime.launch.environment import RankEnvironment, rank_environment, ranks_to_use, under_torchrun
 from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
 from moe_comm.runtime.launch.user_traceback import hide_installed_frames
+from moe_comm.runtime.seconds import seconds_of
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
@@ -230,7 +231,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
         timeout_s: timeout of torch's own collectives.
 
     Raises:
-        ConfigError: unknown device, fewer GPUs than ranks on this host, or an invalid environment.
+        ConfigError: unknown device, fewer GPUs than ranks on this host, or an invalid timeout or environment.
         PeerTimeout: under torchrun, a rank did not join in time.
     """
     import torch
@@ -239,6 +240,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     from moe_comm.runtime.launch import attempt  # loads torch
 
     cpu_guard.apply()
+    timeout_s = seconds_of("timeout_s", timeout_s)
     # Who has made a process group needs no variables for it.
     joined = dist.is_initialized() and not os.environ.get("RANK")
     own = (None if joined else rank_environment()) or RankEnvironment(0, 1, 0, 1, one_host=True)

@@ -25,6 +25,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from moe_comm import errors
 from moe_comm.errors import FROM_PEERS, ConfigError, InputError, MissingDependency, UnsupportedModel
 from moe_comm.runtime.launch.user_traceback import user_frame
 from moe_comm.runtime.safe_files import replacing
@@ -66,16 +67,15 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
     except KeyboardInterrupt:
         # Torch would treat the rank as finished, and then wait for its result.
         raise SystemExit(128 + signal.SIGINT) from None
-    except SystemExit as error:
-        if not error.code:
-            alive.unlink(missing_ok=True)
-        raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code:
+            raise  # the launcher reports the exit code
+        exits = isinstance(error, SystemExit)
         record = {
             "time": vars(error).get(RAISED_AT, time.time_ns()),
-            "kind": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
+            "kind": error_kind(error),
+            "message": "the function exited with code 0 instead of returning" if exits else str(error),
+            "traceback": "" if exits else traceback.format_exc(),
             "frame": user_frame(error),
         }
         if isinstance(error, FINAL):
@@ -92,6 +92,12 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
     alive.unlink(missing_ok=True)
     returned.set()
     return result
+
+
+def error_kind(error: BaseException) -> str:
+    """Return the name of the first class of ``error`` in ``moe_comm.errors``; of its own class if there is none."""
+    own = [cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__]
+    return (own or [type(error)])[0].__name__
 
 
 def error_records(errors_folder: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import Store
 
+from moe_comm.runtime.fork_safe import add_lock
 from moe_comm.runtime.watch.graph import RankStatus
 from moe_comm.runtime.watch.report import statuses_from_json, statuses_to_json
 
@@ -60,6 +61,8 @@ class HostHeartbeats:
         members: name and pid of each rank, for hosts that have not published a status yet.
     """
 
+    _lock: threading.Lock
+
     def __init__(
         self,
         store: Store,
@@ -81,7 +84,7 @@ class HostHeartbeats:
             for other, ranks in enumerate(hosts)
             if other != number
         }
-        self._lock = threading.Lock()
+        add_lock(self, "_lock")
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moe_comm-watch-hosts", daemon=True)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from moe_comm.errors import ConfigError
 from moe_comm.runtime.event_layout import ACTIVE_AT, LONG, RECORDS
 from moe_comm.runtime.event_reader import read_open
+from moe_comm.runtime.seconds import seconds_of
 from moe_comm.runtime.watch.graph import SLOW_KINDS
 from moe_comm.runtime.watch.status_table import Phase, StatusTable
 
@@ -36,9 +35,7 @@ class WatchOptions:
 
     def __post_init__(self) -> None:
         for name in ("stuck_s", "start_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a positive number of seconds; got {value}")
+            object.__setattr__(self, name, seconds_of(name, getattr(self, name)))
 
 
 class ProgressTimeout:

@@ -11,9 +11,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_comm.comm.peers import Peers, Process
 from moe_comm.errors import CheckpointError, MoeCommError
 
 T = TypeVar("T")
+
+
+SOME_RANK = "another rank has failed or did not join in time"
 
 
 class PeerLost(CheckpointError):
@@ -43,6 +47,16 @@ def gather_or_raise(group: ProcessGroup | None, call: Callable[[], T]) -> list[T
     if failures:
         raise CheckpointError(merge_failures(failures))
     return [cast(T, value) for _, value in answers]
+
+
+def gather_processes(group: ProcessGroup) -> Peers:
+    """Return the processes of all ranks of ``group``, to name those that end. Collective.
+
+    Raises:
+        PeerLost: a rank failed, or did not join in time.
+    """
+    processes = gather_or_raise(group, Process.own)
+    return Peers(processes, group.rank(), dist.HashStore(), "")  # it is not asked for notes, which need a store
 
 
 def run_torch(call: Callable[[], object]) -> None:
@@ -89,4 +103,4 @@ def describe_error(error: BaseException) -> str:
 
 
 def lost_message(error: BaseException) -> str:
-    return f"another rank has failed or did not join in time: {str(error).strip().splitlines()[0]}"
+    return f"{SOME_RANK}: {str(error).strip().splitlines()[0]}"

@@ -78,7 +78,8 @@ def latest(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint of a folder, or None if there is none or no such folder.
 
     Raises:
-        CheckpointError: a completion marker is damaged, so the newest checkpoint is unknown.
+        CheckpointError: a completion marker is damaged, or the folder or one of its checkpoints cannot be read, so the
+            newest checkpoint is unknown.
     """
     checkpoints = complete_checkpoints(Path(folder), lenient=False)
     return checkpoints[-1].path if checkpoints else None
@@ -88,24 +89,35 @@ def complete_checkpoints(folder: Path, *, lenient: bool) -> list[CompleteCheckpo
     """Return the complete checkpoints of a folder, in the order of their saves.
 
     Args:
-        lenient: skip checkpoints with a damaged marker instead of raising.
+        lenient: skip checkpoints with a damaged marker, or that cannot be read, instead of raising.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
     """
     checkpoints: dict[int, CompleteCheckpoint] = {}
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error.strerror or error}") from None
     for name in names:
         match = _STEP.fullmatch(name)
-        if match is None or not (folder / name / COMPLETE).exists():
+        if match is None:
             continue
         step = int(match[1])
         try:
+            if not (folder / name / COMPLETE).exists():
+                continue
             marker = read_marker(folder / name)
         except CheckpointError:
             if lenient:
                 continue
             raise
+        except OSError as error:
+            if lenient:
+                continue
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror or error}") from None
         # "step-1.replaced" is the old checkpoint while a second save of step 1 is published. It only counts if the
         # new "step-1" is not in place yet. "step-1" sorts first, so setdefault prefers it.
         checkpoints.setdefault(step, CompleteCheckpoint(folder / name, step, marker.sequence))
@@ -219,7 +231,7 @@ def prune(folder: Path, keep: int) -> None:
         leftover += [f"{saved.path.name}.replaced" for saved in checkpoints if f"{saved.path.name}.replaced" in names]
         for path in (*(saved.path for saved in checkpoints[:-keep]), *(folder / name for name in sorted(leftover))):
             _remove(path)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         _log.warning("an old checkpoint could not be deleted: %s", error)
 
 

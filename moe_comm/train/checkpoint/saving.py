@@ -29,17 +29,25 @@ from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.group_names import group_of
+from moe_comm.runtime.seconds import seconds_of
 from moe_comm.runtime.untrusted import DEEPEST, parse_object, shown
 from moe_comm.train.checkpoint import folder as folders
 from moe_comm.train.checkpoint.entries import Entry, check_loadable
-from moe_comm.train.checkpoint.exchange import PeerLost, describe_error, gather_or_raise, run_torch
+from moe_comm.train.checkpoint.exchange import (
+    SOME_RANK,
+    PeerLost,
+    describe_error,
+    gather_or_raise,
+    gather_processes,
+    run_torch,
+)
 from moe_comm.train.checkpoint.loading import Loaded, load
 from moe_comm.train.checkpoint.planner import EntryPlanner, SaveRequest
 from moe_comm.train.checkpoint.staging import Stager
 from moe_comm.train.checkpoint.storage import CheckpointStorageWriter
 
 _log = logging.getLogger(__name__)
-_NO_GROUP = "this Checkpointer is closed, or lost a rank in an earlier call: restart the ranks"
+_NO_GROUP = "this Checkpointer is closed, or {lost} in an earlier call: restart the ranks"
 T = TypeVar("T")
 
 
@@ -102,11 +110,13 @@ class Checkpointer:
 
     Raises:
         ConfigError: ``keep`` or ``timeout_s`` is not a positive number.
+        CheckpointError: a rank failed, or did not create its own in time.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, timeout_s: float = 1800.0) -> None:
-        if keep < 1 or timeout_s <= 0:
-            raise ConfigError(f"keep must be at least 1 and timeout_s positive; got {keep} and {timeout_s}")
+        if keep < 1:
+            raise ConfigError(f"keep must be at least 1; got {keep}")
+        timeout_s = seconds_of("timeout_s", timeout_s)
         self.folder = Path(folder)
         self.keep = keep
         distributed = dist.is_initialized() and dist.get_world_size() > 1
@@ -115,6 +125,8 @@ class Checkpointer:
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if distributed else None
         )
         self._distributed = distributed
+        self._lost = "lost a rank"
+        self._peers = None if self._group is None else gather_processes(self._group)
         self._stager = Stager()
         self._planner = EntryPlanner(self._stager)
         self._job: _Job | None = None
@@ -162,7 +174,7 @@ class Checkpointer:
         started = time.perf_counter()
         self.wait()
         if self._distributed and self._group is None:
-            raise CheckpointError(_NO_GROUP)
+            raise CheckpointError(_NO_GROUP.format(lost=self._lost))
         job = _Job(step, started)
         entries = dict(entries)
         own_state, shared, problem = "{}", {}, None
@@ -245,7 +257,7 @@ class Checkpointer:
         """Return the newest complete checkpoint of the folder, or None, on every rank. Collective.
 
         Raises:
-            CheckpointError: a completion marker is damaged.
+            CheckpointError: a completion marker is damaged, or the folder cannot be read.
         """
         first = self.rank == 0
         return self._collective(
@@ -304,8 +316,8 @@ class Checkpointer:
             if self.rank == 0:
                 folders.prune(self.folder, self.keep)
         except BaseException as error:
-            job.problem = describe_error(error)
             job.peer_lost = isinstance(error, PeerLost)
+            job.problem = self._name_lost(str(error)) if job.peer_lost else describe_error(error)
         return job.problem is None
 
     def _span(self, name: str) -> AbstractContextManager[object]:
@@ -316,14 +328,22 @@ class Checkpointer:
         """Run a collective outside of a save."""
         self.wait()
         if self._distributed and self._group is None:
-            raise CheckpointError(_NO_GROUP)
+            raise CheckpointError(_NO_GROUP.format(lost=self._lost))
         try:
             with self._span("exchange"):
                 return call()
         except PeerLost as error:
             text = str(error)
         self._destroy_group()
-        raise PeerLost(text)
+        raise PeerLost(self._name_lost(text))
+
+    def _name_lost(self, text: str) -> str:
+        """Return the message of a ``PeerLost`` with the ranks on this host that have ended."""
+        lost = self._peers.lost() if self._peers is not None and SOME_RANK in text else ""
+        if lost:
+            self._lost = f"lost {lost}"
+            text = text.replace(SOME_RANK, self._lost)
+        return text
 
     def _destroy_group(self) -> None:
         """Close the connections. Otherwise ranks that wait for this one would wait until their timeout."""

@@ -27,6 +27,15 @@ READ = 1 << 22
 """Bytes per read when a file is scanned."""
 JSONL = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 LONGEST_LINE = 1 << 28
 """Maximum length of a JSON line in characters. A line is held in memory."""
 
@@ -103,6 +112,20 @@ def scan(spec: SourceSpec) -> ScannedSource:
     content = [[file.format, file.digest, "" if file.format == "text" else spec.field] for file in files]
     digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
     return ScannedSource(spec, tuple(files), sum(file.size for file in files), digest, tuple(skipped))
+
+
+def check_files(spec: SourceSpec) -> None:
+    """Find the files of ``spec`` without reading them.
+
+    Raises:
+        ConfigError: there are none.
+        MissingDependency: there is a Parquet file, and pyarrow is not installed.
+    """
+    if spec.path == "pydoc":
+        return
+    for path in _find(spec)[0]:
+        if _format(path, spec) == "parquet":
+            _pyarrow(path)
 
 
 def cut(text: str) -> Iterator[TextPart]:
@@ -185,7 +208,7 @@ def _scan_file(path: Path, spec: SourceSpec, is_single: bool) -> SourceFile | st
     kind = _format(path, spec)
     if kind == "parquet":
         _pyarrow(path)
-    checksum, size = hashlib.blake2b(digest_size=16), 0
+    checksum, size, lines = hashlib.blake2b(digest_size=16), 0, 0
     decoder = None if kind == "parquet" else codecs.getincrementaldecoder("utf-8")()
     try:
         with os.fdopen(open_regular(path, holes=False), "rb") as file:
@@ -194,12 +217,15 @@ def _scan_file(path: Path, spec: SourceSpec, is_single: bool) -> SourceFile | st
                 size += len(block)
                 if decoder is not None:
                     decoder.decode(block)
+                    lines += block.count(b"\n")
         if decoder is not None:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         if not is_single:
             return f"not UTF-8 text: {error.reason}"
-        raise ConfigError(f"data source {spec.name!r}: {str(path)!r} is not UTF-8 text: {error.reason}") from error
+        line = lines + error.object.count(b"\n", 0, error.start) + 1
+        where = f"data source {spec.name!r}: {str(path)!r}"
+        raise ConfigError(f"{where} is not UTF-8 text: {error.reason} in line {line}") from error
     except OSError as error:
         raise ConfigError(f"data source {spec.name!r}: cannot read {str(path)!r}: {error.strerror or error}") from error
     return SourceFile(path, kind, size, checksum.hexdigest())
@@ -215,7 +241,8 @@ def _read_text(path: Path) -> Iterator[TextPart]:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[TextPart]:
-    with os.fdopen(open_regular(path, holes=False), encoding="utf-8") as file:
+    # utf-8-sig: editors on Windows write a byte order mark.
+    with os.fdopen(open_regular(path, holes=False), encoding="utf-8-sig") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), 1):
             if len(line) > LONGEST_LINE:
                 raise ConfigError(f"{path}, line {number}: longer than {LONGEST_LINE} characters")
@@ -225,10 +252,20 @@ def _read_jsonl(path: Path, field: str) -> Iterator[TextPart]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                keys = abridged(", ".join(record)) if isinstance(record, dict) else type(record).__name__
-                raise ConfigError(f"{path}, line {number}: expected an object with text in {field!r}; it has {keys}")
-            yield from cut(_encodable(record[field]))
+            text = record.get(field) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                got = _described(record, field)
+                raise ConfigError(f"{path}, line {number}: expected an object with text in {field!r}; {got}")
+            yield from cut(_encodable(text))
+
+
+def _described(record: object, field: str) -> str:
+    """Return what a JSON record without text in ``field`` has instead."""
+    if not isinstance(record, dict):
+        return f"it is {_JSON_TYPES[type(record)]}"
+    if field in record:
+        return f"{field!r} is {_JSON_TYPES[type(record[field])]}"
+    return f"it has {abridged(', '.join(record)) or 'no keys'}; set data.field to the key of the text"
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[TextPart]:

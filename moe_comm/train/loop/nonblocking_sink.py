@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from moe_comm.observe.records import FaultRecord
+from moe_comm.runtime.fork_safe import add_lock
 from moe_comm.train.metrics import MetricsSink, StepReport
 
 PATIENCE_S = 5.0
@@ -37,6 +38,8 @@ class NonblockingSink:
         patience_s: timeout in seconds; None: ``PATIENCE_S``.
     """
 
+    _changed: threading.Condition
+
     def __init__(
         self,
         sink: MetricsSink,
@@ -47,7 +50,7 @@ class NonblockingSink:
     ) -> None:
         self._sink, self._name, self._log, self._record_fault = sink, name, log, record_fault
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
-        self._changed = threading.Condition()
+        add_lock(self, "_changed", threading.Condition)
         self._calls: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None

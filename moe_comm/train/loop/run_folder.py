@@ -74,6 +74,16 @@ class RunFolder:
         return cls(Path(path), Path(checkpoint) if checkpoint else None, note)
 
     @staticmethod
+    def check(config: TrainConfig) -> None:
+        """Check, without writing, what ``make`` checks of the run to resume. Snapshots in memory are not known here.
+
+        Raises:
+            ConfigError: as ``make``.
+        """
+        if config.checkpoint.resume != "no" and not config.checkpoint.peer_every:
+            _find(config, ())
+
+    @staticmethod
     def resumed_config(config: TrainConfig, snapshots: Collection[str] = ()) -> TrainConfig | None:
         """Return the resolved configuration of the run that ``make`` would resume; None if it would start a new one.
 
@@ -124,10 +134,13 @@ def resolve_resume_path(resume: str) -> tuple[Path, Path | None]:
         ConfigError: ``resume`` is neither the folder of a run nor of a checkpoint.
     """
     path = Path(resume)
-    if (path / COMPLETE).exists():
-        return path.parent.parent, path
-    if (path / CHECKPOINTS).is_dir():
-        return path, None
+    try:
+        if (path / COMPLETE).exists():
+            return path.parent.parent, path
+        if (path / CHECKPOINTS).is_dir():
+            return path, None
+    except OSError as error:
+        raise ConfigError(f"checkpoint.resume: cannot read {resume!r}: {error.strerror or error}") from None
     raise ConfigError(
         f"checkpoint.resume: {resume!r} is neither no nor auto, nor the folder of a run or of one of its checkpoints"
     )

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import nn
 
+from moe_comm.runtime.seconds import seconds_of
+
 
 class GradientSync(Protocol):
     """Reduces gradients during backward passes; implemented by ``DataParallel``."""
@@ -40,6 +42,9 @@ class RunnerOptions:
     split_backward: bool = True
     gradients: GradientSync | None = None
     interleave: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timeout_s", seconds_of("timeout_s", self.timeout_s))
 
     @property
     def turns(self) -> int:

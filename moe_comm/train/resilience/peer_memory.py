@@ -38,6 +38,7 @@ from moe_comm.runtime import persistent_memory as memory
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.persistent_memory import HEADER_BYTES, PersistentMemory, SlotHeader, Slots
+from moe_comm.runtime.seconds import seconds_of
 from moe_comm.runtime.untrusted import abridged
 from moe_comm.topology import ParallelMesh
 from moe_comm.topology.buddies import buddies
@@ -122,7 +123,9 @@ class PeerSnapshots(StepHook):
         self.hosts = ranks.gather_texts(host_memory.token)
         self.buddies = buddies(mesh.config, self.hosts)
         self._group: ProcessGroup | None = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if ranks.world > 1 else None
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds_of("timeout_s", timeout_s)))
+            if ranks.world > 1
+            else None
         )
         self._complete: tuple[str, int] | None = None
         self._resumed_step = 0

@@ -45,8 +45,12 @@ def resume_run(
     Raises:
         CheckpointError: there are checkpoints, but none can be used. The error is that of the newest one.
     """
-    newest_first = reversed(complete_checkpoints(folder, lenient=True)) if ranks.is_first else ()
-    text = ranks.broadcast_text(json.dumps([(str(saved.path), saved.step) for saved in newest_first]))
+
+    def newest_first() -> str:
+        checkpoints = reversed(complete_checkpoints(folder, lenient=True))
+        return json.dumps([(str(saved.path), saved.step) for saved in checkpoints])
+
+    text = ranks.run_on_first(newest_first)
     first_error: CheckpointError | None = None
     # The last pair stands for no checkpoint: then a snapshot of any step is accepted.
     for path, saved_step in [*json.loads(text), ("", 0)]:

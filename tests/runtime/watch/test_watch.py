@@ -32,7 +32,7 @@ from tests.runtime.watch.test_watch_graph import at_work, waiting
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_timeouts_are_rejected(value: float) -> None:
-    with pytest.raises(ConfigError, match="stuck_s must be a positive number"):
+    with pytest.raises(ConfigError, match="stuck_s must be a positive, finite number"):
         WatchOptions(stuck_s=value)
 
 
