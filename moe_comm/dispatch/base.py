@@ -13,6 +13,7 @@ experts. A slot is one of the K (token, expert) pairs of a token. The primitives
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -62,6 +63,8 @@ class Dispatcher(ABC):
         maker: id of this dispatcher, unique in the process.
         expert_placement: the placement by which the caller replaces expert ids by ids of slots; each dispatch compares
             it between ranks. None: ids of experts are ids of slots. ``placement`` is the layout of the slots.
+        before_dispatch: called before each dispatch.
+        has_unknown_experts: made by ``make_dispatcher``, and no layer nor ``mark_experts`` has declared its experts.
     """
 
     name: ClassVar[str]
@@ -85,6 +88,8 @@ class Dispatcher(ABC):
         self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
         self.corruption = CorruptionLog()
         self.expert_placement: Placement | None = None
+        self.before_dispatch: list[Callable[[], None]] = []
+        self.has_unknown_experts = False
         self.row_bytes: dict[tuple[str, int, torch.dtype], int] = {}
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
@@ -366,6 +371,8 @@ class Dispatcher(ABC):
 
         scaled: see ``dispatch``.
         """
+        for call in self.before_dispatch:
+            call()
         fault = self._fault(x_TD, ids_TK)
         if fault is None and scaled:
             fault = scaled_fault(x_TD)

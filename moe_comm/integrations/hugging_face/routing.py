@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_comm.errors import InputError
 from moe_comm.integrations.hugging_face.families import find_experts
 from moe_comm.integrations.hugging_face.swap import swapped_experts
+from moe_comm.layers.parallel.recompute import recomputing
 
 
 class RoutingRecord:
@@ -44,7 +45,9 @@ class RoutingRecord:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the routing of a model, swapped or not, while the context is open.
+    """Record the routing of a model, swapped or not, while the context is open. Each token counts once in each layer.
+
+    Forward passes that activation checkpointing repeats in backward are not recorded.
 
         with record_routing(model) as routing:
             model(input_ids)
@@ -69,4 +72,6 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 
 def _append(record: RoutingRecord, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if recomputing():
+        return
     record.append(name, args[1] if len(args) > 1 else kwargs["top_k_index"])
