@@ -57,7 +57,7 @@ class RoutingError(InputError):
 
 
 class RankMismatch(MoeCommError):
-    """Ranks of one group disagree on hidden size, dtype, top-k, experts, or the order of calls."""
+    """Ranks of one group disagree on hidden size, dtype, top-k, experts, the order of calls, or initial weights."""
 
 
 class PeerRaised(MoeCommError):

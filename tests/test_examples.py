@@ -19,6 +19,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 EXPECTED_OUTPUT = {
     "tensor_parallel.py": ["rank 1 of 2: 2 heads, output and gradients match"],
     "dispatch_only.py": ["rank 0 (shared_memory) holds experts [0, 1]", "rank 1 (shared_memory) holds experts [2, 3]"],
+    "own_experts.py": ["rank 0 holds experts [0, 1, 2]", "rank 1 holds experts [3, 4]", "5 experts saved"],
     "cupy_arrays.py": ["12 rows for 4 experts, output (6, 8) as expected"],
     "moe_layer.py": [
         "rank 0 of 2: 4 experts, shared_memory",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm import communicator
@@ -177,6 +178,11 @@ def as_group(group: ProcessGroup | DeviceMesh | int | None, axis: str = "") -> P
     if axis not in (group.mesh_dim_names or ()):
         raise ConfigError(f"expected a DeviceMesh of one dimension or with a dimension {axis!r}; got {group}")
     return group.get_group(axis)
+
+
+def group_or_default(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return ``group``, or the default group for None; None without ``torch.distributed``."""
+    return dist.group.WORLD if group is None and dist.is_initialized() else group
 
 
 def group_size(group: ProcessGroup | None) -> int:

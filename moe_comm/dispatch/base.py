@@ -13,6 +13,7 @@ experts. A slot is one of the K (token, expert) pairs of a token. The primitives
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -63,6 +64,8 @@ class Dispatcher(FaultReports):
             it between ranks. None: ids of experts are ids of slots. ``placement`` is the layout of the slots.
         trained: bits that the layer of the next dispatch sets: which of ``header.TRAINED`` require gradients. Compared
             between ranks.
+        before_dispatch: called before each dispatch.
+        has_unknown_experts: made by ``make_dispatcher``, and no layer nor ``mark_experts`` has declared its experts.
     """
 
     name: ClassVar[str]
@@ -87,6 +90,8 @@ class Dispatcher(FaultReports):
         self.corruption = CorruptionLog()
         self.expert_placement: Placement | None = None
         self.trained = 0
+        self.before_dispatch: list[Callable[[], None]] = []
+        self.has_unknown_experts = False
         self.row_bytes: dict[tuple[str, int, torch.dtype], int] = {}
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
@@ -325,6 +330,8 @@ class Dispatcher(FaultReports):
 
         scaled: see ``dispatch``. fault: an error that is already known.
         """
+        for call in self.before_dispatch:
+            call()
         fault = fault or self._fault(x_TD, ids_TK)
         if not isinstance(label, str):
             fault, label = InputError(f"label must be a str; got {type(label).__name__}"), ""

@@ -64,4 +64,8 @@ def connect(dispatcher: Dispatcher, device: torch.device | str) -> Dispatcher:
     Raises:
         ConfigError, RankMismatch, PeerDied, PeerTimeout: as ``make_dispatcher``.
     """
-    return dispatcher.make(device) if isinstance(dispatcher, DeferredDispatcher) else dispatcher
+    if not isinstance(dispatcher, DeferredDispatcher):
+        return dispatcher
+    made = dispatcher.make(device)
+    made.has_unknown_experts = dispatcher.has_unknown_experts
+    return made

@@ -48,3 +48,19 @@ def _warn_if_undistributed() -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+ALONE = "torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)"
+"""A group of this rank only."""
+
+
+@lru_cache(maxsize=8)
+def warn_if_alone(call: str, what: str) -> None:
+    """Warn once per ``call``, which was made without a group, if ``torch.distributed`` has several ranks."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{call} without a group: each of the {dist.get_world_size()} ranks {what}. To distribute the work, pass "
+            f"torch.distributed.group.WORLD. If this is what you want, pass a group of one rank:\n    {ALONE}",
+            RuntimeWarning,
+            stacklevel=4,
+        )

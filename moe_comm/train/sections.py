@@ -481,10 +481,12 @@ class WatchSection(Section):
 
 
 class GuardSection(Section):
-    """Detection of corrupted rows and of spikes in loss and gradient norm.
+    """Detection of corrupted rows, of weights that differ between ranks, and of spikes in loss and gradient norm.
 
     Attributes:
         checksums: verify checksums of dispatched rows; a step with a corrupted row is rerun.
+        weights_every: steps between comparisons of the weights that several ranks hold, which are also compared when
+            the run starts or resumes. A comparison reads the weights once. 0: only then.
         loss_spike, norm_spike: a loss or gradient norm above this multiple of its mean over the last ``window`` updates
             is a spike. None: no detection.
         window: updates in the mean of the spike detection. No spike is detected before this number of updates.
@@ -493,6 +495,7 @@ class GuardSection(Section):
     """
 
     checksums: bool = False
+    weights_every: int = Field(default=0, ge=0)
     loss_spike: float | None = Field(default=None, gt=1)
     norm_spike: float | None = Field(default=None, gt=1)
     window: int = Field(default=32, ge=2, le=MOST_STEPS)

@@ -146,8 +146,8 @@ _GROUPS: dict[int, Any] = {}
 
 
 def ep_group(size: int) -> Any:
-    """Return the group of ``size`` consecutive ranks that contains this rank, or None for one rank. Collective."""
-    if size == 1:
+    """Return the group of ``size`` consecutive ranks that contains this rank; None in one process. Collective."""
+    if not dist.is_initialized():
         return None
     if size not in _GROUPS:
         _GROUPS[size] = dist.new_subgroups(group_size=size)[0]

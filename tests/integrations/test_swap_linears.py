@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import moe_comm
-from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from moe_comm.errors import ConfigError, InputError, RankMismatch, UnsupportedModel
 from moe_comm.integrations.hugging_face import gather_state_dict, sum_replicated_gradients, swap_moe
 from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention
 from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
@@ -257,7 +257,7 @@ def refusals(rank: int, world: int, folder: str) -> None:
     diverged = load(folder)
     with torch.no_grad():
         diverged.model.layers[0].mlp.down_proj.weight += 0.5 * (rank == 2)
-    assert_refused(diverged, UnsupportedModel, "ranks have different weights")
+    assert_refused(diverged, RankMismatch, "mlp.down_proj.weight .* .rank 2 of the group from rank 0")
     assert_refused(
         nn.Sequential(nn.Linear(4, 4)), UnsupportedModel, "no feed-forward block of plain linears; supported are gate"
     )

@@ -128,11 +128,12 @@ def qwen3(group: Any, *, recompute: bool = False) -> nn.Module:
     model = Qwen3MoeForCausalLM(config)
     if recompute:
         model.activation_checkpointing_enable()
-    return swap_moe(model, group)  # type: ignore[no-any-return]
+    return swap_moe(model, group or this_rank())  # type: ignore[no-any-return]
 
 
 def mixtral(group: Any) -> nn.Module:
-    return swap_moe(MixtralForCausalLM(MixtralConfig(**_SMALL, num_local_experts=5)), group)  # type: ignore[no-any-return]
+    model = MixtralForCausalLM(MixtralConfig(**_SMALL, num_local_experts=5))
+    return swap_moe(model, group or this_rank())  # type: ignore[no-any-return]
 
 
 def wrapped(group: Any) -> nn.Module:
@@ -157,10 +158,20 @@ KINDS = {
 _GROUPS: dict[tuple[int, int], Any] = {}
 
 
+def this_rank() -> Any:
+    """Return a group of this rank only, or None in one process."""
+    if not dist.is_initialized():
+        return None
+    key = (id(dist.group.WORLD), 1)
+    if key not in _GROUPS:
+        _GROUPS[key] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _GROUPS[key]
+
+
 def ep_group(size: int) -> Any:
     """Return the group of ``size`` consecutive ranks that contains this rank; None for one rank. Collective."""
     key = (id(dist.group.WORLD), size)
     if size > 1 and key not in _GROUPS:
         world = dist.get_world_size()
         _GROUPS[key] = dist.group.WORLD if size == world else dist.new_subgroups(group_size=size)[0]
-    return _GROUPS.get(key)
+    return _GROUPS.get(key) if size > 1 else None

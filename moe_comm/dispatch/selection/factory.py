@@ -16,7 +16,7 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.runtime.group_rank import rank_and_size
+from moe_comm.runtime.group_rank import rank_and_size, warn_if_alone
 from moe_comm.runtime.memory import native_is_built
 from moe_comm.topology import ExpertPlacement, Placement
 
@@ -41,7 +41,8 @@ def make_dispatcher(
 
     Args:
         num_experts: global number of experts.
-        group: expert-parallel process group. None means that this process holds every expert.
+        group: expert-parallel process group. None means that this process holds every expert, as with a group of one
+            rank; a warning says so if ``torch.distributed`` has several ranks.
         backend: one of ``BACKENDS``. ``auto`` takes the cheapest one that works for this group; see ``explain_choice``.
             A group of one rank always gets ``local``; the results are the same.
         experts_per_rank: number of experts of each rank; default: balanced.
@@ -56,6 +57,32 @@ def make_dispatcher(
         RankMismatch: ranks pass different arguments; on every rank.
         PeerDied, PeerTimeout: a rank died, or did not call in time.
     """
+    if group is None:
+        warn_if_alone("make_dispatcher", "holds all experts and dispatches to itself")
+    return new_dispatcher(
+        num_experts,
+        group,
+        backend=backend,
+        experts_per_rank=experts_per_rank,
+        options=options,
+        traffic=traffic,
+        device=device,
+        expert_placement=expert_placement,
+    )
+
+
+def new_dispatcher(
+    num_experts: int,
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    backend: str = "auto",
+    experts_per_rank: Sequence[int] | None = None,
+    options: DispatchOptions | None = None,
+    traffic: Traffic | None = None,
+    device: torch.device | str | None = None,
+    expert_placement: Placement | None = None,
+) -> Dispatcher:
+    """Return ``make_dispatcher(...)`` for a caller to which None means a group of one rank, without its warning."""
     options, group = options or DispatchOptions(), as_group(group, "ep")
     rank, world = rank_and_size(group)
     placement: ExpertPlacement | None = None
@@ -89,7 +116,7 @@ def make_dispatcher(
     if backend == "auto":
         warn_no_peer_access(choice)
     dispatcher = _build(name, placement, group, rank, options, device)
-    dispatcher.expert_placement = expert_placement
+    dispatcher.expert_placement, dispatcher.has_unknown_experts = expert_placement, True
     return dispatcher
 
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import as_group, communicator_of
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.selection.factory import make_dispatcher
+from moe_comm.dispatch.selection.factory import new_dispatcher
 from moe_comm.dispatch.types import DispatchOptions
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def shared_dispatcher(
     """
     members, options = as_group(group), options or DispatchOptions()
     if members is None:
-        return make_dispatcher(num_experts, backend=backend, options=options, device=device)
+        return new_dispatcher(num_experts, backend=backend, options=options, device=device)
     dispatchers: dict[object, Dispatcher] = communicator_of(members, options.timeout_s).keep("shared dispatchers", dict)
     key = num_experts, device.type, backend, options
     if key not in dispatchers:
-        dispatchers[key] = make_dispatcher(num_experts, members, backend=backend, options=options, device=device)
+        dispatchers[key] = new_dispatcher(num_experts, members, backend=backend, options=options, device=device)
     return dispatchers[key]

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_comm.comm.group_setup import as_group
-from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.families import require_transformers
 from moe_comm.integrations.hugging_face.sequence import DOCUMENTS, prepare
 from moe_comm.integrations.hugging_face.state import gather_full
@@ -28,8 +28,10 @@ from moe_comm.layers.attention.layer import Attention, FullNorm
 from moe_comm.layers.attention.rope import RopeTable
 from moe_comm.layers.attention.sequence import Documents
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
-from moe_comm.layers.parallel.collectives import group_rank, group_size
+from moe_comm.layers.data_parallel.replicas import check_loaded
+from moe_comm.layers.parallel.collectives import channel_of, group_rank, group_size
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from moe_comm.runtime.group_rank import warn_if_alone
 from moe_comm.topology import Sharding
 
 ATTENTION_CLASSES = (
@@ -166,7 +168,8 @@ def parallelize_attention(
             Changed in place.
         group: ranks that share the heads, or a ``DeviceMesh`` with dimensions "tp" and "cp". The numbers of heads and
             key-value heads must be divisible by the number of ranks. None: heads are not sharded.
-        cp_group: ranks that share the sequence. None: sequences are not sharded.
+        cp_group: ranks that share the sequence. None: sequences are not sharded. Without both groups, a warning says
+            so if ``torch.distributed`` has several ranks.
         context: form of context parallelism: "ulysses" (the number of heads must be divisible by tp * cp), "ring" or
             "token_ring".
 
@@ -177,6 +180,7 @@ def parallelize_attention(
         UnsupportedModel: the attention is of an unsupported class, has dropout, or shares its weights. The model is
             unchanged.
         ConfigError: the attention is already swapped, or the number of heads is not divisible. The model is unchanged.
+        RankMismatch: the ranks of a group passed different weights. On every rank; the model is unchanged.
     """
     require_transformers()
     if isinstance(group, DeviceMesh) and cp_group is None and "cp" in (group.mesh_dim_names or ()):
@@ -185,16 +189,29 @@ def parallelize_attention(
     else:
         tp_group = as_group(group, "tp")
     cp_group = as_group(cp_group, "cp")
-    decoders = _decoders(model)
-    if group_size(tp_group) > 1:
-        layers = (pair for decoder in decoders.values() for pair in enumerate(decoder.layers))
-        Ties(model).refuse({f"layers.{index}.self_attn": layer.self_attn for index, layer in layers}, "swap_attention")
-    # Build all modules before the first one is replaced, so that an error leaves the model unchanged.
-    swapped = {
-        f"{name}.layers.{index}".lstrip("."): SwappedAttention(layer.self_attn, tp_group, cp_group, context)
-        for name, decoder in decoders.items()
-        for index, layer in enumerate(decoder.layers)
-    }
+    if tp_group is None and cp_group is None:
+        warn_if_alone("swap_attention", "keeps all heads and whole sequences")
+    fault: MoeCommError | None = None
+    decoders, swapped = {}, {}
+    try:
+        decoders = _decoders(model)
+        if group_size(tp_group) > 1:
+            layers = (pair for decoder in decoders.values() for pair in enumerate(decoder.layers))
+            blocks = {f"layers.{index}.self_attn": layer.self_attn for index, layer in layers}
+            Ties(model).refuse(blocks, "swap_attention")
+        # Build all modules before the first one is replaced, so that an error leaves the model unchanged.
+        swapped = {
+            f"{name}.layers.{index}".lstrip("."): SwappedAttention(layer.self_attn, tp_group, cp_group, context)
+            for name, decoder in decoders.items()
+            for index, layer in enumerate(decoder.layers)
+        }
+    except MoeCommError as error:
+        fault = error
+    for one in (tp_group, cp_group):
+        if one is not None and group_size(one) > 1:
+            check_loaded(model, channel_of(one), fault)
+    if fault is not None:
+        raise fault
     for name, attention in swapped.items():
         layer: Any = model.get_submodule(name)
         for key in attention.sharding_of:

@@ -31,10 +31,12 @@ from moe_comm.integrations.hugging_face.state import gather_full
 from moe_comm.integrations.hugging_face.ties import Ties
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
+from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_size
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_input
 from moe_comm.layers.parallel.module import ParallelModule
+from moe_comm.runtime.group_rank import warn_if_alone
 
 Columns = dict[str, int]
 """Number of segments in which each column-parallel linear of a block is sharded."""
@@ -94,7 +96,8 @@ def parallelize_linears(
 
     Args:
         model: a ``PreTrainedModel``, or a module that contains feed-forward blocks of one. Changed in place.
-        group: ranks to shard over. None keeps everything on this rank.
+        group: ranks to shard over; they run the same batch. None keeps everything on this rank; a warning says so if
+            ``torch.distributed`` has several ranks.
         vocabulary: also shard the input embedding and the output projection if they are plain modules. Tied weights
             remain tied. The vocabulary size need not be divisible by the number of ranks: the last ranks hold fewer
             rows.
@@ -107,9 +110,11 @@ def parallelize_linears(
             quantized weights, or weights of another block. The model is unchanged.
         ConfigError: the model is already swapped, or a width is not divisible by the number of ranks. The model is
             unchanged.
-        RankMismatch: the ranks passed different models. The model is unchanged.
+        RankMismatch: the ranks passed different models, or different weights. The model is unchanged.
         PeerDied, PeerTimeout: a rank failed, or did not call ``swap_linears``.
     """
+    if group is None:
+        warn_if_alone("swap_linears", "keeps all weights")
     group = as_group(group, "tp")
     fault: MoeCommError | None = None
     blocks: dict[str, tuple[Columns, str]] = {}
@@ -124,6 +129,7 @@ def parallelize_linears(
         names = (*blocks, *vocab_modules)
         shapes = {name: [tuple(p.shape) for p in model.get_submodule(name).parameters()] for name in names}
         compare(channel_of(group), "swap_linears", {"shapes of the linears": shapes}, fault=fault)
+        check_loaded(model, channel_of(group))
     if fault is not None:
         raise fault
     for name, structure in blocks.items():
@@ -312,8 +318,7 @@ def _check_block(block: nn.Module, structure: tuple[Columns, str], group: Proces
             problem = f"it failed on ranks {[rank for rank, is_equal in enumerate(equal_on_ranks) if not is_equal]}"
         raise UnsupportedModel(
             f"{name} ({type(block).__name__}) cannot be sharded over {group_size(group)} ranks: "
-            f"{problem}. Either its forward is not elementwise between its linears, or the ranks have different "
-            "weights."
+            f"{problem}. Its forward is not elementwise between its linears."
         )
 
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moe_comm.dispatch import Dispatcher, make_dispatcher
+from moe_comm.dispatch import Dispatcher
+from moe_comm.dispatch.selection.factory import new_dispatcher
 from moe_comm.dispatch.selection.shared import shared_dispatcher
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
@@ -98,7 +99,7 @@ def experts_forward(
 def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
     if module not in _local:
         layout = read_layout(module)
-        _local[module] = layout, make_dispatcher(layout.num_experts)
+        _local[module] = layout, new_dispatcher(layout.num_experts)
     return _local[module]
 
 

@@ -14,6 +14,7 @@ from moe_comm.errors import InputError
 from moe_comm.integrations.hugging_face.families import find_experts
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.integrations.hugging_face.swap import swapped_experts
+from moe_comm.layers.parallel.recompute import recomputing
 
 
 class RoutingRecord:
@@ -45,7 +46,9 @@ class RoutingRecord:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the routing of a model, swapped or not, while the context is open.
+    """Record the routing of a model, swapped or not, while the context is open. Each token counts once in each layer.
+
+    Forward passes that activation checkpointing repeats in backward are not recorded.
 
         with record_routing(model) as routing:
             model(input_ids)
@@ -80,6 +83,8 @@ def _append(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    if recomputing():
+        return
     ids_TK = args[1] if len(args) > 1 else kwargs["top_k_index"]
     real = padding.real_tokens(ids_TK.shape[0])
     record.append(name, ids_TK if real is None else real.take(ids_TK))

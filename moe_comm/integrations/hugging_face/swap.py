@@ -13,6 +13,7 @@ change.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_comm.comm.group_setup import as_group
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.selection.factory import refuse_dispatcher
@@ -37,6 +39,7 @@ from moe_comm.layers.data_parallel.attach import gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
+from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.layers.parallel.module import ParallelModule
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+_log = logging.getLogger(__name__)
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -103,6 +107,7 @@ class EPExperts(ParallelModule):
             shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
             place, sizes = {"ep": dispatcher.rank, "etp": 0}, {"ep": dispatcher.world, "etp": 1}
             shards = ExpertShards(dispatcher.group, shardings, place, sizes)
+            dispatcher.has_unknown_experts = False
             attach_experts(self, shards, replicated, label)
             self.copies = ExpertCopies.of(self, shards, placement, label)
 
@@ -217,13 +222,13 @@ def parallelize_moe(
     """Make the MoE blocks of a loaded transformers model expert-parallel over ``group``. Collective.
 
         model = AutoModelForCausalLM.from_pretrained(folder)
-        model = moe_comm.swap_moe(model, dist.group.WORLD)      # this rank now holds only its local experts
+        model = moe_comm.swap_moe(model)                        # this rank now holds only its local experts
         loss = model(input_ids, labels=input_ids).loss          # each rank passes its own batch
 
-    Every rank must pass a model with the same weights. After the swap, each rank runs the model on its own batch.
-    Experts are distributed in contiguous ranges of nearly equal size (7 experts on 2 ranks: 4 and 3), or by
-    ``placement``. The weights of
-    remote experts are freed when nothing else references them, so build the optimizer after the swap.
+    Every rank must pass a model with the same weights. They are compared by checksums, which reads the model once;
+    tensors on "meta" are not compared. After the swap, each rank runs the model on its own batch. Experts are
+    distributed in contiguous ranges of nearly equal size (7 experts on 2 ranks: 4 and 3), or by ``placement``. The
+    weights of remote experts are freed when nothing else references them, so build the optimizer after the swap.
 
     Gradients: in a custom loop, divide the loss by the number of tokens on all ranks and call
     ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` needs no other change: it
@@ -232,13 +237,18 @@ def parallelize_moe(
 
     Padding: the tokens that a 2-D ``attention_mask`` of the model excludes are not dispatched, and the experts return
     zeros for them. Other masks have no such effect.
+    Saving: ``save_swapped(model, folder)`` or ``gather_state_dict(model)``, on every rank. ``model.named_parameters()``
+    has the experts of this rank only.
 
     Generation: every rank must run the same number of forward passes. Use ``model.generate(..., synced_gpus=True)``.
 
     Args:
         model: a ``PreTrainedModel``, or a module that contains MoE blocks of one. Changed in place.
         group: ranks to distribute the experts over: a process group, or a DeviceMesh of one dimension or with a
-            dimension "ep". None keeps all experts on this rank.
+            dimension "ep". None: the default group, and without ``torch.distributed`` this process. To keep all experts
+            on each of several ranks, pass a group of one rank:
+            ``dist.new_group([dist.get_rank()], use_local_synchronization=True)``. The first rank logs what is
+            distributed, as a warning for None.
         backend: dispatch backend, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
         options: timeouts and checks.
         overlap: executor of dispatch, experts and combine, see ``MoELayer``. It does not change the results. None runs
@@ -255,7 +265,8 @@ def parallelize_moe(
             other means. The model is unchanged.
         ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or the
             placement does not fit the model.
-        RankMismatch: ranks pass different arguments.
+        RankMismatch: ranks pass different arguments, or models with different weights. On every rank; the model is
+            unchanged.
     """
     overlap = Overlap.of(overlap)
     already = swapped_experts(model)
@@ -266,7 +277,8 @@ def parallelize_moe(
             "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
         )
     blocks = find_experts(model)
-    group = as_group(group, "ep")
+    defaulted = group is None
+    group = group_or_default(as_group(group, "ep"))
     _refuse_conflicts(model, blocks, group_size(group))
     places = _places(model, blocks)
     for _, layout in blocks.values():
@@ -288,6 +300,9 @@ def parallelize_moe(
             placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
     except ConfigError as fault:
         refuse_dispatcher(fault, group, options)
+    if group_size(group) > 1:
+        assert group is not None
+        check_loaded(model, Channel(communicator_of(group, effective.timeout_s), effective.timeout_s))
     dispatchers = {
         count: make_dispatcher(
             sum(placements[count].slots_per_rank),
@@ -322,11 +337,22 @@ def parallelize_moe(
         if hasattr(model, "save_pretrained"):
             swapped_model: Any = model
             swapped_model.save_pretrained = MethodType(_save_pretrained, model)
+    _log_swap(list(swapped_experts(model).values()), defaulted)
     return model
 
 
 swap_moe = parallelize_moe
 """Short alias of ``parallelize_moe``."""
+
+
+def _log_swap(blocks: Sequence[EPExperts], defaulted: bool) -> None:
+    """Log what is distributed on the first rank: as a warning if the default group was not passed explicitly."""
+    first = blocks[0].dispatcher
+    if first.rank == 0:
+        experts = " or ".join(str(count) for count in sorted({block.num_experts for block in blocks}))
+        level = logging.WARNING if defaulted and first.world > 1 else logging.INFO
+        over = f"{first.world} ranks" + (", the default group" if defaulted and first.world > 1 else "")
+        _log.log(level, "swap_moe: %d MoE blocks, %s experts over %s", len(blocks), experts, over)
 
 
 def _router(model: nn.Module, places: Sequence[str]) -> Callable[[], nn.Parameter | None]:

@@ -110,7 +110,11 @@ def tensor_parallel(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Proce
 
 
 def skip_gradient_checks(model: nn.Module) -> None:
-    """Disable the check that gradients are reduced before each optimizer step, for loops such as local SGD."""
+    """Disable the checks of gradients and of weights, for loops such as local SGD in which ranks differ.
+
+    Optimizer steps do not check that gradients are reduced. ``sync_gradients``, ``prepare_fsdp``, DDP and optimizer
+    steps do not check that the weights of ranks are equal.
+    """
     for _, _, gradients in expert_modules(model):
         gradients.stop_checking()
 

@@ -8,6 +8,8 @@ of sampled elements with fixed signs.
     backward          s = probe of the gradients that backward computes on this rank
     optimizer.step    f = probe of the gradient that the optimizer uses
 
+    weights of q equal on all ranks                        else: the ranks started with other weights, or drifted
+    weights of e equal on ranks with the same experts      the same
     f of q equal on all ranks                              else: not reduced, or clipped by one rank's norm
     f of e different on ranks with different experts       else: reduced as if experts were replicated
     (f of q) / (s of q of all ranks), and the same of e    equal: both sums, or both means; scaling cancels out
@@ -15,7 +17,8 @@ of sampled elements with fixed signs.
 The ratio is compared only if all probes of a parameter have the same one. So loops that change gradients element by
 element (clipping by value, weight decay in the gradient) pass this check.
 
-Steps 1, 2, 4, 8, ... are checked; each check is one exchange of 392 bytes.
+Steps 1, 2, 4, 8, ... are checked; each check is one exchange of 424 bytes, and reads both parameters once for
+their checksums (``equal_tensors``).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.errors import GradientMismatch
+from moe_comm.errors import GradientMismatch, RankMismatch
+from moe_comm.layers.data_parallel.equal_tensors import DRIFTED, SAME_START, checksum
 from moe_comm.layers.parallel.collectives import gather_values
 
 NUM_PROBES = 8
@@ -62,6 +66,12 @@ class _ProbeRecorder:
     def _current_grad(self) -> Tensor | None:
         param = self._param()
         return None if param is None else param.grad
+
+    def weights(self) -> Tensor:
+        """Return the checksum of the parameter as two numbers that float64 represents exactly; 0 if it has none."""
+        param = self._param()
+        value = 0 if param is None else checksum(param)
+        return torch.tensor([value >> 32, value & 0xFFFFFFFF], dtype=torch.float64, device="cpu")
 
     def take(self) -> Tensor:
         """Return the probes [3, N] and reset them.
@@ -113,6 +123,7 @@ class Audit:
 
         Raises:
             GradientMismatch: the gradients are inconsistent; raised on all ranks.
+            RankMismatch: the weights differ between ranks; raised on all ranks.
         """
         if self._stopped:
             return
@@ -123,11 +134,17 @@ class Audit:
         if not due:
             return
         ep_rank = torch.tensor([dist.get_rank(self.ep_group)], dtype=torch.float64, device="cpu")
-        local = torch.cat((ep_rank, self._replicated_recorder.take().flatten(), self._expert_recorder.take().flatten()))
+        recorders = self._replicated_recorder, self._expert_recorder
+        weights, probes = [one.weights() for one in recorders], [one.take().flatten() for one in recorders]
+        local = torch.cat((ep_rank, *weights, *probes))
         group = self.group or self.ep_group
         rows = gather_values(local, group, f"comparing the gradients of layer {self.label!r}")
-        replicated_W3N, experts_W3N = rows[:, 1:].view(-1, 2, 3, NUM_PROBES).unbind(1)
-        by_ep_rank = [experts_W3N[rows[:, 0] == ep_rank] for ep_rank in rows[:, 0].unique()]
+        same_experts = [rows[:, 0] == ep_rank for ep_rank in rows[:, 0].unique()]
+        if differ := _weights_differ(rows[:, 1:3], [rows[same, 3:5] for same in same_experts]):
+            advice = SAME_START if self._steps == 1 else DRIFTED
+            raise RankMismatch(f"layer {self.label!r}: the weights of {differ}. {advice}")
+        replicated_W3N, experts_W3N = rows[:, 5:].view(-1, 2, 3, NUM_PROBES).unbind(1)
+        by_ep_rank = [experts_W3N[same] for same in same_experts]
         problem = _replicated_differ(replicated_W3N)
         if problem is None and self.group is not None:
             problem = _experts_reduced_as_replicated(experts_W3N) or _conventions_differ(replicated_W3N, by_ep_rank)
@@ -149,6 +166,15 @@ def _probe(grad: Tensor) -> Tensor:
 
 
 _SIGNS = ((torch.arange(NUM_PROBES * SAMPLES, device="cpu") * 2654435761 >> 13) % 2 * 2 - 1).double()
+
+
+def _weights_differ(replicated_W2: Tensor, experts_by_ep_rank: Sequence[Tensor]) -> str | None:
+    unequal_W = (replicated_W2 != replicated_W2[:1]).any(1)
+    if unequal_W.any() and replicated_W2.any(1).all():
+        return f"its router differ on ranks {unequal_W.nonzero().flatten().tolist()} from those on rank 0"
+    if any((sums_W2 != sums_W2[:1]).any() for sums_W2 in experts_by_ep_rank):
+        return "its experts differ on ranks that hold the same experts"
+    return None
 
 
 def _replicated_differ(replicated_W3N: Tensor) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
@@ -46,12 +46,14 @@ class ExpertShards:
         shardings: sharding of each parameter by its name in the module.
         place: coordinates of this rank on the axes "ep" and "etp".
         sizes: sizes of these axes.
+        listed: the parameters are those of one expert of a list, which the other ranks do not have (``mark_experts``).
     """
 
     group: ProcessGroup
     shardings: Mapping[str, Sharding]
     place: Mapping[str, int]
     sizes: Mapping[str, int]
+    listed: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
         return self  # copies of a model use the same groups
@@ -269,6 +271,16 @@ def combine_norms(norms_WN: Tensor, p: float) -> Tensor:
     return norms_WN.pow(p).sum(0).pow(1 / p)
 
 
+def _refuse_listed(shards: Iterable[ExpertShard]) -> None:
+    """Raise ConfigError for a norm over all ranks of a parameter that other ranks do not have."""
+    if (listed := next((shard for shard in shards if shard.shards.listed), None)) is not None:
+        raise ConfigError(
+            f"{listed.name_in_module} {tuple(listed.shape)} is a parameter of an expert in a ModuleList, which other "
+            "ranks do not have, so its norm over all ranks needs one call on all ranks. Clip with "
+            "moe_comm.clip_grad_norm_(model, max_norm), which returns the norm"
+        )
+
+
 def _norm_order(order: Any) -> float:
     return 2.0 if order in (None, "fro") else float(order)
 
@@ -277,12 +289,14 @@ def _norm(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, 
     shard, p = args[0], _norm_order(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p")))
     if len(args) > 2 or kwargs.get("dim") is not None or not isinstance(shard, ExpertShard):
         return func(*args, **kwargs)
+    _refuse_listed([shard])
     local = func(*args, **kwargs) if shard.numel() else torch.zeros((), dtype=shard.dtype, device=shard.device)
     return total_norms([local], [shard.shards.group], p)[0]
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors: Sequence[Tensor] = args[0]
+    _refuse_listed(tensor for tensor in tensors if isinstance(tensor, ExpertShard))
     norms = list(func(*args, **kwargs))
     indices = [i for i, tensor in enumerate(tensors) if isinstance(tensor, ExpertShard)]
     groups = [tensors[i].shards.group for i in indices]  # type: ignore[attr-defined]

@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.group_setup import communicator_of
+from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.comm.header import TRAINED
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.audit import Audit
 from moe_comm.layers.data_parallel.copies import ExpertCopies
+from moe_comm.layers.data_parallel.equal_tensors import SAME_START, compare_replicas
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, plain
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 from moe_comm.layers.parallel.collectives import gather_values, sum_values
@@ -61,7 +62,7 @@ class ExpertGradients:
 
     def __init__(self, shards: ExpertShards, replicated: Callable[[], nn.Parameter | None], label: str) -> None:
         self.shards, self.label = shards, label
-        self._checked = True
+        self.checked = True
         self.declared: Reduction | None = None
         self.prepared_for_fsdp = False
         self.frozen_by_fsdp: set[str] = set()
@@ -118,7 +119,7 @@ class ExpertGradients:
             return  # the layer raises it on every rank
         if self.prepared_for_fsdp or self.left_to_caller:
             return
-        if getattr(experts, "copies", None) is not None and torch.is_grad_enabled() and _active_ddp() is not None:
+        if getattr(experts, "copies", None) is not None and torch.is_grad_enabled() and active_ddp() is not None:
             raise ConfigError(
                 f"DistributedDataParallel cannot train layer {self.label!r}, whose experts may have copies on other "
                 "ranks: use a placement without copies, or a loop with moe_comm.sync_gradients"
@@ -134,7 +135,7 @@ class ExpertGradients:
             self._watch(experts, replicated)
         # Detect DDP even if gradients are disabled, as in the first forward pass of reentrant checkpointing. Its second
         # forward pass runs outside of DDP's.
-        ddp = _active_ddp()
+        ddp = active_ddp()
         if ddp is not None and self.ddp is not ddp:
             self._follow_ddp(ddp, experts)
 
@@ -155,7 +156,7 @@ class ExpertGradients:
 
     def stop_checking(self) -> None:
         """Disable the comparison of gradients before optimizer steps."""
-        self._checked = False
+        self.checked = False
         if self.audit is not None:
             self.audit.stop()
 
@@ -182,7 +183,7 @@ class ExpertGradients:
             if managed_by_fsdp(replicated):
                 raise ConfigError(_fsdp_message(self.label, "skips the experts, but averages the other gradients"))
             self._watched_replicated, self.audit = weakref.ref(replicated), None
-        if self.audit is not None or not (self._checked and replicated.requires_grad and torch.is_grad_enabled()):
+        if self.audit is not None or not (self.checked and replicated.requires_grad and torch.is_grad_enabled()):
             return
         name = next((name for name in self.shards.shardings if getattr(experts, name).requires_grad), None)
         if name is not None:
@@ -230,6 +231,10 @@ class ExpertGradients:
                     'Declare it: moe_comm.prepare_ddp(model, grad_reduction="sum") or "mean"'
                 )
         edp = self.edp_group(group)
+        # DDP broadcasts all other parameters. Ranks may have different numbers of listed modules (``mark_experts``).
+        if edp is not None and self.checked and not self.shards.listed:
+            tensors = {f"{self.label}.{name}": getattr(experts, name) for name in self.shards.shardings}
+            compare_replicas({edp: tensors}, channel_of(group), SAME_START)
         copies = 1 if edp is None else dist.get_world_size(edp)
         # The later average over edp is idempotent, so a repeated reduction changes nothing.
         self._scale = float(copies) if self.declared == "sum" else copies / world
@@ -258,7 +263,7 @@ def _no_reference() -> None:
     """Stand in for a weak reference whose object no longer exists."""
 
 
-def _active_ddp() -> Any:
+def active_ddp() -> Any:
     """Return the DistributedDataParallel whose forward pass runs, or None."""
     module = sys.modules.get("torch.nn.parallel.distributed")
     return None if module is None else module.DistributedDataParallel._get_active_ddp_module()

@@ -68,6 +68,9 @@ def state_dict_with_experts(
 def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
     """Return the state dict of ``model`` as if one rank held every expert, on the CPU. Collective.
 
+    Save its result, not ``{n: p.detach().cpu() for n, p in model.named_parameters()}``, which has the experts of one
+    rank only and raises no error.
+
     Parameters that tensor parallelism splits keep their local shapes; ``gather_attention`` and ``gather_linears`` of
     ``moe_comm.integrations.hugging_face`` complete them.
 
@@ -122,7 +125,8 @@ def optimizer_state_dict(
             well.
 
     Raises:
-        UnsupportedModel: ``form`` is "full" or "sharded", and expert state has another shape than its parameter.
+        UnsupportedModel: ``form`` is "full" or "sharded", and expert state has another shape than its parameter, or
+            experts are in a ``ModuleList`` (``mark_experts``).
     """
     _check_form(form)
     inner = _torch_optimizer(optimizer)
@@ -226,6 +230,11 @@ def _convert_expert_state(key: str, value: Any, param: Tensor, shards: ExpertSha
     """
     if not isinstance(value, Tensor) or not value.dim():
         return value
+    if shards.listed and form != "local":
+        raise UnsupportedModel(
+            f"the state of experts in a ModuleList ({name}) cannot be assembled from the parts of the ranks, as "
+            'optimizers number parameters. Save one file per rank with form="local", or use stacked parameters'
+        )
     shard = ExpertShard.of(value, shards, name, in_state_dict=True)
     local = shard if shard.dtensor is None else shard.dtensor
     if local.shape == param.shape:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.group_setup import group_or_default
 from moe_comm.errors import ConfigError, NonFiniteLoss, RankMismatch, UnsupportedModel
 from moe_comm.layers.data_parallel.attach import (
     expert_modules,
@@ -19,7 +20,9 @@ from moe_comm.layers.data_parallel.attach import (
 )
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor, plain, total_norms
 from moe_comm.layers.data_parallel.gradients import Reduction
+from moe_comm.layers.data_parallel.mark import refuse_unknown_experts
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
+from moe_comm.layers.data_parallel.replicas import check_before_training, check_if_due
 from moe_comm.layers.parallel.collectives import gather_values, sum_values
 
 _BUCKET_BYTES = 32 * 2**20
@@ -34,17 +37,21 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     of ``group`` with the same experts, after the gradients of copies have been added to those of the homes. With
     loss = (sum over this rank's tokens) / (tokens of all ranks), the results are the gradients of one process.
 
+    Calls 1, 2, 4, 8, ... for a model also compare the weights of the ranks, see ``check_replicas``.
+
     Args:
         group: None: the default group. Without ``torch.distributed`` nothing happens.
         reduction: "mean" divides each gradient by the number of ranks, as DDP does, for a loss that is a mean over this
             rank's tokens.
 
     Raises:
-        ConfigError: DDP or FSDP reduces the gradients of this model.
-        RankMismatch: a parameter is frozen on some ranks only; on every rank.
+        ConfigError: DDP or FSDP reduces the gradients of this model; or there is a dispatcher over several ranks whose
+            experts are not known (``mark_experts``), and ``model`` has no known experts.
+        RankMismatch: weights that must be equal differ between ranks, or a parameter is frozen on some of them only; on
+            every rank, before gradients are reduced.
         PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
-    group = _group_or_default(group)
+    group = group_or_default(group)
     if group is None or dist.get_world_size(group) == 1:
         return
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
@@ -54,6 +61,8 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
         )
     if sharded := next((name for name, param in model.named_parameters() if is_dtensor(param)), None):
         raise ConfigError(f"FSDP reduces gradients during backward ({sharded}); remove the call of sync_gradients")
+    refuse_unknown_experts(model)
+    check_if_due(model, group)
     world = dist.get_world_size(group)
     experts, reduced = {id(param) for param in expert_parameters(model).values()}, set[int]()
     for _, module, gradients in expert_modules(model):
@@ -83,7 +92,7 @@ def sum_replicated_gradients(model: nn.Module, group: ProcessGroup | None = None
         group: None: the default group.
         divide: divisor of the sums.
     """
-    group = _group_or_default(group)
+    group = group_or_default(group)
     if group is None or dist.get_world_size(group) == 1:
         return
     experts = {id(param) for param in expert_parameters(model).values()}
@@ -194,16 +203,22 @@ def prepare_fsdp(
     Raises:
         ConfigError: experts may have copies on other ranks.
         UnsupportedModel: several experts modules have the same parameter.
+        RankMismatch: weights that must be equal differ between ranks; on every rank. Load or initialize the weights
+            before this call, or build the model on "meta". ``skip_gradient_checks`` disables the check.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    group = _group_or_default(group)
+    group = group_or_default(group)
     if group is None:
         return model
+    if dist.get_world_size(group) > 1:
+        check_before_training(model, group)
     single: ProcessGroup | None = None
     refuse_shared_parameters(model)
     for name, module, gradients in expert_modules(model):
+        if gradients.shards.listed:
+            raise ConfigError(f"FSDP cannot shard the experts in a ModuleList ({name!r}); mark stacked parameters")
         if getattr(module, "copies", None) is not None:
             raise ConfigError(f"FSDP cannot shard the experts of {name!r}, which may have copies on other ranks")
         edp = gradients.edp_group(group)
@@ -228,12 +243,6 @@ def prepare_fsdp(
         for name in gradients.shards.shardings:
             mark_parameter(getattr(module, name), gradients.shards, name)
     return model
-
-
-def _group_or_default(group: ProcessGroup | None) -> ProcessGroup | None:
-    if group is not None or not dist.is_initialized():
-        return group
-    return dist.group.WORLD
 
 
 def _sum_gradients(params: list[nn.Parameter], group: ProcessGroup, divide: int = 1) -> None:

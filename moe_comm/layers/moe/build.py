@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.selection.factory import refuse_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic
+from moe_comm.dispatch.selection.factory import new_dispatcher, refuse_dispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
@@ -59,7 +59,7 @@ def build_dispatcher(
     )
 
     def make_on(target: torch.device | str | None) -> Dispatcher:
-        return make_dispatcher(
+        return new_dispatcher(
             slots.num_experts,
             group,
             backend=backend,

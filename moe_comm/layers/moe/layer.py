@@ -61,6 +61,7 @@ from moe_comm.overlap.executors.serial import serial_call
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
+from moe_comm.runtime.group_rank import warn_if_alone
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class MoELayer(ParallelModule):
         self._slots = SlotTable.of(self.placement, part.count)
         if dispatcher.group is not None and dispatcher.world > 1:
             shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
+            dispatcher.has_unknown_experts = False
             attach_experts(experts, shards, partial(replicated_parameter, router, "weight"), label)
             experts.copies = ExpertCopies.of(experts, shards, self.placement, label)
             prepare_ddp(self)
@@ -171,7 +173,8 @@ class MoELayer(ParallelModule):
 
         Args:
             group: ranks that share one set of experts, or all groups of a folded mapping. None: this rank holds every
-                expert.
+                expert, as with a group of one rank or ``MoEGroups(None)``; a warning says so if ``torch.distributed``
+                has several ranks.
             backend: dispatch backend, see ``make_dispatcher``.
             options: dispatch options.
             overlap: executor, see the class.
@@ -186,6 +189,8 @@ class MoELayer(ParallelModule):
                 another number of ranks or experts.
             RankMismatch: ranks pass different placements.
         """
+        if group is None:
+            warn_if_alone("MoELayer.build", "holds all experts and runs them on its own tokens")
         groups, overlap = MoEGroups.of(group), Overlap.of(overlap)
         dispatcher = build_dispatcher(config, groups, backend, options, overlap, dtype=dtype, device=device)
         router, experts, shared = build_modules(config, groups, dispatcher, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ import copy
 
 import torch
 
-from moe_comm.dispatch import make_dispatcher
+from moe_comm.dispatch.selection.factory import new_dispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.state import gather_state_dict
 from moe_comm.layers.moe.experts import Experts
@@ -51,7 +51,7 @@ def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELa
     copied = MoELayer(
         single_router,
         all_experts,
-        make_dispatcher(layer.num_experts, options=layer.dispatcher.options),
+        new_dispatcher(layer.num_experts, options=layer.dispatcher.options),
         copy.deepcopy(layer.shared),
         capacity=layer.capacity,
         label=layer.label,

@@ -35,6 +35,7 @@ from moe_comm.train.loop.progress import Progress
 from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
 from moe_comm.train.optim import LRSchedule, Optimizer, learning_rate
 from moe_comm.train.parallel import DataParallel, clip_
+from moe_comm.train.parallel.equal_weights import check_equal_weights
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Runner
 from moe_comm.train.ranks import Ranks
@@ -184,12 +185,14 @@ class Trainer:
             "finished", "time limit" or "interrupted".
 
         Raises:
+            RankMismatch: weights that several ranks hold differ; raised on all ranks.
             NonFiniteLoss, UnsettledStep, CorruptPayload: raised on all ranks; the weights are those of the last good
                 step.
         """
         run = self.config.run
         self._began = time.monotonic()
         self._train_mode(True)
+        self._check_weights()
         self._progress.start(run.steps)
         try:
             while self.next_step < run.steps:
@@ -247,6 +250,8 @@ class Trainer:
         staged_s, placement = 0.0, None
         if decision is StepDecision.GO:
             staged_s, placement = self._update(step + 1, lr, summary, clock)
+        if (every := self.config.guard.weights_every) and (step + 1) % every == 0:
+            self._check_weights()
         total_s = time.perf_counter() - began + saved_s
         compute_s, communication_s = max(clock.busy - clock.communication, 0.0), clock.communication + clock.agreement
         mfu = None
@@ -267,6 +272,10 @@ class Trainer:
             reruns=guard.reruns,
             placement=placement,
         )
+
+    def _check_weights(self) -> None:
+        state = self.train_state
+        check_equal_weights(state.data_parallel.owned(), state.stages, state.mesh, self.ranks)
 
     def _forward_backward(self, step: int, batch: StepBatch, clock: _Clock) -> tuple[StepSummary, StepDecision]:
         """Run forward and backward from zero gradients, and combine the results of all ranks."""
