@@ -69,8 +69,9 @@ class FaultReports(ABC):
     def _raise_fault(self, fault: MoeCommError, header: Header) -> NoReturn:
         """Raise ``fault`` instead of the operation of ``header``, on every rank: ``_send`` stops at the handshake."""
         if header.op == "dispatch" or self.handshakes:
-            rows, ids = torch.empty(0, 0, device="cpu"), torch.empty(0, 1, dtype=torch.int64, device="cpu")
-            self._send(rows, ids, replace(header, fault=fault))
+            rows_TD = torch.empty(0, 0, dtype=torch.float32, device="cpu")
+            ids_TK = torch.empty(0, 1, dtype=torch.int64, device="cpu")
+            self._send(rows_TD, ids_TK, replace(header, fault=fault))
         elif self.world > 1:
             mark_known(fault, self.comm)
             self._report_stop(f"rank {self.rank} {raised_text(fault, header.label)}")

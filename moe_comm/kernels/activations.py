@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,23 +76,23 @@ class SwiGLU(Composed):
 
 def glu(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return the function act_fn(gate) * up with gate and up as halves, as in Hugging Face's experts."""
+    return partial(_glu, act_fn)
 
-    def fn(h_RG: Tensor) -> Tensor:
-        gate, up = h_RG.chunk(2, dim=-1)
-        return act_fn(gate) * up
 
-    return fn
+def _glu(act_fn: Callable[[Tensor], Tensor], h_RG: Tensor) -> Tensor:
+    gate, up = h_RG.chunk(2, dim=-1)
+    return act_fn(gate) * up
 
 
 def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
     """Return gpt-oss's GLU: gate and up interleaved and clamped, (up + 1) * gate * sigmoid(alpha * gate)."""
+    return Composed(f"clamped_swiglu({alpha}, {limit})", partial(_clamped_swiglu, alpha, limit), interleaved=True)
 
-    def fn(h_RG: Tensor) -> Tensor:
-        gate = h_RG[..., ::2].clamp(max=limit)
-        up = h_RG[..., 1::2].clamp(min=-limit, max=limit)
-        return (up + 1) * (gate * sigmoid(gate * alpha))
 
-    return Composed(f"clamped_swiglu({alpha}, {limit})", fn, interleaved=True)
+def _clamped_swiglu(alpha: float, limit: float, h_RG: Tensor) -> Tensor:
+    gate = h_RG[..., ::2].clamp(max=limit)
+    up = h_RG[..., 1::2].clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * sigmoid(gate * alpha))
 
 
 def _relu2(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def test_norm_with_weights_of_another_dtype_returns_the_dtype_of_the_tokens() ->
 
 def test_norm_falls_back_to_plain_torch_for_unsupported_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draw(8)
-    for x in (draw(3, 8, dtype=torch.float64), draw(8, 3).t(), draw(0, 8)):
+    for x in (draw(3, 8, dtype=torch.float64), draw(0, 8)):
         assert not ran_native(rms_norm(x.requires_grad_(), weight, 1e-6))
     x = draw(3, 8).requires_grad_()
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))

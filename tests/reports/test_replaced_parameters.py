@@ -43,8 +43,8 @@ def backward(model: Any, rank: int, world: int) -> None:
 
 
 def scheduled(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return optimizer.step
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return lambda: (optimizer.step(), scheduler.step())
 
 
 def accelerated(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -298,7 +298,7 @@ class _GlobalNames:
                 empty = (
                     like.new_empty(0, *shape[1:])
                     if isinstance(like, Tensor)
-                    else torch.empty(0, *shape[1:], dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    else torch.empty(0, *shape[1:], dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
                 )
                 state[f"{prefix}{expert}.{name}"] = ExpertShard.of(
                     empty, self._shards_of[expert][name], name.rpartition(".")[2], in_state_dict=True

@@ -167,7 +167,8 @@ def sequence_balance_sums(
         return SequenceBalance(probs_TE.sum(), 0)
     # Sequences of equal length: padding has no experts and zero probabilities.
     probs_NE, ids_NK = probs_TE, ids_TK.detach().clamp(min=-1).long()
-    length_B1 = torch.full((num_sequences, 1), probs_TE.shape[0] // max(num_sequences, 1), device=device)
+    length = probs_TE.shape[0] // max(num_sequences, 1)
+    length_B1 = torch.full((num_sequences, 1), length, dtype=torch.int64, device=device)
     if mask_N is not None:
         probs_NE = probs_TE.new_zeros(mask_N.shape[0], experts).masked_scatter(mask_N.unsqueeze(1), probs_TE)
         ids_NK = ids_NK.new_full((mask_N.shape[0], top_k), -1).masked_scatter(mask_N.unsqueeze(1), ids_NK)

@@ -60,8 +60,9 @@ def from_json(data: Any, where: str = "hardware") -> Cluster:
 
 def save(cluster: Cluster, path: Path | str) -> None:
     """Write the description atomically. Raises ConfigError if ``load`` would refuse it."""
-    from_json(to_json(cluster), str(path))
-    write_file(Path(path), json.dumps(to_json(cluster), indent=2, allow_nan=False) + "\n")
+    text = json.dumps(to_json(cluster), indent=2, allow_nan=False) + "\n"
+    from_json(json.loads(text), str(path))
+    write_file(Path(path), text)
 
 
 def load(path: Path | str) -> Cluster:

@@ -130,15 +130,16 @@ class GlobalBatch:
         documents = None
         if self.packings[0].separate:
             documents = torch.from_numpy(np.stack([row.documents_S for row in rows]))
-        seq_len, length_B = self.packings[0].seq_len, torch.tensor([row.length for row in rows])
-        padded = bool((length_B < seq_len).any())
+        seq_len = self.packings[0].seq_len
+        length_B1 = torch.tensor([[row.length] for row in rows], dtype=torch.int64, device="cpu")
+        padded = any(row.length < seq_len for row in rows)
         batch = Batch(
             torch.from_numpy(np.stack([row.ids_S for row in rows])),
             torch.from_numpy(np.stack([row.targets_S for row in rows])),
             torch.from_numpy(np.stack([row.positions_S for row in rows])),
             documents,
             self.num_targets,
-            torch.arange(seq_len) < length_B.unsqueeze(1) if padded else None,
+            torch.arange(seq_len, device="cpu") < length_B1 if padded else None,
         )
         return batch if shard is None else batch.shard(shard)
 

@@ -48,7 +48,7 @@ def check_equal_weights(
             compare_tensors(tensors, channel_of(group), f"the weights over {' x '.join(axes)}", ADVICE)
         except RankMismatch as error:  # the other groups are compared, too, as their ranks do not know of it
             fault = fault or error
-    failed = torch.zeros(ranks.world)
+    failed = torch.zeros(ranks.world, dtype=torch.float32, device="cpu")
     failed[ranks.rank] = fault is not None
     failed = ranks.sum(failed)
     if fault is not None:
