@@ -32,17 +32,17 @@ _SPECIAL = _VIEWS | _TRANSFORMS | _META | _bits("Python", "Sparse", "SparseCsr",
 """Dispatch keys of the tensors of the module docstring. One test of all keys takes less time than one for each kind."""
 
 
-def _is_special(x: Tensor) -> bool:
-    return bool(_keys_of(x).raw_repr() & _SPECIAL) or x.layout is not torch.strided  # mkldnn has no key of its own
-
-
 def in_memory(*tensors: Tensor | None) -> bool:
     """Return whether the values of all tensors are at their addresses, in strides, and are all that there is to them.
 
     None is allowed. False also for tensors with a tangent of forward-mode differentiation.
     """
-    for x in tensors:  # noqa: SIM110 - a generator is slower
-        if x is not None and (_is_special(x) or _has_tangent(x)):
+    for x in tensors:
+        if x is None:
+            continue
+        if _keys_of(x).raw_repr() & _SPECIAL or x.layout is not torch.strided:  # mkldnn has no key of its own
+            return False
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             return False
     return True
 
@@ -62,20 +62,16 @@ def readable(x: Tensor, name: str = "the tensor") -> Tensor:
         InputError: ``x`` has no values or another layout, or it has a tangent of forward-mode differentiation, which
             the operators of this library would drop.
     """
-    if _is_special(x):
+    if _keys_of(x).raw_repr() & _SPECIAL or x.layout is not torch.strided:
         if x.layout is not torch.strided or _keys_of(x).raw_repr() & (_SPECIAL ^ _VIEWS):
             x = _waited_for(x, name)
         x = materialized(x)
-    if _has_tangent(x):
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise InputError(
             f"{name} has a tangent, but there is no forward-mode derivative (torch.autograd.forward_ad, "
             "torch.func.jvp); use reverse mode"
         )
     return x
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _waited_for(x: Tensor, name: str) -> Tensor:
@@ -109,9 +105,11 @@ def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = 
         return 0
     if x.dtype is not dtype or x.device.type != device or (shape is not None and x.shape != shape):
         raise _cannot_pass(x, dtype, shape, device)
-    if not x.is_contiguous():
+    pointer = x.data_ptr()
+    # Native code would take 0 for None, and does not negate.
+    if not x.is_contiguous() or (not pointer and x.numel()) or x.is_neg():
         raise _cannot_pass(x, dtype, shape, device)
-    return _first_byte(x, dtype, shape, device)
+    return pointer
 
 
 def row_address(
@@ -126,16 +124,11 @@ def row_address(
         return 0, 0
     if rows_RX.dtype is not dtype or rows_RX.device.type != device or (shape is not None and rows_RX.shape != shape):
         raise _cannot_pass(rows_RX, dtype, shape, device)
-    if rows_RX.stride(-1) != 1 and rows_RX.shape[-1] > 1 and rows_RX.numel():
+    pointer = rows_RX.data_ptr()
+    strided = rows_RX.stride(-1) != 1 and rows_RX.shape[-1] > 1 and rows_RX.numel()
+    if strided or (not pointer and rows_RX.numel()) or rows_RX.is_neg():
         raise _cannot_pass(rows_RX, dtype, shape, device)
-    return _first_byte(rows_RX, dtype, shape, device), rows_RX.stride(0) * dtype.itemsize
-
-
-def _first_byte(x: Tensor, dtype: torch.dtype, shape: Sequence[int] | None, device: str) -> int:
-    pointer = x.data_ptr()
-    if (not pointer and x.numel()) or x.is_neg():  # native code would take 0 for None, and does not negate
-        raise _cannot_pass(x, dtype, shape, device)
-    return pointer
+    return pointer, rows_RX.stride(0) * dtype.itemsize
 
 
 def _cannot_pass(x: Tensor, dtype: torch.dtype, shape: Sequence[int] | None, device: str) -> InputError:

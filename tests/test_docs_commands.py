@@ -23,7 +23,7 @@ MINUTES = "measures for {}; the tests of the command use small sizes"
 NOT_RUN = {
     r"make (train|test|wheels)\b": "installs packages; CI runs it before and beside the tests",
     r"(MOE_COMM_CUDA=on )?pip install ": "installs packages; tests/test_packaging.py builds and installs",
-    r"bash benchmarks/gpu.sh$": "needs a GPU; tests/benchmarks/test_gpu_script.py runs it with emulated kernels",
+    r"bash benchmarks/gpu.sh layer$": "needs a GPU; tests/benchmarks/test_gpu_script.py runs it with emulated kernels",
     r"(swift|MOE_COMM_SGLANG=1 python|MOE_COMM_VLLM=1 vllm|torchrun .* -m torchtitan.train) ": "make hosts runs it",
     r"torchrun .* examples/own_loop.py": "tests/training_loops/test_own_loop_example.py runs it",
     r"torchrun .* -m moe_comm train": TRAINS,

@@ -36,7 +36,7 @@ def work(rank, ranks):
     group = dist.group.WORLD
     record = {"native": core() is not None, "warnings": [str(one.message) for one in recorded]}
     config = MoEConfig(16, 24, RouterConfig(6, 2, balance_loss=0.1), shared_ffn=8)
-    layer = MoELayer.build(config, group, "all_to_all", seed=3)
+    layer = MoELayer.build(config, group, backend="all_to_all", seed=3)
     record["backend"] = MoELayer.build(config, group, seed=3).dispatcher.name
     x_TD = torch.randn(7 + rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
     y_TD = layer(x_TD)
@@ -57,7 +57,7 @@ def work(rank, ranks):
     record["refused"] = ""
     if group is not None:
         try:
-            make_dispatcher(6, group, "shared_memory")
+            make_dispatcher(6, group, backend="shared_memory")
         except (ConfigError, MissingDependency) as error:
             record["refused"] = str(error)
         dist.barrier()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -70,10 +71,11 @@ class RankLog:
         self._rank_json = to_json({"rank": rank, "host": socket.gethostname()})[1:-1]
         self._others: dict[int, tuple[int, ...]] = {}
         self._wall_ns = wall_minus_monotonic()
-        steps, self._spans_at = (make_folders(folder, part) / f"rank-{rank:05d}.jsonl" for part in (RANKS, SPANS))
-        for path in (steps, self._spans_at):
-            cut_after(path, done)
-        self._steps = LineWriter(steps)
+        self._folder, self._name = folder, f"rank-{rank:05d}.jsonl"
+        for part in (RANKS, SPANS):
+            if os.path.lexists(folder / part):
+                cut_after(make_folders(folder, part) / self._name, done)
+        self._steps = LineWriter(make_folders(folder, RANKS) / self._name)
         self._spans: LineWriter | None = None  # opened when spans are written
         self._pending: tuple[int, int] | None = None
 
@@ -117,7 +119,7 @@ class RankLog:
             mark = Kind.MARK.name.lower()
             lines.insert(0, _text(SpanLine(self._rank, mark, name, at, at, step, skew_ns=self._skew_ns)))
         if self._spans is None:
-            self._spans = LineWriter(self._spans_at)
+            self._spans = LineWriter(make_folders(self._folder, SPANS) / self._name)
         self._spans.write_text("".join(lines))
 
     def _head(self) -> int:

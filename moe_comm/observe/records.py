@@ -277,10 +277,13 @@ def cut_after(path: Path, done: int) -> None:
     if not os.path.lexists(path):
         return
     with replacing(path) as output:
-        output.writelines(line.rstrip(b"\n") + b"\n" for line in lines_of(path, follow=False) if _step_of(line) <= done)
+        for line in lines_of(path, follow=False):
+            text = line.decode(errors="replace").rstrip("\n")
+            if _step_of(text) <= done:
+                output.write(f"{text}\n".encode())
 
 
-def _step_of(line: bytes) -> float:
+def _step_of(line: str) -> float:
     """Return the step of a line; infinity for a truncated line."""
     try:
         return int(json.loads(line)["step"])

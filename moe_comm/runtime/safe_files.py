@@ -28,7 +28,7 @@ def open_new(path: str | os.PathLike[str], dir_fd: int | None = None) -> BinaryI
     Raises:
         OSError: it cannot be created, or there is a file or link of this name.
     """
-    return os.fdopen(os.open(path, os.O_WRONLY | _NEW, 0o666, dir_fd=dir_fd), "wb")
+    return open(path, "wb", opener=lambda name, _: os.open(name, os.O_WRONLY | _NEW, 0o666, dir_fd=dir_fd))
 
 
 def open_own_folder(path: str | os.PathLike[str]) -> int:

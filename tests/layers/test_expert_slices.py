@@ -155,7 +155,8 @@ def wrong_width(rank: int, world: int, form: Any) -> str:
 
 @pytest.mark.parametrize("form", ["batch", "sequence"])
 def test_a_wrong_width_on_one_rank_raises_on_all_for_each_exchange(pool2: RankPool, form: str) -> None:
-    assert all("hidden size is 16; got x (2, 3, 17)" in text for text in pool2.run(wrong_width, form, timeout=60))
+    texts = pool2.run(wrong_width, form, timeout=60)
+    assert all("hidden size is 16; got x (2, 3, 17)" in text for text in texts), texts
 
 
 def wrong_sizes(rank: int, world: int, _: None) -> list[str]:

@@ -28,6 +28,7 @@ from moe_comm.observe.records import (
 from moe_comm.runtime.event_layout import Kind, Totals, region_bytes
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EventRecorder
+from moe_comm.runtime.printing import printable_line
 
 FAULT = FaultRecord(2.0, 7, "stuck", [1], "restart", noticed_s=1.0)
 COMPLETE_LINE = to_json(FAULT)
@@ -174,7 +175,7 @@ def test_a_step_line_is_read_back_to_the_nanosecond(
     log.end(2, StepParts(1.0, 1.0, 0.5, 0.3, 0.1, 0.05, 4096))
     log.close()
     line, plain = read_folder(tmp_path / RANKS, RankStep)
-    assert (line.step, line.rank, line.host, line.rows, line.memory_bytes) == (1, 3, host, 11, 7)
+    assert (line.step, line.rank, line.host, line.rows, line.memory_bytes) == (1, 3, printable_line(host), 11, 7)
     assert (line.begin_s, line.links) == (parts.begin_s, {"2": 0.25, "0": 1e-5})
     assert math.isnan(line.compute) and math.isnan(line.checkpoint), "NaN is written as null"
     for value, expected in ((line.total, 1 / 3), (line.communication, 1e-7), (line.data, 12345.678901234)):

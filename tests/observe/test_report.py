@@ -36,6 +36,7 @@ from moe_comm.observe.report import panels, read_run, write_report
 from moe_comm.observe.report.figures import POINTS, links_of, slowdown
 from moe_comm.observe.report.lines import spread_lines
 from moe_comm.observe.report.page import embedded
+from moe_comm.runtime.printing import printable_line
 from tests.support.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 
 pytest.importorskip("plotly", reason="needs the observe extra")
@@ -307,7 +308,7 @@ def test_text_from_files_never_becomes_markup(tmp_path: Path) -> None:
     assert page.count("</script>") == 5, "only the five scripts of the report"
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None and "<" not in data[1] and "\u2028" not in data[1]
-    assert json.loads(data[1])["runs"][0]["ranks"]["hosts"] == [HOSTILE]
+    assert json.loads(data[1])["runs"][0]["ranks"]["hosts"] == [printable_line(HOSTILE)]
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None and "default-src 'none'" in policy[1] and policy[1].count("'sha256-") == 4
     assert "unsafe-eval" not in policy[1] and "http" not in policy[1]

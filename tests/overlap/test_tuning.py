@@ -384,7 +384,7 @@ def test_measurements_stored_by_the_command_are_used_by_another_process(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--operator", "matmul"], "unknown operator 'matmul'; known: gather_matmul"),
+        (["--operator", "matmul"], "unknown operator 'matmul' (did you mean 'gather_matmul'?); known: gather_matmul"),
         (["--rows", "0"], "--rows"),
         (["--dtype", "int8"], "float32"),
     ],

@@ -99,7 +99,7 @@ def words_not_in_the_source(quote: str) -> list[str]:
     for start, end in spans:
         covered[start:end] = [True] * (end - start)
     found = re.finditer(r"[^\s,;:()…]+", quote)
-    left = [one[0] for one in found if not all(covered[one.start() : one.end()])]
+    left = [one[0] for one in found if not all(covered[one.start() : one.end() - one[0].endswith(".")])]
     return [word for word in left if re.fullmatch(r"[A-Za-z]{4,}\.?|[a-z_.]+\(.*", word)]
 
 

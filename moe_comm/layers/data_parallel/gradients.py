@@ -55,7 +55,7 @@ class ExpertGradients:
     Attributes:
         declared: the convention, if it was declared instead of detected; see ``prepare_ddp``.
         prepared_for_fsdp: ``prepare_fsdp`` has sharded the experts.
-        frozen_by_fsdp: names of parameters without elements, whose gradients ``prepare_fsdp`` has disabled.
+        frozen_by_fsdp: names of parameters without elements, whose gradients ``freeze_empty`` has disabled.
         left_to_caller: gradients are left unreduced; see ``leave_gradients``.
         audit: compares gradients before optimizer steps; None until the first forward pass.
     """
@@ -108,6 +108,14 @@ class ExpertGradients:
             bits |= (getattr(experts, name).requires_grad or name in self.frozen_by_fsdp) << bit
         router = self._replicated()
         return bits | (router is not None and router.requires_grad) << TRAINED.index("router")
+
+    def freeze_empty(self, experts: nn.Module) -> None:
+        """Disable gradients of parameters without elements, as on a rank without experts: FSDP cannot reduce them."""
+        for name in self.shards.shardings:
+            param = getattr(experts, name)
+            if param.requires_grad and not param.numel():
+                param.requires_grad_(False)
+                self.frozen_by_fsdp.add(name)
 
     def before_forward(self, experts: nn.Module, args: Any = None) -> None:
         """Detect which wrapper reduces gradients, and raise if it would reduce expert gradients as replicated ones.

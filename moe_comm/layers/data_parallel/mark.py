@@ -118,8 +118,9 @@ def refuse_unknown_experts(model: nn.Module) -> None:
     if _unknown_dispatchers():
         gc.collect()  # of those that are only parts of reference cycles
     if dispatchers := _unknown_dispatchers():
+        largest = max(dispatchers, key=lambda dispatcher: dispatcher.num_experts)
         raise ConfigError(
-            f"this process has a dispatcher of {dispatchers[0].num_experts} experts over {dispatchers[0].world} ranks, "
+            f"this process has a dispatcher of {largest.num_experts} experts over {largest.world} ranks, "
             "but it is not known which parameters belong to the experts, and those of different experts must not be "
             "summed. Declare them before the optimizer is built:\n"
             "    moe_comm.mark_experts(experts, dispatcher)\n"

@@ -225,12 +225,7 @@ def prepare_fsdp(
         if edp is None:
             single = single or dist.new_group([dist.get_rank()], use_local_synchronization=True)
             edp = single
-        for name in gradients.shards.shardings:
-            # FSDP cannot reduce the gradient of a parameter without elements.
-            param = getattr(module, name)
-            if param.requires_grad and not param.numel():
-                param.requires_grad_(False)
-                gradients.frozen_by_fsdp.add(name)
+        gradients.freeze_empty(module)
         mesh = DeviceMesh.from_group(edp, next(module.parameters()).device.type, mesh_dim_names=("edp",))
         fully_shard(module, mesh=mesh, **options)
         assert isinstance(module, FSDPModule)

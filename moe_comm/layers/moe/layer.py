@@ -422,7 +422,7 @@ class MoELayer(ParallelModule):
             unusable = mask_fault(mask, x, routing)
         fault = fault or unusable
         if fault is not None:
-            self._exchange_without_tokens(routing, token_index)
+            self._exchange_without_tokens(routing, token_index, x.shape[0] if x.dim() == 3 else 1)
             self.dispatcher.refuse(fault, label=self.label)
         return x
 
@@ -487,11 +487,12 @@ class MoELayer(ParallelModule):
         gradients = gradients_of(self.experts)
         return group_size(self.router.group) if gradients is not None and gradients.averaged else 1
 
-    def _exchange_without_tokens(self, routing: Routing | None, token_index: Tensor | None) -> None:
+    def _exchange_without_tokens(self, routing: Routing | None, token_index: Tensor | None, sequences: int) -> None:
         """Take part in the exchanges before dispatch without tokens, so that all ranks reach the failing dispatch."""
         if routing is None:
             weight = self.router.weight
-            routing = self.router(torch.zeros(0, self.router.hidden, dtype=weight.dtype, device=weight.device))
+            x_TD = torch.zeros(0, self.router.hidden, dtype=weight.dtype, device=weight.device)
+            routing = self.router(x_TD, sequences)
         empty = routing._replace(ids_TK=routing.ids_TK[:0], weights_TK=routing.weights_TK[:0])
         self._select_slots(empty, None if token_index is None else token_index.reshape(-1)[:0])
 

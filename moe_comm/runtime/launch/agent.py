@@ -40,6 +40,7 @@ TORCH_PEER_ERROR = re.compile(
 )
 """Errors of torch's own collectives when a peer has failed, also during initialisation."""
 RANK_PREFIX = re.compile(r"rank (\d+): ")
+NO_ROOM = re.compile(r"rank (\d+) has no room for its rows")
 NOTICED = "Noticed: "
 """Prefix of the line with the detected fault, which the watcher of a rank adds to an error."""
 
@@ -140,10 +141,11 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
     for rank in (*causes, *killed, *by_time, *sorted(failures)):
         if rank not in records:
             return _from_exit(rank, failures[rank], noticed)
-        prefix = RANK_PREFIX.match(records[rank]["message"])
-        original = int(prefix[1]) if prefix else rank
-        if prefix and original in records and records[rank]["message"][prefix.end() :] == records[original]["message"]:
-            rank = original  # the error originated there; this rank has raised a copy of it
+        message = records[rank]["message"]
+        prefix, no_room = RANK_PREFIX.match(message), NO_ROOM.match(message)
+        original = int(named[1]) if (named := prefix or no_room) else rank
+        if original in records and (no_room or (prefix and message[prefix.end() :] == records[original]["message"])):
+            rank = original  # the error originated there; this rank has raised a copy of it, or reports it
         return _from_record(rank, records[rank])
     return RankFailed("the ranks failed and left no reason")
 

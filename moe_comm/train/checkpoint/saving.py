@@ -179,15 +179,15 @@ class Checkpointer:
         entries = dict(entries)
         own_state, shared, problem = "{}", {}, None
         try:
-            if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= folders.MAX_STEP:
-                raise ValueError(f"step must be a whole number from 0 to {folders.MAX_STEP}; got {shown(step)}")
             own_state = json.dumps(dict(rank_state or {}), allow_nan=False)
             # Parse it as a load will. In metadata.json it is nested two levels deeper.
             parse_object(own_state, DEEPEST - 2)
             shared = parse_object(json.dumps(dict(state or {}), allow_nan=False), DEEPEST - 2)
         except (TypeError, ValueError, RecursionError) as error:
             # The plan sends it to the other ranks, so that all ranks raise.
-            problem = f"step {shown(step)}, state and rank_state must be valid JSON: {error}"
+            problem = f"state and rank_state must be valid JSON: {error}"
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= folders.MAX_STEP:
+            problem = f"step must be a whole number from 0 to {folders.MAX_STEP}; got {shown(step)}"
         try:
             for name, entry in entries.items():
                 check_loadable(name, entry)

@@ -38,6 +38,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.layers.data_parallel import expert_modules
 from moe_comm.topology import ParallelMesh, shard_slice
 from moe_comm.train.parallel.bucket_schedule import Transfers, blocks_of
 from moe_comm.train.parallel.fsdp_collectives import UnitCollectives, UnitGroups
@@ -128,13 +129,16 @@ class FSDPParameters:
         _check_disjoint(self.roots)
         self._shapes = {item.name: tuple(item.param.shape) for item in trained}
         self._kinds: dict[nn.Parameter, tuple[bool, torch.dtype | None]] = {}
+        # A rank without experts also needs the expert unit: FSDP prefetches the next unit. Without this one, the rank
+        # would gather a later unit with ranks that wait for it in dispatch. An empty parameter must not require a
+        # gradient.
+        for root in self.roots:
+            for _, module, gradients in expert_modules(root):
+                gradients.freeze_empty(module)
         for item in trained:
             _check_axes(item)
             master = master_dtype(item.param)
             compute_in(item.param, master)
-            # A rank without experts also needs the expert unit: FSDP prefetches the next unit. Without this one, the
-            # rank would gather a later unit with ranks that wait for it in dispatch. An empty parameter must not
-            # require a gradient.
             item.param.requires_grad_(item.param.numel() > 0)
             self._kinds[item.param] = (item.sharding.expert, None if item.dtype == master else item.dtype)
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)

@@ -13,7 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import AttentionConfig
-from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.layers.parallel.interleave import StageInput
@@ -218,7 +218,7 @@ def test_the_activation_peak_equals_the_pass_order_with_unequal_stages() -> None
 
 def kept_by_experts(rank: int, world: int, etp: int) -> int:
     """Return the bytes that an MoE layer saves for 512 tokens per rank."""
-    layer = MoELayer.build(MoEConfig(64, 96, RouterConfig(8, 2)), dist.group.WORLD, etp=etp, seed=0)
+    layer = MoELayer.build(MoEConfig(64, 96, RouterConfig(8, 2)), MoEGroups(dist.group.WORLD, etp), seed=0)
     x_TD = torch.randn(512, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     layer(x_TD)
     return activation_bytes(lambda: layer(x_TD), [*layer.parameters(), *layer.buffers(), x_TD])

@@ -425,5 +425,5 @@ def test_settings_out_of_range_are_rejected(tmp_path: Path) -> None:
         Checkpointer(tmp_path, keep=0)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(-1, {})
-        with pytest.raises(CheckpointError, match="whole number of at least 0"):
+        with pytest.raises(CheckpointError, match="step must be a whole number from 0"):
             checkpointer.wait()

@@ -171,7 +171,8 @@ def test_a_run_killed_in_a_switch_resumes_with_the_old_placement_and_the_same_lo
     pool2: RankPool, settings: list[str], tmp_path: Path, moment: str
 ) -> None:
     overlap = "on" if moment == "state" else "off"
-    moving = [*settings, *RELOCATE, "checkpoint.every=3", f"parallel.overlap_gradients={overlap}"]
+    moving = [*settings, *RELOCATE, "checkpoint.every=3", "checkpoint.background=false"]
+    moving.append(f"parallel.overlap_gradients={overlap}")
     whole_run = [*moving, f"run.folder={tmp_path / 'whole'}"]
     expected = pool2.run(run_relocating, whole_run, timeout=200)[0].folder
     switches = [line.step for line in read_lines(expected / PLACEMENTS, PlacementLine) if line.switched]
