@@ -20,8 +20,9 @@ namespace {
 const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch backward", "collective"};  // header.py
 
 constexpr int64_t kCollective = 4;
-const char* const kSameCalls = "all ranks must call a layer equally often, also in generate and evaluation";
-const std::string kAdvice = std::string(". See the output of that rank, then restart all ranks; ") + kSameCalls;
+#define MOE_SAME_CALLS "all ranks must call a layer equally often, also in generate and evaluation"
+const char* const kSameCalls = MOE_SAME_CALLS;
+const char* const kAdvice = ". See the output of that rank, then restart all ranks; " MOE_SAME_CALLS;
 
 std::string op_name(int64_t op) {
   const bool known = op >= 0 && op < static_cast<int64_t>(sizeof kOps / sizeof kOps[0]);

@@ -43,6 +43,7 @@ FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.HeapError,
     errors.CorruptPayload,
     errors.PeerRaised,
+    errors.UnsupportedModel,
 )
 """Error classes that a header can report; its fault word is 1 + the index."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ class FaultReports(ABC):
     comm: Communicator | None
     rank: int
     world: int
+    before_dispatch: list[Callable[[], None]]
 
     @property
     @abstractmethod
@@ -45,6 +47,9 @@ class FaultReports(ABC):
 
     def refuse(self, fault: MoeCommError, x: object = None, *, label: str = "") -> NoReturn:
         """Raise ``fault`` of this rank on every rank, in place of the next dispatch. x: not used."""
+        for call in self.before_dispatch:  # collective: the other ranks call it in their dispatch
+            with suppress(MoeCommError):
+                call()
         label = label if isinstance(label, str) else ""
         self._raise_fault(fault, self._next_header("dispatch", 0, torch.float32, 1, label=label))
 

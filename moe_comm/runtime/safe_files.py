@@ -23,12 +23,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_new(path: str | os.PathLike[str], dir_fd: int | None = None) -> BinaryIO:
-    """Create a file and open it for writing. ``dir_fd``: the open folder that ``path`` is relative to.
+    """Create a file and open it for writing. ``dir_fd``: the folder of ``path``, if it is open.
 
     Raises:
         OSError: it cannot be created, or there is a file or link of this name.
     """
-    return open(path, "wb", opener=lambda name, _: os.open(name, os.O_WRONLY | _NEW, 0o666, dir_fd=dir_fd))
+    name = path if dir_fd is None else os.path.basename(path)
+    return open(path, "wb", opener=lambda *_: os.open(name, os.O_WRONLY | _NEW, 0o666, dir_fd=dir_fd))
 
 
 def open_own_folder(path: str | os.PathLike[str]) -> int:

@@ -36,8 +36,10 @@ def check_start(config: TrainConfig, world: int) -> None:
         check_files(source)
     _check_model(config, mapping)
     RunFolder.check(config)
-    _check_writable("run.folder", config.run.folder)
-    _check_writable("data.cache", config.data.cache)
+    if config.checkpoint.resume in ("no", "auto"):  # otherwise the run continues in the folder of that checkpoint
+        _check_writable("run.folder", config.run.folder)
+    if not Path(config.data.cache).expanduser().exists():  # one that cannot be written may have been filled before
+        _check_writable("data.cache", config.data.cache)
 
 
 def _check_model(config: TrainConfig, mapping: ParallelConfig | None) -> None:

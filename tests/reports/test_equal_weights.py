@@ -163,6 +163,19 @@ def test_swaps_compare_all_weights_before_the_model_changes(pool2: RankPool) -> 
     assert "torch.manual_seed" in errors[0] and "broadcast" in errors[0]
 
 
+def swap_an_unsupported_model(rank: int, world: int, arg: object) -> list[str]:
+    """Return the errors of swaps of a model that only rank 0 can swap."""
+    swaps = moe_comm.swap_moe, moe_comm.swap_attention
+    return [
+        error_of(lambda swap=swap: swap(nn.Linear(2, 2) if rank else mixtral(0), dist.group.WORLD)) for swap in swaps
+    ]
+
+
+def test_a_model_that_cannot_be_swapped_on_one_rank_raises_on_all(pool2: RankPool) -> None:
+    for errors in pool2.run(swap_an_unsupported_model, timeout=60):
+        assert all(error.startswith("UnsupportedModel") for error in errors), errors
+
+
 # --- loops ---
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import StaticCache
 
 from moe_comm.integrations.hugging_face import record_routing, swap_attention, swap_moe, swapped_experts
 from tests.integrations.models import VOCAB, load, new_model, randomise, save_model
@@ -85,6 +86,22 @@ def test_generation_with_a_cache_skips_left_padding(folder: str) -> None:
     with record_routing(model) as record:
         assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **settings), want)
     assert len(next(iter(record.layers.values()))) == sum(LENGTHS) + 3 * len(LENGTHS)
+
+
+def test_the_mask_of_a_cache_of_fixed_size_has_the_tokens_at_their_positions(folder: str) -> None:
+    reference, model = load(folder).eval(), swap_moe(load(folder)).eval()
+    ids, _ = batch()
+    outputs = []
+    for one in (reference, model):
+        cache = StaticCache(config=one.config, max_cache_len=S + 3)
+        for first, last in ((0, 4), (4, 5)):
+            mask = (torch.arange(S + 3) < last).long().expand(len(ids), -1)
+            position = torch.arange(first, last)
+            more = {"past_key_values": cache, "cache_position": position, "use_cache": True}
+            with torch.no_grad():
+                outputs.append(one(input_ids=ids[:, first:last], attention_mask=mask, **more).logits)
+    for want, got in zip(outputs[:2], outputs[2:], strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "by hand"])

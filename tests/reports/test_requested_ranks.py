@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from moe_comm import cli
 from moe_comm.errors import ConfigError
-from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OTHER = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+OTHER = ("SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 ONE = {"RANK": "0", "WORLD_SIZE": "1"}
 COMMANDS = [
     ["check-grads", "--ranks", "2"],
@@ -57,6 +57,16 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def set_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"LOCAL_RANK": "-1"}, {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40001"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+)
+def test_other_processes_are_no_ranks(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts set LOCAL_RANK to -1 without a launcher; of the tasks of an interactive shell, one has the terminal."""
+    set_variables(monkeypatch, variables)
+    assert ranks_to_use(2) == 2 and ranks_to_use(None) == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -28,7 +28,7 @@ def check_writable(out: str | None) -> None:
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     check_replaceable(path)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path.parent, os.W_OK | os.X_OK):  # a new file replaces an existing one
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), out)
 
 

@@ -207,9 +207,13 @@ def parallelize_attention(
         }
     except MoeCommError as error:
         fault = error
-    for one in (tp_group, cp_group):
-        if one is not None and group_size(one) > 1:
-            check_loaded(model, channel_of(one), fault)
+    groups = [one for one in (tp_group, cp_group) if one is not None and group_size(one) > 1]
+    # The last comparison, without weights, sends a fault of the second group to the other ranks of the first one.
+    for compared, one in [*((model, one) for one in groups), *((nn.Module(), one) for one in groups[:-1])]:
+        try:
+            check_loaded(compared, channel_of(one), fault)
+        except MoeCommError as error:
+            fault = fault or error
     if fault is not None:
         raise fault
     for name, attention in swapped.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,9 @@ class PaddingMask:
         """Begin the call of model ``name``. A call of the same model that has not ended was interrupted."""
         self.end(name)
         tokens, real = _real_tokens(inputs)
+        # A model may pass its inner model another form of mask for the same tokens, such as one per kind of attention.
+        if real is None and self._calls and self._calls[-1][1] == tokens:
+            real = self._calls[-1][2]
         self._calls.append((name, tokens, real, torch.autograd._get_sequence_nr()))
 
     @torch._disable_dynamo
@@ -140,5 +143,23 @@ def _real_tokens(inputs: dict[str, Any]) -> tuple[int, RealTokens | None]:
     batch, length = tokens.shape[:2]
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
         return batch * length, None
-    # With a key-value cache, the mask has the cached tokens first.
-    return batch * length, RealTokens.of(mask[:, mask.shape[1] - length :] != 0)
+    first = _first_column(inputs, mask.shape[1] - length)
+    return batch * length, None if first is None else RealTokens.of(mask[:, first : first + length] != 0)
+
+
+def _first_column(inputs: dict[str, Any], last: int) -> int | None:
+    """Return the column of the mask for the first token of a call; None if it is not known.
+
+    Columns are positions in the key-value cache. They end with the tokens of the call, at ``last``, unless the mask is
+    as long as a cache of fixed size.
+    """
+    if not last:
+        return 0
+    position, cache = inputs.get("cache_position"), cast(Any, inputs.get("past_key_values"))
+    if isinstance(position, Tensor) and position.numel():
+        first = int(position.flatten()[0])
+    elif hasattr(cache, "get_seq_length"):
+        first = int(cache.get_seq_length())
+    else:
+        first = last
+    return first if 0 <= first <= last else None

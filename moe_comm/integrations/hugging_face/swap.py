@@ -27,8 +27,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.arrays import as_tensors
-from moe_comm.dispatch.selection.factory import refuse_dispatcher
-from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
@@ -127,24 +126,22 @@ class EPExperts(ParallelModule):
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
         gradients = gradients_of(self)
-        fault = None if gradients is None else adapter_fault(self, self.label)
-        if fault is None and self.copies is not None:
-            fault = self.copies.publish_if_due()
+        fault = self._prepare_copies()  # collective, so before any check
+        if gradients is not None:
+            fault = adapter_fault(self, self.label) or fault
         if fault is not None:
             self.dispatcher.refuse(fault, label=self.label)
         hidden_states, top_k_index, top_k_weights = self.dispatcher.readable(
             self.label, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
         )
-        try:
-            real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
-        except InputError as error:
-            self.dispatcher.refuse(error, label=self.label)
         with self.dispatcher.abort_on_error(self.label):
+            try:
+                real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
+            except InputError as error:
+                self.dispatcher.refuse(error, label=self.label)
             if real is not None:
                 top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
             x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
-            if self.copies is not None:
-                self.copies.materialize()
             if gradients is not None:
                 self.dispatcher.trained = gradients.trained(self, top_k_weights)
             if self._slots is not None:
@@ -176,7 +173,17 @@ class EPExperts(ParallelModule):
         if fault is None and not (x.dim() and x.is_floating_point()):
             fault = InputError(f"hidden_states must be floating-point tokens [..., D]; got {x.dtype} {tuple(x.shape)}")
         if fault is not None:
+            self._prepare_copies()  # as the other ranks do before they dispatch
             self.dispatcher.refuse(fault, label=self.label)
+
+    def _prepare_copies(self) -> MoeCommError | None:
+        """Publish the copies of experts if that is due, and allocate them. Return the error of this rank."""
+        if self.copies is None:
+            return None
+        fault = self.copies.publish_if_due()
+        if fault is None:
+            self.copies.materialize()
+        return fault
 
     def _run(self, call: ExpertCall) -> Tensor:
         weights = self if self.copies is None else SimpleNamespace(**self.copies.stacked())
@@ -268,23 +275,28 @@ def parallelize_moe(
         RankMismatch: ranks pass different arguments, or models with different weights. On every rank; the model is
             unchanged.
     """
-    overlap = Overlap.of(overlap)
-    already = swapped_experts(model)
-    if already:
-        name, first = next(iter(already.items()))
-        raise ConfigError(
-            f"{type(model).__name__} is already swapped ({name} is distributed over {first.dispatcher.world} ranks). "
-            "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
-        )
-    blocks = find_experts(model)
-    defaulted = group is None
+    overlap, effective, defaulted = Overlap.of(overlap), options or DispatchOptions(), group is None
     group = group_or_default(as_group(group, "ep"))
-    _refuse_conflicts(model, blocks, group_size(group))
-    places = _places(model, blocks)
-    for _, layout in blocks.values():
-        check_gemm_dtype(expert_gemm_dtype, layout.hidden)
+    world = group_size(group)
+    fault: MoeCommError | None = None
+    blocks, places, placements = {}, [], dict[int, Placement]()
+    try:
+        _refuse_swapped(model)
+        blocks = find_experts(model)
+        _refuse_conflicts(model, blocks, world)
+        places = _places(model, blocks)
+        for _, layout in blocks.values():
+            check_gemm_dtype(expert_gemm_dtype, layout.hidden)
+            count = layout.num_experts
+            placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
+    except MoeCommError as error:
+        fault = error
+    if world > 1:
+        assert group is not None
+        check_loaded(model, Channel(communicator_of(group, effective.timeout_s), effective.timeout_s), fault)
+    if fault is not None:
+        raise fault
     device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
-    effective = options or DispatchOptions()
     traffic = Traffic(
         deterministic=effective.deterministic,
         wire_dtypes=effective.wire_dtypes,
@@ -292,17 +304,6 @@ def parallelize_moe(
         fused=overlap is not None and overlap.uses_kernels,
         scaled=expert_gemm_dtype == "fp8",
     )
-    counts = sorted({layout.num_experts for _, layout in blocks.values()})
-    placements: dict[int, Placement] = {}
-    try:
-        for count in counts:
-            world = group_size(group)
-            placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
-    except ConfigError as fault:
-        refuse_dispatcher(fault, group, options)
-    if group_size(group) > 1:
-        assert group is not None
-        check_loaded(model, Channel(communicator_of(group, effective.timeout_s), effective.timeout_s))
     dispatchers = {
         count: make_dispatcher(
             sum(placements[count].slots_per_rank),
@@ -314,7 +315,7 @@ def parallelize_moe(
             device=device,
             expert_placement=placements[count],
         )
-        for count in counts
+        for count in sorted(placements)
     }
     padding, _ = PaddingMask.of(model, blocks)
     for names in places:
@@ -353,6 +354,16 @@ def _log_swap(blocks: Sequence[EPExperts], defaulted: bool) -> None:
         level = logging.WARNING if defaulted and first.world > 1 else logging.INFO
         over = f"{first.world} ranks" + (", the default group" if defaulted and first.world > 1 else "")
         _log.log(level, "swap_moe: %d MoE blocks, %s experts over %s", len(blocks), experts, over)
+
+
+def _refuse_swapped(model: nn.Module) -> None:
+    already = swapped_experts(model)
+    if already:
+        name, first = next(iter(already.items()))
+        raise ConfigError(
+            f"{type(model).__name__} is already swapped ({name} is distributed over {first.dispatcher.world} ranks). "
+            "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
+        )
 
 
 def _router(model: nn.Module, places: Sequence[str]) -> Callable[[], nn.Parameter | None]:

@@ -139,7 +139,7 @@ def _different_models(index: int, texts: list[str], channel: Channel, what: str)
 def checksum(tensor: Tensor) -> int:
     """Return a number that differs, except for one case in 2^63, between tensors with different bits; never 0.
 
-    It does not depend on strides and device. Reads the tensor once, at about 2 GB/s on one core.
+    It does not depend on strides and device. Reads the tensor once.
 
     Returns:
         A signed 64-bit number; 0 if the tensor has no memory of its own to read (see ``replicas``).

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +34,7 @@ from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.input_faults import tokens_fault
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
-from moe_comm.errors import MoeCommError
+from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
@@ -412,6 +413,7 @@ class MoELayer(ParallelModule):
         fault: MoeCommError | None = None if copies is None else copies.publish_if_due(later=in_parts)
         if self.dispatcher.world > 1:
             fault = adapter_fault(self.experts, self.label) or fault
+        given = routing is not None
         (x,), unusable = as_tensors(x=x)
         if unusable is None:
             unusable = tokens_fault(x, self.router.hidden)
@@ -422,7 +424,11 @@ class MoELayer(ParallelModule):
             unusable = mask_fault(mask, x, routing)
         fault = fault or unusable
         if fault is not None:
-            self._exchange_without_tokens(routing, token_index, x.shape[0] if x.dim() == 3 else 1)
+            if given and routing is None:  # it cannot be read, and the other ranks do not call the router
+                weights_TK = x.new_empty(0, 1, dtype=torch.float32, device=self.router.weight.device)
+                routing = Routing(weights_TK.long(), weights_TK)
+            with suppress(InputError):  # of the same fault, as of ranks with other numbers of sequences
+                self._exchange_without_tokens(routing, token_index, x.shape[0] if x.dim() == 3 else 1)
             self.dispatcher.refuse(fault, label=self.label)
         return x
 

@@ -52,7 +52,7 @@ class RealTokens:
 
     def spread(self, y_TD: Tensor) -> Tensor:
         """Return the rows of all tokens [N, D]: ``y_TD``, and zeros for padding."""
-        return y_TD.new_zeros(self.mask_N.shape[0], y_TD.shape[1]).index_copy(0, self.index_T, y_TD)
+        return y_TD.new_zeros(self.mask_N.shape[0], y_TD.shape[1]).index_copy_(0, self.index_T, y_TD)
 
 
 def mask_fault(mask: Any, x: Tensor, routing: Routing | None) -> InputError | None:

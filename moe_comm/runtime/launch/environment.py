@@ -32,17 +32,20 @@ class RankEnvironment:
 def rank_environment() -> RankEnvironment | None:
     """Return the rank that a launcher (torchrun, an operator, or ``launch``) made this process; None: no rank.
 
-    An empty variable counts as unset.
+    A variable that is empty counts as unset, and so does -1 as LOCAL_RANK.
 
     Raises:
         ConfigError: the variables are incomplete, not numbers or contradict each other; or another launcher (srun,
             mpirun) started several processes without these variables, so that each would work alone.
     """
     given = {name: text for name in _VARIABLES if (text := os.environ.get(name, "").strip())}
+    if given.get("LOCAL_RANK") == "-1":  # an old convention of scripts for "not distributed"
+        del given["LOCAL_RANK"]
     if not given:
         for launcher, name in _OTHER_LAUNCHERS.items():
             text = os.environ.get(name, "").strip()
-            if text.isdecimal() and int(text) > 1:
+            shell = name.startswith("SLURM") and "SLURM_PTY_PORT" in os.environ  # only one of the tasks has a terminal
+            if text.isdecimal() and int(text) > 1 and not shell:
                 raise ConfigError(
                     f"{launcher} started {text} processes ({name}), but RANK and WORLD_SIZE are not set, so each of "
                     f"them would work alone: start one torchrun per host, set RANK, WORLD_SIZE, LOCAL_RANK, "

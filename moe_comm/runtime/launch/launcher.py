@@ -241,9 +241,12 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
 
     cpu_guard.apply()
     timeout_s = seconds_of("timeout_s", timeout_s)
-    # Who has made a process group needs no variables for it.
-    joined = dist.is_initialized() and not os.environ.get("RANK")
-    own = (None if joined else rank_environment()) or RankEnvironment(0, 1, 0, 1, one_host=True)
+    if dist.is_initialized():  # who has made a process group needs no other variables for it
+        local = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        local_rank, local_world = (int(text) if text.isdecimal() else n for n, text in enumerate(local))
+        own = RankEnvironment(0, 1, local_rank, local_world, one_host=True)
+    else:
+        own = rank_environment() or RankEnvironment(0, 1, 0, 1, one_host=True)
     restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
     kind = _device_kind(device, own.local_world)
     local_device = f"cuda:{own.local_rank}" if kind == "cuda" else "cpu"

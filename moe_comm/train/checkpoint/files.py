@@ -69,7 +69,7 @@ class HashedFile:
         self._size = 0
         folder = open_own_folder(path.parent)
         try:
-            self._file = open_new(path.name, folder)
+            self._file = open_new(path, folder)
         finally:
             os.close(folder)
 

@@ -248,10 +248,13 @@ def _replaced(path: Path) -> Path:
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint. Its marker goes first, so a partly deleted checkpoint is not complete."""
-    with contextlib.suppress(OSError):  # no such folder, or a link, or no marker
+    handle = None
+    with contextlib.suppress(OSError):  # no such folder, or a link
         handle = open_own_folder(path)
+    if handle is not None:
         try:
-            os.unlink(COMPLETE, dir_fd=handle)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(COMPLETE, dir_fd=handle)
         finally:
             os.close(handle)
     remove(path)

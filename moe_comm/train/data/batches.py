@@ -304,7 +304,7 @@ class Corpus:
 
     def save_tokenizer(self, folder: str | Path) -> None:
         """Copy the tokenizer into ``folder``, for ``AutoTokenizer``."""
-        copy_tokenizer(self.files[0].tokenizer, Path(folder))
+        copy_tokenizer(self.files[0].tokenizer, Path(folder), follow=True)
 
     def prompt(self, length: int) -> list[int]:
         """Return the first ``length`` tokens of the held-out text, or of the training text if none is held out."""

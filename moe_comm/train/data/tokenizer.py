@@ -254,31 +254,37 @@ def _save(folder: Path, text: str, end_name: str, extra_files: dict[str, bytes])
         write_file(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
-def saved_files(folder: Path) -> dict[str, bytes]:
+def saved_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
     """Return the files that ``Tokenizer.save`` wrote to ``folder``, by name. Other files there are ignored.
 
     They may be copied into the folder of a model: none has the name of a model's configuration, weights or code.
 
+    Args:
+        follow: follow links, in a folder that the user has named.
+
     Raises:
-        ConfigError: one of them is a link, not a regular file, too large, or cannot be read.
+        ConfigError: one of them is not a regular file, too large, or cannot be read; or is a link, unless ``follow``.
     """
     try:
-        os.close(open_own_folder(folder))
-        return _read_files(folder, ("tokenizer.json", *EXTRA_FILES), follow=False)
+        if not follow:
+            os.close(open_own_folder(folder))
+        return _read_files(folder, ("tokenizer.json", *EXTRA_FILES), follow=follow)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read the tokenizer in {str(folder)!r}: {error}") from error
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path, *, follow: bool = False) -> None:
     """Copy the tokenizer saved in ``source`` into ``folder``. Other files of ``folder`` are not changed.
+
+    follow: as in ``saved_files``.
 
     Raises:
         ConfigError: as ``saved_files``, or there is none.
         OSError: ``folder`` is a link, or cannot be written.
     """
-    files = saved_files(source)
+    files = saved_files(source, follow=follow)
     if not files:
         raise ConfigError(f"there is no tokenizer in {str(source)!r}")
     make_folders(folder.parent, folder.name)

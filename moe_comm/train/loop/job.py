@@ -118,6 +118,8 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
         trial = partial(trial_seconds, architecture=architecture, corpus=corpus, ranks=ranks, device=device)
         config, text = resolve_parallel(config, ModelShape.of(architecture), ranks, device, earlier, trial)
         progress.log(text)
+    # Under torchrun, the resolved configuration must not contain the default number of ranks.
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ranks": ranks.world})})
     mesh = ParallelMesh(config.parallel.mapping(ranks.world), device_of_run())
     state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
     folder = RunFolder.make(config, ranks, snapshots)
