@@ -96,7 +96,7 @@ def _waited_for(x: Tensor, name: str) -> Tensor:
 
 
 def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None, device: str = "cpu") -> int:
-    """Return the address of a dense tensor for native code, which cannot check what it reads and writes; 0 for None.
+    """Return the address of a dense tensor; 0 for None. Native code cannot check what it reads and writes.
 
     Raises:
         InputError: the tensor has another dtype, shape (None: any) or device type, is not dense, or has no memory.

@@ -98,7 +98,7 @@ def _names(node: ast.AST, *, functions: bool) -> Iterator[str]:
 def _module_files(name: str, root: Path) -> frozenset[Path]:
     """Return the files that an import of ``name`` runs: packages, then a module or the module that defines the name.
 
-    Public names of packages load on first use: the stub beside ``__init__.py`` says from where.
+    Public names of packages load on first use: the stub beside ``__init__.py`` names their modules.
     """
     parts = name.split(".")
     if parts[0] not in PACKAGES:

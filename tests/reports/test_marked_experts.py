@@ -32,7 +32,7 @@ def weights(expert: int) -> tuple[Tensor, Tensor]:
 
 
 class MLP(nn.Module):
-    """One expert, with a width of its own."""
+    """One expert; the widths of experts differ."""
 
     def __init__(self, expert: int) -> None:
         super().__init__()

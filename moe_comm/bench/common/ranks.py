@@ -22,7 +22,7 @@ TIMEOUT_S = 1800.0
 
 
 def say(text: str) -> None:
-    """Print what is measured next, on standard error. Ranks other than the first print nothing."""
+    """Print the next phase on standard error. Ranks other than the first print nothing."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 

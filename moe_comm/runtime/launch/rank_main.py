@@ -95,7 +95,7 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
 
 
 def error_kind(error: BaseException) -> str:
-    """Return the name of the first class of ``error`` in ``moe_comm.errors``; of its own class if there is none."""
+    """Return the name of the nearest class of ``error`` in ``moe_comm.errors``, or else that of its class."""
     own = [cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__]
     return (own or [type(error)])[0].__name__
 
