@@ -1,54 +1,28 @@
-"""Setup of communicators and channels of a process group, and comparison of settings between its ranks.
-
-Ranks exchange a vector of fixed size, whatever they disagree on:
-
-    word   0             1..           FACTS
-           fault kind    facts         text of the fault
-
-A fault is an error in a rank's settings, which all ranks raise. A fact that is not an integer is sent as a checksum. If
-checksums differ, all ranks exchange the values as text in a second all-gather of fixed size, so that the error can name
-the fields that differ.
-"""
+"""Setup of the communicators and channels of a process group."""
 
 from __future__ import annotations
 
 import secrets
 import warnings
-import zlib
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm import communicator
+from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import AbortOnError, Channel
 from moe_comm.comm.communicator import CollectiveOptions, Communicator
-from moe_comm.comm.header import FAULTS, fault_word
 from moe_comm.comm.peers import Peers, Process
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.shared_heap import SharedHeap, SharedOptions
-from moe_comm.errors import ConfigError, HeapError, MoeCommError, RankMismatch
+from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.runtime.group_rank import rank_and_size
 from moe_comm.runtime.memory import native_is_built
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-FACTS = 14
-"""Maximum number of facts."""
-TEXT_BYTES = 400
-"""Maximum length of the text of a fault."""
-VALUES_BYTES = 4096
-VALUE_CHARS = 200
-"""Maximum length of a value's text, so that all fields fit into ``VALUES_BYTES``."""
-
-Words = npt.NDArray[np.int64]
 
 
 def communicator_of(group: ProcessGroup, timeout_s: float | None = None) -> Communicator:
@@ -193,93 +167,3 @@ def group_size(group: ProcessGroup | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """Return the rank of this process in ``group``; 0 for None."""
     return rank_and_size(group)[0]
-
-
-def digest(*values: object) -> int:
-    """Return a checksum for comparing values of any type between ranks."""
-    return zlib.crc32(repr(values).encode())
-
-
-def compare(
-    channel: Channel,
-    what: str,
-    same: Mapping[str, object],
-    facts: Mapping[str, int] | None = None,
-    fault: MoeCommError | None = None,
-) -> dict[str, list[int]]:
-    """Exchange and compare settings. Every rank of the group must call this, whatever its settings are.
-
-    Args:
-        channel: a channel of the group.
-        what: the object being built, for messages.
-        same: settings of any type that must be equal on all ranks. With ``facts`` at most ``FACTS``. The error names
-            the fields of a dataclass that differ.
-        facts: integers that may differ.
-        fault: an error in this rank's settings. It is raised here, and with its text on every other rank.
-
-    Returns:
-        The values of ``same`` (integers or checksums) and ``facts``, by name and rank.
-
-    Raises:
-        RankMismatch: a setting differs.
-        ConfigError, or the class of the fault: the settings of a rank are invalid.
-    """
-    numbers = {name: value if isinstance(value, int) else digest(value) for name, value in same.items()}
-    numbers |= facts or {}
-    if len(numbers) > FACTS:
-        raise ConfigError(f"{what}: at most {FACTS} facts fit the exchange; got {len(numbers)}")
-    words = np.zeros(1 + FACTS + TEXT_BYTES // 8, np.int64)
-    words[1 : 1 + len(numbers)] = list(numbers.values())
-    if fault is not None:
-        words[0] = fault_word(fault, ConfigError)
-        raw = str(fault).encode()[:TEXT_BYTES]
-        words[1 + FACTS :].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
-    sent = torch.from_numpy(words).to(channel.control_device)
-    rows: Words = channel.all_gather(sent, f"building {what}").cpu().numpy()
-    if fault is not None:
-        raise fault
-    for rank, row in enumerate(rows):
-        if row[0]:
-            text = row[1 + FACTS :].tobytes().rstrip(b"\0").decode(errors="replace")
-            raise FAULTS[int(row[0]) - 1](f"rank {rank}: {text}")
-    by_rank = {name: [int(v) for v in rows[:, 1 + i]] for i, name in enumerate(numbers)}
-    if differing := [name for name in same if len(set(by_rank[name])) > 1]:
-        raise _mismatch(channel, what, {name: same[name] for name in differing})
-    return by_rank
-
-
-def _mismatch(channel: Channel, what: str, own: Mapping[str, object]) -> RankMismatch:
-    """Return the error with the fields of ``own`` that differ and their values by rank. Collective."""
-    lines = [f"{field}\t{text[:VALUE_CHARS]}" for name, value in own.items() for field, text in _as_text(name, value)]
-    raw = "\n".join(lines).encode()[:VALUES_BYTES]
-    sent = torch.zeros(VALUES_BYTES, dtype=torch.uint8, device="cpu")
-    sent[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    rows = channel.all_gather(sent.to(channel.control_device), f"comparing {what}").cpu().numpy()
-    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
-    by_rank = [dict(line.partition("\t")[::2] for line in text.split("\n")) for text in texts]
-    field_names = dict.fromkeys(field for values in by_rank for field in values)
-    values_of = {field: [values.get(field, "not given") for values in by_rank] for field in field_names}
-    differences = "; ".join(
-        f"{field}: " + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        for field, values in values_of.items()
-        if len(set(values)) > 1
-    )
-    names = ", ".join(own)
-    return RankMismatch(
-        f"ranks disagree on {names} when building {what}: "
-        f"{differences.removeprefix(f'{names}: ') or 'their values are too long to show'}. "
-        "All ranks of a group must use the same settings."
-    )
-
-
-def _as_text(name: str, value: object) -> list[tuple[str, str]]:
-    """Return names and texts of ``value``, or of the fields of a dataclass and the entries of a mapping."""
-    if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if not isinstance(value, Mapping):
-        return [(name, " ".join(repr(value).split()))]
-    return [
-        (key if key == inner else f"{key}.{inner}", text)
-        for key, item in value.items()
-        for inner, text in _as_text(str(key), item)
-    ]

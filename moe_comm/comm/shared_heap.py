@@ -11,18 +11,16 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
-import torch
-
+from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, HeapError
 from moe_comm.runtime.host import host_key
 from moe_comm.runtime.memory import native
 
 SEGMENT_PREFIX = "moe_comm"
-TEXT_BYTES = 1024
-"""Maximum size of the text that ranks exchange at setup: a name and one bit per core, or an error."""
 SPIN_US = 50.0
 """Spin time before a rank with its own core sleeps, in microseconds. A wake-up takes about as long."""
 
@@ -78,54 +76,31 @@ class SharedHeap:
     def _create(self, core: ModuleType, channel: Channel, options: SharedOptions) -> None:
         """Create this rank's heap and attach those of the others."""
         name = f"/{SEGMENT_PREFIX}.{os.getpid()}.{secrets.token_hex(8)}"
-        # A rank that fails reports it in the next collective, so that the others do not wait.
-        problem: Exception | None = None
+        # A rank that fails reports it in the next exchange, so that the others do not wait.
+        outcome: str | Exception = f"{host_key()} {name} {_core_mask():x}"
         try:
             self.heap = core.Heap(name, core.Communicator.control_bytes(), options.initial_bytes, options.reserve_bytes)
         except HeapError as error:
-            problem = error
-        texts = _gather_text(f"{host_key()} {name if problem is None else ''} {_core_mask():x}", channel)
-        keys, names, masks = zip(*(text.split(" ") for text in texts), strict=True)
+            outcome = error
+        gather = partial(gather_texts, channel, "setting up shared memory")
+        keys, names, masks = zip(*(text.split(" ") for text in agree(outcome, gather)), strict=True)
+        if len(set(keys)) > 1:  # on every rank
+            raise ConfigError(
+                "shared_memory needs all ranks of the group on one host with one /dev/shm; use all_to_all between hosts"
+            )
+        spin = SPIN_US if _distinct_cores(masks) >= channel.world else 0.0
+        spin = spin if options.spin_us is None else options.spin_us
+        outcome = ""
         try:
-            if len(set(keys)) > 1:
-                raise ConfigError(
-                    "shared_memory needs all ranks of the group on one host with one /dev/shm; "
-                    "use all_to_all between hosts"
-                )
-            if problem is None and all(names):
-                spin = SPIN_US if _distinct_cores(masks) >= channel.world else 0.0
-                spin = spin if options.spin_us is None else options.spin_us
-                self.communicator = core.Communicator(
-                    self.heap, channel.rank, channel.world, channel.timeout_s, spin, options.first_progress
-                )
-                # Peers access the control region only after the exchange below.
-        except (HeapError, ConfigError) as error:
-            problem = problem or error
-        _raise_on_all(problem, channel)
+            self.communicator = core.Communicator(
+                self.heap, channel.rank, channel.world, channel.timeout_s, spin, options.first_progress
+            )
+        except HeapError as error:
+            outcome = error
+        agree(outcome, gather)  # peers access the control region only after this exchange
+        outcome = ""
         try:
             self.communicator.attach(list(names))
         except HeapError as error:
-            problem = error
-        _raise_on_all(problem, channel)
-
-
-def _gather_text(text: str, channel: Channel) -> list[str]:
-    """Gather ``text`` of every rank with a collective of fixed size (no pickle)."""
-    raw = text.encode()
-    if len(raw) > TEXT_BYTES:
-        raise ValueError(f"{text!r} is longer than {TEXT_BYTES} bytes")
-    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device="cpu")
-    own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else own[:0]
-    rows = channel.all_gather(own.to(channel.control_device), "setting up shared memory")
-    return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
-
-
-def _raise_on_all(problem: Exception | None, channel: Channel) -> None:
-    """Raise on every rank if a rank has a problem: its own error there, ``HeapError`` with its text on the others."""
-    own = "" if problem is None else str(problem) or type(problem).__name__
-    texts = _gather_text(own.encode()[:TEXT_BYTES].decode(errors="ignore"), channel)
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(texts):
-        if text:
-            raise HeapError(f"rank {rank}: {text}")
+            outcome = error
+        agree(outcome, gather)

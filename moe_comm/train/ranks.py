@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm import errors
-from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, RankMismatch
+from moe_comm.comm.agree import agree
+from moe_comm.errors import PeerDied, PeerTimeout, RankMismatch
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_names import group_of
@@ -97,19 +97,7 @@ class Ranks:
             if not outcome:
                 thread.join(POLL_S)
             ready = int(self.sum(torch.tensor([float(bool(outcome))], dtype=torch.float32, device="cpu")))
-        local = outcome[0]
-        error_name = type(local).__name__ if isinstance(local, BaseException) else ""
-        texts = self.gather_texts(f"{error_name}\n{local}")
-        if isinstance(local, BaseException):
-            raise local
-        results = [text.partition("\n") for text in texts]
-        for rank, (error_name, _, message) in enumerate(results):
-            if error_name:
-                error_class: Any = getattr(errors, error_name, None)
-                if error_class is None:  # an error of Python or torch
-                    raise MoeCommError(f"rank {rank}: {error_name}: {message}")
-                raise error_class(f"rank {rank}: {message}")
-        return [text for _, _, text in results]
+        return agree(outcome[0], self.gather_texts)
 
     def first_with_folder(self, folder: Path) -> int:
         """Return the lowest rank that shares ``folder`` with this rank, and can fill it for the others. Collective.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.group_setup import compare
 from moe_comm.comm.header import Header, fault_word
 from moe_comm.dispatch.base import make_handle
 from moe_comm.dispatch.handshake import settings_of

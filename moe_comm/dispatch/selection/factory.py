@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.group_setup import as_group, communicator_of, compare
+from moe_comm.comm.group_setup import as_group, communicator_of
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.types import DispatchOptions

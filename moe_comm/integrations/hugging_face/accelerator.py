@@ -24,6 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_comm.comm.agree import agree, gather_texts
+from moe_comm.comm.group_setup import channel_of
 from moe_comm.errors import CheckpointError, ConfigError, UnsupportedModel
 from moe_comm.layers.data_parallel import (
     clip_grad_norm_,
@@ -74,24 +76,24 @@ def has_distributed_experts(model: Any) -> bool:
     return next(expert_modules(model), None) is not None
 
 
-def write_on(writes: bool, write: Callable[[], None], device: torch.device, target: str) -> None:
+def write_on(writes: bool, write: Callable[[], None], target: str) -> None:
     """Call ``write`` on the ranks where ``writes`` is true, and wait for it on all ranks. Collective.
 
     Raises:
         CheckpointError: writing failed on another rank. That rank raises its original exception.
     """
-    failure: Exception | None = None
+    outcome: str | Exception = ""
     if writes:
         try:
             write()
         except Exception as error:
-            failure = error
-    flag = torch.tensor([failure is not None], dtype=torch.bool, device=device)
-    failed = bool(gather_values(flag, dist.group.WORLD, f"writing {target}").any())
-    if failure is not None:
-        raise failure
-    if failed:
-        raise CheckpointError(f"another rank could not write {target}; see the error of that rank")
+            outcome = error
+    group = dist.group.WORLD
+
+    def gather(text: str) -> list[str]:
+        return [text] if group is None else gather_texts(channel_of(group), f"writing {target}", text)
+
+    agree(outcome, gather, CheckpointError)
 
 
 class _HandlesExperts:
@@ -259,11 +261,11 @@ def _write(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
     stem, suffix = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     for model, path in zip(modules, _paths(folder, stem, suffix, len(modules)), strict=True):
         state = _without_duplicates(state_dict(model, rank0_only=True, cpu=True))
-        write_on(True, partial(save_file, state, path, safe_serialization=safe), accelerator.device, str(path))
+        write_on(True, partial(save_file, state, path, safe_serialization=safe), str(path))
     all_models = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
         state = optimizer_state_dict(all_models, optimizer, rank0_only=True, cpu=True)
-        write_on(True, partial(save_file, state, path), accelerator.device, str(path))
+        write_on(True, partial(save_file, state, path), str(path))
 
 
 def _without_duplicates(state: dict[str, Any]) -> dict[str, Any]:

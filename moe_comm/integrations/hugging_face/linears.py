@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moe_comm.comm.group_setup import as_group, compare
+from moe_comm.comm.agree import compare
+from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.state import gather_full
 from moe_comm.integrations.hugging_face.ties import Ties

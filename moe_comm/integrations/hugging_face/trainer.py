@@ -81,7 +81,7 @@ class MoETrainerMixin:
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         state = state_dict(self.model, rank0_only=not self.args.save_on_each_node, cpu=True)
-        write_on(self.args.should_save, partial(self._save, folder, state_dict=state), self.args.device, folder)
+        write_on(self.args.should_save, partial(self._save, folder, state_dict=state), folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -93,7 +93,7 @@ class MoETrainerMixin:
         state = optimizer_state_dict(self.model, self.optimizer, rank0_only=rank0_only, cpu=True)
         for values, name in ((state, OPTIMIZER_NAME), (self.lr_scheduler.state_dict(), SCHEDULER_NAME)):
             path = os.path.join(output_dir, name)
-            write_on(self.args.should_save, partial(_save, values, path), self.args.device, path)
+            write_on(self.args.should_save, partial(_save, values, path), path)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         model = self.model if model is None else model

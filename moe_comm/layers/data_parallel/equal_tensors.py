@@ -20,8 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_comm.comm.agree import compare, digest
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.group_setup import channel_of, compare, digest
+from moe_comm.comm.group_setup import channel_of
 from moe_comm.errors import MoeCommError, RankMismatch
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 

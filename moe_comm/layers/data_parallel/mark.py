@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.agree import compare
 from moe_comm.comm.communicator import communicators
-from moe_comm.comm.group_setup import channel_of, compare
+from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, MoeCommError, RankMismatch
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_comm.comm.group_setup import compare
+from moe_comm.comm.agree import compare
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.data_parallel.gradients import managed_by_fsdp

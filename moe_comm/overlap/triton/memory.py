@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.group_setup import channel_of, communicator_of, digest, group_rank, group_size
+from moe_comm.comm.agree import digest
+from moe_comm.comm.group_setup import channel_of, communicator_of, group_rank, group_size
 from moe_comm.comm.header import other_collective
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import ConfigError, PeerError, PeerTimeout

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
+from moe_comm.comm.agree import digest
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.communicator import communicators
-from moe_comm.comm.group_setup import digest
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON
 from moe_comm.overlap.tuning.cost import CHUNKS, IN_PLACE, MARGIN, GroupRates, OperatorWork, cheapest, predict

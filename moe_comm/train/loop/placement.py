@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.comm.group_setup import compare, digest
+from moe_comm.comm.agree import compare, digest
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.load import LayerLoad, moe_layers
