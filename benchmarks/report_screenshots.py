@@ -17,14 +17,14 @@ from PIL import Image
 from selenium import webdriver
 
 from moe_comm.observe.report import write_report
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.pages.plan_page import write_page
-from moe_comm.plan.pages.timeline import timeline
-from moe_comm.plan.search.request import PlanRequest
-from moe_comm.plan.step.simulate import simulate
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Mapping
+from moe_plan.pages.plan_page import write_page
+from moe_plan.pages.timeline import timeline
+from moe_plan.search.request import PlanRequest
+from moe_plan.step.simulate import simulate
 from tests.support.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 
 WIDTH, COLORS, MAX_BYTES = 1280, 160, 400_000

@@ -68,11 +68,11 @@ def faults_of(wheel: Path, root: Path = ROOT) -> list[str]:
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    package = root / "moe_comm"
     skipped = {"__pycache__", "_C.built"}
     expected = {
-        f"moe_comm/{path.relative_to(package).as_posix()}"
-        for path in package.rglob("*")
+        path.relative_to(root).as_posix()
+        for package in ("moe_comm", "moe_plan")
+        for path in (root / package).rglob("*")
         if path.is_file() and path.suffix not in (".so", ".new", ".pyc") and not skipped & set(path.parts)
     }
     faults = [f"no {name}" for name in sorted(expected - names)]

@@ -281,7 +281,7 @@ def test_dotted_names_and_files_exist(page: Path) -> None:
 def test_every_ready_configuration_is_in_the_table_with_its_mapping() -> None:
     config = pytest.importorskip("moe_comm.train.config")
     build = pytest.importorskip("moe_comm.train.loop.build")
-    from moe_comm.plan.model.shape import ModelShape
+    from moe_comm.layers.transformer.shape import ModelShape
 
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| ([^|]*) \| ([\d.]+) ([MB]) \|", TRAINING, re.MULTILINE)
     assert {row[0] for row in rows} == config.ready_configs().keys()
@@ -293,7 +293,7 @@ def test_every_ready_configuration_is_in_the_table_with_its_mapping() -> None:
 
 
 def test_every_schedule_is_in_the_table_of_pipelines() -> None:
-    schedules = pytest.importorskip("moe_comm.plan.pipeline.schedules").SCHEDULES
+    schedules = pytest.importorskip("moe_comm.topology.pipeline").SCHEDULES
     section = (ROOT / "docs/parallelism.md").read_text().partition("## Pipelines")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (\d)(?: (or more))? \| ([\w, ]+) \|", section, re.MULTILINE)
     shown = {name: (int(least), bool(more), backward != "whole") for name, least, more, backward in rows}

@@ -102,8 +102,8 @@ def test_a_command_of_the_docs_runs(
 
 def _describe_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the description of a machine where ``moe-comm plan --calibrate`` would have written it."""
-    from moe_comm.plan.machine.hardware_file import save
-    from moe_comm.plan.machine.hardware_table import cluster_named
+    from moe_plan.machine.hardware_file import save
+    from moe_plan.machine.hardware_table import cluster_named
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     (folder / "moe_comm").mkdir(exist_ok=True)

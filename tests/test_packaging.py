@@ -171,7 +171,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("csrc", "moe_comm"):
+    for name in ("csrc", "moe_comm", "moe_plan"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, source)
@@ -190,7 +190,7 @@ def clean_environment() -> dict[str, str]:
 def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm", "moe_plan"}
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
     process = subprocess.run(install, env=clean_environment(), **CHILD)
@@ -215,6 +215,7 @@ def test_a_wheel_has_every_file_the_device_code_and_the_metadata(wheel: Path) ->
     ("pattern", "old", "new", "fault"),
     [
         (r"moe_comm/py\.typed", None, None, "no moe_comm/py.typed"),
+        (r"moe_plan/pages/page\.html", None, None, "no moe_plan/pages/page.html"),
         (r"moe_comm/_C\.pyi", None, None, "no moe_comm/_C.pyi"),
         (r"moe_comm/train/presets/tiny\.toml", None, None, "no moe_comm/train/presets/tiny.toml"),
         (r"moe_comm/_C\..*\.so", None, None, "0 native cores instead of 1"),

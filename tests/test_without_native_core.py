@@ -82,7 +82,8 @@ for ranks in (1, 2):
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the package without its native core."""
     folder = tmp_path_factory.mktemp("plain")
-    shutil.copytree(SOURCE, folder / "moe_comm", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    for name in ("moe_comm", "moe_plan"):
+        shutil.copytree(SOURCE.parent / name, folder / name, ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
     return folder
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("moe_comm", "tests", "benchmarks")
+PACKAGES = ("moe_comm", "moe_plan", "tests", "benchmarks")
 NATIVE_SOURCES = ("csrc", "setup.py", "CMakeLists.txt")
 """Sources of the native core, ``moe_comm._C``."""
 SUFFIXES = {".py", ".sh", ".txt", ".h", ".cpp", ".cu", ".cuh", ".inc"}

@@ -1,1 +1,1 @@
-"""Compare predictions of ``moe_comm.plan`` with published measurements."""
+"""Compare predictions of ``moe_plan`` with published measurements."""

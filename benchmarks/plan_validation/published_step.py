@@ -14,14 +14,14 @@ from itertools import product
 from benchmarks.plan_validation.published import StepCase
 from benchmarks.plan_validation.validate import OutOfMemory
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import MICRO_BATCHES, RECOMPUTE, Mapping
-from moe_comm.plan.model.memory import MemoryPolicy
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.search.request import PlanRequest
-from moe_comm.plan.search.space import SearchSpace
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import MICRO_BATCHES, RECOMPUTE, Mapping
+from moe_plan.model.memory import MemoryPolicy
+from moe_plan.search.request import PlanRequest
+from moe_plan.search.space import SearchSpace
 
 POLICY = MemoryPolicy(cut_shared=True, reshard=True)
 

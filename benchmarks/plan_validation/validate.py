@@ -3,7 +3,7 @@
     report = validate(predict_step)
     print(report.text())
 
-Operators are predicted with ``moe_comm.plan.machine.fused``, steps by the ``predict_step`` argument. Fitted and
+Operators are predicted with ``moe_plan.machine.fused``, steps by the ``predict_step`` argument. Fitted and
 excluded rows are listed but not evaluated.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from benchmarks.plan_validation.published import OperatorCase, Row, StepCase, Table, tables
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine import fused
-from moe_comm.plan.machine.fused import Gemm, Transport
-from moe_comm.plan.machine.hardware import Cluster, item_bytes
-from moe_comm.plan.machine.hardware_table import H100, PCIE_4, cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import DROPLESS
-from moe_comm.plan.step.weights import SLOW_RING
+from moe_plan.machine import fused
+from moe_plan.machine.fused import Gemm, Transport
+from moe_plan.machine.hardware import Cluster, item_bytes
+from moe_plan.machine.hardware_table import H100, PCIE_4, cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import DROPLESS
+from moe_plan.step.weights import SLOW_RING
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,10 @@ def chosen(peers: list[str] | None, **values: Any) -> dict[str, Any]:
 
 
 def load(module: str, extra: str) -> ModuleType:
-    """Import a module of this package. If a dependency is missing, raise an error that names the extra to install."""
+    """Import a module of this distribution. The error for a missing dependency names the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not error.name or error.name.partition(".")[0] == "moe_comm":
+        if not error.name or error.name.partition(".")[0] in ("moe_comm", "moe_plan"):
             raise
         raise MissingDependency(f"{error.name} is not installed; run: {pip_install(extra)}") from None

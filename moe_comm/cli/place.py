@@ -15,7 +15,7 @@ from moe_comm.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moe_comm.plan.whatif.placement import PlacementStudy
+    from moe_plan.whatif.placement import PlacementStudy
 
 app = typer.Typer()
 KINDS = ("relocate", "replicate")
@@ -51,7 +51,7 @@ def place(
     json_out: JsonOut = None,
 ) -> None:
     """Show expert loads and placement decisions of a run by layer, and replay its loads with other settings."""
-    report, analysis = load("moe_comm.bench.common.report", "bench"), load("moe_comm.plan.whatif.placement", "observe")
+    report, analysis = load("moe_comm.bench.common.report", "bench"), load("moe_plan.whatif.placement", "observe")
     report.check_writable(json_out)
     settings = load("moe_comm.topology.placement_replay", "train").ReplaySettings
     chosen = [

@@ -16,10 +16,10 @@ from moe_comm.cli.options import JsonOut, echo, load
 from moe_comm.errors import ConfigError, MoeCommError
 
 if TYPE_CHECKING:
-    from moe_comm.plan.model.expert_loads import ExpertLoads
-    from moe_comm.plan.search.request import PlanCandidate, PlanRequest
-    from moe_comm.plan.search.search import SearchResult
-    from moe_comm.plan.step.simulate import SimulatedStep
+    from moe_plan.model.expert_loads import ExpertLoads
+    from moe_plan.search.request import PlanCandidate, PlanRequest
+    from moe_plan.search.search import SearchResult
+    from moe_plan.step.simulate import SimulatedStep
 
 app = typer.Typer()
 TOP, RANKS = 10, 2
@@ -177,14 +177,14 @@ def plan(
             raise ConfigError("--top applies to a search; --mapping predicts one mapping")
         if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
             raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
-        workload = load("moe_comm.plan.model.load", "train").Workload.assumed(
+        workload = load("moe_plan.model.load", "train").Workload.assumed(
             seq_len, dtype.value, capacity_factor, imbalance
         )
         if loads is not None:
             workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, slots, rematerialize, imbalance))
         elif placement is not None or slots is not None or rematerialize:
             raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
-        request = load("moe_comm.plan.search.request", "train").PlanRequest(
+        request = load("moe_plan.search.request", "train").PlanRequest(
             load("moe_comm.train.plan_config", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
             workload,
@@ -197,7 +197,7 @@ def plan(
         if mapping is None:
             _search(request, folded, fixed, top or TOP, outputs)
         else:
-            partial = load("moe_comm.plan.search.partial_mapping", "train").PartialMapping(
+            partial = load("moe_plan.search.partial_mapping", "train").PartialMapping(
                 mapping, coupled=folded is False, **fixed
             )
             outputs.write(request, partial.candidate(request))
@@ -214,8 +214,8 @@ def _loads(
         raise ConfigError("--slots applies to --placement replicate")
     if rematerialize and kind != "replicate":
         raise ConfigError("--rematerialize applies to --placement replicate")
-    recorded = load("moe_comm.plan.whatif.placement", "train")
-    result: ExpertLoads = load("moe_comm.plan.model.expert_loads", "train").ExpertLoads.of(
+    recorded = load("moe_plan.whatif.placement", "train")
+    result: ExpertLoads = load("moe_plan.model.expert_loads", "train").ExpertLoads.of(
         recorded.read_loads(run),
         kind,
         (slots or 1) if kind == "replicate" else 0,
@@ -243,7 +243,7 @@ class _Outputs:
     def write(self, request: PlanRequest, candidate: PlanCandidate, result: SearchResult | None = None) -> None:
         """Print and write the requested outputs about ``candidate``, and the search that found it."""
         report, text = load("moe_comm.bench.common.report", "bench"), load("moe_comm.cli.plan_text", "train")
-        output = load("moe_comm.plan.search.plan_json", "train").plan_json(request, candidate, result)
+        output = load("moe_plan.search.plan_json", "train").plan_json(request, candidate, result)
         simulated = self._simulated(request, candidate)
         if simulated is not None:
             output["slow"] = {"step_s": simulated.seconds, "slowdown": simulated.slowdown}
@@ -261,7 +261,7 @@ class _Outputs:
         """Return the simulated step, if slow ranks were requested."""
         if not self.slow:
             return None
-        module = load("moe_comm.plan.step.simulate", "train")
+        module = load("moe_plan.step.simulate", "train")
         result: SimulatedStep = module.simulate(request.model(candidate.mapping), module.parse_slow(self.slow))
         return result
 
@@ -280,38 +280,38 @@ class _Outputs:
                 echo(f"{self.config}: {difference}", err=self.json == "-")
         if self.trace is None and self.page is None:
             return
-        timeline = load("moe_comm.plan.pages.timeline", "train").timeline(request.model(candidate.mapping))
+        timeline = load("moe_plan.pages.timeline", "train").timeline(request.model(candidate.mapping))
         if self.trace is not None:
-            load("moe_comm.plan.pages.trace", "observe").write_trace(timeline, self.trace)
+            load("moe_plan.pages.trace", "observe").write_trace(timeline, self.trace)
             yield self.trace
         if self.page is not None:
             candidates = (candidate,) if result is None else result.best
-            write = load("moe_comm.plan.pages.plan_page", "observe").write_page
+            write = load("moe_plan.pages.plan_page", "observe").write_page
             write(request, candidate, timeline, candidates, self.page, simulated)
             yield self.page
 
 
 def _search(request: PlanRequest, folded: bool | None, fixed: dict[str, Any], top: int, outputs: _Outputs) -> None:
     search, space = (
-        load("moe_comm.plan.search.search", "train"),
-        load("moe_comm.plan.search.space", "train").SearchSpace,
+        load("moe_plan.search.search", "train"),
+        load("moe_plan.search.space", "train").SearchSpace,
     )
     result: SearchResult = search.search(request, space.of(folded=folded, **fixed), keep=top)
     if result.best:
-        preference = load("moe_comm.plan.search.preference", "train")
+        preference = load("moe_plan.search.preference", "train")
         common = preference.common_mappings(request, {"folded": folded, **fixed})
         result = replace(result, best=preference.preferred(result.best), common=common)
         outputs.write(request, result.best[0], result)
         return
     nearest = request.candidate(result.nearest[0].mapping)
-    output = load("moe_comm.plan.search.plan_json", "train").plan_json(request, nearest, result)
+    output = load("moe_plan.search.plan_json", "train").plan_json(request, nearest, result)
     load("moe_comm.bench.common.report", "bench").write_json(output, outputs.json)
     raise MoeCommError(load("moe_comm.cli.plan_text", "train").nothing_fits(request, result))
 
 
 def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None) -> Any:
     """Return the cluster with a name, from a description, or as measured on this machine."""
-    table = load("moe_comm.plan.machine.hardware_table", "train")
+    table = load("moe_plan.machine.hardware_table", "train")
     if hardware == table.THIS_MACHINE:
         measured = file or _measured_path()
         if not measured.is_file():
@@ -339,7 +339,7 @@ def _measure_only(excluded: dict[str, object]) -> None:
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:
     path = file or _measured_path()
     load("moe_comm.bench.common.report", "bench").check_writable(str(path))
-    description = load("moe_comm.plan.machine.hardware_file", "train")
+    description = load("moe_plan.machine.hardware_file", "train")
     cluster = load("moe_comm.bench.calibrate.machine", "train").calibrate(
         ranks, say=lambda text: echo(f"measuring {text}", err=True)
     )

@@ -418,3 +418,21 @@ def check_loads(loads_E: Loads, experts: int) -> None:
     if len(loads_E) != experts or bad is not None:
         found = f"{len(loads_E)} loads" if bad is None else repr(bad)
         raise ConfigError(f"loads must be {experts} integers of at least 0, one for each expert; got {found}")
+
+
+def copied_bytes(size: int, publications: int = 1) -> int:
+    """Return the bytes per element that are sent in a step for a copy of an expert: its weight, and its fp32 gradient.
+
+    Args:
+        size: bytes of an element in the compute dtype.
+        publications: how often the weight is sent in a step.
+    """
+    return size * publications + 4  # fp32
+
+
+def publications(micro_batches: int, split: bool) -> int:
+    """Return how often the weight of a copy is sent in a step at most, if layers share the memory for copies.
+
+    It is sent for each pass. split: backward passes run in two halves, which both need it.
+    """
+    return micro_batches * (3 if split else 2)

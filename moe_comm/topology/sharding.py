@@ -16,12 +16,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES
 from moe_comm.topology.placement import Placement
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

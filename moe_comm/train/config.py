@@ -19,8 +19,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 
 from moe_comm.errors import ConfigError, suggestion
-from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
+from moe_comm.topology.pipeline import check_micro_batches
 from moe_comm.train.sections import (
     CheckpointSection,
     DataSection,

@@ -2,7 +2,7 @@
 
 A dry run needs one process and no GPU or data. It builds the stages of each pipeline position on the meta device, under
 a fake process group with the world size of the mapping. All checks of a real build run; nothing is allocated or sent.
-``moe_comm.plan.model`` counts parameters, FLOPs and memory.
+``moe_plan.model`` counts parameters, FLOPs and memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,9 @@ from torch import nn
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
-from moe_comm.plan.model.activations import ActivationMemory
-from moe_comm.plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
-from moe_comm.plan.model.matrices import FAMILY, MASTER
-from moe_comm.plan.model.memory import peak_saved
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.model.split_memory import split_gradient_bytes
-from moe_comm.plan.pipeline.in_flight import in_flight_peaks
-from moe_comm.plan.pipeline.schedules import can_split, check_micro_batches
-from moe_comm.plan.pipeline.stages import StagePlan
+from moe_comm.layers.transformer.shape import FAMILY, MASTER, ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture
+from moe_comm.topology.pipeline import StagePlan, can_split, check_micro_batches
 from moe_comm.train.architecture import family_of
 from moe_comm.train.auto.choose import choose, described, resolved
 from moe_comm.train.config import TrainConfig
@@ -48,6 +41,11 @@ from moe_comm.train.optim.base import OptimizerOptions, is_matrix
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import Strategy
+from moe_plan.model.activations import ActivationMemory
+from moe_plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
+from moe_plan.model.memory import peak_saved
+from moe_plan.model.split_memory import split_gradient_bytes
+from moe_plan.orders import in_flight_peaks
 
 GIB, MIB = 1 << 30, 1 << 20
 _EMPTY = nn.Parameter(torch.empty(0, device="meta", dtype=torch.float32))

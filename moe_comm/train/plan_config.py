@@ -16,12 +16,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from moe_comm.errors import ConfigError, MissingDependency, pip_install
-from moe_comm.plan.model import files
-from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.model.routing import sends_sums
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.search.request import PlanCandidate, PlanRequest
-from moe_comm.plan.search.space import can_run
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_plan.model import files
+from moe_plan.model.mapping import Mapping
+from moe_plan.model.routing import sends_sums
+from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.search.space import can_run
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 FAMILIES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
@@ -31,7 +31,7 @@ _NOTE = "A plan does not determine text, tokenizer, learning rate and rope_theta
 
 
 def model_named(text: str) -> ModelShape:
-    """Return the model called ``text``, as ``moe_comm.plan.model.files.model_named``.
+    """Return the model called ``text``, as ``moe_plan.model.files.model_named``.
 
     ``text`` may also be a ``.toml`` or ``.json`` configuration of ``moe-comm train``, or the name of a preset.
 

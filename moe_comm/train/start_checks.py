@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.topology import ParallelConfig, ParallelMesh
+from moe_comm.topology.pipeline import check_micro_batches
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data.sources import check_files
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer

@@ -14,8 +14,8 @@ from moe_comm.bench.plan.benchmark import main, predict
 from moe_comm.bench.plan.ranks import MeasuredStep, measure
 from moe_comm.bench.plan.settings import CASES, PlanBench, PlanCase
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
+from moe_plan.machine.collectives import Link
+from moe_plan.machine.hardware import Accelerator, Cluster, GemmTile
 
 TINY = PlanBench(
     hidden=32,

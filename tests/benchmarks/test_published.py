@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.plan_validation.published import OperatorCase, StepCase, from_json, load, tables
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware_table import MACHINES
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.mapping import Mapping
+from moe_plan.machine.hardware_table import MACHINES
+from moe_plan.model.files import model_named
+from moe_plan.model.mapping import Mapping
 
 VALID: dict[str, Any] = {
     "format": "moe_comm published",

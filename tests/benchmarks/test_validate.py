@@ -21,8 +21,8 @@ from benchmarks.plan_validation.validate import (
 )
 from moe_comm import cli
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
 
 STEP = StepCase("mixtral-8x7b", 8, 4096, 8, "ep=8", "h100")
 

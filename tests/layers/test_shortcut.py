@@ -19,11 +19,11 @@ from moe_comm.layers.transformer.block import TokenContext
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.layers.transformer.shortcut import BRANCH_POINTS, Shortcut, ShortcutBlock
 from moe_comm.overlap.options import Overlap
-from moe_comm.plan.model.activations import ActivationMemory
-from moe_comm.plan.model.shape import ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh
+from moe_plan.model.activations import ActivationMemory
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, Case, Outcome, assert_same, batch, own, run, work
 from tests.layers.transfers import TransferLog, record_transfers
 from tests.pool import RankPool

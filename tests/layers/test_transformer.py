@@ -17,7 +17,7 @@ from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.plan.model.shape import ModelShape
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.layers.tiny import (
     BATCH,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_comm.plan.arrays import Floats
-from moe_comm.plan.pipeline.orders import PassOrder
-from moe_comm.plan.step.replay import ReplayTimes
+from moe_plan.arrays import Floats
+from moe_plan.orders import PassOrder
+from moe_plan.step.replay import ReplayTimes
 
 
 def peak_held(order: PassOrder, held: Floats, for_weight: Floats | None = None) -> Floats:

@@ -12,7 +12,7 @@ import pytest
 
 from moe_comm import cli
 from moe_comm.observe.records import LOADS, LoadLine, append
-from moe_comm.plan.model.load import DROPLESS
+from moe_plan.model.load import DROPLESS
 
 OPTIONS = {
     "--model": "mixtral-8x22b",
@@ -374,12 +374,12 @@ def test_on_a_narrow_terminal_reasons_are_printed_below_the_table() -> None:
     from rich.console import Console
 
     from moe_comm.cli.plan_text import search_parts
-    from moe_comm.plan.machine.hardware_table import cluster_named
-    from moe_comm.plan.model.files import model_named
-    from moe_comm.plan.model.load import Workload
-    from moe_comm.plan.search.request import PlanRequest
-    from moe_comm.plan.search.search import search
-    from moe_comm.plan.search.space import SearchSpace
+    from moe_plan.machine.hardware_table import cluster_named
+    from moe_plan.model.files import model_named
+    from moe_plan.model.load import Workload
+    from moe_plan.search.request import PlanRequest
+    from moe_plan.search.search import search
+    from moe_plan.search.space import SearchSpace
 
     request = PlanRequest(model_named("olmoe-1b-7b"), cluster_named("h100", 8), Workload(4096), 64)
     result = search(request, SearchSpace.of(micro_batch=1, recompute="none", sharding="zero1"), keep=3)
@@ -460,7 +460,7 @@ def test_calibrate_saves_the_description_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from moe_comm.bench.calibrate import machine as calibrate
-    from moe_comm.plan.machine.hardware_table import cluster_named
+    from moe_plan.machine.hardware_table import cluster_named
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = SMALL | {"hardware": "this-machine", "mapping": "ep=8"}

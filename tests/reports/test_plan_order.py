@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from moe_comm.cli.plan_text import search_parts
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.search.plan_json import plan_json
-from moe_comm.plan.search.preference import STEP_ERROR, common_mappings, is_equal, is_full, preferred
-from moe_comm.plan.search.request import PlanCandidate, PlanRequest
-from moe_comm.plan.search.search import search
-from moe_comm.plan.search.space import SearchSpace
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.search.plan_json import plan_json
+from moe_plan.search.preference import STEP_ERROR, common_mappings, is_equal, is_full, preferred
+from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.search.search import search
+from moe_plan.search.space import SearchSpace
 
 MIXTRAL = PlanRequest(model_named("mixtral-8x22b"), cluster_named("h100", 128), Workload(4096), 256)
 SPACE = {"schedule": ("dualpipev",), "sharding": ("zero1",), "recompute": ("none",), "dispatcher": ("all_gather",)}

@@ -32,8 +32,8 @@ VALUES = {
 
 
 def strings() -> Iterator[tuple[str, ...]]:
-    """Yield each string constant of the package, and each f-string as its constant parts."""
-    for path in (ROOT / "moe_comm").rglob("*.py"):
+    """Yield each string constant of the packages, and each f-string as its constant parts."""
+    for path in (*(ROOT / "moe_comm").rglob("*.py"), *(ROOT / "moe_plan").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [""]

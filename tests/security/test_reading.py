@@ -22,13 +22,13 @@ from moe_comm.observe.culprits import culprits
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.fault_outcomes import fault_outcomes, next_attempt
 from moe_comm.observe.report import panels, read_run
-from moe_comm.plan.machine import hardware_file
-from moe_comm.plan.whatif import placement
-from moe_comm.plan.whatif.run_trace import read_run_trace
 from moe_comm.runtime.printing import make_console, printable, printable_line
 from moe_comm.runtime.untrusted import lines_of, parse_toml
 from moe_comm.topology.placement_replay import ReplaySettings
 from moe_comm.train.config import load as load_config
+from moe_plan.machine import hardware_file
+from moe_plan.whatif import placement
+from moe_plan.whatif.run_trace import read_run_trace
 from tests.security.test_files import STRANGE
 from tests.support.synthetic import SyntheticRun, write_run
 
@@ -252,7 +252,7 @@ def test_a_small_parquet_file_with_millions_of_equal_rows_is_refused_in_little_m
     path = tmp_path / "trace.parquet"
     parquet.write_table(pyarrow.table(columns), path, compression="zstd", row_group_size=rows)
     assert path.stat().st_size < rows // 16
-    imports = "import pyarrow.parquet\nfrom moe_comm.plan.whatif.straggler_trace import read_straggler_trace"
+    imports = "import pyarrow.parquet\nfrom moe_plan.whatif.straggler_trace import read_straggler_trace"
     assert "CorruptFile" in (said := limited(imports, "read_straggler_trace(Path(sys.argv[1]))", path)), said
 
 

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moe_comm"
+PLANNER = ROOT / "moe_plan"
 PAGE = (ROOT / "docs/reliability.md").read_text()
 
 UNPICKLING = {
@@ -89,7 +90,7 @@ def dangerous(source: str) -> Counter[str]:
 
 def found_in_package() -> dict[str, set[str]]:
     by_file = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted((*PACKAGE.rglob("*.py"), *PLANNER.rglob("*.py"))):
         if names := set(dangerous(path.read_text())):
             by_file[str(path.relative_to(ROOT))] = names
     return by_file

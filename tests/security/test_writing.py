@@ -15,12 +15,12 @@ import torch
 
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.observe import faults, rank_log, records
-from moe_comm.plan.machine import hardware_file, hardware_table
 from moe_comm.runtime import safe_files
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, latest
 from moe_comm.train.data.tokenizer import copy_tokenizer, saved_files
+from moe_plan.machine import hardware_file, hardware_table
 from tests.pool import RankPool
-from tests.security.test_source import PACKAGE, dotted
+from tests.security.test_source import PACKAGE, PLANNER, ROOT, dotted
 
 WRITING = {
     *("open", "io.open", "os.fdopen", "os.replace", "os.rename", "os.remove", "os.unlink", "os.truncate"),
@@ -71,7 +71,9 @@ def writes(source: str) -> list[str]:
 
 
 def test_files_are_only_written_and_deleted_by_the_shared_module() -> None:
-    found = {str(path.relative_to(PACKAGE)): writes(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    files = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+    files |= {str(path.relative_to(ROOT)): path for path in PLANNER.rglob("*.py")}
+    found = {name: writes(path.read_text()) for name, path in files.items()}
     del found["runtime/safe_files.py"]
     assert {file: names for file, names in found.items() if names and file not in ALLOWED} == {}
     assert all(found[file] for file in ALLOWED)

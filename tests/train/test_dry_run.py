@@ -22,14 +22,14 @@ from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.plan.model.activations import ActivationMemory
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.pipeline.in_flight import in_flight_peaks
-from moe_comm.plan.pipeline.schedules import SCHEDULES, check_micro_batches
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelMesh
+from moe_comm.topology.pipeline import SCHEDULES, check_micro_batches
 from moe_comm.train.config import load, ready_configs
 from moe_comm.train.dry_run import DryRun, describe, examine, fake_ranks
 from moe_comm.train.loop.build import architecture_of, build
+from moe_plan.model.activations import ActivationMemory
+from moe_plan.orders import in_flight_peaks
 from tests.pool import RankPool
 
 PARAMETERS = {  # published: total, and active per token in billions; DeepSeek-V3 without multi-token prediction

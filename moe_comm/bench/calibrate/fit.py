@@ -20,16 +20,16 @@ from moe_comm.bench.calibrate.ranks import (
     MeasuredPass,
     RankMeasurements,
 )
-from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import BYTES, Accelerator, Cluster, GemmTile
-from moe_comm.plan.machine.link_fit import nearest
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Mapping, PlacedMapping
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.step.step import StepModel
-from moe_comm.plan.step.weights import STATE_BYTES
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.auto.transfers import WIDTH
+from moe_plan.machine.collectives import Link
+from moe_plan.machine.hardware import BYTES, Accelerator, Cluster, GemmTile
+from moe_plan.machine.link_fit import nearest
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Mapping, PlacedMapping
+from moe_plan.step.step import StepModel
+from moe_plan.step.weights import STATE_BYTES
 
 NAME = "this-machine"
 ROWS, FILLS = (1, 2, 4, 8, 16, 32), (0, 2, 4, 8, 16, 32, 64)

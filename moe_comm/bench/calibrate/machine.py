@@ -19,10 +19,10 @@ from moe_comm.bench.calibrate.fit import accelerator_of
 from moe_comm.bench.calibrate.ranks import RankMeasurements, measure
 from moe_comm.bench.calibrate.steps import CalibrationStep, measure_steps, within_steps
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.machine.link_fit import between_of, inside_of
 from moe_comm.runtime.launch import available_cores, launch
+from moe_plan.machine.collectives import Link
+from moe_plan.machine.hardware import Cluster
+from moe_plan.machine.link_fit import between_of, inside_of
 
 LOOPBACK = Link("memory of one rank", 1e9, 0.0, 1.0)
 """Placeholder for a link that a cluster does not have."""

@@ -28,11 +28,6 @@ import torch.distributed as dist
 
 from moe_comm.bench.calibrate.fit import LEAST_S, shape_of
 from moe_comm.bench.calibrate.ranks import MODELS, TIMEOUT_S
-from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.machine.link_fit import nearest
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Mapping, PlacedMapping
-from moe_comm.plan.step.step import StepModel
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
@@ -40,6 +35,11 @@ from moe_comm.train.loop.build import architecture_of, build
 from moe_comm.train.loop.trainer import StepBatch, Trainer
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.ranks import Ranks
+from moe_plan.machine.hardware import Cluster
+from moe_plan.machine.link_fit import nearest
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Mapping, PlacedMapping
+from moe_plan.step.step import StepModel
 
 SEQUENCES, LENGTH, MICRO_BATCHES = 1, 256, 2
 """Sequences of a micro-batch, their length, and micro-batches of a step."""

@@ -29,11 +29,11 @@ from moe_comm.bench.hosts.namespaces import Hosts, unavailable_reason
 from moe_comm.bench.hosts.ranks import run_on_hosts
 from moe_comm.bench.plan.ranks import TIMEOUT_S, MeasuredStep, measure
 from moe_comm.bench.plan.settings import MODEL_KEYS, PlanBench, PlanCase
-from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.machine.hardware_file import to_json
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import PlacedMapping
-from moe_comm.plan.step.step import StepModel, StepPrediction
+from moe_plan.machine.hardware import Cluster
+from moe_plan.machine.hardware_file import to_json
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import PlacedMapping
+from moe_plan.step.step import StepModel, StepPrediction
 
 TOLERATED, REGRET = 0.15, 0.05
 """Targets of the prediction error and of the regret."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.model.mapping import Mapping, ShardingMode
+from moe_plan.model.mapping import Mapping, ShardingMode
 
 MODEL_KEYS = ("hidden", "layers", "heads", "kv_heads", "experts", "top_k", "ffn", "vocab")
 

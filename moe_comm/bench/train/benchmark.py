@@ -39,10 +39,9 @@ from moe_comm.errors import ConfigError
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder
 from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.observe.perfetto import check_package
 from moe_comm.observe.records import SpanLine
-from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.train.auto.choose import resolve_parallel
@@ -51,6 +50,7 @@ from moe_comm.train.loop.job import open_corpus
 from moe_comm.train.loop.trial import trial_seconds
 from moe_comm.train.metrics import StepTimes
 from moe_comm.train.ranks import Ranks
+from moe_plan.machine.hardware import Cluster
 
 FIRST_STEP, LATER_STEPS = 1e-3, 1e-2
 """Largest allowed relative difference of a loss from that of this library: in the first step, and in later steps."""

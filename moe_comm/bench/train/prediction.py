@@ -8,12 +8,12 @@ from typing import get_args
 from moe_comm.bench.calibrate.steps import imbalance
 from moe_comm.bench.train.contestant import ContestantInputs
 from moe_comm.bench.train.own_loop import MoeCommTraining
-from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.model.mapping import Dispatcher, Mapping, PlacedMapping
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.pipeline.schedules import stages_per_rank
-from moe_comm.plan.step.step import StepModel
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.topology.pipeline import stages_per_rank
 from moe_comm.train.auto.choose import workload
+from moe_plan.machine.hardware import Cluster
+from moe_plan.model.mapping import Dispatcher, Mapping, PlacedMapping
+from moe_plan.step.step import StepModel
 
 
 def predicted_ms(inputs: ContestantInputs, own_loop: MoeCommTraining, cluster: Cluster) -> float | None:

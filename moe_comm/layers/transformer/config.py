@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import AttentionConfig
-from moe_comm.layers.moe.config import MoEConfig
+
+if TYPE_CHECKING:
+    from moe_comm.layers.moe.config import MoEConfig
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -2,7 +2,7 @@
 
     given keys of [parallel] ──▶ constraints of the search ─┐
     model, batch, dtype ──▶ PlanRequest ◀── measured ranks, or parallel.machine
-                                 │ moe_comm.plan.search
+                                 │ moe_plan.search
                                  ▼
                  the fastest mappings ──▶ a few measured steps of each, if predictions are close
                                  ▼
@@ -25,23 +25,23 @@ from typing import Any, get_args
 
 from moe_comm.dispatch.wire.wire_dtype import WireDtypeName, WireDtypes, bytes_per_row
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping, ShardingMode
-from moe_comm.plan.model.memory import MemoryPolicy
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.search.explain import why_slower
-from moe_comm.plan.search.fit import RESERVE, divisors
-from moe_comm.plan.search.request import PlanCandidate, PlanRequest
-from moe_comm.plan.search.search import search
-from moe_comm.plan.search.space import SearchSpace
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.auto.rates import DTYPES, measure_cluster, rates_text
 from moe_comm.train.config import CHOSEN, TrainConfig
 from moe_comm.train.plan_config import DTYPES as DTYPE_NAMES, parallel_settings
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.sections import ParallelSection
+from moe_plan.machine.hardware import Cluster
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping, ShardingMode
+from moe_plan.model.memory import MemoryPolicy
+from moe_plan.search.explain import why_slower
+from moe_plan.search.fit import RESERVE, divisors
+from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.search.search import search
+from moe_plan.search.space import SearchSpace
 
 DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp")
 WORTH = 0.05

@@ -26,16 +26,16 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.collectives import channel_of
-from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
-from moe_comm.plan.machine.link_fit import MeasuredTransfer, between_of, inside_of
-from moe_comm.plan.model.shape import ModelShape
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.runtime.host import host_key
 from moe_comm.runtime.launch import within_quota
 from moe_comm.runtime.memory import native_is_built
 from moe_comm.train.auto.transfers import WIDTH, measure_rows, measure_sum, wall_seconds
 from moe_comm.train.ranks import Ranks
+from moe_plan.machine.collectives import Link
+from moe_plan.machine.hardware import Accelerator, Cluster, GemmTile
+from moe_plan.machine.link_fit import MeasuredTransfer, between_of, inside_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WINDOWS = 3

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.layers.parallel.collectives import gather_dim, scatter_sum
-from moe_comm.plan.machine.link_fit import MeasuredTransfer
 from moe_comm.train.parallel.compress import GradientReducer
+from moe_plan.machine.link_fit import MeasuredTransfer
 
 WIDTH = 256
 """Elements of a row."""

@@ -16,12 +16,11 @@ from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.overlap.options import Overlap
-from moe_comm.plan.model.fixed_memory import publications
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.pipeline.schedules import can_split, check_micro_batches
-from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
 from moe_comm.topology import ParallelMesh, Sharding
+from moe_comm.topology.pipeline import StagePlan, can_split, check_micro_batches, plan_stages
+from moe_comm.topology.rebalance import publications
 from moe_comm.train.architecture import transformer_config, with_training_settings
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.placement import ExpertPlacements

@@ -22,10 +22,10 @@ import torch.distributed as dist
 import moe_comm
 from moe_comm.errors import CorruptPayload, NonFiniteLoss, PeerError, UnsettledStep
 from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.rank_log import dump
 from moe_comm.observe.records import FAULTS, LOADS, METRICS, PLACEMENTS, FaultRecord, append
-from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.runtime.persistent_memory import PersistentMemory

@@ -23,11 +23,10 @@ from moe_comm.layers.moe.load import LayerLoad, moe_layers
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, sum_values
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
-from moe_comm.plan.model.fixed_memory import copied_bytes
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
 from moe_comm.topology.placement_replay import MOST_MEMORY, LoadWindow
-from moe_comm.topology.rebalance import Decision, DecisionSettings
+from moe_comm.topology.rebalance import Decision, DecisionSettings, copied_bytes
 from moe_comm.train.checkpoint.exchange import gather_or_raise
 from moe_comm.train.metrics import PlacementReport
 from moe_comm.train.optim import Optimizer

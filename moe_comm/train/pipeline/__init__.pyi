@@ -1,14 +1,12 @@
-from moe_comm.plan.pipeline.schedules import (
+from moe_comm.topology.pipeline import (
     SCHEDULES as SCHEDULES,
     PipelineSchedule as PipelineSchedule,
     ScheduleName as ScheduleName,
+    StagePlan as StagePlan,
     check_micro_batches as check_micro_batches,
     find_schedule as find_schedule,
-    stages_per_rank as stages_per_rank,
-)
-from moe_comm.plan.pipeline.stages import (
-    StagePlan as StagePlan,
     plan_stages as plan_stages,
+    stages_per_rank as stages_per_rank,
 )
 from moe_comm.train.pipeline.batch import (
     ActivationShape as ActivationShape,

@@ -21,11 +21,10 @@ from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput
-from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
-from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, communication_span
 from moe_comm.topology import ParallelMesh
+from moe_comm.topology.pipeline import StagePlan, check_micro_batches, find_schedule
 from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
 from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.stage import PairedForward, Stage, StageContext, check_output

@@ -29,10 +29,10 @@ from moe_comm.bench.calibrate.ranks import (
 )
 from moe_comm.bench.calibrate.steps import CalibrationStep, imbalance, measure_steps, runs, step_seconds, within_steps
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import CollectiveCost, Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
-from moe_comm.plan.machine.hardware_file import load, save
-from moe_comm.plan.machine.link_fit import MeasuredTransfer, between_of, inside_of, nearest
+from moe_plan.machine.collectives import CollectiveCost, Link
+from moe_plan.machine.hardware import Accelerator, Cluster, GemmTile
+from moe_plan.machine.hardware_file import load, save
+from moe_plan.machine.link_fit import MeasuredTransfer, between_of, inside_of, nearest
 from tests.pool import RankPool
 
 CORE = Accelerator(

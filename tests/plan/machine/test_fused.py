@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.fused import (
+from moe_plan.machine.fused import (
     ADDS,
     COPIES,
     STORES,
@@ -23,7 +23,7 @@ from moe_comm.plan.machine.fused import (
     gemm_scatter,
     overlapped,
 )
-from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_plan.machine.hardware_table import cluster_named
 
 H100 = cluster_named("h100")
 EIGHT = H100.span(range(8))

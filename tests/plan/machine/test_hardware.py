@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine import collectives
-from moe_comm.plan.machine.collectives import GroupSpan, Link, PodRanks
-from moe_comm.plan.machine.hardware import BYTES, Accelerator, Cluster, GemmTile, Pod
-from moe_comm.plan.machine.hardware_table import H100, MACHINES
+from moe_plan.machine import collectives
+from moe_plan.machine.collectives import GroupSpan, Link, PodRanks
+from moe_plan.machine.hardware import BYTES, Accelerator, Cluster, GemmTile, Pod
+from moe_plan.machine.hardware_table import H100, MACHINES
 
 INSIDE = Link("inside", 100e9, 0.0, 1.0)
 BETWEEN = Link("between", 10e9, 0.0, 1.0)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile, Pod
-from moe_comm.plan.machine.hardware_file import from_json, load, save, to_json
-from moe_comm.plan.machine.hardware_table import MACHINES, cluster_named
+from moe_plan.machine.collectives import Link
+from moe_plan.machine.hardware import Accelerator, Cluster, GemmTile, Pod
+from moe_plan.machine.hardware_file import from_json, load, save, to_json
+from moe_plan.machine.hardware_table import MACHINES, cluster_named
 
 NAMES = ("a100", "h100", "h200", "h800", "h20", "b200", "mi300x", "l20")
 MEASURED = Cluster(

@@ -16,7 +16,7 @@ from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer
-from moe_comm.plan.model.shape import ModelShape
+from moe_comm.layers.transformer.shape import ModelShape
 
 # Widths are multiples of 64, so that no GEMM is padded. All heads have the same width.
 MODEL = TransformerConfig(

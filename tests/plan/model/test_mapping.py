@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.topology import ParallelConfig
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.mapping import Mapping, PlacedMapping
 
 
 def test_a_mapping_is_parsed() -> None:

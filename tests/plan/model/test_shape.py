@@ -14,9 +14,9 @@ from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.plan.model.dense_models import DENSE
-from moe_comm.plan.model.moe_models import MODELS
-from moe_comm.plan.model.shape import ModelShape
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_plan.model.dense_models import DENSE
+from moe_plan.model.moe_models import MODELS
 
 GQA = TransformerConfig(
     vocab=100,

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.pages.page_data import OPERATORS, PASSES, data_of
-from moe_comm.plan.pages.plan_page import panels, write_page
-from moe_comm.plan.pages.timeline import timeline
-from moe_comm.plan.search.request import PlanCandidate, PlanRequest
-from moe_comm.plan.step.simulate import simulate
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Mapping
+from moe_plan.pages.page_data import OPERATORS, PASSES, data_of
+from moe_plan.pages.plan_page import panels, write_page
+from moe_plan.pages.timeline import timeline
+from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.step.simulate import simulate
 from tests.browser import WIDTH, headless
 
 pytest.importorskip("plotly", reason="needs the observe extra")

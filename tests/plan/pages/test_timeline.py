@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from moe_comm.plan.pages.timeline import STREAMS, StepTimeline, TimelineSlice, timeline
-from moe_comm.plan.step.replay import replay
+from moe_plan.pages.timeline import STREAMS, StepTimeline, TimelineSlice, timeline
+from moe_plan.step.replay import replay
 from tests.plan.step.test_step import model
 
 MAPPINGS = ["tp=2,pp=8,ep=8", "tp=2,pp=4,vpp=2,ep=4,etp=2", "tp=2,cp=2,ep=8", "pp=8,ep=2"]

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_comm.plan.pages.whatif_page import page_data, write_page
-from moe_comm.plan.whatif.analysis import WhatIf, what_if
-from moe_comm.plan.whatif.run_trace import make_run_trace
-from moe_comm.plan.whatif.text import rank_heat, stage_heat, text
+from moe_plan.pages.whatif_page import page_data, write_page
+from moe_plan.whatif.analysis import WhatIf, what_if
+from moe_plan.whatif.run_trace import make_run_trace
+from moe_plan.whatif.text import rank_heat, stage_heat, text
 from tests.browser import headless
 from tests.plan.whatif.test_run_trace import Clock, record_collective
 

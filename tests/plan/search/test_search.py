@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import RECOMPUTE, Mapping
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.search.bound import BoundedStepModel, PassBounds
-from moe_comm.plan.search.partial_mapping import PartialMapping
-from moe_comm.plan.search.request import PlanCandidate, PlanRequest
-from moe_comm.plan.search.search import changes, search
-from moe_comm.plan.search.space import SearchSpace
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import RECOMPUTE, Mapping
+from moe_plan.search.bound import BoundedStepModel, PassBounds
+from moe_plan.search.partial_mapping import PartialMapping
+from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.search.search import changes, search
+from moe_plan.search.space import SearchSpace
 
 SMALL = ModelShape("small", 6, 512, 8, 4, 64, 4096, 8, 2, 1024, dense_layers=1, dense_ffn=2048)
 """A model with unequal stages: one dense layer, and a head that is as large as a layer."""

@@ -8,16 +8,15 @@ from dataclasses import replace
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.model.memory import memory
-from moe_comm.plan.pipeline.schedules import check_micro_batches
-from moe_comm.plan.pipeline.stages import plan_stages
-from moe_comm.plan.search.fit import changes_that_fit, divisors, fits, indivisible
-from moe_comm.plan.search.request import PlanRequest
-from moe_comm.plan.search.space import SCHEDULES, SearchSpace
+from moe_comm.topology.pipeline import check_micro_batches, plan_stages
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Mapping
+from moe_plan.model.memory import memory
+from moe_plan.search.fit import changes_that_fit, divisors, fits, indivisible
+from moe_plan.search.request import PlanRequest
+from moe_plan.search.space import SCHEDULES, SearchSpace
 
 
 def request(name: str, gpus: int, batch: int, seq: int = 4096, host: int = 8) -> PlanRequest:

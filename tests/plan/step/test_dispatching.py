@@ -10,17 +10,17 @@ import torch
 
 from moe_comm.dispatch.hierarchical.relay_routes import inter_host_bytes
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import CollectiveCost, Link
-from moe_comm.plan.machine.hardware import Cluster, Pod
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Dispatcher, Mapping, PlacedMapping, inapplicable
-from moe_comm.plan.model.routing import remote_copies, sends_sums
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.step.dispatching import DispatchCost, DispatchRows, beats_all_to_all, dispatching
-from moe_comm.plan.step.operators import Operators
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ExpertPlacement, ParallelConfig
+from moe_plan.machine.collectives import CollectiveCost, Link
+from moe_plan.machine.hardware import Cluster, Pod
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Dispatcher, Mapping, PlacedMapping, inapplicable
+from moe_plan.model.routing import remote_copies, sends_sums
+from moe_plan.step.dispatching import DispatchCost, DispatchRows, beats_all_to_all, dispatching
+from moe_plan.step.operators import Operators
 
 HIDDEN, TOKENS = 16, 4000
 ALL: tuple[Dispatcher, ...] = ("all_to_all", "all_gather", "hierarchical")

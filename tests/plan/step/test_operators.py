@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Workload
-from moe_comm.plan.model.mapping import Mapping, PlacedMapping
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.step.operators import BlockOperations, Operation, Operators
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.files import model_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Mapping, PlacedMapping
+from moe_plan.step.operators import BlockOperations, Operation, Operators
 
 SEQ = 4096
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_comm.plan.model.mapping import OverlapMode
-from moe_comm.plan.step.operators import BlockOperations, Operation
-from moe_comm.plan.step.overlap_model import FREE, hide
+from moe_plan.model.mapping import OverlapMode
+from moe_plan.step.operators import BlockOperations, Operation
+from moe_plan.step.overlap_model import FREE, hide
 
 
 def transfer(name: str, seconds: float, fused_share: float = 0.0) -> Operation:

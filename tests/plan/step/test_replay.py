@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.step import replay as module
-from moe_comm.plan.step.replay import ReplayError, TaskGraph, prepare, replay
+from moe_plan.step import replay as module
+from moe_plan.step.replay import ReplayError, TaskGraph, prepare, replay
 
 
 def make(

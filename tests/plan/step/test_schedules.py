@@ -11,10 +11,10 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.pipeline.orders import PassKind, PassOrder, pass_order
-from moe_comm.plan.pipeline.schedules import SCHEDULES
-from moe_comm.plan.step.replay import prepare, replay
-from moe_comm.plan.step.schedules import PassSeconds, PipelineTasks, pipeline_tasks
+from moe_comm.topology.pipeline import SCHEDULES
+from moe_plan.orders import PassKind, PassOrder, pass_order
+from moe_plan.step.replay import prepare, replay
+from moe_plan.step.schedules import PassSeconds, PipelineTasks, pipeline_tasks
 from tests.plan.pipelines import idle, peak_held
 
 CASES = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_comm.plan.pipeline.orders import pass_order
-from moe_comm.plan.step.replay import TaskGraph, replay
-from moe_comm.plan.step.schedules import PassSeconds, pipeline_tasks
-from moe_comm.plan.step.shared_cores import shared_span
+from moe_plan.orders import pass_order
+from moe_plan.step.replay import TaskGraph, replay
+from moe_plan.step.schedules import PassSeconds, pipeline_tasks
+from moe_plan.step.shared_cores import shared_span
 
 
 def pipeline(pp: int, micro_batches: int, hop: float = 0.0, name: str = "1f1b") -> tuple[TaskGraph, int]:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.step.replay import TaskGraph, replay
-from moe_comm.plan.step.simulate import factors, parse_slow, simulate, simulate_every_rank
-from moe_comm.plan.step.step import StepModel
+from moe_plan.step.replay import TaskGraph, replay
+from moe_plan.step.simulate import factors, parse_slow, simulate, simulate_every_rank
+from moe_plan.step.step import StepModel
 from tests.plan.step.test_step import model
 
 SMALL = {

@@ -18,11 +18,11 @@ from moe_comm.layers.parallel.interleave import StageInput
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.pipeline.orders import PassKind
-from moe_comm.plan.step.operators import Operation
-from moe_comm.plan.step.overlap_model import FREE
-from moe_comm.plan.step.split_backward import halves
+from moe_plan.model.mapping import Mapping
+from moe_plan.orders import PassKind
+from moe_plan.step.operators import Operation
+from moe_plan.step.overlap_model import FREE
+from moe_plan.step.split_backward import halves
 from tests.plan.step.test_step import model
 
 F, B, I, W = PassKind

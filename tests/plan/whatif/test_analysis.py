@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moe_comm.errors import ConfigError, CorruptFile
-from moe_comm.plan.step.replay import ReplayError
-from moe_comm.plan.whatif import analysis as whatif
-from moe_comm.plan.whatif.analysis import correlation, operation_of, what_if
-from moe_comm.plan.whatif.trace_table import TraceGraph, TraceTable, ideal_seconds, operation_seconds
+from moe_plan.step.replay import ReplayError
+from moe_plan.whatif import analysis as whatif
+from moe_plan.whatif.analysis import correlation, operation_of, what_if
+from moe_plan.whatif.trace_table import TraceGraph, TraceTable, ideal_seconds, operation_seconds
 
 NAMES = ("forward-compute", "backward-compute", "sum")
 

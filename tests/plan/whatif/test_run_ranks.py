@@ -11,11 +11,11 @@ import torch.distributed as dist
 from moe_comm.comm.channel import AT_ONCE_S, Channel
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.observe.records import SpanLine
-from moe_comm.plan.whatif.analysis import what_if
-from moe_comm.plan.whatif.run_trace import make_run_trace
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
+from moe_plan.whatif.analysis import what_if
+from moe_plan.whatif.run_trace import make_run_trace
 from tests.pool import RankPool
 
 

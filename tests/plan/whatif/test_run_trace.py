@@ -12,11 +12,11 @@ from hypothesis import example, given, settings, strategies as st
 
 from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.observe.records import ATTEMPTS, SPANS, Attempt, LineWriter, SpanLine, append
-from moe_comm.plan.step.replay import replay
-from moe_comm.plan.whatif.analysis import make_tasks, what_if
-from moe_comm.plan.whatif.run_spans import OTHER, cut_step
-from moe_comm.plan.whatif.run_trace import LATE, make_run_trace, read_run_trace
-from moe_comm.plan.whatif.trace_table import TraceGraph
+from moe_plan.step.replay import replay
+from moe_plan.whatif.analysis import make_tasks, what_if
+from moe_plan.whatif.run_spans import OTHER, cut_step
+from moe_plan.whatif.run_trace import LATE, make_run_trace, read_run_trace
+from moe_plan.whatif.trace_table import TraceGraph
 
 MS = 1_000_000
 EP2 = {"dp": 2, "ep": 2}

@@ -13,9 +13,9 @@ import pytest
 
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError, CorruptFile
-from moe_comm.plan.whatif import straggler_trace
-from moe_comm.plan.whatif.analysis import what_if
-from moe_comm.plan.whatif.straggler_trace import read_straggler_trace, straggler_graph
+from moe_plan.whatif import straggler_trace
+from moe_plan.whatif.analysis import what_if
+from moe_plan.whatif.straggler_trace import read_straggler_trace, straggler_graph
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,9 +11,9 @@ import pytest
 
 from moe_comm.cli import run as command
 from moe_comm.observe.records import ATTEMPTS, SPANS, Attempt, LineWriter, SpanLine, append
-from moe_comm.plan.whatif.analysis import WhatIf, what_if
-from moe_comm.plan.whatif.run_trace import read_run_trace
-from moe_comm.plan.whatif.text import summary, text
+from moe_plan.whatif.analysis import WhatIf, what_if
+from moe_plan.whatif.run_trace import read_run_trace
+from moe_plan.whatif.text import summary, text
 
 MS = 10**6
 

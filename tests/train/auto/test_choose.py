@@ -8,15 +8,15 @@ import pytest
 
 from moe_comm.bench.train.settings import TRAIN_PRESETS, TrainBench
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
-from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.search.request import PlanRequest
-from moe_comm.plan.search.search import search
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.train.auto.choose import choose, resolved, search_space, workload
 from moe_comm.train.auto.rates import host_size
 from moe_comm.train.config import CHOSEN, TrainConfig, load
 from moe_comm.train.loop.build import architecture_of
+from moe_plan.machine.collectives import Link
+from moe_plan.machine.hardware import Accelerator, Cluster, GemmTile
+from moe_plan.search.request import PlanRequest
+from moe_plan.search.search import search
 
 CORE = Accelerator(
     "core",

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.machine.hardware_file import save
-from moe_comm.plan.model.shape import ModelShape
+from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.train import RunResult, run
 from moe_comm.train.auto.choose import StepSeconds, resolve_parallel
 from moe_comm.train.config import CHOSEN, TrainConfig, load
 from moe_comm.train.dry_run import describe
 from moe_comm.train.loop.build import architecture_of
 from moe_comm.train.ranks import Ranks
+from moe_plan.machine.collectives import Link
+from moe_plan.machine.hardware import Cluster
+from moe_plan.machine.hardware_file import save
 from tests.pool import RankPool
 from tests.train.auto.test_choose import CORE, GBIT
 

@@ -13,9 +13,9 @@ import torch
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.records import ATTEMPTS, PLACEMENTS, Attempt, PlacementLine, read_lines
-from moe_comm.plan.model.fixed_memory import publications
 from moe_comm.runtime.persistent_memory import LauncherProcess
 from moe_comm.topology import Placement
+from moe_comm.topology.rebalance import publications
 from moe_comm.train.checkpoint import CheckpointReader
 from moe_comm.train.config import load
 from tests.pool import RankPool

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_comm.layers.transformer.config import Recompute
-from moe_comm.plan.pipeline.schedules import SCHEDULES
 from moe_comm.topology import ParallelConfig
+from moe_comm.topology.pipeline import SCHEDULES
 from moe_comm.train.parallel import Strategy, fsdp_collectives
 from moe_comm.train.parallel.fsdp_collectives import UnitCollectives
 from tests.layers.transfers import record_transfers

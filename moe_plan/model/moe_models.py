@@ -1,0 +1,125 @@
+"""Named MoE models. A comment above each model cites the source of its sizes. Assumed sizes are marked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_comm.layers.transformer.shape import Latent, ModelShape
+
+# Positional arguments: name, layers, hidden, heads, kv_heads, head_dim, vocab, experts, top_k, ffn, shared_ffn.
+
+# https://huggingface.co/mistralai/Mixtral-8x22B-Instruct-v0.1 config.json. 140.6 B, 39.2 B active. The vocabulary is
+# the instruct model's; the base model has 32000.
+_MIXTRAL_8X22B = ModelShape("mixtral-8x22b", 56, 6144, 48, 8, 128, 32768, 8, 2, 16384)
+
+# https://huggingface.co/Qwen/Qwen2-57B-A14B config.json; arXiv 2407.10671, table 1. 57.4 B, 14.2 B active.
+_QWEN2_57B = ModelShape(
+    "qwen2-57b-a14b", 28, 3584, 28, 4, 128, 151936, 64, 8, 2560, 20480, qkv_bias=True, shared_gate=True
+)
+
+# https://huggingface.co/Qwen/Qwen3-30B-A3B config.json; arXiv 2505.09388, table 2. 30.5 B, 3.3 B active.
+_QWEN3_30B = ModelShape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 151936, 128, 8, 768, qk_norm="head")
+
+# https://huggingface.co/deepseek-ai/DeepSeek-V3 config.json; arXiv 2412.19437, section 4.2.
+_DEEPSEEK_LATENT = Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+
+MODELS: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1 config.json; arXiv 2401.04088, table 1. 46.7 B, 12.9 B
+        # active.
+        ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 32000, 8, 2, 14336),
+        _MIXTRAL_8X22B,
+        # arXiv 2504.14960, section 4: each expert of Mixtral 8x22B is split into eight experts with 1/8 of the width;
+        # top-8. 22 B active.
+        replace(_MIXTRAL_8X22B, name="mixtral-8x22b-g8t8", experts=64, top_k=8, ffn=2048),
+        # https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B config.json. 14.3 B, 2.7 B active.
+        ModelShape(
+            "qwen1.5-moe-a2.7b", 24, 2048, 16, 16, 128, 151936, 60, 4, 1408, 5632, qkv_bias=True, shared_gate=True
+        ),
+        _QWEN2_57B,
+        # arXiv 2504.14960, section 4: Llama-3-70B (arXiv 2407.21783, table 3), upcycled. Each layer has eight experts,
+        # which are copies of its feed-forward block.
+        ModelShape("llama3-8x70b", 80, 8192, 64, 8, 128, 128256, 8, 2, 28672),
+        _QWEN3_30B,
+        # https://huggingface.co/Qwen/Qwen3-235B-A22B config.json; arXiv 2505.09388, table 2. 235 B, 22 B active.
+        replace(_QWEN3_30B, name="qwen3-235b-a22b", layers=94, hidden=4096, heads=64, ffn=1536),
+        # https://huggingface.co/deepseek-ai/deepseek-moe-16b-base config.json; arXiv 2401.06066. 16.4 B, 2.8 B active.
+        ModelShape(
+            "deepseek-moe-16b", 28, 2048, 16, 16, 128, 102400, 64, 6, 1408, 2 * 1408, dense_layers=1, dense_ffn=10944
+        ),
+        # 671 B, 37 B active, without the layer for multi-token prediction.
+        ModelShape(
+            "deepseek-v3",
+            61,
+            7168,
+            128,
+            128,
+            192,
+            129280,
+            256,
+            8,
+            2048,
+            2048,
+            dense_layers=3,
+            dense_ffn=18432,
+            latent=_DEEPSEEK_LATENT,
+            groups=8,
+            top_groups=4,
+        ),
+        # MegaScale-MoE, arXiv 2505.11432, table 2. The paper gives neither the vocabulary nor shared experts. Assumed:
+        # one shared expert with the width of a routed expert, because the 352 B parameters and the published MFU match
+        # only with it. Also assumed: the vocabulary of 64,000 of MegaScale (arXiv 2402.15627, section 6, by the same
+        # authors). It is 0.15 % of all parameters.
+        ModelShape("megascale-moe-352b", 60, 4096, 32, 8, 128, 64000, 32, 3, 14336, 14336),
+        # arXiv 2411.02265, table 1 (Hunyuan-Large). 389 B, 52 B active. Pairs of layers share keys and values. This is
+        # not modelled; it saves 0.03 % of the parameters.
+        ModelShape("hunyuan-large", 64, 6400, 80, 8, 80, 128512, 16, 1, 18304, 18304, tie=True, qk_norm="head"),
+        # https://huggingface.co/microsoft/Phi-3.5-MoE-instruct config.json. 41.9 B, 6.6 B active.
+        ModelShape("phi3.5-moe", 32, 4096, 32, 8, 128, 32064, 16, 2, 6400, qkv_bias=True, out_bias=True),
+        # https://huggingface.co/allenai/OLMoE-1B-7B-0924 config.json; arXiv 2409.02060. 6.9 B, 1.3 B active.
+        ModelShape("olmoe-1b-7b", 16, 2048, 16, 16, 128, 50304, 64, 8, 1024, qk_norm="full"),
+        # https://huggingface.co/openai/gpt-oss-120b config.json; arXiv 2508.10925, table 1. 116.8 B, 5.1 B active.
+        ModelShape(
+            "gpt-oss-120b",
+            36,
+            2880,
+            64,
+            8,
+            64,
+            201088,
+            128,
+            4,
+            2880,
+            qkv_bias=True,
+            out_bias=True,
+            router_bias=True,
+            expert_bias=True,
+            window=128,
+            full_layers=18,
+            layer_vectors=64,  # sinks
+        ),
+        # https://huggingface.co/meituan-longcat/LongCat-Flash-Chat config.json; arXiv 2509.01322. 560 B; a token uses
+        # 27 B on average.
+        ModelShape(
+            "longcat-flash",
+            28,
+            6144,
+            64,
+            64,
+            192,
+            131072,
+            512,
+            12,
+            2048,
+            dense_ffn=12288,
+            latent=_DEEPSEEK_LATENT,
+            zero_experts=256,
+            shortcut=True,
+        ),
+        # https://huggingface.co/xai-org/grok-1 config.json, except the vocabulary: 128,256, as in published benchmarks
+        # (NVIDIA/dgxc-benchmarking, grok1). 314 B.
+        ModelShape("grok-1", 64, 6144, 48, 8, 128, 128256, 8, 2, 32768),
+    )
+}
+"""MoE models by name."""

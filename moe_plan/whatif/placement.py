@@ -1,0 +1,259 @@
+"""What the placement of experts cost a run, and what other settings would have cost, from its recorded loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.observe.records import (
+    ATTEMPTS,
+    LOADS,
+    METRICS,
+    PLACEMENTS,
+    RESOLVED,
+    SPANS,
+    Attempt,
+    LoadLine,
+    PlacementLine,
+    read_lines,
+)
+from moe_comm.runtime.untrusted import parse_toml, read_bounded, table
+from moe_comm.topology.assignment import Loads
+from moe_comm.topology.pipeline import can_split
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.placement_replay import PlacementReplay, ReplaySettings, best_ratio, placed_ratio, replay
+from moe_comm.topology.rebalance import copied_bytes, over_mean, publications, replayed_ratio
+from moe_plan.machine.hardware import BYTES
+from moe_plan.model.files import MOST
+from moe_plan.model.fixed_memory import Optimizer, moved_bytes
+from moe_plan.whatif.even_routing import EXPERTS
+from moe_plan.whatif.run_spans import WAITS
+from moe_plan.whatif.run_trace import read_run_trace
+
+CONFIG_BYTES = 1 << 20
+"""Limit of the size of a configuration."""
+
+
+@dataclass(frozen=True)
+class LayerPlacement:
+    """The placement of one layer's experts in a run.
+
+    Attributes:
+        layer: name of the layer.
+        steps: steps with recorded loads.
+        fixed: rows of the busiest rank over the mean, if the experts had kept their first placement.
+        realised: the same with the placements of the run; None for another number of ranks than the run's.
+        best: the same if each step had the best placement for its own loads that was found, without copies.
+        hottest: rows of the busiest expert over the mean of a rank. No placement without copies has a lower ratio.
+        decisions: the recorded decisions; for each switch also the realised ratio until the next one.
+        replays: the result of each setting.
+    """
+
+    layer: str
+    steps: tuple[int, ...]
+    fixed: float
+    realised: float | None
+    best: float
+    hottest: float
+    decisions: tuple[tuple[PlacementLine, float], ...]
+    replays: tuple[PlacementReplay, ...]
+
+
+@dataclass(frozen=True)
+class PlacementStudy:
+    """Placements of a run, see ``study``.
+
+    Attributes:
+        costs: whether seconds are measured; without them, switches and copies cost nothing.
+    """
+
+    run: str
+    ranks: int
+    costs: bool
+    settings: tuple[ReplaySettings, ...]
+    layers: tuple[LayerPlacement, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain numbers and lists."""
+        layers = []
+        for one in self.layers:
+            values: dict[str, Any] = {
+                name: getattr(one, name) for name in ("layer", "steps", "fixed", "realised", "best", "hottest")
+            }
+            values["decisions"] = [vars(line) | {"realised": ratio} for line, ratio in one.decisions]
+            values["replays"] = [
+                {
+                    "ratio": result.ratio,
+                    "switches": result.switches,
+                    "saved_rows": result.saved_rows,
+                    "decisions": [
+                        {"step": step, "switched": decision.placement is not None, "reason": decision.reason}
+                        for step, decision in result.decisions
+                    ],
+                }
+                for result in one.replays
+            ]
+            layers.append(values)
+        settings = [asdict(one) for one in self.settings]
+        return {"run": self.run, "ranks": self.ranks, "costs": self.costs, "settings": settings, "layers": layers}
+
+
+def read_loads(run: Path) -> dict[str, dict[int, Loads]]:
+    """Return the recorded loads of a run by layer and step.
+
+    Raises:
+        ConfigError: ``run`` is not a run folder, or has no loads.
+        CorruptFile: the file of loads is damaged.
+    """
+    if not any((run / name).exists() for name in (METRICS, LOADS, ATTEMPTS)):
+        raise ConfigError(f"{run} is not a run folder: it has none of {METRICS}, {LOADS}, {ATTEMPTS}")
+    loads: dict[str, dict[int, Loads]] = {}
+    for line in read_lines(run / LOADS, LoadLine):
+        loads.setdefault(line.layer, {})[line.step] = line.load
+    if not loads:
+        raise ConfigError(f"{run} has no expert loads ({LOADS}); train an MoE model with observe.loads=1")
+    return {layer: dict(sorted(by_step.items())) for layer, by_step in loads.items()}
+
+
+def study(run: Path, settings: Sequence[ReplaySettings], ranks: int | None = None) -> PlacementStudy:
+    """Return the placements of a run and the replays of other settings.
+
+    Seconds of rows, of moves and of copies come from the spans of the run, if it has them. Real experts are the first
+    ones in a layer's loads; zero-computation experts have no rows.
+
+    Args:
+        run: folder of the run.
+        settings: settings to replay; their seconds are replaced by the measured ones.
+        ranks: number of expert-parallel ranks; None: that of the run.
+
+    Raises:
+        ConfigError: ``run`` is no run folder, has no loads, or has one expert-parallel rank and ``ranks`` is not given.
+        CorruptFile: a file of the run is damaged.
+    """
+    loads = read_loads(run)
+    recorded: dict[str, list[PlacementLine]] = {}
+    for line in read_lines(run / PLACEMENTS, PlacementLine):
+        recorded.setdefault(line.layer, []).append(line)
+    mapping = max(read_lines(run / ATTEMPTS, Attempt), key=lambda one: one.number, default=None)
+    own = next((lines[0].world for lines in recorded.values()), mapping.mapping.get("ep", 1) if mapping else 1)
+    world = ranks or own
+    if world < 2:
+        raise ConfigError(
+            f"every rank of {run} held all experts (ep 1); pass the number of expert-parallel ranks to place them on"
+        )
+    seconds = _seconds(run, loads)
+    if seconds is not None:
+        per_row, to_move, to_publish = seconds
+        settings = [
+            replace(one, seconds_per_row=per_row, seconds_to_move=to_move, seconds_to_publish=to_publish)
+            for one in settings
+        ]
+    experts = real_experts(run)
+    layers = []
+    for layer, by_step in loads.items():
+        real = {step: load[:experts] for step, load in by_step.items()}
+        decisions = recorded.get(layer, []) if world == own else None
+        layers.append(_layer(layer, real, world, decisions, settings))
+    return PlacementStudy(str(run), world, seconds is not None, tuple(settings), tuple(layers))
+
+
+def _layer(
+    layer: str,
+    loads: dict[int, Loads],
+    world: int,
+    lines: Sequence[PlacementLine] | None,
+    settings: Sequence[ReplaySettings],
+) -> LayerPlacement:
+    """lines: the recorded decisions; None if they are for another number of ranks."""
+    experts = len(next(iter(loads.values())))
+    first = Placement.contiguous(experts, world)
+    placed, current = [], first
+    waiting = sorted(lines or (), key=lambda line: line.step)
+    switches = [line for line in waiting if line.switched]
+    for step in loads:
+        while switches and switches[0].step < step:
+            current = switches.pop(0).placement
+        placed.append(current)
+    decisions = []
+    ends = [*(line.step for line in waiting[1:]), max(loads)]
+    for line, end in zip(waiting, ends, strict=False):
+        after = [load for step, load in loads.items() if line.step < step <= end]
+        decisions.append((line, replayed_ratio(after, line.placement)))
+    hottest = over_mean(sum(map(max, loads.values())), sum(map(sum, loads.values())), world)
+    return LayerPlacement(
+        layer=layer,
+        steps=tuple(loads),
+        fixed=replayed_ratio(list(loads.values()), first),
+        realised=None if lines is None else placed_ratio(loads.values(), placed),
+        best=best_ratio(loads, first),
+        hottest=max(hottest, 1.0),
+        decisions=tuple(decisions),
+        replays=tuple(replay(loads, first, one) for one in settings),
+    )
+
+
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(read_bounded(run / RESOLVED, CONFIG_BYTES))
+    except (OSError, ValueError):
+        return {}
+
+
+def real_experts(run: Path) -> int | None:
+    """Return the number of real experts of a layer by the run's configuration; None if it is unknown."""
+    return _count(table(_config(run), "model").get("experts"))
+
+
+def _count(value: object) -> int | None:
+    """Return ``value`` if it is a number of experts or a width that a model can have."""
+    valid = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
+    return value if valid else None  # type: ignore[return-value]
+
+
+def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, float, float] | None:
+    """Return the seconds of a row, of moving one expert, and of a copy in a step; None without spans."""
+    if not any((run / SPANS).glob("rank-*.jsonl")):
+        return None
+    table = (trace := read_run_trace(run).graph).table
+    names = np.array(table.names)[table.name_N]
+    steps = set(table.steps.tolist())
+    rows = sum(sum(load) for by_step in loads.values() for step, load in by_step.items() if step in steps)
+    computing = np.isin(names, EXPERTS)
+    moving = np.array([name.startswith(WAITS[:2]) for name in names]) & (table.nbytes_N > 0)
+    sizes = _expert_bytes(_config(run))
+    if not rows or not computing.any() or not moving.any() or sizes is None:
+        return None
+    rate = table.nbytes_N[moving].sum() / trace.value_N[moving].sum()
+    return float(trace.value_N[computing].sum()) / rows, float(sizes[0] / rate), float(sizes[1] / rate)
+
+
+def _expert_bytes(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the bytes that are sent with a moved expert, and for a copy in each step.
+
+    None if the configuration does not have the widths of experts.
+    """
+    model, optimizer, placement = (table(config, name) for name in ("model", "optimizer", "placement"))
+    hidden, ffn = _count(model.get("hidden")), _count(model.get("ffn"))
+    if hidden is None or ffn is None or model.get("pretrained"):
+        return None
+    # The widths of experts are all that the count of their elements depends on.
+    shape = ModelShape("run", 1, hidden, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=1, top_k=1, ffn=ffn)
+    kind = optimizer.get("kind", "adamw")
+    if kind not in get_args(Optimizer):
+        return None
+    moved = moved_bytes(kind, bool(optimizer.get("momentum")))
+    elements, size = shape.parameters("moe")["experts"], BYTES["bf16" if model.get("dtype") == "bfloat16" else "fp32"]
+    times = 1
+    if placement.get("rematerialize", False):
+        parallel = table(config, "parallel")
+        schedule = parallel.get("schedule")
+        split = can_split(schedule if isinstance(schedule, str) else None, _count(parallel.get("pp")) or 1)
+        micro_batches = _count(table(config, "data").get("micro_batches")) or 1
+        times = publications(micro_batches, split and model.get("recompute") != "full")
+    return elements * moved, elements * copied_bytes(size, times)
