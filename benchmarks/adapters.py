@@ -72,7 +72,7 @@ def deepep(shape: BatchShape, inputs: RankInputs) -> Calls:
 def torchtitan(shape: BatchShape, inputs: RankInputs) -> Calls:
     """``MoeCommTokenDispatcher`` of torchtitan."""
     from moe_comm.integrations.torchtitan import MoeCommTokenDispatcher
-    from moe_comm.topology.expert_mesh import expert_mesh
+    from moe_comm.topology.mesh import expert_mesh
 
     dispatcher = MoeCommTokenDispatcher(MoeCommTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k))
     mesh = expert_mesh()

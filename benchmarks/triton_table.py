@@ -1,6 +1,6 @@
 """Write the table of Triton kernel resources in docs/gpus.md.
 
-python -m moe_comm.overlap.triton.ahead --json benchmarks/results/triton-resources.json
+python -m benchmarks.triton_resources --json benchmarks/results/triton-resources.json
 python -m benchmarks.triton_table
 """
 

@@ -9,9 +9,8 @@ import contextlib
 from functools import partial
 from typing import Any
 
-from moe_comm.lazy import attach_stub
+from moe_comm.lazy import after_import, attach_stub
 from moe_comm.runtime import cpu_guard
-from moe_comm.runtime.post_import import after_import
 from moe_comm.runtime.versions import require_torch
 
 require_torch()

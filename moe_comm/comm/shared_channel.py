@@ -21,7 +21,7 @@ from moe_comm.comm.channel import Channel, PendingTensor, operation, raised_text
 from moe_comm.comm.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
 from moe_comm.comm.shared_heap import SharedHeap
 from moe_comm.errors import HeapError, MoeCommError, PeerRaised, known_to_peers, mark_known
-from moe_comm.kernels.accumulate import sum_in_rank_order
+from moe_comm.kernels.autograd import sum_in_rank_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows

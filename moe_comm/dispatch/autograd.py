@@ -15,8 +15,8 @@ from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire.group_scales import rounded_in_groups
 from moe_comm.dispatch.wire.wire_dtype import rounded
+from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.kernels.once_differentiable import once_differentiable
 
 if TYPE_CHECKING:
     from moe_comm.dispatch.base import Dispatcher

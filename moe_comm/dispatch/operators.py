@@ -18,7 +18,7 @@ from moe_comm.dispatch.autograd import combine_backward, dispatch_backward
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import once_differentiable
 
 
 class Sent:

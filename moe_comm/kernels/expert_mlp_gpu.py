@@ -5,7 +5,7 @@
                                          grad_w2 = grad.T @ act      grad_w13 = grad_h.T @ rows
 
 Each line is one or two launches for any number of experts. None of them copies the row counts to the host. If w13 or w2
-is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/main_grad.py``).
+is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/grouped_mm.py``).
 """
 
 from __future__ import annotations
@@ -109,8 +109,10 @@ def backward_by(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run ``backward`` with these products of ``grad_RD`` and of the gradient of h. The second one is None if the rows
     need no gradient; the first one is then used only if w13 does. Weight gradients are computed last."""
-    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
-    from moe_comm.kernels.triton.main_grad import weight_grad
+    from moe_comm.kernels.triton.grouped_mm import (
+        grouped_mm_into,  # needs Triton
+        weight_grad,
+    )
 
     (w13_EGD, w2_EDF, _, _), (first, last) = mlp.tensors, products
     assert w13_EGD is not None

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.autocast import without_autocast
+from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.row_invariant import expert_mm
 

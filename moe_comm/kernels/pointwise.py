@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import once_differentiable
 
 VECTOR = 64
 """Elements that torch's CPU loops process at once, at most: two vectors of AVX-512 in bf16."""

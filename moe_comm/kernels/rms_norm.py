@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.native import core, on_host
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
 from moe_comm.tensor_memory import address, materialized
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.native import core, on_host
-from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.tensor_memory import address, row_address
 
 

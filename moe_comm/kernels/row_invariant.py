@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.kernels.autocast import without_autocast
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import needed_gradients, once_differentiable, without_autocast
 
 TILE = 16
 """Rows, inputs and outputs are padded to multiples of this: one AVX-512 vector. The kernels of MKL and oneDNN need

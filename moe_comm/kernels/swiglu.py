@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.native import TRITON_DEVICES, core, for_triton
-from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.kernels.pointwise import sigmoid_values
 from moe_comm.tensor_memory import address, readable, row_address
 

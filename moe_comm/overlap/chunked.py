@@ -32,8 +32,7 @@ from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.accumulate import sum_in_rank_order
-from moe_comm.kernels.autocast import without_autocast
+from moe_comm.kernels.autograd import sum_in_rank_order, without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.ring import Ring

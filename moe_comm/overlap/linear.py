@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.autograd import needed_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import GatheredRows, OperatorPlan, exact_mm
 from moe_comm.overlap.options import TRITON

@@ -30,9 +30,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import abort_on_error, channel_of, group_size
 from moe_comm.errors import InputError
-from moe_comm.kernels.autocast import without_autocast
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import needed_gradients, once_differentiable, without_autocast
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import OperatorPlan, check_linear, exact_mm, readable_operands
 from moe_comm.overlap.options import Overlap

@@ -26,10 +26,10 @@ from moe_comm.runtime.event_layout import (
     Kind,
     RegionHeader,
     Span,
+    fence,
     ranks_of,
     region_bytes,
 )
-from moe_comm.runtime.fence import fence
 
 Record: TypeAlias = tuple[int, ...]
 _KINDS = frozenset(int(kind) for kind in Kind)

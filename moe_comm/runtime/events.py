@@ -47,10 +47,10 @@ from moe_comm.runtime.event_layout import (
     STEP_AT,
     Kind,
     Totals,
+    fence,
     group_text,
     region_bytes,
 )
-from moe_comm.runtime.fence import fence
 from moe_comm.runtime.fork_safe import add_lock
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.gpu import nvrtc
-from moe_comm.gpu.driver import nvrtc_launcher
-from moe_comm.gpu.launch import Launcher, NativeLauncher
+from moe_comm.gpu.launch import Launcher, NativeLauncher, nvrtc_launcher
 from moe_comm.topology import ExpertPlacement
 
 pytestmark = [

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.cuda_resources import read_tree
 from moe_comm.errors import ConfigError, KernelError
-from moe_comm.gpu import driver, nvrtc
+from moe_comm.gpu import launch, nvrtc
 from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.gpu.blocks import single_block
 from moe_comm.gpu.nvrtc import Nvrtc
@@ -195,18 +195,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake_driver(library: Path, tmp_path: Path) -> tuple[driver.Driver, ctypes.CDLL]:
+def fake_driver(library: Path, tmp_path: Path) -> tuple[launch.Driver, ctypes.CDLL]:
     # A library loaded from another file has records of its own, which are empty.
     path = shutil.copy(library, tmp_path / "libcuda.so")
     loaded_library = ctypes.CDLL(path)
     loaded_library.fake_launches.restype = ctypes.POINTER(Launched)
     loaded_library.fake_attributes.restype = ctypes.POINTER(ctypes.c_int64)
     loaded_library.fake_loaded.restype = ctypes.c_char_p
-    return driver.Driver(path), loaded_library
+    return launch.Driver(path), loaded_library
 
 
-def launcher(driver_api: driver.Driver, device: int = 0, code: bytes = b"code!") -> driver.NvrtcLauncher:
-    return driver.NvrtcLauncher(torch.device("cuda", device), code=code, driver=driver_api)
+def launcher(driver_api: launch.Driver, device: int = 0, code: bytes = b"code!") -> launch.NvrtcLauncher:
+    return launch.NvrtcLauncher(torch.device("cuda", device), code=code, driver=driver_api)
 
 
 def launches(library: ctypes.CDLL) -> list[Launched]:
@@ -215,7 +215,7 @@ def launches(library: ctypes.CDLL) -> list[Launched]:
     return [first[i] for i in range(count.value)]
 
 
-def test_a_launch_passes_its_arguments_to_the_driver_in_order(fake_driver: tuple[driver.Driver, ctypes.CDLL]) -> None:
+def test_a_launch_passes_its_arguments_to_the_driver_in_order(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:
     driver_api, library = fake_driver
     cuda_launcher = launcher(driver_api)
     assert library.fake_loaded() == b"code!"
@@ -229,7 +229,7 @@ def test_a_launch_passes_its_arguments_to_the_driver_in_order(fake_driver: tuple
 
 
 def test_launches_use_the_context_of_their_device_and_restore_the_threads_context(
-    fake_driver: tuple[driver.Driver, ctypes.CDLL],
+    fake_driver: tuple[launch.Driver, ctypes.CDLL],
 ) -> None:
     driver_api, library = fake_driver
     launchers = [launcher(driver_api, 0), launcher(driver_api, 3)]
@@ -250,7 +250,7 @@ def test_launches_use_the_context_of_their_device_and_restore_the_threads_contex
 
 
 def test_more_shared_memory_than_the_default_is_requested_once(
-    fake_driver: tuple[driver.Driver, ctypes.CDLL],
+    fake_driver: tuple[launch.Driver, ctypes.CDLL],
 ) -> None:
     driver_api, library = fake_driver
     cuda_launcher = launcher(driver_api)
@@ -263,7 +263,7 @@ def test_more_shared_memory_than_the_default_is_requested_once(
 
 
 def test_the_kernels_of_an_operation_are_launched_through_the_driver(
-    fake_driver: tuple[driver.Driver, ctypes.CDLL],
+    fake_driver: tuple[launch.Driver, ctypes.CDLL],
 ) -> None:
     driver_api, library = fake_driver
     turns = Turns(GroupShape(0, (0, 2)), single_block(1 << 16, torch.device("cpu")), launcher(driver_api, device=2))
@@ -272,15 +272,15 @@ def test_the_kernels_of_an_operation_are_launched_through_the_driver(
     turns.plan.receive_few(1, 0)
     meet, arrive = launches(library)
     assert (meet.function, meet.grid, meet.block) == (ord("t"), 1, 1024) and arrive.function == ord("e")
-    for launch in (meet, arrive):
-        assert launch.context == 1002 and struct.unpack("10q", bytes(launch.words[:80]))[-1] == 7 * 10**9
+    for call in (meet, arrive):
+        assert call.context == 1002 and struct.unpack("10q", bytes(call.words[:80]))[-1] == 7 * 10**9
     library.fake_refuse_next()
     with pytest.raises(KernelError, match="cuLaunchKernel with error 700"):
         turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
     assert turns.turn == 1
 
 
-def test_an_error_of_the_driver_is_raised_with_its_text(fake_driver: tuple[driver.Driver, ctypes.CDLL]) -> None:
+def test_an_error_of_the_driver_is_raised_with_its_text(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:
     driver_api, library = fake_driver
     cuda_launcher = launcher(driver_api)
     library.fake_refuse_next()
@@ -297,4 +297,4 @@ def test_an_error_of_the_driver_is_raised_with_its_text(fake_driver: tuple[drive
 
 def test_a_missing_cuda_driver_raises() -> None:
     with pytest.raises(KernelError, match="there is no CUDA driver"):
-        driver.Driver("libcuda-that-is-not-there.so.1")
+        launch.Driver("libcuda-that-is-not-there.so.1")

@@ -9,7 +9,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError
-from moe_comm.gpu import limits
+from moe_comm.gpu import launch
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.topology import ExpertPlacement
 
@@ -18,18 +18,18 @@ CPU = torch.device("cpu")
 
 
 def test_the_shared_memory_of_a_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits.check_shared("ll_send", CPU, "max_tokens=65535", max_tokens=65535)
-    monkeypatch.setattr(limits, "shared_limit", lambda device: 100_000)
-    limits.check_shared("ll_send", CPU, "max_tokens=4000", max_tokens=4000)
+    launch.check_shared("ll_send", CPU, "max_tokens=65535", max_tokens=65535)
+    monkeypatch.setattr(launch, "shared_limit", lambda device: 100_000)
+    launch.check_shared("ll_send", CPU, "max_tokens=4000", max_tokens=4000)
     with pytest.raises(ConfigError, match=r"max_tokens=5000 needs 10\d{4} bytes of shared memory per thread block"):
-        limits.check_shared("ll_send", CPU, "max_tokens=5000", max_tokens=5000)
-    limits.check_shared("meet", CPU, "3000 experts", experts=3000, with_counts=1)
+        launch.check_shared("ll_send", CPU, "max_tokens=5000", max_tokens=5000)
+    launch.check_shared("meet", CPU, "3000 experts", experts=3000, with_counts=1)
     with pytest.raises(ConfigError, match="4000 experts needs 128"):
-        limits.check_shared("meet", CPU, "4000 experts", experts=4000, with_counts=1)
+        launch.check_shared("meet", CPU, "4000 experts", experts=4000, with_counts=1)
 
 
 def test_low_latency_with_too_many_tokens_leaves_the_dispatcher_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "shared_limit", lambda device: 40_000)
+    monkeypatch.setattr(launch, "shared_limit", lambda device: 40_000)
     options = DispatchOptions(peer_to_peer=PeerToPeerOptions(heap_bytes=1 << 20, emulate=True))
     dispatcher = PeerToPeerDispatcher(ExpertPlacement.of(2, 1, None), None, 0, options, "cpu")
     x_TD, ids_TK = torch.randn(3, 8), torch.tensor([[0], [1], [0]])

@@ -140,7 +140,7 @@ def test_buffers_are_freed_only_after_the_device_is_synchronized(monkeypatch: py
 
 
 def test_too_many_experts_are_refused_during_setup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.gpu.limits.shared_limit", lambda device: 4096)
+    monkeypatch.setattr("moe_comm.gpu.launch.shared_limit", lambda device: 4096)
     placement = ExpertPlacement.balanced(200, 1)
     options = replace(OPTIONS, timeout_s=1)
     with pytest.raises(ConfigError, match="200 experts needs"):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_comm.bench.overlap.contest import OperatorContest, gradients, stepwise
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.kernels.accumulate import sum_in_rank_order
+from moe_comm.kernels.autograd import sum_in_rank_order
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import PER_RANK_ROWS, exact_mm
 from moe_comm.overlap.gather_matmul import gather_matmul

@@ -27,7 +27,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.wire import wire_dtype
-from moe_comm.kernels import accumulate, row_invariant
+from moe_comm.kernels import autograd, row_invariant
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.overlap import chunked
 from moe_comm.overlap.executors import chunked_rows
@@ -221,7 +221,7 @@ _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[...
             plain.weighted_sum,
             plain.scale,
             plain.lane_dot,
-            accumulate.sum_in_rank_order,
+            autograd.sum_in_rank_order,
             wire_dtype.pack,
             wire_dtype.unpack,
         ),

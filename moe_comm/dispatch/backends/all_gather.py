@@ -34,7 +34,7 @@ from moe_comm.dispatch.slots.sums import scale_
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.dispatch.wire.group_scales import GROUP, RowGroups, decode_groups, encode_groups
 from moe_comm.dispatch.wire.wire_dtype import WireDtype, pack, unpack, unpack_scaled
-from moe_comm.kernels.accumulate import accumulate_dtype
+from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import take
 

@@ -31,7 +31,7 @@ from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.wire.group_scales import GROUP
 from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, WireDtype, WireDtypes, bytes_per_row
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.accumulate import accumulate_dtype
+from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.topology import ExpertPlacement
 
 OPS = ("dispatch", "combine", "combine backward", "dispatch backward", EXTRA, EXTRA_BACKWARD)

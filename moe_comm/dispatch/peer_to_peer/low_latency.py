@@ -24,7 +24,7 @@ from moe_comm.comm.header import Header
 from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory
 from moe_comm.dispatch.peer_to_peer.rows import ReceiveBuffer, RowFormat, offset_of
 from moe_comm.errors import ConfigError, HeapError, InputError
-from moe_comm.gpu.limits import check_shared
+from moe_comm.gpu.launch import check_shared
 from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, words_address
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import DTYPE_CODES

@@ -38,8 +38,7 @@ from moe_comm.dispatch.wire.wire_dtype import rounded
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
-from moe_comm.gpu.launch import Launcher, compiled_archs, compiled_for
-from moe_comm.gpu.limits import check_shared
+from moe_comm.gpu.launch import Launcher, check_shared, compiled_archs, compiled_for
 from moe_comm.gpu.protocol import (
     HEADER_WORDS,
     MOST_SLOTS,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.kernels.accumulate import accumulate_dtype
+from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.runtime.memory import warm_rows
 
 LANES = 32

@@ -13,8 +13,15 @@ from moe_comm.dispatch.per_rank.layout import expert_places
 from moe_comm.dispatch.per_rank.routes import RankRoutes
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.integrations.deepep.common import GroupBuffer, check_handle, placed
-from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
+from moe_comm.integrations.deepep.events import (
+    EventHandle,
+    EventOverlap,
+    GroupBuffer,
+    check_handle,
+    finished,
+    placed,
+    wait_for,
+)
 
 Event = EventOverlap | EventHandle | None
 

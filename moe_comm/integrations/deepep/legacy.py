@@ -15,8 +15,16 @@ from moe_comm.dispatch.per_rank.arguments import FLOATS, Bias, Rows, check_ids, 
 from moe_comm.dispatch.per_rank.layout import rank_layout
 from moe_comm.dispatch.per_rank.routes import RankRoutes
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.integrations.deepep.common import GroupBuffer, check_handle, placed
-from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
+from moe_comm.integrations.deepep.events import (
+    Config,
+    EventHandle,
+    EventOverlap,
+    GroupBuffer,
+    check_handle,
+    finished,
+    placed,
+    wait_for,
+)
 from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks, scales_for
 
 

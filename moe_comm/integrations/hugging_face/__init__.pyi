@@ -34,4 +34,4 @@ from moe_comm.integrations.hugging_face.trainer import (
 )
 from moe_comm.layers.data_parallel.state import gather_state_dict as gather_state_dict
 from moe_comm.layers.data_parallel.sync import sum_replicated_gradients as sum_replicated_gradients
-from moe_comm.topology.expert_mesh import expert_mesh as expert_mesh
+from moe_comm.topology.mesh import expert_mesh as expert_mesh

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 
 from moe_comm.layers import data_parallel
-from moe_comm.topology.expert_mesh import expert_mesh
+from moe_comm.topology.mesh import expert_mesh
 
 
 class ExpertParallelStrategy(DDPStrategy):  # type: ignore[misc, no-any-unimported, unused-ignore]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_comm.kernels.triton.interpreter import INTERPRETING
+from moe_comm.kernels.triton.launch import INTERPRETING
 
 INTERPRETED = tl.constexpr(INTERPRETING)
 """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was first imported)."""

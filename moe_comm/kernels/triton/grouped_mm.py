@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.triton import grouped_mm_tma
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
@@ -340,3 +339,33 @@ def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, *, tma: bool = 
     Rows beyond the sum of ``counts_E``, and their gradients, are undefined.
     """
     return _GroupedMM.apply(rows_RD, w_END, counts_E, tma)  # type: ignore[no-any-return]
+
+
+def main_grad_of(w_END: Tensor) -> Tensor | None:
+    """Return the attribute ``main_grad`` of a parameter if it is an fp32 tensor of its shape and device, else None."""
+    main = getattr(w_END, "main_grad", None)
+    if not isinstance(main, Tensor) or main.dtype != torch.float32:
+        return None
+    return main if main.shape == w_END.shape and main.device == w_END.device else None
+
+
+def weight_grad(w_END: Tensor, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor) -> Tensor | None:
+    """Return the gradient of ``w_END``, or add it to ``w_END.main_grad`` if the parameter has one.
+
+    In the second case the result is None: autograd then accumulates nothing, and its hooks run without a gradient. If
+    the parameter has an attribute ``grad_added_to_main_grad``, which Megatron's data parallelism sets to False, the
+    attribute becomes True and the result is a dummy, because Megatron's hooks require a gradient. The dummy is not
+    initialised, or is zero if ``w_END.zero_out_wgrad`` is set.
+
+    Arguments and errors are those of ``grouped_weight_grad_into``.
+    """
+    main_END = main_grad_of(w_END)
+    if main_END is None:
+        grad_END = torch.empty_like(w_END)
+        grouped_weight_grad_into(grad_RN, rows_RD, counts_E, grad_END)
+        return grad_END
+    grouped_weight_grad_into(grad_RN, rows_RD, counts_E, main_END, add=True)
+    if not hasattr(w_END, "grad_added_to_main_grad"):
+        return None
+    w_END.grad_added_to_main_grad = True
+    return torch.zeros_like(w_END) if getattr(w_END, "zero_out_wgrad", False) else torch.empty_like(w_END)

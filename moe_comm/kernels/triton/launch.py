@@ -9,9 +9,32 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.triton.interpreter import INTERPRETING
+
+INTERPRETING = bool(knobs.runtime.interpret)
+"""Whether TRITON_INTERPRET=1 was set when this module was imported; it applies to all kernels of the process."""
+
+
+def _patch_interpreter() -> None:
+    """Let the interpreter convert scalars with ``int``, for loop bounds.
+
+    Triton 3.6, unlike later versions, stores a scalar as an array of one element, and NumPy 2.4 rejects ``int(array)``.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_add_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_add_index
+
+
+if INTERPRETING:
+    _patch_interpreter()
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtypes that the kernels support."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.triton.device import int64, sigmoid
 from moe_comm.kernels.triton.launch import check_tensors, on_device_of, options
 

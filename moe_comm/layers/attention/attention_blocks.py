@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.kernels.accumulate import accumulate_dtype
+from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.layers.attention.sequence import Documents
 
 BLOCK_MIN, BLOCK_MAX = 128, 1024

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.autocast import cast_parameter, compute_dtype
+from moe_comm.kernels.autograd import cast_parameter, compute_dtype
 from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.ring import RingSpec, ring_attention
 from moe_comm.layers.attention.sequence import Documents, check_context

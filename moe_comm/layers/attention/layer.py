@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.accumulate import accumulate_dtype
+from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.kernels.rms_norm import rms_norm
 from moe_comm.layers.attention.config import AttentionConfig, Context
 from moe_comm.layers.attention.context import (

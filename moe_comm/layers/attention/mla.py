@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.autocast import compute_dtype
+from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig
 from moe_comm.layers.parallel.linear import ColumnParallelLinear
 from moe_comm.layers.parallel.module import ParallelModule

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import AbortOnError
-from moe_comm.kernels.autocast import without_autocast
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import once_differentiable, without_autocast
 from moe_comm.layers.attention.attention_blocks import (
     AttentionGradients,
     AttentionState,

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.kernels.autocast import without_autocast
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import once_differentiable, without_autocast
 from moe_comm.layers.attention.attention_blocks import AttentionGradients, AttentionState
 from moe_comm.layers.attention.ring import RingSpec, in_flight_backward, pack, ring_steps, split_own_blocks, unpack
 from moe_comm.layers.parallel.collectives import channel_of, group_rank

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
 from moe_comm.layers.data_parallel.optimizers import watch_copies
 from moe_comm.topology import Placement

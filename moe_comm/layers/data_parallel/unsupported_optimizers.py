@@ -20,7 +20,7 @@ from torch.optim import swa_utils
 from torch.optim.optimizer import Optimizer
 
 from moe_comm.errors import ConfigError
-from moe_comm.runtime.post_import import after_import
+from moe_comm.lazy import after_import
 
 _ACROSS_RANKS = re.compile("zeroredundancyoptimizer|postlocalsgdoptimizer|oss|distributedfused(adam|lamb)")
 """Names of classes that give each rank some of the parameters, or average them."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
-from moe_comm.kernels.autocast import cast_parameter
+from moe_comm.kernels.autograd import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.layers.data_parallel.copies import ExpertCopies

@@ -35,7 +35,7 @@ from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.input_faults import tokens_fault
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
 from moe_comm.errors import InputError, MoeCommError
-from moe_comm.kernels.autocast import compute_dtype
+from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards

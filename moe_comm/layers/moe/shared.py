@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_comm.dispatch import DROPPED
 from moe_comm.kernels.activations import Activation, SwiGLU, activation_of
-from moe_comm.kernels.autocast import cast_parameter, compute_dtype
+from moe_comm.kernels.autograd import cast_parameter, compute_dtype
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
 from moe_comm.kernels.swiglu import swiglu

@@ -36,7 +36,7 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import abort_on_error, channel_of, configure_collectives, group_rank, group_size
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import InputError
-from moe_comm.kernels.accumulate import sum_in_rank_order
+from moe_comm.kernels.autograd import sum_in_rank_order
 from moe_comm.tensor_memory import readable
 
 __all__ = [

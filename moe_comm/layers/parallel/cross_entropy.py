@@ -21,10 +21,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError, RankMismatch
-from moe_comm.kernels.accumulate import accumulate_dtype
-from moe_comm.kernels.autocast import cast_parameter, compute_dtype, without_autocast
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import (
+    accumulate_dtype,
+    cast_parameter,
+    compute_dtype,
+    needed_gradients,
+    once_differentiable,
+    without_autocast,
+)
 from moe_comm.layers.parallel.collectives import (
     gather_dim,
     gather_values,

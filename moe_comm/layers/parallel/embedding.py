@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.autocast import without_autocast
+from moe_comm.kernels.autograd import without_autocast
 from moe_comm.layers.parallel.collectives import gather_dim_replicated, group_rank, group_size
 from moe_comm.layers.parallel.cross_entropy import IGNORE_INDEX, vocab_parallel_cross_entropy
 from moe_comm.layers.parallel.linear import check_width, gather_input, reduce_output

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.autocast import cast_parameter, compute_dtype
+from moe_comm.kernels.autograd import cast_parameter, compute_dtype
 from moe_comm.layers.parallel.collectives import (
     check_cut,
     copy_to,

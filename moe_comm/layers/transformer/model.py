@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.accumulate import accumulate_dtype
+from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.layers.attention.rope import Rope, RopeTable
 from moe_comm.layers.attention.sequence import Documents, local_positions
 from moe_comm.layers.moe.layer import MoELayer

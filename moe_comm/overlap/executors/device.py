@@ -21,9 +21,8 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels import expert_mlp_gpu
+from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import ExpertLinear, ExpertMLP, LocalExperts
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.overlap.executors.base import check_device_experts
 from moe_comm.overlap.executors.pipelined import PipelinedCall, Run, pipelined_combine, pipelined_dispatch
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
@@ -120,7 +119,7 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
             products = first, last if sums else None
             grads = expert_mlp_gpu.backward_by(experts, rows_RD, h_RG, grad_RD, counts_E, needs, products)
         else:
-            from moe_comm.kernels.triton.main_grad import weight_grad  # needs Triton
+            from moe_comm.kernels.triton.grouped_mm import weight_grad  # needs Triton
 
             if needs_rows:
                 grad_rows_RD = torch.empty_like(rows_RD)

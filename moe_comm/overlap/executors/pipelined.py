@@ -38,10 +38,9 @@ from moe_comm.dispatch.arrays import as_tensors
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels import expert_mlp_fp8
+from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
 from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
-from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.quantized_ranges import QuantizedRanges

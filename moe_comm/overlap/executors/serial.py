@@ -22,12 +22,10 @@ from torch import Tensor
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.kernels import expert_mlp_fp8
-from moe_comm.kernels.autocast import compute_dtype
+from moe_comm.kernels.autograd import compute_dtype, needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.kernels.native import TRITON_DEVICES
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS

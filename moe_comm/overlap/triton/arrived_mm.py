@@ -26,10 +26,16 @@ from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.gpu.protocol import ABORTED, ARRIVED, REPORT_WORDS, TIMED_OUT, RowFlags
 from moe_comm.kernels.triton.device import int64
 from moe_comm.kernels.triton.grouped_mm import Tiling, compute_tile, tiling_for
-from moe_comm.kernels.triton.interpreter import INTERPRETING
-from moe_comm.kernels.triton.launch import DTYPES, capability, on_device_of, options, processors, waiting_programs
-from moe_comm.overlap.triton.device import words_of
-from moe_comm.overlap.triton.flags import clock_ns, rest
+from moe_comm.kernels.triton.launch import (
+    DTYPES,
+    INTERPRETING,
+    capability,
+    on_device_of,
+    options,
+    processors,
+    waiting_programs,
+)
+from moe_comm.overlap.triton.flags import clock_ns, rest, words_of
 from moe_comm.overlap.triton.memory import NOT_INTERPRETED
 from moe_comm.overlap.triton.tile_list import TILE_WORDS, TileList
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from moe_comm.kernels.triton.device import int64, rounded, tile_at
 from moe_comm.kernels.triton.launch import DTYPES
-from moe_comm.overlap.triton.device import data_of, enter, words_of
-from moe_comm.overlap.triton.flags import wait_at_least
+from moe_comm.overlap.triton.flags import data_of, enter, wait_at_least, words_of
 from moe_comm.overlap.triton.memory import TURN_ARGUMENTS, KernelTurn, Names, SymmetricMemory
 from moe_comm.overlap.triton.programs import Programs, aligned, push_rows, tile_offsets, tile_product
 

@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError
 from moe_comm.gpu.blocks import ALIGN
-from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.once_differentiable import once_differentiable
+from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.overlap.chunked import check_linear, exact_mm
 from moe_comm.overlap.triton.gather_matmul import TritonGather

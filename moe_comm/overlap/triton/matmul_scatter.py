@@ -20,8 +20,7 @@ from torch import Tensor
 
 from moe_comm.kernels.triton.device import int64, rounded, tile_at
 from moe_comm.kernels.triton.launch import DTYPES
-from moe_comm.overlap.triton.device import data_of, enter, may_write_to, words_of
-from moe_comm.overlap.triton.flags import notify, wait_at_least
+from moe_comm.overlap.triton.flags import data_of, enter, may_write_to, notify, wait_at_least, words_of
 from moe_comm.overlap.triton.memory import TURN_ARGUMENTS, KernelTurn, Names, SymmetricMemory
 from moe_comm.overlap.triton.programs import Programs, aligned, tile_offsets, tile_product
 

@@ -18,8 +18,7 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.triton.device import int64, multiply_add
 from moe_comm.kernels.triton.launch import DTYPES, waiting_programs
 from moe_comm.overlap.options import at_least_one
-from moe_comm.overlap.triton.device import data_of, may_write_to, words_of
-from moe_comm.overlap.triton.flags import notify
+from moe_comm.overlap.triton.flags import data_of, may_write_to, notify, words_of
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from moe_comm.gpu.protocol import SLICE_COLUMNS, RowFlags, num_slices
 from moe_comm.kernels.triton.grouped_mm import compute_tile
 from moe_comm.kernels.triton.launch import DTYPES, on_device_of, options, waiting_programs
 from moe_comm.overlap.triton.arrived_mm import STATE_FAULT, tiling_of
-from moe_comm.overlap.triton.device import words_of
-from moe_comm.overlap.triton.flags import notify
+from moe_comm.overlap.triton.flags import notify, words_of
 from moe_comm.overlap.triton.tile_list import TILE_WORDS, TileList
 
 _WORDS = tl.constexpr(TILE_WORDS)

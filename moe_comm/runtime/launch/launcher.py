@@ -31,8 +31,7 @@ from moe_comm.errors import ConfigError, MoeCommError, PeerError
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
 from moe_comm.runtime.launch.environment import RankEnvironment, rank_environment, ranks_to_use, under_torchrun
-from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
-from moe_comm.runtime.launch.user_traceback import hide_installed_frames
+from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING, hide_installed_frames
 from moe_comm.runtime.seconds import seconds_of
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"

@@ -17,17 +17,18 @@ import multiprocessing
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from moe_comm import errors
 from moe_comm.errors import FROM_PEERS, ConfigError, InputError, MissingDependency, UnsupportedModel
-from moe_comm.runtime.launch.user_traceback import user_frame
 from moe_comm.runtime.safe_files import replacing
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -193,3 +194,35 @@ def _end_with_launcher(interrupt: bool) -> threading.Event:
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
     return returned
+
+
+_OURS = str(Path(__file__).parents[2]) + "/"
+_INSTALLED = (
+    _OURS,
+    *(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen ",
+)
+
+
+def user_frame(error: BaseException) -> str:
+    """Return the innermost frame of user code as ``file, line n, in name: source``, or ""."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_installed(frame.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last.filename}, line {last.lineno}, in {last.name}: {last.line or ''}".rstrip(": ")
+
+
+def hide_installed_frames(error: BaseException) -> None:
+    """Remove the frames of installed packages from the traceback of ``error``, except the outermost one."""
+    tb = error.__traceback__
+    while tb is not None:
+        following: TracebackType | None = tb.tb_next
+        while following is not None and _is_installed(following.tb_frame.f_code.co_filename):
+            following = following.tb_next
+        tb.tb_next = following
+        tb = following
+
+
+def _is_installed(filename: str) -> bool:
+    return filename.startswith(_INSTALLED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_comm.runtime.watch.progress_timeout import WatchOptions
+from moe_comm.runtime.watch.fault_handler import WatchOptions
 from moe_comm.runtime.watch.watcher import Watcher, watching
 
 __all__ = ["WatchOptions", "Watcher", "watching"]

@@ -34,9 +34,8 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import HeapError
-from moe_comm.runtime.event_layout import LONG, RECORDS, region_bytes
+from moe_comm.runtime.event_layout import LONG, RECORDS, fence, region_bytes
 from moe_comm.runtime.events import start_ticks
-from moe_comm.runtime.fence import fence
 from moe_comm.runtime.host import host_key
 
 PAGE = 4096

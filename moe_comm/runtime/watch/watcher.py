@@ -42,10 +42,9 @@ from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.launch.agent import NOTICED
 from moe_comm.runtime.memory import native_is_built
-from moe_comm.runtime.watch.fault_handler import FaultHandler
+from moe_comm.runtime.watch.fault_handler import EARLY, POLL_S, FaultHandler, ProgressTimeout, WatchOptions
 from moe_comm.runtime.watch.graph import RankStatus, analyse, isolated_host
 from moe_comm.runtime.watch.host_heartbeats import HostHeartbeats
-from moe_comm.runtime.watch.progress_timeout import EARLY, POLL_S, ProgressTimeout, WatchOptions
 from moe_comm.runtime.watch.report import LAST_EVENTS, DetectedFault, describe, fault_json, last_events
 from moe_comm.runtime.watch.status_reader import StatusReader, open_span
 from moe_comm.runtime.watch.status_table import Phase, StatusTable, TextGather, gather_texts

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_comm.kernels.triton.device import rounded
-from moe_comm.overlap.triton.device import data_of, enter, may_write_to, words_of
-from moe_comm.overlap.triton.flags import notify, wait_at_least
+from moe_comm.overlap.triton.flags import data_of, enter, may_write_to, notify, wait_at_least, words_of
 
 
 @triton.jit

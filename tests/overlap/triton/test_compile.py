@@ -16,8 +16,8 @@ from tests.overlap.triton.common import needs_triton
 pytestmark = needs_triton
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "benchmarks" / "results" / "triton-resources.json"
-COMPILE_COMMAND = (sys.executable, "-m", "moe_comm.overlap.triton.ahead")
-UPDATE_COMMAND = "python -m moe_comm.overlap.triton.ahead --json benchmarks/results/triton-resources.json"
+COMPILE_COMMAND = (sys.executable, "-m", "benchmarks.triton_resources")
+UPDATE_COMMAND = "python -m benchmarks.triton_resources --json benchmarks/results/triton-resources.json"
 REGISTERS = 65536
 """32-bit registers of a multiprocessor of sm_80, sm_90 and sm_100."""
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
@@ -85,8 +85,8 @@ def test_forward_kernels_compile_for_three_generations_within_recorded_resources
 
 _CARRIES = """
 import re
-from moe_comm.overlap.triton.ahead import compiled
-from moe_comm.kernels.triton.specs import LOCAL_KERNELS
+from benchmarks.triton_resources import compiled
+from benchmarks.triton_specs import LOCAL_KERNELS
 names = ("forward, few rows", "gradient of weights", "with TMA, forward, few rows")
 wanted = {*(f"grouped_mm, {name}, bfloat16" for name in names), "grouped_mm_fp8, forward, low latency, bfloat16"}
 for spec in LOCAL_KERNELS:

@@ -1,6 +1,6 @@
 """Compiles all Triton kernels ahead of time, without a GPU, and prints the resources that they need.
 
-    python -m moe_comm.overlap.triton.ahead --json triton-resources.json [--targets 80 90 100] [--only NAME...]
+    python -m benchmarks.triton_resources --json triton-resources.json [--targets 80 90 100] [--only NAME...]
 
 This needs only Triton: its wheel includes the assemblers (also for sm_100) and the tool that reads cubins.
 """
@@ -22,15 +22,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.triton_specs import KERNELS, TARGETS, KernelSpec
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.triton.interpreter import INTERPRETING
-from moe_comm.kernels.triton.spec import TARGETS, KernelSpec
-from moe_comm.kernels.triton.specs import LOCAL_KERNELS
-from moe_comm.overlap.triton.expert_specs import EXPERT_KERNELS
-from moe_comm.overlap.triton.specs import LINEAR_KERNELS
+from moe_comm.kernels.triton.launch import INTERPRETING
 from moe_comm.runtime.safe_files import write_file
 
-KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS, *LOCAL_KERNELS)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 

@@ -1,12 +1,18 @@
-"""Ahead-of-time compilation specs of the local operators, for wide rows and routing to 8 of 256 experts."""
+"""Ahead-of-time compilation specs of all Triton kernels: the arguments of a common launch, without a GPU.
+
+Local operators: wide rows, and routing to 8 of 256 experts. Linear layers: forward and backward. Device executor: 8
+ranks, 1024 rows per expert on average.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from moe_comm.gpu.protocol import MAX_SLICES
 from moe_comm.kernels.triton import (
     grouped_mm,
     grouped_mm_fp8,
@@ -19,8 +25,42 @@ from moe_comm.kernels.triton import (
     take_rows,
     weighted_sum,
 )
+from moe_comm.kernels.triton.grouped_mm import tiling_for
 from moe_comm.kernels.triton.launch import DTYPES
-from moe_comm.kernels.triton.spec import POINTERS, TARGETS, KernelSpec
+from moe_comm.overlap.triton import arrived_mm, publish_mm
+from moe_comm.overlap.triton.gather_matmul import await_rows_kernel, gather_matmul_kernel, push_rows_kernel
+from moe_comm.overlap.triton.matmul_scatter import matmul_scatter_kernel
+from moe_comm.overlap.triton.programs import TILES, Programs
+from moe_comm.overlap.triton.tile_list import EXPERTS_AT_ONCE, EXTRA_PERCENT, TILES_AT_ONCE, tile_list_kernel
+
+TARGETS = (80, 90, 100)
+"""sm_80 (A100), sm_90 (H100, H200), sm_100 (B200)."""
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel with the arguments of a common launch.
+
+    name: unique within a target; used in tables. kernel: the ``@triton.jit`` function.
+    types: Triton types ("*bf16", "i32", "i64") of all arguments that are not constants, by name.
+    constants: values of the ``tl.constexpr`` arguments, and of arguments that are 1 (strides).
+    aligned: names of arguments that are multiples of 16, pointers and numbers.
+    cooperative: whether the GPU must run all programs at the same time, because they wait for each other.
+    targets: compute capabilities, 90 for sm_90. Specs with the same name have different targets.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    cooperative: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[int, ...] = TARGETS
+
 
 BF16, FP32 = torch.bfloat16, torch.float32
 _EXACT = {"enable_fp_fusion": False}
@@ -215,4 +255,90 @@ LOCAL_KERNELS: tuple[KernelSpec, ...] = (
     *_tma_specs(),
     *_fp8_specs(),
 )
-"""Compiled together with the kernels of overlap by ``python -m moe_comm.overlap.triton.ahead``."""
+
+
+_TURN = {"rank": "i32", "world": "i32", "turn": "i32", "call": "i32", "first_flag": "i32", "data": "i32"}
+_ALIGNED = ("x_ptr", "b_ptr", "y_ptr", "peers_ptr", "fault_ptr", "inner", "columns", "width", "data")
+
+
+def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
+    programs, row = Programs(1, 1, **TILES[dtype]), POINTERS[dtype]
+    memory = {"peers_ptr": "*i64", "fault_ptr": "*i64"}
+    tensors = {"x_ptr": row, "b_ptr": row, "y_ptr": row, **memory}
+    sizes = {"rows": "i32", "inner": "i32", "columns": "i32"}
+    tiles = {"BLOCK_M": programs.block_m, "BLOCK_N": programs.block_n, "BLOCK_K": programs.block_k}
+    copy = {"DTYPE": DTYPES[dtype], "CHUNK": programs.chunk_rows, "COPY": programs.copy}
+    name, warps, stages = str(dtype).removeprefix("torch."), programs.num_warps, programs.num_stages
+    specs = []
+    # The forward pass multiplies by weight.T, the backward pass by the weight.
+    strides = ("b_stride_n", "b_stride_k")
+    for direction, (strided, dense) in (("forward", strides), ("backward", strides[::-1])):
+        types = {**tensors, **sizes, strided: "i32", **_TURN, "timeout_ns": "i64"}
+        constants = {dense: 1, "ALIGNED": True, **tiles}
+        for kernel, count, extra in (
+            (gather_matmul_kernel, "moving", copy),
+            (matmul_scatter_kernel, "computing", {"DTYPE": DTYPES[dtype]}),
+        ):
+            specs.append(
+                KernelSpec(
+                    f"{kernel.__name__.removesuffix('_kernel')}, {direction}, {name}", kernel, {**types, count: "i32"},
+                    {**constants, **extra}, (*_ALIGNED, strided), warps, stages,
+                )
+            )  # fmt: skip
+    sizes = {"rows": "i32", "width": "i32"}
+    push = {**memory, "x_ptr": row, **sizes, **_TURN, "timeout_ns": "i64"}
+    wait = {**memory, **sizes, **_TURN, "timeout_ns": "i64"}
+    del wait["call"]
+    specs.append(KernelSpec(f"push_rows, {name}", push_rows_kernel, push, {**copy, "ALIGNED": True}, _ALIGNED))
+    specs.append(KernelSpec(f"await_rows, {name}", await_rows_kernel, wait, copy, _ALIGNED))
+    return tuple(specs)
+
+
+LINEAR_KERNELS: tuple[KernelSpec, ...] = (*_linear_specs(torch.bfloat16), *_linear_specs(torch.float32))
+"""The kernels as launched forward and backward."""
+
+
+def _product(kernel: Any, varying: tuple[str, ...], dtype: torch.dtype, target: int, **constants: int) -> KernelSpec:
+    """Return the spec of a GEMM with matrices of whole steps, whose inner dimension is contiguous."""
+    tiling = tiling_for(dtype, target, 1024)
+    constants |= {"WHOLE": True, **tiling.blocks, "w_stride_inner": 1}
+    types = {}
+    for argument in kernel.arg_names:
+        if argument in constants or argument == "ELEMENT":
+            continue
+        if argument in ("rows_ptr", "w_ptr", "out_ptr"):
+            types[argument] = POINTERS[dtype]
+        elif argument.endswith("_ptr"):
+            types[argument] = "*i64"
+        else:
+            types[argument] = "i64" if argument == "timeout_ns" else "i32"
+    aligned = tuple(argument for argument in types if argument not in varying)
+    name = f"{kernel.__name__.removesuffix('_kernel')}, {str(dtype).removeprefix('torch.')}"
+    constants |= {"ELEMENT": DTYPES[dtype]}
+    return KernelSpec(name, kernel, types, constants, aligned, tiling.warps, tiling.stages, False, targets=(target,))
+
+
+def _products(dtype: torch.dtype, target: int) -> tuple[KernelSpec, KernelSpec]:
+    """Return the specs of the first GEMM, and of the last one for rows of 1024 columns or more."""
+    return (
+        _product(arrived_mm.arrived_mm_kernel, arrived_mm.VARYING, dtype, target),
+        _product(publish_mm.publish_mm_kernel, publish_mm.VARYING, dtype, target, SLICES=MAX_SLICES),
+    )
+
+
+def _tile_list() -> KernelSpec:
+    constants = {"WORLD": 8, "SOURCES": 16, "ROWS": 128, "EXTRA": EXTRA_PERCENT}
+    constants |= {"EXPERTS": EXPERTS_AT_ONCE, "TILES": TILES_AT_ONCE}
+    names = [argument for argument in tile_list_kernel.arg_names if argument not in constants]
+    types = {argument: "*i64" if argument.endswith("_ptr") else "i32" for argument in names}
+    pointers = tuple(argument for argument in names if argument.endswith("_ptr"))
+    return KernelSpec("tile_list", tile_list_kernel, types, constants, pointers, cooperative=False)
+
+
+EXPERT_KERNELS: tuple[KernelSpec, ...] = (
+    _tile_list(),
+    *(spec for dtype in (torch.bfloat16, torch.float32) for target in TARGETS for spec in _products(dtype, target)),
+)
+"""The kernels in bfloat16 and in float32."""
+
+KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS, *LOCAL_KERNELS)
