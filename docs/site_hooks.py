@@ -28,7 +28,9 @@ def output(found: dict[str, Any]) -> str:
     if "image/png" in data:
         return f"![output](data:image/png;base64,{''.join(data['image/png'].split())})"
     text = found.get("text") or data.get("text/plain") or ""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text if isinstance(text, str) else "".join(text)).rstrip()
+    text = re.sub(
+        r"\x1b\[[0-9;]*m", "", text if isinstance(text, str) else "".join(text)
+    ).rstrip()
     return f"```text\n{text}\n```" if text else ""
 
 

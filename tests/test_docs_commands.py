@@ -24,7 +24,7 @@ NOT_RUN = {
     r"make (train|test|wheels)\b": "installs packages; CI runs it before and beside the tests",
     r"(MOE_COMM_CUDA=on )?pip install ": "installs packages; tests/test_packaging.py builds and installs",
     r"bash benchmarks/gpu.sh layer$": "needs a GPU; tests/benchmarks/test_gpu_script.py runs it with emulated kernels",
-    r"(swift|MOE_COMM_SGLANG=1 python|MOE_COMM_VLLM=1 vllm|torchrun .* -m torchtitan.train) ": "make hosts runs it",
+    r"(swift|OVERRIDES=|MOE_COMM_SGLANG=1 python|MOE_COMM_VLLM=1 vllm|torchrun .* -m torchtitan.train)": "make hosts runs it",
     r"torchrun .* examples/own_loop.py": "tests/training_loops/test_own_loop_example.py runs it",
     r"torchrun .* -m moe_comm train": TRAINS,
     r"moe-comm train (?!.*--dry-run)": TRAINS,
@@ -42,10 +42,11 @@ NOT_RUN = {
 }
 """Start of a command: why it is not run here."""
 NOT_RUN_PYTHON = {
+    "docs/adapters.md": "needs other systems; tests/integrations and make hosts run these calls",
     "docs/gpus.md": "needs the tensors of a caller; tests/integrations and tests/overlap/triton run these calls",
     "docs/measure.md": "needs root; tests/bench/test_hosts.py runs it",
     "docs/reliability.md": "an own loop of 1000 steps; tests/runtime/watch runs it",
-    "docs/swap.md": "needs other systems or several ranks; tests/integrations and make hosts run these calls",
+    "docs/swap.md": "needs several ranks; tests/integrations runs these calls",
     "docs/training.md": "needs several ranks; tests/training_loops runs these calls",
 }
 """Page with ``python no-run`` blocks: why they are not run."""
