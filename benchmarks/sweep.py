@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.table import Table
+
 from moe_comm.bench.common import report
+from moe_comm.bench.common.machine import machine_info
 from moe_comm.bench.common.settings import SMALL_TOKENS, DispatchBench
 from moe_comm.bench.dispatch.benchmark import measure_all
 from moe_comm.errors import ConfigError
@@ -55,7 +59,8 @@ def linearity(values: tuple[int, ...], times: list[float]) -> dict[str, float]:
 
 def run(sweep: Sweep) -> dict[str, Any]:
     """Measure all points in the same processes. Return the JSON object; empty on ranks of torchrun other than 0."""
-    results = measure_all(sweep.points())
+    info = machine_info(sweep.base.device)
+    results = [one | {"machine": info} for one in measure_all(sweep.points())]
     if not results:
         return {}
     lines: dict[str, list[float]] = {f"moe_comm {phase}": [one[f"{phase}_ms"] for one in results] for phase in PHASES}
@@ -71,7 +76,7 @@ def run(sweep: Sweep) -> dict[str, Any]:
         "milliseconds": lines,
         "linearity": {name: linearity(sweep.values, times) for name, times in lines.items()},
         "settings": results[0]["settings"],
-        "machine": results[0]["machine"],
+        "machine": info,
         "skipped": results[0]["skipped"],
         "points": results,
     }
@@ -92,8 +97,21 @@ def small(base: DispatchBench, json_out: str | None = None) -> dict[str, Any]:
         sweep["overhead_us"] = {one["settings"]["tokens"]: one["overhead_us"] for one in sweep["points"]}
         result[name] = sweep
     report.write_json(result, json_out)
-    report.show(
-        [table for name in ("in_a_row", "after_a_barrier") for table in report.small_tables(result[name]["points"])],
-        json_out,
-    )
+    report.show([table(result[name]["points"]) for name in ("in_a_row", "after_a_barrier")], json_out)
     return result
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """Return the table of small batches: this library, the bare copies, and the difference, in microseconds."""
+
+    def microseconds(key: str) -> Callable[[report.Row], float | None]:
+        return lambda row: None if row[key] is None else row[key] * 1e3
+
+    columns: list[report.Column] = [("tokens", lambda row: str(row["settings"]["tokens"]))]
+    for phase in PHASES[:2]:
+        columns += [(f"{phase} µs", microseconds(f"{phase}_ms")), ("bare", microseconds(f"{phase}_limit_ms"))]
+        columns.append(("overhead", lambda row, phase=phase: (row["overhead_us"] or {}).get(phase)))  # type: ignore[misc]
+    in_a_row = results[0]["settings"]["in_a_row"]
+    how = f"mean of {in_a_row} consecutive calls" if in_a_row > 1 else "one call after a barrier"
+    title = f"{report.heading(results[0], tokens=False)}; {how}"
+    return report.make_table(title, columns, results, report.skipped(results[0]))

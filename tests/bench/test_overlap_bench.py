@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.bench.common import report
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.bench.overlap import benchmark as overlap, experts as overlap_experts
@@ -132,7 +131,7 @@ def test_the_same_results_and_timelines_on_every_rank(pool2: RankPool) -> None:
     assert result["layer"][0]["skipped"] == "peers=False" and result["layer"][0]["speedup_vs_hf_ep"] is None
     result |= overlap.slowest(result["results"]) | {"settings": vars(bench), "link_gbit_measured": [1.0]}
     result["machine"] = {"cpu": "any", "cores": 2, "isa": "none"}
-    assert [table.row_count for table in report.overlap_tables(result)] == [4, 3]
+    assert [table.row_count for table in overlap.tables(result)] == [4, 3]
 
 
 def _names(operator: str) -> list[str]:

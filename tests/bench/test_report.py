@@ -8,8 +8,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from moe_comm.bench.common import report
 from moe_comm.bench.common.ranks import say
+from moe_comm.bench.dispatch import benchmark as dispatch, hierarchical
+from moe_comm.bench.layer import benchmark as layer
+from moe_comm.bench.overlap import benchmark as overlap
 
 SETTINGS = {
     "ranks": 2,
@@ -52,7 +54,7 @@ def test_a_peer_is_reported_as_slower_or_faster(speedup: float, text: str) -> No
     times = {"moe_comm": (1.0, 2.0), "limit": (0.8, 1.6), "torch_gloo": (10.0, 12.0)}
     details = {name: {"dispatch": stats(a), "combine": stats(b, b / 1.3)} for name, (a, b) in times.items()}
     measured = {"peers": {"torch_gloo": peer}, "details": details}
-    tables = report.dispatch_tables(RESULT | own | limit | overhead | measured)
+    tables = dispatch.tables(RESULT | own | limit | overhead | measured)
     assert "than moe_comm" in " ".join(lines(tables))
     assert row(tables, "torch_gloo").startswith("torch_gloo 10 10-15 12 9.23-18 noisy ")
     assert "noisy: the median is above 1.25 x minimum" in " ".join(lines(tables))
@@ -67,7 +69,7 @@ def test_overlap_is_reported_as_faster_or_slower_than_serial(vs_serial: float, t
     summary = {"slowest_case": case, "slowest_vs_serial": vs_serial, "layer": []}
     times |= {"chunked_comm_ms": 0.7, "overlapped_min_ms": 0.9, "overlapped_p90_ms": 1.1}
     operator = case | times | {"vs_serial": 0.5, "vs_serial_paired": vs_serial, "hidden": 0.4}
-    tables = report.overlap_tables(RESULT | summary | {"results": [operator]})
+    tables = overlap.tables(RESULT | summary | {"results": [operator]})
     assert row(tables, "dispatch_matmul") == f"dispatch_matmul, forward 1 64 1 1 0.7 1 1 0.9-1.1 {text} 0.40"
     assert "in chunks: those of overlapped alone" in " ".join(lines(tables))
     assert row(tables, "smallest gain") == (
@@ -85,7 +87,7 @@ def test_hierarchical_is_compared_with_all_to_all() -> None:
     }
     times |= {"counted_bytes": None, "link_bytes": None}
     result = {"results": [times | {"contestant": "hierarchical", "speedup": 2.0}]}
-    tables = report.hierarchical_tables(RESULT | result)
+    tables = hierarchical.tables(RESULT | result)
     assert "than all_to_all" in " ".join(lines(tables)) and row(tables, "hierarchical").endswith("2x faster")
 
 
@@ -93,7 +95,7 @@ def test_a_layer_is_compared_with_the_layer_of_its_expert_parallel_size() -> Non
     times = {"forward_ms": 1.0, "backward_ms": 2.0, "total_ms": 3.0, "total_min_ms": 2.9, "total_p90_ms": 3.2}
     peer = times | {"ep": 1, "gflops": 10.0, "gemm_fraction": 0.5, "speedup": 1.4, "speedup_of": "moe_comm_ep1"}
     result: dict[str, Any] = {"contestants": {"hf_grouped": peer}, "gemm_gflops": 20.0}
-    tables = report.layer_tables(RESULT | result)
+    tables = layer.tables(RESULT | result)
     assert row(tables, "hf_grouped").endswith("1.4x slower than moe_comm_ep1")
     assert " 3 2.9-3.2 " in row(tables, "hf_grouped")
 

@@ -26,16 +26,18 @@ Sync = Callable[[int], int]
 """Barrier over all ranks that returns the maximum of their values."""
 
 
-def sync_single_rank(value: int) -> int:
-    """Return ``value``: the ``Sync`` of a single rank."""
-    return value
-
-
 def sync_group(value: int) -> int:
     """Return the maximum over the default process group."""
     shared = torch.tensor(value, dtype=torch.int64, device="cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return int(shared)
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks of the default process group. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, value)
+    return by_rank
 
 
 class Clock:
@@ -44,7 +46,7 @@ class Clock:
     A contestant is one of the implementations that a benchmark compares.
     """
 
-    def __init__(self, sync: Sync, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", sync: Sync = sync_group) -> None:
         self._sync = sync
         self._cuda = device == "cuda"
         self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -80,9 +82,11 @@ class Clock:
 
 
 Stats = dict[str, float]
+Summary = dict[tuple[str, str], Stats]
+"""Statistics by (contestant, phase)."""
 
 
-def summarize(ranks: list[dict[tuple[str, str], list[float]]]) -> dict[tuple[str, str], Stats]:
+def summarize(ranks: list[dict[tuple[str, str], list[float]]]) -> Summary:
     """Return median, minimum and 90th percentile of the slowest rank's times, in ms, by (contestant, phase)."""
     stats_by_key = {}
     for key in ranks[0]:
@@ -94,3 +98,8 @@ def summarize(ranks: list[dict[tuple[str, str], list[float]]]) -> dict[tuple[str
             "iterations": len(slowest),
         }
     return stats_by_key
+
+
+def times_of(stats: Stats, phase: str) -> dict[str, float]:
+    """Return median, minimum and 90th percentile of ``phase`` as in a result, such as ``total_min_ms``."""
+    return {f"{phase}_ms": stats["median_ms"], f"{phase}_min_ms": stats["min_ms"], f"{phase}_p90_ms": stats["p90_ms"]}

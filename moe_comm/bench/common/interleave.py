@@ -15,9 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group
+from moe_comm.bench.common.clock import Clock, Summary, gather, summarize, sync_group
 
 MAX_ROUNDS = 500
 MAX_PAIRS = 300
@@ -38,6 +36,60 @@ def rotated(items: Sequence[T], round_number: int) -> Sequence[T]:
     return (*items[first:], *items[:first])
 
 
+def run_rounds(
+    contestants: Sequence[T],
+    measure: Callable[[T, int], None],
+    clock: Clock,
+    warmup: int,
+    rounds: int,
+    *,
+    seconds: float = 0.0,
+    max_rounds: int = MAX_ROUNDS,
+    collect_s: float = 0.0,
+    before: Callable[[int], None] = lambda round_number: None,
+    after: Callable[[int], None] = lambda round_number: None,
+) -> None:
+    """Call ``measure(contestant, round_number)`` in interleaved rounds: each round starts with the next contestant.
+
+    Garbage collection is disabled, except between measurements.
+
+    Args:
+        contestants: any objects.
+        measure: measures one contestant with ``clock``.
+        clock: its times are discarded after the warm-up.
+        warmup: number of discarded rounds.
+        rounds: minimum number of measured rounds.
+        seconds: add rounds while they fit into this time, because a median of few short rounds is inaccurate.
+            Requires a process group.
+        max_rounds: maximum number of rounds, unless ``rounds`` is larger.
+        collect_s: collect garbage after a round if the last time was longer ago; 0: before each contestant.
+        before, after: called with the number of each round. They are not timed.
+    """
+    gc.collect()
+    gc.disable()
+    start_ns = collected_ns = time.monotonic_ns()
+    round_number = 0
+    try:
+        while round_number < warmup + rounds:
+            if round_number == warmup:
+                clock.clear()
+                start_ns = time.monotonic_ns()
+            before(round_number)
+            for contestant in rotated(contestants, round_number):
+                if not collect_s:
+                    gc.collect()
+                measure(contestant, round_number)
+            after(round_number)
+            if collect_s and time.monotonic_ns() - collected_ns > collect_s * 1e9:
+                gc.collect()
+                collected_ns = time.monotonic_ns()
+            round_number += 1
+            if round_number == warmup + rounds:
+                rounds += _more_rounds(rounds, start_ns, seconds, max_rounds)
+    finally:
+        gc.enable()
+
+
 def measure_interleaved(
     contestants: Mapping[str, Phases],
     warmup: int,
@@ -45,7 +97,7 @@ def measure_interleaved(
     *,
     seconds: float = 0.0,
     on_done: Callable[[str], None] = lambda name: None,
-) -> dict[tuple[str, str], Stats]:
+) -> Summary:
     """Return the summary of ``interleaved_times``: milliseconds by (contestant, phase). Collective."""
     return summarize(interleaved_times(contestants, warmup, rounds, seconds=seconds, on_done=on_done))
 
@@ -59,47 +111,33 @@ def interleaved_times(
     max_rounds: int = MAX_ROUNDS,
     on_done: Callable[[str], None] = lambda name: None,
 ) -> Rounds:
-    """Measure the phases of all contestants in interleaved rounds. Collective over the default process group.
+    """Measure the phases of all contestants in ``run_rounds``. Collective over the default process group.
 
     Args:
         contestants: phases by contestant. Several phases also give the phase ``total``.
-        warmup: number of discarded rounds.
-        rounds: minimum number of measured rounds.
-        seconds: add rounds while they fit into this time, because a median of few short rounds is inaccurate.
-        max_rounds: maximum number of rounds, unless ``rounds`` is larger.
+        warmup, rounds, seconds, max_rounds: as in ``run_rounds``.
         on_done: called with the name of a contestant after its phases. It is not timed.
 
     Returns:
         The times of all ranks, on every rank.
     """
-    clock = Clock(sync_group)
-    order = list(contestants.items())
-    gc.collect()
-    gc.disable()
-    collected = time.monotonic()
-    round_number, end = 0, warmup + rounds
-    start_ns = time.monotonic_ns()
-    try:
-        while True:
-            if round_number >= end:
-                end += _more_rounds(round_number - warmup, start_ns, seconds, max_rounds)
-                if round_number >= end:
-                    break
-            if round_number == warmup:
-                clock.clear()
-                start_ns = time.monotonic_ns()
-            for name, phases in rotated(order, round_number):
-                clock.measure(name, *phases)
-                on_done(name)
-            if time.monotonic() - collected > COLLECT_S:
-                gc.collect()
-                collected = time.monotonic()
-            round_number += 1
-    finally:
-        gc.enable()
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, dict(clock.times))
-    return by_rank
+    clock = Clock()
+
+    def measure(name: str, _: int) -> None:
+        clock.measure(name, *contestants[name])
+        on_done(name)
+
+    run_rounds(
+        list(contestants),
+        measure,
+        clock,
+        warmup,
+        rounds,
+        seconds=seconds,
+        max_rounds=max_rounds,
+        collect_s=COLLECT_S,
+    )
+    return gather(dict(clock.times))
 
 
 def slowest(rounds: Rounds, name: str, phase: str = "total") -> list[float]:

@@ -11,14 +11,51 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
+from moe_comm.bench.common import report
+from moe_comm.bench.common.clock import gather
+from moe_comm.bench.common.machine import machine_info
 from moe_comm.bench.common.processor_quota import processor_quota
+from moe_comm.bench.hosts.namespaces import Hosts
+from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.topology import ParallelConfig, ParallelMesh
 
 T = TypeVar("T")
 R = TypeVar("R")
 TIMEOUT_S = 1800.0
+LINK_BYTES = 32 << 20
+"""Bytes that measure the rate of each link, far more than its burst; fewer if they take longer than a second."""
+HOSTS_TIMEOUT_S = 3600.0
+
+
+def run_benchmark(
+    measure: Callable[[], dict[str, Any] | None],
+    tables: Callable[[dict[str, Any]], list[Table]],
+    json_out: str | None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Run a benchmark command: measure, describe the machine, write JSON, print tables.
+
+    Args:
+        measure: starts the ranks and returns the result; None or {} on ranks of torchrun other than 0.
+        tables: tables of the result.
+        json_out: file for the JSON object; ``-`` is standard output.
+        device: "cuda" to describe the GPU, too.
+
+    Returns:
+        The JSON object; {} on ranks of torchrun other than 0.
+    """
+    report.check_writable(json_out)
+    info = machine_info(device)
+    result = measure()
+    if not result:
+        return {}
+    result |= {"machine": info}
+    report.write_json(result, json_out)
+    report.show(tables(result), json_out)
+    return result
 
 
 def say(text: str) -> None:
@@ -65,9 +102,7 @@ def pinned_to(cores: set[int]) -> Iterator[None]:
 
 def cores_of_group() -> set[int]:
     """Return the union of the cores of all ranks of the default group. Collective."""
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, os.sched_getaffinity(0))
-    return set().union(*by_rank)
+    return set().union(*gather(os.sched_getaffinity(0)))
 
 
 def _set_affinity(cores: set[int]) -> None:
@@ -115,3 +150,47 @@ def _rank(work: Callable[[T, int], R], argument: T, device: str, cores_per_rank:
     ):
         result = work(argument, threads)
     return result if env.rank == 0 else None
+
+
+def on_hosts(
+    work: Callable[[T, int], R],
+    argument: T | Callable[[list[float]], T],
+    hosts: int,
+    ranks_per_host: int,
+    link_gbit: float,
+    cores_per_rank: float | None = None,
+) -> tuple[R, list[float]]:
+    """Run ``work`` as ``on_ranks`` does, with ``ranks_per_host`` ranks on each of ``hosts`` simulated hosts.
+
+    Args:
+        argument: argument of ``work``, or a function that returns it for the measured rates of the links.
+
+    Returns:
+        The result of rank 0, and the measured rates of the links by host, in Gbit/s.
+
+    Raises:
+        ConfigError: the hosts cannot be created (not root, or no iproute2), or processor time cannot be limited.
+        RankFailed: a rank raised an exception that is no ``MoeCommError``, was killed, or exceeded the time limit.
+    """
+    say(f"creating {hosts} hosts and measuring their links")
+    with Hosts(hosts, link_gbit) as namespaces:
+        links = measure_links(namespaces, min(LINK_BYTES, round(link_gbit * 1e9 / 8)))
+        value = argument(links) if callable(argument) else argument
+        args = (work, value, hosts * ranks_per_host, "cpu", cores_per_rank)
+        return run_on_hosts(on_ranks, args, namespaces, ranks_per_host, HOSTS_TIMEOUT_S)[0], links
+
+
+def launch_ranks(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    hosts: int,
+    link_gbit: float,
+    timeout_s: float,
+    preload: tuple[str, ...] = ("torch",),
+) -> list[Any]:
+    """Run ``function(*arguments)`` on ranks of this host, or of simulated hosts, and return the results by rank."""
+    if hosts == 1:
+        return launch(function, arguments, ranks, preload=preload)
+    with Hosts(hosts, link_gbit) as namespaces:
+        return run_on_hosts(function, arguments, namespaces, ranks // hosts, timeout_s)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
-from moe_comm.bench.common import machine, report
-from moe_comm.bench.common.clock import Clock, summarize, sync_group, sync_single_rank
+from moe_comm.bench.common import report
+from moe_comm.bench.common.clock import Clock, Summary, gather, summarize, times_of
 from moe_comm.bench.common.inputs import (
     RankInputs,
     check_result,
@@ -24,11 +25,11 @@ from moe_comm.bench.common.inputs import (
     make_inputs,
 )
 from moe_comm.bench.common.peer_names import DISPATCH_PEERS
-from moe_comm.bench.common.ranks import on_ranks, say, threads_per_rank
+from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say, threads_per_rank
 from moe_comm.bench.common.settings import DispatchBench
 from moe_comm.bench.dispatch import mpi_ranks
 from moe_comm.bench.dispatch.bare_copies import BareCopies
-from moe_comm.bench.dispatch.contestants import Contestant, Summary, TimedPhase, TorchPeer, measure
+from moe_comm.bench.dispatch.contestants import Contestant, TimedPhase, TorchPeer, measure
 from moe_comm.bench.dispatch.torch_permute import GlooExchange
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.dispatch.base import Dispatcher
@@ -133,10 +134,9 @@ def run(settings: DispatchBench, threads: int = 1) -> dict[str, Any]:
         say(f"{settings.tokens} tokens per rank: comparing results with plain torch: {names}")
         errors = {contestant.name: contestant.check() for contestant in contestants}
         say(f"measuring {settings.warmup} (discarded) + {settings.rounds} rounds of {names}")
-        clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
+        clock = Clock(settings.device)
         measure(contestants, clock, settings)
-        by_rank: list[Any] = [None] * settings.ranks
-        dist.all_gather_object(by_rank, (dict(clock.times), errors))
+        by_rank = gather((dict(clock.times), errors))
     finally:
         dispatcher.close()
     result = dispatch_result(settings, summarize([times for times, _ in by_rank]), dispatcher.name)
@@ -222,24 +222,39 @@ def add_details(result: dict[str, Any], stats: Summary) -> None:
 
 
 def main(settings: DispatchBench, json_out: str | None = None) -> dict[str, Any]:
-    """Run ``moe-comm bench dispatch``: measure, print a table, write JSON.
+    """Run ``moe-comm bench dispatch``, see ``run_benchmark``."""
+    return run_benchmark(lambda: next(iter(measure_all([settings])), None), tables, json_out, settings.device)
 
-    Starts the ranks. Under torchrun, uses the ranks of torchrun, and only rank 0 prints.
 
-    Args:
-        settings: settings of the benchmark.
-        json_out: file for the JSON object; ``-`` is standard output.
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the table: this library, the bare copies and the peers."""
 
-    Returns:
-        The JSON object; empty on ranks of torchrun other than 0.
-    """
-    report.check_writable(json_out)
-    result = measure_all([settings])
-    if not result:
-        return {}
-    report.write_json(result[0], json_out)
-    report.show(report.dispatch_tables(result[0]), json_out)
-    return result[0]
+    def row(name: str, contestant: str, suffix: str = "", **values: str) -> report.Row:
+        stats = result["details"][contestant]
+        times = {
+            key: value
+            for p in PHASES[:2]
+            if (of := stats.get(f"{p}{suffix}"))
+            for key, value in times_of(of, p).items()
+        }
+        return {"name": name, "than": ""} | times | values
+
+    rows = [row(f"moe_comm {result['backend']}", MOE_COMM)]
+    if result["dispatch_backward_ms"] is not None:
+        rows.append(row("  backward", MOE_COMM, "_backward"))
+    if result["limit_ratio"] is not None:
+        rows.append(row("bare copies", "limit", than=report.faster_or_slower(1 / result["limit_ratio"])))
+        overhead = {f"{phase}_ms": report.number(us, unit=" µs") for phase, us in result["overhead_us"].items()}
+        rows.append({"name": "  moe_comm minus these", "than": ""} | overhead)
+    for name, peer in result["peers"].items():
+        rows.append(row(name, name, than=report.faster_or_slower(peer["speedup"])))
+    columns = (
+        ("", "name"),
+        *report.timed("dispatch ms", "dispatch"),
+        *report.timed("combine ms", "combine"),
+        ("than moe_comm", "than"),
+    )
+    return [report.make_table(report.heading(result), columns, rows, report.captions(report.skipped(result)))]
 
 
 def measure_all(settings: list[DispatchBench]) -> list[dict[str, Any]]:
@@ -247,13 +262,9 @@ def measure_all(settings: list[DispatchBench]) -> list[dict[str, Any]]:
 
     The result is empty on ranks of torchrun other than 0.
     """
-    info = machine.machine_info(settings[0].device)
-    measured = on_ranks(_run_each, settings, settings[0].ranks, settings[0].device)
-    if measured is None:
-        return []
-    results = [one | {"machine": info} for one in measured]
+    results = on_ranks(_run_each, settings, settings[0].ranks, settings[0].device) or []
     peers = [name for name in settings[0].peers if name in mpi_ranks.MPI_PEERS]
-    if not peers or settings[0].device != "cpu":
+    if not results or not peers or settings[0].device != "cpu":
         return results
     reason = mpi_ranks.unavailable_reason()
     if reason is None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import gc
+import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
-from moe_comm.bench.common.clock import Clock, Stats
+from moe_comm.bench.common.clock import Clock
 from moe_comm.bench.common.inputs import RankInputs, check_result, expected_rows, expected_y
-from moe_comm.bench.common.interleave import rotated
+from moe_comm.bench.common.interleave import run_rounds
 from moe_comm.bench.common.settings import DispatchBench
 from moe_comm.bench.dispatch.torch_permute import Exchange, Permute
 from moe_comm.topology import ExpertPlacement
 
 TimedPhase = tuple[str | None, Callable[[], None]]
 """Name and function of a phase. A phase named None is not timed."""
-Summary = dict[tuple[str, str], Stats]
-"""Statistics by (contestant, phase)."""
 
 
 class Contestant(Protocol):
@@ -77,18 +75,12 @@ class TorchPeer:
 
 def measure(contestants: Iterable[Contestant], clock: Clock, settings: DispatchBench) -> None:
     """Time the phases of all contestants in interleaved rounds. All ranks start each phase at the same time."""
-    order = [(contestant.name, contestant.steps()) for contestant in contestants]
-    gc.collect()
-    gc.disable()
-    try:
-        for round_number in range(settings.warmup + settings.rounds):
-            if round_number == settings.warmup:
-                clock.clear()
-            for name, steps in rotated(order, round_number):
-                for phase, work in steps:
-                    if phase is None:
-                        work()
-                    else:
-                        clock.measure(name, (phase, work), in_a_row=settings.in_a_row)
-    finally:
-        gc.enable()
+
+    def measure_steps(contestant: Contestant, _: int) -> None:
+        for phase, work in contestant.steps():
+            if phase is None:
+                work()
+            else:
+                clock.measure(contestant.name, (phase, work), in_a_row=settings.in_a_row)
+
+    run_rounds(list(contestants), measure_steps, clock, settings.warmup, settings.rounds, collect_s=math.inf)

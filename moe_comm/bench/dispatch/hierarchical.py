@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
-from moe_comm.bench.common import machine, report
+from moe_comm.bench.common import report
+from moe_comm.bench.common.clock import gather, times_of
 from moe_comm.bench.common.inputs import (
     RankInputs,
     check_result,
@@ -34,10 +36,9 @@ from moe_comm.bench.common.inputs import (
     make_inputs,
 )
 from moe_comm.bench.common.interleave import measure_interleaved
-from moe_comm.bench.common.ranks import say
+from moe_comm.bench.common.ranks import on_hosts, run_benchmark, say
 from moe_comm.bench.common.settings import BatchShape
 from moe_comm.bench.hosts.namespaces import interface_bytes
-from moe_comm.bench.hosts.on_hosts import on_hosts
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap, inter_host_bytes
 from moe_comm.errors import ConfigError
@@ -159,11 +160,8 @@ def run(bench: HierarchicalBench, threads: int) -> list[dict[str, Any]]:
     counted = _counted(bench)
     results = []
     for contestant in contestants:
-        times = {
-            f"{phase}_ms": stats[contestant.name, phase]["median_ms"] for phase in ("forward", "backward", "total")
-        }
-        times["total_min_ms"] = stats[contestant.name, "total"]["min_ms"]
-        times["total_p90_ms"] = stats[contestant.name, "total"]["p90_ms"]
+        times = {f"{phase}_ms": stats[contestant.name, phase]["median_ms"] for phase in ("forward", "backward")}
+        times |= times_of(stats[contestant.name, "total"], "total")
         speedup = stats[BASELINE, "total"]["median_ms"] / times["total_ms"]
         row: dict[str, Any] = {
             "contestant": contestant.name,
@@ -207,29 +205,39 @@ def _link_bytes(contestant: _Contestant) -> int:
     contestant.forward()
     contestant.backward()
     dist.barrier()
-    by_rank: list[Any] = [None] * dist.get_world_size()
     # Ranks of one host share its network namespace and interface, so each is counted once.
-    dist.all_gather_object(by_rank, (str(Path("/proc/self/ns/net").readlink()), interface_bytes().sent - before))
-    return sum(dict(by_rank).values())
+    sent_by_namespace = dict(gather((str(Path("/proc/self/ns/net").readlink()), interface_bytes().sent - before)))
+    return sum(sent_by_namespace.values())
 
 
 def main(bench: HierarchicalBench, json_out: str | None = None) -> dict[str, Any]:
-    """Run ``moe-comm bench hierarchical``: create the hosts, measure, print a table, write JSON.
+    """Run ``moe-comm bench hierarchical``, see ``run_benchmark``."""
+    return run_benchmark(lambda: _measure(bench), tables, json_out)
 
-    Raises:
-        ConfigError: the hosts cannot be created (not root, or no iproute2).
-        WrongAnswer: the result of a contestant differs from plain torch.
-    """
-    report.check_writable(json_out)
-    info = machine.machine_info("cpu")
+
+def _measure(bench: HierarchicalBench) -> dict[str, Any]:
     results, links = on_hosts(run, bench, bench.hosts, bench.ranks_per_host, bench.link_gbit)
-    result = {
-        "benchmark": "hierarchical",
-        "results": results,
-        "link_gbit_measured": links,
-        "settings": asdict(bench),
-        "machine": info,
-    }
-    report.write_json(result, json_out)
-    report.show(report.hierarchical_tables(result), json_out)
-    return result
+    settings = asdict(bench)
+    return {"benchmark": "hierarchical", "results": results, "link_gbit_measured": links, "settings": settings}
+
+
+COLUMNS: tuple[report.Column, ...] = (
+    ("", "contestant"),
+    ("forward ms", "forward_ms"),
+    ("backward ms", "backward_ms"),
+    *report.timed("total ms"),
+    (f"than {BASELINE}", lambda row: report.faster_or_slower(1 / row["speedup"])),
+    ("rows MB", lambda row: "" if row["counted_bytes"] is None else f"{row['counted_bytes'] / 1e6:.1f}"),
+    ("on the links MB", lambda row: "" if row["link_bytes"] is None else f"{row['link_bytes'] / 1e6:.1f}"),
+)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the table of times and inter-host bytes of each backend."""
+    s = result["settings"]
+    heading = (
+        f"{report.hosts(s, result['link_gbit_measured'], 'ranks')}, {s['tokens']} tokens per rank, "
+        f"D {s['hidden']}, E {s['experts']}, K {s['top_k']}, float32; {report.machine(result)}"
+    )
+    caption = report.captions("MB: sent between hosts by all ranks, forward and backward")
+    return [report.make_table(heading, COLUMNS, result["results"], caption)]

@@ -22,11 +22,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moe_comm.bench.common.clock import Clock, summarize
+from moe_comm.bench.common.clock import Clock, Summary, summarize
 from moe_comm.bench.common.inputs import make_inputs
 from moe_comm.bench.common.ranks import pinned
 from moe_comm.bench.common.settings import DispatchBench
-from moe_comm.bench.dispatch.contestants import Summary, TorchPeer, measure
+from moe_comm.bench.dispatch.contestants import TorchPeer, measure
 from moe_comm.bench.dispatch.torch_permute import Exchange
 from moe_comm.runtime.safe_files import write_file
 
@@ -113,7 +113,7 @@ def run_rank(settings: DispatchBench, mpi: Any) -> Summary:
     ]
     for peer in peers:
         peer.check()
-    clock = Clock(lambda value: int(comm.allreduce(value, op=mpi.MAX)))
+    clock = Clock(sync=lambda value: int(comm.allreduce(value, op=mpi.MAX)))
     measure(peers, clock, settings)
     return summarize(comm.allgather(dict(clock.times)))
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
 from moe_comm.bench.common import machine, report
-from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group, sync_single_rank
+from moe_comm.bench.common.clock import Clock, Summary, gather, summarize, times_of
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
-from moe_comm.bench.common.interleave import rotated
-from moe_comm.bench.common.ranks import on_ranks, say
+from moe_comm.bench.common.interleave import run_rounds
+from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say
 from moe_comm.bench.common.settings import LayerBench
 from moe_comm.bench.layer.own_layer import MoeCommLayer, MoeCommReplicatedLayer
 from moe_comm.bench.layer.peers import (
@@ -190,26 +191,22 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
         say("comparing their results")
         errors = check(runners)
         say(f"measuring {settings.warmup} (discarded) + {settings.rounds} rounds of forward and backward")
-        clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
+        clock = Clock(settings.device)
         # Tests use small shapes; a large GEMM would only make them slower.
         size = GEMM_SIZES[settings.device] if settings.flops > 1e9 else 128
         a, b = (
             torch.randn(size, size, device=settings.device, dtype=torch.float32).to(settings.torch_dtype)
             for _ in range(2)
         )
-        gc.disable()
-        for round_number in range(settings.warmup + settings.rounds):
-            if round_number == settings.warmup:
-                clock.clear()
-            for runner in rotated(runners, round_number):
-                gc.collect()
-                clock.measure(runner.contestant.name, ("forward", runner.forward), ("backward", runner.backward))
-                runner.free()
-                clock.measure(GEMM, ("total", lambda: torch.mm(a, b)))
-        by_rank: list[Any] = [None] * settings.ranks
-        dist.all_gather_object(by_rank, (dict(clock.times), errors))
+
+        def measure(runner: ContestantRun, _: int) -> None:
+            clock.measure(runner.contestant.name, ("forward", runner.forward), ("backward", runner.backward))
+            runner.free()
+            clock.measure(GEMM, ("total", lambda: torch.mm(a, b)))
+
+        run_rounds(runners, measure, clock, settings.warmup, settings.rounds)
+        by_rank = gather((dict(clock.times), errors))
     finally:
-        gc.enable()
         for runner in runners:
             runner.contestant.close()
     stats = summarize([times for times, _ in by_rank])
@@ -225,14 +222,14 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
     }
 
 
-def _row(settings: LayerBench, name: str, stats: dict[tuple[str, str], Stats], gemm_gflops: float) -> dict[str, Any]:
+def _row(settings: LayerBench, name: str, stats: Summary, gemm_gflops: float) -> dict[str, Any]:
     ep = KINDS[name].ep_of(settings)
     baseline = MoeCommReplicatedLayer.name if ep == 1 else MoeCommLayer.name
     total = stats[name, "total"]
     gflops = settings.flops * 1e-6 / total["median_ms"]
     row: dict[str, Any] = {"ep": ep}
-    row |= {f"{phase}_ms": stats[name, phase]["median_ms"] for phase in ("forward", "backward", "total")}
-    row |= {"total_min_ms": total["min_ms"], "total_p90_ms": total["p90_ms"]}
+    row |= {f"{phase}_ms": stats[name, phase]["median_ms"] for phase in ("forward", "backward")}
+    row |= times_of(total, "total")
     row |= {"gflops": gflops, "gemm_fraction": gflops / gemm_gflops}
     if name != baseline:
         row["speedup"] = total["median_ms"] / stats[baseline, "total"]["median_ms"]
@@ -268,9 +265,7 @@ def _memory_of(task: tuple[LayerBench, str], threads: int) -> dict[str, float]:
         before = machine.rss_mib()
     _iterate(settings, name, MEMORY_ITERATIONS, x_TD, grad_TD)
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else machine.peak_rss_mib()
-    by_rank: list[Any] = [None] * settings.ranks
-    dist.all_gather_object(by_rank, peak - before)
-    return {"peak_memory_mib": max(by_rank)}
+    return {"peak_memory_mib": max(gather(peak - before))}
 
 
 def _iterate(settings: LayerBench, name: str, iterations: int, *inputs: Tensor) -> None:
@@ -286,29 +281,39 @@ def _iterate(settings: LayerBench, name: str, iterations: int, *inputs: Tensor) 
 
 
 def main(settings: LayerBench, json_out: str | None = None) -> dict[str, Any]:
-    """Run ``moe-comm bench layer``: measure, print a table, write JSON.
+    """Run ``moe-comm bench layer``, see ``run_benchmark``."""
+    return run_benchmark(lambda: _measure(settings), tables, json_out, settings.device)
 
-    Starts the ranks. Under torchrun, uses the ranks of torchrun, and only rank 0 prints.
 
-    Args:
-        settings: settings of the benchmark.
-        json_out: file for the JSON object; ``-`` is standard output.
-
-    Returns:
-        The JSON object; empty on ranks of torchrun other than 0.
-    """
-    report.check_writable(json_out)
-    info = machine.machine_info(settings.device)
+def _measure(settings: LayerBench) -> dict[str, Any] | None:
     result = on_ranks(run, settings, settings.ranks, settings.device)
-    if result is None:
-        return {}
-    result["machine"] = info
-    if settings.memory and under_torchrun():
+    if result is None or not settings.memory:
+        return result
+    if under_torchrun():
         result["skipped"]["memory"] = "requires separate processes; run without torchrun"
-    elif settings.memory:
-        for name, row in result["contestants"].items():
-            say(f"measuring the peak memory of {name}")
-            row |= peak_memory(settings, name)
-    report.write_json(result, json_out)
-    report.show(report.layer_tables(result), json_out)
+        return result
+    for name, row in result["contestants"].items():
+        say(f"measuring the peak memory of {name}")
+        row |= peak_memory(settings, name)
     return result
+
+
+COLUMNS: tuple[report.Column, ...] = (
+    ("ms", "name"),
+    ("EP", "ep"),
+    ("forward", "forward_ms"),
+    ("backward", "backward_ms"),
+    *report.timed("total"),
+    ("GFLOP/s", "gflops"),
+    ("of GEMM", lambda row: f"{row['gemm_fraction']:.0%}"),
+    ("MiB", "peak_memory_mib"),
+    ("compared", lambda row: report.faster_or_slower(row.get("speedup"), row.get("speedup_of", ""))),
+)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the table of times, GFLOP/s, fraction of the GEMM rate and memory of each layer."""
+    gemm = f"torch.mm on all ranks at once: {result['gemm_gflops']:.0f} GFLOP/s per rank"
+    rows = ({"name": name} | row for name, row in result["contestants"].items())
+    caption = report.captions(gemm, report.skipped(result))
+    return [report.make_table(report.heading(result), COLUMNS, rows, caption)]

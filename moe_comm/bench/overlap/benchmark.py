@@ -26,17 +26,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from rich.table import Table
 
-from moe_comm.bench.common import machine, report
+from moe_comm.bench.common import report
 from moe_comm.bench.common.interleave import measure_interleaved
-from moe_comm.bench.common.ranks import on_ranks, say
-from moe_comm.bench.hosts.namespaces import Hosts, unavailable_reason
-from moe_comm.bench.hosts.on_hosts import LINK_BYTES, TIMEOUT_S
-from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
+from moe_comm.bench.common.ranks import on_hosts, run_benchmark, say
 from moe_comm.bench.overlap import timeline_files
 from moe_comm.bench.overlap.contest import (
     DIRECTIONS,
-    SWEEP,
     MeasuredRates,
     OperatorContest,
     OverlapBench,
@@ -47,9 +44,6 @@ from moe_comm.bench.overlap.experts import DispatchMatmulContest, MatmulCombineC
 from moe_comm.bench.overlap.layer import OverlapLayerContest, widths
 from moe_comm.bench.overlap.linear import GatherMatmulContest, MatmulScatterContest
 from moe_comm.bench.overlap.timeline import TimelineStep, record
-from moe_comm.errors import ConfigError
-
-__all__ = ["SWEEP", "OverlapBench", "main"]
 
 GEMM_SIZE, GEMM_ROUNDS = 1024, 5
 CONTESTS: dict[str, type[OperatorContest]] = {
@@ -112,7 +106,7 @@ def slowest(results: list[dict[str, Any]]) -> dict[str, Any]:
 def main(
     bench: OverlapBench, json_out: str | None = None, trace: str | None = None, png: str | None = None
 ) -> dict[str, Any]:
-    """Run ``moe-comm bench overlap``: create the hosts, measure, print a table, write files.
+    """Run ``moe-comm bench overlap``, see ``run_benchmark``.
 
     Args:
         bench: settings of the benchmark.
@@ -120,32 +114,97 @@ def main(
         trace, png: files for timelines, as a Perfetto trace and as a picture.
 
     Raises:
-        ConfigError: the hosts cannot be created (not root, or no iproute2).
         MissingDependency: the package that writes ``trace`` or ``png`` is not installed.
-        WrongAnswer: the results of overlapped and serial differ.
     """
-    for out in (json_out, trace, png):
+
+    def measure() -> dict[str, Any]:
+        def task(links: list[float]) -> tuple[OverlapBench, float, bool]:
+            # The ranks of a host share its link.
+            return bench, min(links) * 1e9 / 8 / bench.ranks_per_host, bool(trace or png)
+
+        (measured, steps), links = on_hosts(run, task, bench.hosts, bench.ranks_per_host, bench.link_gbit)
+        timeline_files.write(steps, trace, png)
+        worst = slowest(measured["results"])
+        settings = asdict(bench)
+        return {"benchmark": "overlap", **measured, **worst, "link_gbit_measured": links, "settings": settings}
+
+    for out in (trace, png):
         report.check_writable(out)
     timeline_files.check_packages(trace, png)
-    if problem := unavailable_reason():
-        raise ConfigError(f"cannot create {bench.hosts} hosts: {problem}")
-    info = machine.machine_info("cpu")
-    say(f"creating {bench.hosts} hosts and measuring their links")
-    with Hosts(bench.hosts, bench.link_gbit) as hosts:
-        links = measure_links(hosts, LINK_BYTES)
-        # The ranks of a host share its link.
-        link = min(links) * 1e9 / 8 / bench.ranks_per_host
-        args = (run, (bench, link, bool(trace or png)), bench.world, "cpu")
-        measured, steps = run_on_hosts(on_ranks, args, hosts, bench.ranks_per_host, TIMEOUT_S)[0]
-    result = {
-        "benchmark": "overlap",
-        **measured,
-        **slowest(measured["results"]),
-        "link_gbit_measured": links,
-        "settings": asdict(bench),
-        "machine": info,
-    }
-    report.write_json(result, json_out)
-    timeline_files.write(steps, trace, png)
-    report.show(report.overlap_tables(result), json_out)
-    return result
+    return run_benchmark(measure, tables, json_out)
+
+
+MESSAGES = (
+    "comm: the messages of serial alone, one per pair of ranks; in chunks: those of overlapped alone. Several messages "
+    "use a link better than one, so comm may be longer than all of overlapped"
+)
+HIDDEN = (
+    "hidden: time saved by overlap, compared with compute and then comm in chunks, as a fraction of the shorter of "
+    "the two; 1 is all of it, below 0 is a loss"
+)
+OPERATOR_COLUMNS: tuple[report.Column, ...] = (
+    ("", lambda row: f"{row['op']}, {row['direction']}"),
+    ("ratio", lambda row: f"{row['ratio']:g}"),
+    ("rows", "rows"),
+    ("compute ms", "compute_ms"),
+    ("comm", "comm_ms"),
+    ("in chunks", "chunked_comm_ms"),
+    ("serial", "serial_ms"),
+    *report.timed("overlapped", "overlapped"),
+    ("than serial", lambda row: report.faster_or_slower(row["vs_serial_paired"])),
+    ("hidden", lambda row: f"{row['hidden']:.2f}"),
+)
+LAYER_COLUMNS: tuple[report.Column, ...] = (
+    ("F", "ffn"),
+    ("", "phase"),
+    ("compute ms", "compute_ms"),
+    ("comm", "comm_ms"),
+    ("in chunks", "chunked_comm_ms"),
+    ("serial", "serial_ms"),
+    ("overlapped", "overlapped_ms"),
+    (report.SPREAD, lambda row: report.spread(row, "overlapped") if row["phase"] == "total" else ""),
+    ("hf ep", "hf_ep_ms"),
+    ("than serial", lambda row: _gain(row, "serial_ms")),
+    ("than hf ep", lambda row: _gain(row, "hf_ep_ms")),
+    ("hidden", lambda row: f"{row['hidden']:.2f}" if row["phase"] == "total" else ""),
+)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the tables of operators and of MoE layers: times of their parts, and the hidden fraction."""
+    s, worst, caption = result["settings"], result["slowest_case"], report.captions(MESSAGES, HIDDEN)
+    if worst is not None:
+        where = f"{worst['op']}, {worst['direction']}, {worst['rows']} rows"
+        least = (
+            f"{report.faster_or_slower(result['slowest_vs_serial'])} than serial ({where}, ratio {worst['ratio']:g})"
+        )
+        caption = f"smallest gain of overlapped: {least}\n{caption}"
+    links = report.hosts(s, result["link_gbit_measured"])
+    heading = f"{links}, at most {s['chunks']} chunks; {report.machine(result)}"
+    found = []
+    if result["results"]:
+        found.append(report.make_table(heading, OPERATOR_COLUMNS, result["results"], caption))
+    if result["layer"]:
+        experts = f"{s['experts']} experts" if s["experts"] else "8 experts per rank"
+        heading = f"MoE layer: {s['tokens']} tokens per rank, D {s['hidden']}, {experts}, K {s['top_k']}"
+        reasons = {row["skipped"] for row in result["layer"]} - {None}
+        caption = report.captions(
+            MESSAGES, HIDDEN, *(f"Hugging Face's expert parallelism: {reason}" for reason in reasons)
+        )
+        rows = [row for layer in result["layer"] for row in _layer_rows(layer)]
+        found.append(report.make_table(heading, LAYER_COLUMNS, rows, caption))
+    return found
+
+
+def _layer_rows(layer: dict[str, Any]) -> list[report.Row]:
+    """Return the lines of the forward pass, the backward pass and both of a layer."""
+    rows: list[report.Row] = [
+        {"ffn": layer["ffn"], "phase": phase}
+        | {key.replace(f"_{phase}_ms", "_ms"): ms for key, ms in layer.items() if key.endswith(f"_{phase}_ms")}
+        for phase in DIRECTIONS
+    ]
+    return [*rows, layer | {"phase": "total"}]
+
+
+def _gain(row: report.Row, other: str) -> str:
+    return "-" if row.get(other) is None else report.faster_or_slower(row["overlapped_ms"] / row[other])

@@ -18,11 +18,12 @@ from rich.console import Console
 from torch import Tensor
 
 from moe_comm.bench.common import report
-from moe_comm.bench.hosts import Hosts, run_on_hosts, unavailable_reason
+from moe_comm.bench.common.ranks import launch_ranks
+from moe_comm.bench.hosts import unavailable_reason
 from moe_comm.bench.parity.cases import CASES, ParityCase
 from moe_comm.bench.parity.training import TrainingResult, assemble, train
 from moe_comm.errors import ConfigError
-from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
+from moe_comm.runtime.launch import init_ranks, ranks_to_use
 from moe_comm.train import config as configuration
 
 JOBS_PER_PROCESS = 6
@@ -199,11 +200,7 @@ def _launch(
 ) -> list[list[TrainingResult]]:
     """Train all jobs in the same processes. Return the results of all ranks for each job."""
     arguments = (list(jobs), list(common), list(settings))
-    if hosts == 1:
-        by_rank = launch(_rank, arguments, ranks, preload=PRELOAD)
-    else:
-        with Hosts(hosts, LINK_GBIT) as namespaces:
-            by_rank = run_on_hosts(_rank, arguments, namespaces, ranks // hosts, TIMEOUT_S)
+    by_rank = launch_ranks(_rank, arguments, ranks, hosts, LINK_GBIT, TIMEOUT_S, PRELOAD)
     return [[trained[job] for trained in by_rank] for job in range(len(jobs))]
 
 

@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
-from moe_comm.bench.common import machine, report
-from moe_comm.bench.common.clock import Clock, sync_group
+from moe_comm.bench.common import report
+from moe_comm.bench.common.clock import Clock, gather
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
-from moe_comm.bench.common.interleave import rotated, slowest
-from moe_comm.bench.common.ranks import on_ranks, say
-from moe_comm.bench.hosts.on_hosts import on_hosts
+from moe_comm.bench.common.interleave import run_rounds, slowest
+from moe_comm.bench.common.ranks import on_hosts, on_ranks, run_benchmark, say
 from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
@@ -141,9 +142,7 @@ class _Contestant:
             for at, expert in enumerate(self.layer.placement.homes_of(dist.get_rank()))
             if parameter.grad is not None and len(self.layer.placement.owners[expert]) == 1
         }
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, local)
-        return own | {name: digest for rank in by_rank for name, digest in rank.items()}
+        return own | {name: digest for rank in gather(local) for name, digest in rank.items()}
 
 
 def _digest(tensor: Tensor) -> str:
@@ -159,49 +158,53 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     """
     layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *PEERS)]
     deciding: dict[str, _Contestant] = {one.name: one for one in layers if one.name in bench.kinds}
-    clock = Clock(sync_group, bench.device)
+    clock = Clock(bench.device)
     say("measuring the time of a row, of a move and of a copy")
     costs = _costs(layers[0], deciding.get(REPLICATE), clock)
     loads: list[list[int]] = []
     packed_copies = [list(layers[0].layer.placement.homes_of(rank)) for rank in range(bench.ranks)]
     rows_of_copies: list[list[float]] = []
-    checked, compare = 0, True
+    last, checked = bench.warmup + bench.steps - 1, 0
+    ids_TK: Tensor
+
+    def before(step: int) -> None:
+        nonlocal ids_TK
+        if step == bench.warmup:
+            for one in layers:  # the times of switches remain
+                for phase in ("forward", "backward", "total"):
+                    clock.times[one.name, phase] = []
+                one.published_bytes = 0
+        if step % bench.every == 0:
+            until = min(step + bench.every, last + 1)
+            say(f"steps {step + 1} to {until} of {bench.warmup} (discarded) + {bench.steps}")
+        ids_TK = bench.ids(step, dist.get_rank())
+        loads.append(bench.loads(step))
+
+    def measure(one: _Contestant, _: int) -> None:
+        one.step(ids_TK, clock)
+        one.window.add(loads[-1])
+
+    def after(step: int) -> None:
+        nonlocal checked, packed_copies
+        rows_of_copies.append(rows_of_replicas(loads[-1], packed_copies))
+        if step % bench.every == 0 or step == last:  # the first step, those after decisions, and the last one
+            _check(layers)
+            checked += 1
+        if (step + 1) % bench.every == 0 and step < last:
+            gc.collect()
+            for kind in bench.kinds:
+                deciding[kind].decide(step + 1, bench.decisions(kind, costs), clock)
+            packed = layers[-1]
+            totals_E = [sum(values) for values in zip(*loads[-bench.window :], strict=True)]
+            packed.move(eplb(totals_E, packed.layer.placement), clock)
+            packed_copies = eplb_replicas(totals_E, bench.ranks, bench.slots)
+
     try:
-        gc.collect()
-        gc.disable()
-        for step in range(bench.warmup + bench.steps):
-            if step == bench.warmup:
-                for one in layers:  # the times of switches remain
-                    for phase in ("forward", "backward", "total"):
-                        clock.times[one.name, phase] = []
-                    one.published_bytes = 0
-            if step % bench.every == 0:
-                last = min(step + bench.every, bench.warmup + bench.steps)
-                say(f"steps {step + 1} to {last} of {bench.warmup} (discarded) + {bench.steps}")
-            ids_TK, loads_E = bench.ids(step, dist.get_rank()), bench.loads(step)
-            for one in rotated(layers, step):
-                one.step(ids_TK, clock)
-                one.window.add(loads_E)
-            loads.append(loads_E)
-            rows_of_copies.append(rows_of_replicas(loads_E, packed_copies))
-            compare = compare or step == bench.warmup + bench.steps - 1
-            checked += _check(layers) if compare else 0
-            compare = False
-            if (step + 1) % bench.every == 0 and step + 1 < bench.warmup + bench.steps:
-                gc.collect()
-                for kind in bench.kinds:
-                    deciding[kind].decide(step + 1, bench.decisions(kind, costs), clock)
-                packed = layers[-1]
-                totals_E = [sum(values) for values in zip(*loads[-bench.window :], strict=True)]
-                packed.move(eplb(totals_E, packed.layer.placement), clock)
-                packed_copies = eplb_replicas(totals_E, bench.ranks, bench.slots)
-                compare = True
-        by_rank: list[Any] = [None] * bench.ranks
-        dist.all_gather_object(by_rank, dict(clock.times))
-        rows_by_rank: list[Any] = [None] * bench.ranks
-        dist.all_gather_object(rows_by_rank, {one.name: (one.received, one.published_bytes) for one in layers})
+        # No warm-up here: its times are removed above, but not those of its switches.
+        run_rounds(layers, measure, clock, 0, last + 1, collect_s=math.inf, before=before, after=after)
+        by_rank = gather(dict(clock.times))
+        rows_by_rank = gather({one.name: (one.received, one.published_bytes) for one in layers})
     finally:
-        gc.enable()
         for one in layers:
             one.layer.dispatcher.close()
     fixed_s = sum(slowest(by_rank, FIXED))
@@ -250,8 +253,7 @@ def _costs(fixed: _Contestant, copying: _Contestant | None, clock: Clock) -> Cos
         clock.measure(fixed.name, ("forward", fixed.forward), ("backward", fixed.backward))
         fixed.move(other, clock, "trial")
         fixed.move(first, clock, "trial")
-    by_rank: list[Any] = [None] * bench.ranks
-    dist.all_gather_object(by_rank, dict(clock.times))
+    by_rank = gather(dict(clock.times))
     clock.clear()
     rows = median(busiest_rows(bench.loads(step), first) for step in range(TRIALS))
     seconds = median(slowest(by_rank, fixed.name))
@@ -275,23 +277,19 @@ def _seconds_of_copies(one: _Contestant, clock: Clock) -> float:
         one.y_TD.backward(one.grad_TD)
         clock.measure(one.name, ("reduce", copies.reduce), ("publish", copies.publish))
     one.layer.relocate(first)
-    by_rank: list[Any] = [None] * bench.ranks
-    dist.all_gather_object(by_rank, dict(clock.times))
+    by_rank = gather(dict(clock.times))
     clock.clear()
     return median(slowest(by_rank, one.name))
 
 
-def _check(layers: list[_Contestant]) -> int:
-    """Compare the bits of the last step of all layers with those of the first. Returns 1, the number of steps."""
+def _check(layers: list[_Contestant]) -> None:
+    """Compare the bits of the last step of all layers with those of the first."""
     expected = layers[0].results()
     for one in layers[1:]:
         wrong = [name for name, digest in one.results().items() if expected.get(name) != digest]
-        faults: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(faults, wrong)
-        found = [f"{name} of rank {rank}" for rank, names in enumerate(faults) for name in names]
+        found = [f"{name} of rank {rank}" for rank, names in enumerate(gather(wrong)) for name in names]
         if found:
             raise WrongAnswer(f"{one.name}: other bits than with fixed experts: {', '.join(found[:4])}")
-    return 1
 
 
 def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], int]], fixed_s: float) -> dict[str, Any]:
@@ -314,27 +312,43 @@ def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], i
 
 
 def main(bench: PlacementBench, json_out: str | None = None) -> dict[str, Any]:
-    """Run ``moe-comm bench placement``: measure, print a table, write JSON.
+    """Run ``moe-comm bench placement``, see ``run_benchmark``."""
+    return run_benchmark(lambda: _measure(bench), tables, json_out, bench.device)
 
-    Starts the ranks, on several hosts in network namespaces. Under torchrun, uses the ranks of torchrun, and only rank
-    0 prints; the others return {}.
 
-    Raises:
-        ConfigError: the hosts cannot be created (not root, or no iproute2).
-        WrongAnswer: a layer has other bits than the fixed one.
-    """
-    report.check_writable(json_out)
-    info = machine.machine_info(bench.device)
-    result: dict[str, Any] | None
-    if bench.hosts > 1:
-        per_host = bench.ranks // bench.hosts
-        measured, links = on_hosts(run, bench, bench.hosts, per_host, bench.link_gbit, bench.cores_per_rank)
-        result = measured | {"link_gbit_measured": links}
-    else:
-        result = on_ranks(run, bench, bench.ranks, bench.device, bench.cores_per_rank)
-    if result is None:
-        return {}
-    result["machine"] = info
-    report.write_json(result, json_out)
-    report.show(report.placement_tables(result), json_out)
-    return result
+def _measure(bench: PlacementBench) -> dict[str, Any] | None:
+    if bench.hosts == 1:
+        return on_ranks(run, bench, bench.ranks, bench.device, bench.cores_per_rank)
+    per_host = bench.ranks // bench.hosts
+    result, links = on_hosts(run, bench, bench.hosts, per_host, bench.link_gbit, bench.cores_per_rank)
+    return result | {"link_gbit_measured": links}
+
+
+COLUMNS: tuple[report.Column, ...] = (
+    ("", "name"),
+    *report.timed("step ms", "step"),
+    ("than fixed", lambda row: report.faster_or_slower(1 / row["speedup"]) if "speedup" in row else "-"),
+    ("busiest / mean", lambda row: f"{row['busiest_over_mean']:.2f}"),
+    ("switches", "switches"),
+    ("experts moved", "moved_experts"),
+    ("MB moved", lambda row: _megabytes(row.get("moved_bytes"))),
+    ("switch ms", "move_ms"),
+    ("MB of copies", lambda row: _megabytes(row.get("published_bytes"))),
+)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the table of steps, switches and rows of the busiest rank of each contestant."""
+    s = result["settings"]
+    drift = f", two experts exchanged every {s['drift']} steps" if s["drift"] else ""
+    hosts = f"; {s['hosts']} hosts, {s['link_gbit']:g} Gbit/s" if s["hosts"] > 1 else ""
+    hosts += f"; {s['cores_per_rank']:g} cores per rank" if s["cores_per_rank"] else ""
+    heading = f"{report.heading(result)}{hosts}; Zipf {s['zipf']:g}{drift}; decisions every {s['every']} steps"
+    equal = f"equal bits in {result['checked_steps']} compared steps; MB of copies are sent in each step"
+    caption = report.captions(equal, "than fixed: by the mean of the steps, with the switches")
+    rows = ({"name": name} | row for name, row in (result["contestants"] | result["peers"]).items())
+    return [report.make_table(heading, COLUMNS, rows, caption)]
+
+
+def _megabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:.1f}"

@@ -24,7 +24,9 @@ from rich.table import Table
 from moe_comm.bench.calibrate.fit import shape_of
 from moe_comm.bench.calibrate.machine import calibrate
 from moe_comm.bench.calibrate.steps import imbalance
-from moe_comm.bench.common import machine, report
+from moe_comm.bench.common import report
+from moe_comm.bench.common.ranks import run_benchmark, say
+from moe_comm.bench.common.report import NOISY
 from moe_comm.bench.hosts.namespaces import Hosts, unavailable_reason
 from moe_comm.bench.hosts.ranks import run_on_hosts
 from moe_comm.bench.plan.ranks import TIMEOUT_S, MeasuredStep, measure
@@ -37,7 +39,6 @@ from moe_plan.step.step import StepModel, StepPrediction
 
 TOLERATED, REGRET = 0.15, 0.05
 """Targets of the prediction error and of the regret."""
-Say = Callable[[str], None]
 
 
 def predict(bench: PlanBench, case: PlanCase, cluster: Cluster, slots_LE: Sequence[Sequence[int]]) -> StepPrediction:
@@ -48,7 +49,7 @@ def predict(bench: PlanBench, case: PlanCase, cluster: Cluster, slots_LE: Sequen
     return StepModel(shape, PlacedMapping(mapping, cluster), load, bench.batch).predict()
 
 
-def run(bench: PlanBench, say: Say = print) -> dict[str, Any]:
+def run(bench: PlanBench) -> dict[str, Any]:
     """Calibrate, measure and predict. Return the JSON object of ``moe-comm bench plan``.
 
     Raises:
@@ -137,29 +138,28 @@ def _row(bench: PlanBench, case: PlanCase, measured_step: MeasuredStep, step: St
     }
 
 
+COLUMNS: tuple[report.Column, ...] = (
+    ("mapping", "mapping"),
+    ("measured, ms", lambda row: f"{row['step_ms']:,.0f}"),
+    ("minimum", lambda row: f"{row['step_min_ms']:,.0f}{' noisy' * (row['step_ms'] > NOISY * row['step_min_ms'])}"),
+    ("predicted, ms", lambda row: f"{row['predicted_ms']:,.0f}"),
+    ("prediction error", lambda row: f"{row['error']:+.1%}"),
+)
+
+
 def tables(result: dict[str, Any]) -> list[Table]:
-    """Return the tables of ``bench plan``."""
+    """Return a table for each number of ranks and hosts."""
     s, m = result["settings"], result["machine"]
     title = (
-        f"{s['layers']} layers, D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}, "
+        f"; {s['layers']} layers, D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}, "
         f"{s['batch']} sequences of {s['seq_len']}, fp32; {m['cpu']}, {m['cores']} cores"
     )
     all_tables: list[Table] = []
     for group in result["groups"]:
         hosts = f", {group['hosts']} hosts at {s['link_gbit']:g} Gbit/s" if group["hosts"] > 1 else ""
-        table = Table(
-            title=f"{group['ranks']} ranks{hosts}" + ("" if all_tables else f"; {title}"),
-            caption=f"the planner selects {group['pick']}: its step is {group['regret']:.1%} longer than the fastest",
-            title_justify="left",
-            caption_justify="left",
-        )
-        for name in ("mapping", "measured, ms", "minimum", "predicted, ms", "prediction error"):
-            table.add_column(name, justify="left" if name == "mapping" else "right", no_wrap=True)
-        for row in group["mappings"]:
-            least = f"{row['step_min_ms']:,.0f}{' noisy' * (row['step_ms'] > report.NOISY * row['step_min_ms'])}"
-            predicted = (f"{row['predicted_ms']:,.0f}", f"{row['error']:+.1%}")
-            table.add_row(row["mapping"], f"{row['step_ms']:,.0f}", least, *predicted)
-        all_tables.append(table)
+        heading = f"{group['ranks']} ranks{hosts}" + ("" if all_tables else title)
+        caption = f"the planner selects {group['pick']}: its step is {group['regret']:.1%} longer than the fastest"
+        all_tables.append(report.make_table(heading, COLUMNS, group["mappings"], caption))
     all_tables[-1].caption = (
         f"{all_tables[-1].caption}\nerrors: median {result['median_error']:.1%}, maximum {result['worst_error']:.1%}, "
         f"{result['within']} of {result['mappings']} within {TOLERATED:.0%}; max. regret {result['worst_regret']:.1%}"
@@ -168,15 +168,5 @@ def tables(result: dict[str, Any]) -> list[Table]:
 
 
 def main(bench: PlanBench, json_out: str | None = None) -> dict[str, Any]:
-    """Run ``moe-comm bench plan``: measure, print tables, write JSON.
-
-    Args:
-        bench: settings.
-        json_out: file for the JSON object; ``-`` is standard output.
-    """
-    report.check_writable(json_out)
-    info = machine.machine_info("cpu")
-    result = run(bench, lambda text: print(text, file=sys.stderr, flush=True)) | {"machine": info}
-    report.write_json(result, json_out)
-    report.show(tables(result), json_out)
-    return result
+    """Run ``moe-comm bench plan``, see ``run_benchmark``."""
+    return run_benchmark(lambda: run(bench), tables, json_out)

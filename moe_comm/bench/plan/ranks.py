@@ -7,7 +7,6 @@ equally. A step is ``Trainer.train_step``, including reading the batch and the u
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 from collections.abc import Sequence
@@ -15,17 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from moe_comm.bench.common.clock import Clock, summarize, sync_group
-from moe_comm.bench.common.interleave import rotated
-from moe_comm.bench.hosts.namespaces import Hosts
-from moe_comm.bench.hosts.ranks import run_on_hosts
+from moe_comm.bench.common.clock import Clock, gather, summarize
+from moe_comm.bench.common.interleave import run_rounds
+from moe_comm.bench.common.ranks import launch_ranks
 from moe_comm.bench.plan.settings import PlanBench, PlanCase
-from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.loop.build import architecture_of, build
@@ -72,10 +68,8 @@ def measure(bench: PlanBench, cases: Sequence[PlanCase], folder: Path) -> list[M
     """
     ((ranks, count),) = {(case.ranks, case.hosts) for case in cases}
     arguments = (bench, tuple(cases), str(folder))
-    if count == 1:
-        return launch(_rank, arguments, ranks, preload=("torch", __name__))[0]  # type: ignore[no-any-return]
-    with Hosts(count, bench.link_gbit) as hosts:
-        return run_on_hosts(_rank, arguments, hosts, ranks // count, TIMEOUT_S)[0]  # type: ignore[no-any-return]
+    by_rank = launch_ranks(_rank, arguments, ranks, count, bench.link_gbit, TIMEOUT_S, ("torch", __name__))
+    return by_rank[0]  # type: ignore[no-any-return]
 
 
 class _MappingRun:
@@ -111,15 +105,12 @@ def _rank(bench: PlanBench, cases: tuple[PlanCase, ...], folder: str) -> list[Me
     with init_ranks("cpu", TIMEOUT_S), contextlib.ExitStack() as stack:
         ranks = Ranks.make()
         mapping_runs = [_MappingRun(bench, case, folder, ranks, stack) for case in cases]
-        clock = Clock(sync_group)
-        gc.disable()
-        stack.callback(gc.enable)
-        for step in range(bench.warmup + bench.steps):
-            if step == bench.warmup:
-                clock.clear()
-            for index in rotated(range(len(mapping_runs)), step):
-                gc.collect()
-                clock.measure(str(index), ("step", partial(mapping_runs[index].step, step)))
+        clock = Clock()
+
+        def measure_step(mapping_run: _MappingRun, step: int) -> None:
+            clock.measure(str(mapping_runs.index(mapping_run)), ("step", partial(mapping_run.step, step)))
+
+        run_rounds(mapping_runs, measure_step, clock, bench.warmup, bench.steps)
         medians = [
             (
                 median(report.times.communication for report in mapping_run.reports[bench.warmup :]),
@@ -127,8 +118,7 @@ def _rank(bench: PlanBench, cases: tuple[PlanCase, ...], folder: str) -> list[Me
             )
             for mapping_run in mapping_runs
         ]
-        by_rank: list[Any] = [None] * ranks.world
-        dist.all_gather_object(by_rank, (dict(clock.times), medians))
+        by_rank = gather((dict(clock.times), medians))
         stats = summarize([times for times, _ in by_rank])
         measured = []
         for index, mapping_run in enumerate(mapping_runs):

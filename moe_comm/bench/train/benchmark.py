@@ -18,15 +18,22 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from rich.table import Table
 
-from moe_comm.bench.common import machine, report
-from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group, sync_single_rank
+from moe_comm.bench.common import report
+from moe_comm.bench.common.clock import Clock, Stats, gather, summarize, times_of
 from moe_comm.bench.common.inputs import WrongAnswer
-from moe_comm.bench.common.interleave import rotated
-from moe_comm.bench.common.ranks import SingleRankMesh, cores_of_group, on_ranks, pinned_to, say
-from moe_comm.bench.hosts.namespaces import interface_bytes, unavailable_reason
-from moe_comm.bench.hosts.on_hosts import on_hosts
+from moe_comm.bench.common.interleave import run_rounds
+from moe_comm.bench.common.ranks import (
+    SingleRankMesh,
+    cores_of_group,
+    on_hosts,
+    on_ranks,
+    pinned_to,
+    run_benchmark,
+    say,
+)
+from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.bench.plan.benchmark import calibrated
 from moe_comm.bench.plan.settings import PlanBench
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
@@ -177,26 +184,25 @@ def run(
             contestant_runs.append(_ContestantRun(name, _with_config(inputs, name), cores))
             stack.callback(contestant_runs[-1].close)
             ranks.barrier()
-        clock = Clock(sync_group if bench.ranks > 1 else sync_single_rank)
+        clock = Clock()
         # Tests use small shapes; a large GEMM would only make them slower.
         flops = ModelShape.of(inputs.architecture).model_flops(bench.seq_len)
         size = None if flops * bench.tokens > 1e9 else 64
         rates: list[float] = []
-        gc.collect()
-        gc.disable()
-        stack.callback(gc.enable)
         last = bench.warmup + bench.steps - 1
-        for step in range(last + 1):
-            if step == bench.warmup:
-                clock.clear()
-                rates.clear()
-            say(f"round {step + 1} of {bench.warmup} (discarded) + {bench.steps}: a step of each")
-            for contestant_run in rotated(contestant_runs, step):
-                gc.collect()
-                contestant_run.run_round(clock, step, traced=trace is not None and step == last)
+
+        def before(number: int) -> None:
+            say(f"round {number + 1} of {bench.warmup} (discarded) + {bench.steps}: a step of each")
+
+        def measure(contestant_run: _ContestantRun, number: int) -> None:
+            contestant_run.run_round(clock, number, traced=trace is not None and number == last)
+
+        def after(number: int) -> None:
             ranks.barrier()
             rates.append(gemm_flops(size=size))
             _check(contestant_runs)
+
+        run_rounds(contestant_runs, measure, clock, bench.warmup, bench.steps, before=before, after=after)
         if bench.hosts > 1:
             say("measuring steps without communication")
         for contestant_run in contestant_runs:
@@ -211,8 +217,7 @@ def run(
         }
         traffic = {one.name: one.traffic[bench.warmup :] for one in contestant_runs}
         spans = [one.spans for one in contestant_runs if one.name in own_loops]
-        by_rank: list[Any] = [None] * bench.ranks
-        dist.all_gather_object(by_rank, (dict(clock.times), median(rates), breakdowns, traffic, spans))
+        by_rank = gather((dict(clock.times), median(rates[bench.warmup :]), breakdowns, traffic, spans))
     if trace is not None and ranks.is_first:
         write_trace(list(zip(*(spans for *_, spans in by_rank), strict=True)), bench.ranks_per_host, trace)
     stats = summarize([times for times, *_ in by_rank])
@@ -338,9 +343,7 @@ def _row(bench: TrainBench, stats: dict[str, float], flops: float, peak: float) 
     return {
         "tokens_per_s": tokens_per_s,
         "mfu": tokens_per_s * flops / peak,
-        "step_ms": stats["median_ms"],
-        "step_min_ms": stats["min_ms"],
-        "step_p90_ms": stats["p90_ms"],
+        **times_of(stats, "step"),
     }
 
 
@@ -361,10 +364,7 @@ def _mean(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def main(
     bench: TrainBench, json_out: str | None = None, trace: str | None = None, *, predict: bool = False
 ) -> dict[str, Any]:
-    """Run ``moe-comm bench train``: measure, print a table, write files.
-
-    Starts the ranks, on several hosts in network namespaces. Under torchrun, uses the ranks of torchrun, and only rank
-    0 prints.
+    """Run ``moe-comm bench train``, see ``run_benchmark``.
 
     Args:
         bench: settings of the benchmark.
@@ -372,35 +372,24 @@ def main(
         trace: file for a Perfetto trace of one step of each configuration of this library.
         predict: calibrate this machine first, and predict the step of each configuration of this library.
 
-    Returns:
-        The JSON object; empty on ranks of torchrun other than 0.
-
     Raises:
-        ConfigError: the hosts cannot be created (not root, or no iproute2).
         MissingDependency: the package that writes ``trace`` is not installed.
         WrongAnswer: the losses of two contestants differ.
-        RankFailed: a rank raised another exception, was killed, or exceeded the time limit.
     """
-    for out in (json_out, trace):
-        report.check_writable(out)
+
+    def measure() -> dict[str, Any] | None:
+        if predict:
+            say("calibrating this machine")
+        cluster = calibrated(PlanBench(link_gbit=bench.link_gbit), bench.ranks, bench.hosts) if predict else None
+        work = partial(run, trace=trace, cluster=cluster)
+        return on_ranks(work, bench, bench.ranks, "cpu") if bench.hosts == 1 else _on_hosts(work, bench)
+
+    report.check_writable(trace)
     if trace is not None:
         check_package("bench")
         if not EVENTS.enabled:
             raise ConfigError("no spans are recorded, because the native core is not built; run: pip install -e .")
-    if bench.hosts > 1 and (problem := unavailable_reason()):
-        raise ConfigError(f"cannot create {bench.hosts} hosts: {problem}")
-    info = machine.machine_info("cpu")
-    if predict:
-        say("calibrating this machine")
-    cluster = calibrated(PlanBench(link_gbit=bench.link_gbit), bench.ranks, bench.hosts) if predict else None
-    work = partial(run, trace=trace, cluster=cluster)
-    result = on_ranks(work, bench, bench.ranks, "cpu") if bench.hosts == 1 else _on_hosts(work, bench)
-    if result is None:
-        return {}
-    result["machine"] = info
-    report.write_json(result, json_out)
-    report.show(report.train_tables(result), json_out)
-    return result
+    return run_benchmark(measure, tables, json_out)
 
 
 def _on_hosts(work: partial[dict[str, Any]], bench: TrainBench) -> dict[str, Any]:
@@ -411,3 +400,44 @@ def _on_hosts(work: partial[dict[str, Any]], bench: TrainBench) -> dict[str, Any
         result, links = on_hosts(in_folder, bench, bench.hosts, bench.ranks_per_host, bench.link_gbit)
     settings = {"hosts": bench.hosts, "ranks_per_host": bench.ranks_per_host, "link_gbit": bench.link_gbit}
     return result | settings | {"link_gbit_measured": links}
+
+
+COLUMNS: tuple[report.Column, ...] = (
+    ("", "name"),
+    ("tokens/s", "tokens_per_s"),
+    *report.timed("step ms", "step"),
+    ("MFU", lambda row: f"{row['mfu']:.0%}"),
+    ("than moe_comm", lambda row: report.faster_or_slower(row["speedup"])),
+    ("loss differs by", lambda row: f"{row['loss_rel_diff']:.0e}" if "loss_rel_diff" in row else ""),
+)
+HOSTS_COLUMNS: tuple[report.Column, ...] = (
+    ("exposed ms", "exposed_communication_ms"),
+    ("sent MB", lambda row: f"{max(row['bytes_per_link']['sent']) / 1e6:.1f}"),
+)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the table: throughput of each loop, and the breakdown of this library's step.
+
+    With several hosts, also the exposed communication and the bytes that a host sends.
+    """
+    s, m = result["settings"], result["machine"]
+    heading = (
+        f"{s['ranks']} ranks, {s['batch']} x {s['seq_len']} tokens per rank, {s['layers']} layers, D {s['hidden']}, "
+        f"F {s['ffn']}, E {s['experts']}, K {s['top_k']}, {s['dtype']}; {m['cpu']}, {m['cores']} cores, {m['isa']}"
+    )
+    variants = result.get("variants", {})
+    rows = {OWN: result | {"speedup": None}, **variants, **result["peers"]}
+    breakdowns = [
+        f"step of {name}: " + ", ".join(f"{part} {rows[name]['step'][part]:.1%}" for part in PARTS)
+        for name in (OWN, *variants)
+    ]
+    gemm = f"torch.mm on all ranks at once: {result['gemm_gflops']:.0f} GFLOP/s in total"
+    caption, columns = report.captions(*breakdowns, gemm, report.skipped(result)), COLUMNS
+    if "hosts" in result:
+        heading = f"{report.hosts(result, result['link_gbit_measured'])}; {heading}"
+        columns += HOSTS_COLUMNS
+        caption += "\nexposed: communication in the step, where it was measured; sent: bytes of a host on its link"
+    if any(row.get("predicted_ms") is not None for row in rows.values()):
+        columns += (("predicted ms", "predicted_ms"),)
+    return [report.make_table(heading, columns, ({"name": name} | row for name, row in rows.items()), caption)]

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
-from moe_comm.bench.common import machine, report
+from moe_comm.bench.common import report
 from moe_comm.bench.common.interleave import interleaved_times, slowest
-from moe_comm.bench.common.ranks import on_ranks, say
+from moe_comm.bench.common.ranks import on_hosts, on_ranks, run_benchmark, say
 from moe_comm.bench.common.settings import DTYPES, check_choice
-from moe_comm.bench.hosts.namespaces import Hosts
-from moe_comm.bench.hosts.ranks import run_on_hosts
 from moe_comm.bench.tune.cases import CASES, TuneCase, TuneContext
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError
@@ -48,7 +47,6 @@ from moe_comm.overlap.tuning.store import (
 
 WINS = 0.75
 """Fraction of the rounds in which a candidate must be faster than one chunk."""
-TIMEOUT_S = 1800.0
 PROGRAMS = (4, 8, 16, 32, 64)
 """Numbers of communicating programs of a Triton kernel, at most half of the GPU's multiprocessors."""
 
@@ -183,32 +181,26 @@ def slowest_ms(calls: dict[str, Callable[[], Any]], warmup: int, rounds: int) ->
     return {name: [seconds * 1e3 for seconds in slowest(times, name)] for name in calls}
 
 
-def main(tune: Tune, json_out: str | None = None, folder: Path | None = None) -> dict[str, Any] | None:
-    """Run ``moe-comm tune``: measure, store the measurements, print a table, write JSON.
+def main(tune: Tune, json_out: str | None = None, folder: Path | None = None) -> dict[str, Any]:
+    """Run ``moe-comm tune``, see ``run_benchmark``, and store the measurements.
 
     Args:
         tune: settings.
         json_out: file for the JSON object; ``-`` is standard output.
         folder: folder of the measurements. None: ``cache_folder()``.
-
-    Returns:
-        The JSON object; None on ranks of torchrun other than 0.
-
-    Raises:
-        ConfigError: the hosts cannot be created (not root, or no iproute2).
     """
-    report.check_writable(json_out)
-    folder = folder or cache_folder()
+    return run_benchmark(lambda: _measure_and_store(tune, folder or cache_folder()), tables, json_out, tune.device)
+
+
+def _measure_and_store(tune: Tune, folder: Path) -> dict[str, Any] | None:
     if tune.hosts == 1:
         measured = on_ranks(run, tune, tune.world, tune.device)
     else:
-        with Hosts(tune.hosts, tune.link_gbit) as hosts:
-            args = (run, tune, tune.world, "cpu")
-            measured = run_on_hosts(on_ranks, args, hosts, tune.ranks_per_host, TIMEOUT_S)[0]
+        measured, _ = on_hosts(run, tune, tune.hosts, tune.ranks_per_host, tune.link_gbit)
     if measured is None:
         return None
     path = save_store(folder, load_store(folder).merged(measured))
-    result = {
+    return {
         "benchmark": "tune",
         "results": [_row(m) for m in measured],
         "fallback_rows": {
@@ -219,11 +211,38 @@ def main(tune: Tune, json_out: str | None = None, folder: Path | None = None) ->
         "errors_by_operator": errors_by_operator(measured),
         "stored": str(path),
         "settings": asdict(tune),
-        "machine": machine.machine_info(tune.device),
     }
-    report.write_json(result, json_out)
-    report.show(report.tune_tables(result), json_out)
-    return result
+
+
+COLUMNS: tuple[report.Column, ...] = (
+    ("", lambda row: f"{row['op']}, {row['direction']}"),
+    ("rows", "rows"),
+    ("1 chunk ms", "serial_ms"),
+    ("best ms", "best_ms"),
+    ("choice", "choice"),
+    ("predicted ms", lambda row: None if row["error"] is None else row["predicted_ms"]),
+    ("error", lambda row: None if row["error"] is None else f"{row['error']:.0%}"),
+    ("model's choice ms", "model_ms"),
+)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the table of the best choice of each case, and of the prediction of the cost model."""
+
+    def error(errors: dict[str, float]) -> str:
+        return f"{errors['median']:.0%} (median), {errors['worst']:.0%} (worst)"
+
+    s = result["settings"]
+    one_host = s["hosts"] == 1
+    where = f"{s['ranks_per_host']} ranks" if one_host else f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s)"
+    link = "" if one_host else f", links of {s['link_gbit']:g} Gbit/s"
+    lines = [f"error of the cost model over all candidates: {error(result['prediction_error'])}"]
+    lines += [f"    {name}: {error(errors)}" for name, errors in result["errors_by_operator"].items() if errors]
+    lines += [f"one chunk is best up to {rows} rows: {name}" for name, rows in result["fallback_rows"].items()]
+    heading = f"{where}{link}, {s['sent']} x {s['other']}, {s['dtype']}; {report.machine(result)}"
+    return [
+        report.make_table(heading, COLUMNS, result["results"], "\n".join([*lines, f"stored in {result['stored']}"]))
+    ]
 
 
 def _row(m: Measurement) -> dict[str, Any]:
