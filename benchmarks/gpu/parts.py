@@ -16,7 +16,7 @@ BEGIN = ("build", "smoke", "ceilings")
 PRESETS: dict[str, tuple[str, ...]] = {
     "move": (*BEGIN, "kernel-tests", "dispatch", "few", "bulk", "virtual", "virtual-tests", "host"),
     "gemm": (*BEGIN, "products", "triton-tests"),
-    "layer": (*BEGIN, "layer-", "host-profile", "check-grads", "gpu-tests"),
+    "layer": (*BEGIN, "layer-", "host-profile", "check-grads", "gpu-tests", "features"),
     "contract": ("build", "smoke", "contract-"),
 }
 """Parts of a preset by the beginning of their names. Each preset takes at most PRESET_S seconds with the build."""
@@ -138,8 +138,10 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     found.append(Part("check-grads", 45, check_grads, "measurement", "layer"))
     tests("triton-tests", 120, "tests/gpu/test_triton_on_gpu.py", "tests/gpu/test_triton_around.py", family="triton",
           test_s=60)  # fmt: skip
-    others = ("--ignore-glob", "*/test_triton_*", "--ignore", "tests/gpu/test_resources.py")
+    features = "tests/gpu/test_features_on_gpu.py"
+    others = ("--ignore-glob", "*/test_triton_*", "--ignore", "tests/gpu/test_resources.py", "--ignore", features)
     tests("gpu-tests", 120, "tests/gpu", "-m", "not slow", *others, family="peer_to_peer", test_s=45)
+    tests("features", 240, features, family="layer", test_s=110)
     tests("virtual-tests", 60, "tests/gpu_host/test_virtual_ranks.py", family="peer_to_peer", test_s=40, env=together)
     contract = ("tests/dispatch/test_contract.py", "--device", "cuda", "-k")
     shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
