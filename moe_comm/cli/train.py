@@ -123,8 +123,7 @@ def data(config: Config, overrides: Overrides = None, settings: Settings = None)
     configuration = load("moe_comm.train.config", "train")
     parsed = configuration.load(config, [*(overrides or []), *(settings or [])])
     corpus = load("moe_comm.train.data", "train")
-    settings_of = load("moe_comm.train.loop.feed", "train").corpus_settings
-    for path in corpus.prepare_all(settings_of(parsed.data, parsed.run.seed), scanned=_print_skipped):
+    for path in corpus.prepare_all(parsed.data, scanned=_print_skipped):
         lines = corpus.describe(path).lines()
         echo("\n".join(f"{name:<18}{value}" for name, value in lines))
 

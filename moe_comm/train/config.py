@@ -9,31 +9,30 @@ names each invalid key and, for an unknown key, the nearest known one.
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from moe_comm.errors import ConfigError, suggestion
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
 from moe_comm.topology.pipeline import check_micro_batches
+from moe_comm.train.data.settings import CorpusSettings
+from moe_comm.train.section_base import Section
 from moe_comm.train.sections import (
     CheckpointSection,
-    DataSection,
     FaultsSection,
     GuardSection,
     ModelSection,
     ObserveSection,
-    OptimizerSection,
+    OptimizerOptions,
     ParallelSection,
     PayloadSection,
     PlacementSection,
     RunSection,
-    Section,
     WatchSection,
 )
 
@@ -47,17 +46,15 @@ CHOSEN = (
     *("schedule", "virtual", "sharding", "dp_replicate", "overlap_chunks", "backend"),
 )
 """Keys of [parallel] that the planner chooses."""
-MAX_ERRORS = 20
-"""Maximum number of invalid keys in one error message."""
 
 
 class TrainConfig(Section):
     """All settings of a training run."""
 
     run: RunSection = RunSection()
-    data: DataSection = DataSection()
+    data: CorpusSettings = CorpusSettings()
     model: ModelSection = ModelSection()
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: OptimizerOptions = OptimizerOptions()
     parallel: ParallelSection = ParallelSection()
     placement: PlacementSection = PlacementSection()
     payload: PayloadSection = PayloadSection()
@@ -66,6 +63,15 @@ class TrainConfig(Section):
     guard: GuardSection = GuardSection()
     observe: ObserveSection = ObserveSection()
     faults: FaultsSection = FaultsSection()
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> Self:
+        if self.optimizer.schedule == "wsd" and self.optimizer.decay > self.run.steps:
+            decay, steps = self.optimizer.decay, self.run.steps
+            raise ValueError(f"optimizer.decay ({decay} steps) must not be longer than the run ({steps} steps)")
+        if not self.data.validation:
+            raise ValueError("data.validation must be greater than 0; a run evaluates at its end")
+        return self
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
@@ -121,10 +127,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
-        errors = error.errors()
-        messages = [_explain(e["loc"], e["type"], e["msg"], e.get("input")) for e in errors[:MAX_ERRORS]]
-        more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-        raise ConfigError(f"{source}: " + "; ".join(messages) + more) from None
+        raise ConfigError(f"{source}: {TrainConfig.explain(error)}") from None
 
 
 def dump(config: TrainConfig) -> str:
@@ -205,36 +208,3 @@ def _check_values(tree: Tree, where: str) -> None:
         if not level:
             return
     raise ConfigError(f"{where}: {abridged(level[0][0])}: nested more than {DEEPEST} levels deep")
-
-
-def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
-    key = ".".join(str(part) for part in loc)
-    if kind == "extra_forbidden":
-        return f"unknown key {shown(key)}" + _suggest(loc)
-    message = message.removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    got = "" if isinstance(value, dict | BaseModel) else f"; got {shown(value)}"
-    return f"{key}: {message}{got}" if key else message
-
-
-def _dotted_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return all dotted keys below ``model``."""
-    keys: list[str] = []
-    for name, info in model.model_fields.items():
-        keys.append(prefix + name)
-        section = info.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            keys += _dotted_keys(section, f"{prefix}{name}.")
-    return keys
-
-
-def _suggest(loc: tuple[int | str, ...]) -> str:
-    key = ".".join(str(part) for part in loc)
-    keys = [k for k in _dotted_keys(TrainConfig) if k.count(".") == key.count(".")]
-    # The most likely mistake is the same name in another section, then a misspelling.
-    same_name = [k for k in keys if k.rsplit(".", 1)[-1] == str(loc[-1])]
-    near = same_name or difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
-    if near:
-        return f" (did you mean {near[0]!r}?)"
-    siblings = [k for k in keys if k.rpartition(".")[0] == key.rpartition(".")[0]]
-    return f" (known: {', '.join(siblings or keys)})"

@@ -37,10 +37,10 @@ from moe_comm.train.loop.build import (
     overlaps_experts,
     stage_plan,
 )
-from moe_comm.train.optim.base import OptimizerOptions, is_matrix
+from moe_comm.train.optim.muon import takes
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
-from moe_comm.train.parallel.strategy import Strategy
+from moe_comm.train.sections import OptimizerOptions, Strategy
 from moe_plan.model.activations import ActivationMemory
 from moe_plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
 from moe_plan.model.memory import peak_saved
@@ -232,12 +232,11 @@ def _activations(
 def _ranks(
     config: TrainConfig, mapping: ParallelConfig, pp: int, shardings: dict[str, Sharding], activations: int
 ) -> tuple[RankEstimate, ...]:
-    o = config.optimizer
     storage = _ParameterStorage(
         strategy=config.parallel.sharding if mapping.world > 1 else "replicate",  # FSDP needs a process group
         replicas=config.parallel.dp_replicate,
         itemsize=DTYPES[config.model.dtype].itemsize,
-        optimizer=OptimizerOptions(o.kind, momentum=o.momentum_of_kind),
+        optimizer=config.optimizer,
         accumulates=config.data.micro_batches > 1,
         pipeline=mapping.pp > 1,
         slots=config.placement.slots if mapping.ep > 1 else 0,
@@ -305,12 +304,11 @@ class _ParameterStorage:
         index = 0
         for axis in reversed(owners):
             index = index * sizes[axis] + place[axis]
-        o = self.optimizer
-        muon = is_matrix(OwnedParameter(name, _EMPTY, sharding)) and not _matches(name, o.muon_excludes)
+        muon = takes(OwnedParameter(name, _EMPTY, sharding))
         return ParameterShard(
             _local_shape(sharding, splits),
             MASTER if _matches(name, FULL_PRECISION) else self.itemsize,
-            state_bytes(o.kind, o.momentum > 0, muon),
+            state_bytes(self.optimizer.kind, self.optimizer.momentum_of_kind > 0, muon),
             summing=math.prod(sizes[axis] for axis in sharding.sum_axes),
             ranks=math.prod(sizes[axis] for axis in owners),
             index=index,

@@ -5,25 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from moe_comm.dispatch.wire.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
 from moe_comm.topology.placement_replay import ReplaySettings
+from moe_comm.train.section_base import MOST, Section
 
-MOST, MOST_LAYERS, MOST_EXPERTS, MOST_RANKS = 1 << 30, 1 << 12, 1 << 14, 1 << 20
-"""Largest accepted width or count, number of layers, of experts and of ranks."""
-MOST_MICRO_BATCHES, MOST_WORKERS, MOST_VOCAB, MOST_STEPS = 1 << 16, 1 << 10, 1 << 24, 1 << 20
-"""Largest accepted number of micro-batches, of processes that tokenize, of trained tokens, and of steps in a window."""
+MOST_LAYERS, MOST_EXPERTS, MOST_RANKS, MOST_STEPS = 1 << 12, 1 << 14, 1 << 20, 1 << 20
+"""Largest accepted number of layers, of experts, of ranks, and of steps in a window."""
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
-
-
-class Section(BaseModel):
-    """Base class of all sections: frozen; rejects unknown keys, wrong types and NaN."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+Strategy = Literal["replicate", "zero1", "fsdp"]
+GradientOverlap = Literal["auto", "on", "off"]
 
 
 class RunSection(Section):
@@ -57,63 +52,6 @@ class RunSection(Section):
     log_every: int = Field(default=20, ge=1)
     nonfinite: Literal["stop", "skip", "rerun"] = "stop"
     gc_every: int = Field(default=50, ge=0)
-
-
-class DataSection(Section):
-    """Training text, tokenizer and batches.
-
-    Attributes:
-        source: "pydoc" (the language reference shipped with Python), "stdlib" (source code of the standard library),
-            a file, a folder, a glob pattern, or a list of these.
-        weights: sampling weight of each source. None: equal weights.
-        format: file format; "auto" chooses by file suffix.
-        field: key or column that contains the text in JSONL and Parquet files.
-        vocab: entries of a trained "bpe" tokenizer.
-        seq_len: tokens of a sequence.
-        tokenizer: "bytes", "bpe" (trained on the text, with ``vocab`` entries), or the path of a tokenizer.json.
-        end_of_text: name of the end-of-document token in a tokenizer file. None: search for well-known names.
-        cache: folder of prepared token files.
-        workers: tokenizer processes. 0: choose by the amount of text.
-        batch: sequences of ``seq_len`` tokens per step, over all ranks.
-        micro_batches: micro-batches per step; each is sharded over the data-parallel ranks.
-        validation: fraction at the end of each source that is held out for validation.
-        shuffle: reorder the sequences in each epoch.
-        packing: how documents are packed into sequences.
-        documents: "joined": a token attends to earlier documents of its sequence. "separate": it does not.
-        verify: "all": verify the token files at the start. "touched": verify each block when it is read.
-    """
-
-    source: str | list[str] = "pydoc"
-    weights: list[float] | None = None
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    field: str = Field(default="text", min_length=1)
-    tokenizer: str = Field(default="bytes", min_length=1)
-    vocab: int = Field(default=4096, ge=257, le=MOST_VOCAB)
-    end_of_text: str | None = None
-    cache: str = Field(default="runs/data", min_length=1)
-    workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
-    seq_len: int = Field(default=256, ge=2, le=MOST)
-    batch: int = Field(default=16, ge=1, le=MOST)
-    micro_batches: int = Field(default=1, ge=1, le=MOST_MICRO_BATCHES)
-    validation: float = Field(default=0.1, gt=0, lt=1)
-    packing: Literal["contiguous", "best_fit", "random"] = "contiguous"
-    documents: Literal["joined", "separate"] = "joined"
-    shuffle: bool = True
-    verify: Literal["all", "touched"] = "all"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.batch % self.micro_batches:
-            raise ValueError(f"batch ({self.batch}) must be a multiple of micro_batches ({self.micro_batches})")
-        if self.weights is not None and len(self.weights) != len(self.sources):
-            raise ValueError(
-                f"weights must have one number for each of {len(self.sources)} sources; got {self.weights}"
-            )
-        return self
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
 
 
 class ModelSection(Section):
@@ -221,7 +159,7 @@ class ModelSection(Section):
         return self
 
 
-class OptimizerSection(Section):
+class OptimizerOptions(Section):
     """The optimizer and its learning rate: linear warm-up over ``warmup`` steps, then ``schedule``.
 
     Attributes:
@@ -230,11 +168,11 @@ class OptimizerSection(Section):
         warmup: warm-up steps.
         final_lr: learning rate of the last step, relative to ``lr``.
         decay: decay steps of "wsd".
-        schedule: "cosine" or "linear": decay to ``final_lr`` x lr at the last step. "wsd": constant, then linear decay
-            over the last ``decay`` steps. "constant": no decay.
-        betas, eps: parameters of AdamW and LAMB.
-        momentum: momentum of SGD and Muon. None: 0 for SGD and 0.95 for Muon.
-        weight_decay: applied to matrices only.
+        schedule: "cosine" or "linear": decay to ``final_lr`` x lr at the last step. "wsd" (arXiv 2404.06395):
+            constant, then linear decay over the last ``decay`` steps. "constant": no decay.
+        betas, eps: parameters of AdamW and LAMB, also of the AdamW part of Muon.
+        momentum: momentum of SGD, and of Muon with Nesterov. None: 0 for SGD and 0.95 for Muon.
+        weight_decay: decoupled weight decay of matrices; SGD adds it to the gradient.
         clip: maximum global gradient norm. 0: no clipping.
     """
 
@@ -262,7 +200,42 @@ class OptimizerSection(Section):
         return self
 
 
-class ParallelSection(Section):
+class DataParallelOptions(Section):
+    """Data parallelism, the part of ``[parallel]`` that ``DataParallel`` reads.
+
+    Attributes:
+        sharding: "replicate" (no sharding), "zero1" (shard optimizer state and masters) or "fsdp" (shard everything; of
+            experts that can have copies on other ranks, as "zero1").
+        dp_replicate: with "fsdp", number of blocks of consecutive ranks, such as hosts, that each store all shards
+            (HSDP). Weights are gathered within a block; gradients are summed within a block, then over the blocks. It
+            must divide cp x dp, and edp unless that is 1.
+        compress: send gradients as bf16 and sum them in fp32.
+        overlap_gradients: reduce gradients during the last backward pass, and gather the weights of "zero1" during the
+            next forward pass, with the same bits. "auto": between hosts and on GPUs.
+        interleave: run two micro-batches at a time: the all-to-all of one overlaps with the computation of the other.
+            A training run requires ``overlap_chunks`` and an even number of micro-batches. A pipeline treats two as
+            one. With the schedule "dualpipev", the forward and the backward pass of each pair overlap in the same way,
+            except with FSDP, which gathers all weights of a block for one pass of both micro-batches.
+    """
+
+    sharding: Strategy = "replicate"
+    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
+    compress: bool = False
+    overlap_gradients: GradientOverlap = "auto"
+    interleave: bool = False
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.dp_replicate > 1 and self.sharding != "fsdp" and not self._chooses_sharding():
+            raise ValueError('dp_replicate requires sharding = "fsdp"')
+        return self
+
+    def _chooses_sharding(self) -> bool:
+        """Return whether the planner chooses ``sharding``."""
+        return False
+
+
+class ParallelSection(DataParallelOptions):
     """Parallelism and communication; see ``moe_comm.topology.ParallelConfig``.
 
     ``parallel = "auto"`` stands for a section with ``auto = true``.
@@ -287,22 +260,11 @@ class ParallelSection(Section):
         schedule: pipeline schedule.
         virtual: pipeline stages per rank (interleaved schedules).
         stage_layers: layers of each stage. None: even split.
-        sharding: "replicate" (no sharding), "zero1" (shard optimizer state and masters) or "fsdp" (shard everything).
-        dp_replicate: with "fsdp", number of blocks of consecutive ranks, such as hosts, that each store all shards
-            (HSDP). Weights are gathered within a block; gradients are summed within a block, then over the blocks. It
-            must divide cp x dp, and edp unless that is 1.
-        compress: send gradients as bf16 and sum them in fp32.
-        overlap_gradients: reduce gradients during the last backward pass, and gather the weights of "zero1" during the
-            next forward pass, with the same bits. "auto": between hosts and on GPUs.
         overlap_chunks: chunks in which communication overlaps with the matrix products of linear layers (with tp, or
             with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``. None:
             "auto" for experts of a layer with a shared expert, a shortcut's dense branch or a parallel attention; 0
             otherwise.
         executor: executor of MoE layers with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
-        interleave: run two micro-batches at a time: the all-to-all of one overlaps with the computation of the other.
-            Requires ``overlap_chunks`` and an even number of micro-batches. A pipeline treats two as one. With the
-            schedule "dualpipev", the forward and the backward pass of each pair overlap in the same way, except with
-            FSDP.
         backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
         deterministic: dispatch results have the same bits for every number of ranks. False allows some backends to
             send fewer bytes.
@@ -323,13 +285,8 @@ class ParallelSection(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
     virtual: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
     stage_layers: list[int] | None = Field(default=None, max_length=MOST_LAYERS)
-    sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
-    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
-    compress: bool = False
-    overlap_gradients: Literal["auto", "on", "off"] = "auto"
     overlap_chunks: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Literal["auto"] | None = None
     executor: Literal["auto", "serial", "pipelined", "device"] = "auto"
-    interleave: bool = False
     backend: Literal["auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical"] = (
         "auto"
     )
@@ -343,12 +300,8 @@ class ParallelSection(Section):
                 raise ValueError(f"{name} requires auto, because only the planner uses it")
         return self
 
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        chosen = self.auto and "sharding" not in self.model_fields_set
-        if self.dp_replicate > 1 and self.sharding != "fsdp" and not chosen:
-            raise ValueError('dp_replicate requires sharding = "fsdp"')
-        return self
+    def _chooses_sharding(self) -> bool:
+        return self.auto and "sharding" not in self.model_fields_set
 
     def mapping(self, world: int) -> ParallelConfig:
         """Return the mapping of ``world`` ranks. Raises ``ConfigError`` if the sizes do not fit, or with ``auto``."""
@@ -510,7 +463,7 @@ class FaultsSection(Section):
         seed: seed of random faults.
     """
 
-    plan: list[str] = []
+    plan: list[str] = Field(default=[])
     seed: int = Field(default=0, ge=0, lt=2**31)
 
 

@@ -13,7 +13,6 @@ from moe_comm.train.data.sources import check_files
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_comm.train.dry_run import fake_ranks, max_tokens
 from moe_comm.train.loop.build import architecture_of, build_stages
-from moe_comm.train.loop.feed import corpus_settings
 from moe_comm.train.loop.run_folder import RunFolder
 
 
@@ -32,7 +31,7 @@ def check_start(config: TrainConfig, world: int) -> None:
         max_tokens(config, mapping)
         parallel = config.parallel
         check_micro_batches(parallel.schedule, mapping.pp, config.data.micro_batches, interleave=parallel.interleave)
-    for source in corpus_settings(config.data, config.run.seed).sources:
+    for source in config.data.sources:
         check_files(source)
     _check_model(config, mapping)
     RunFolder.check(config)

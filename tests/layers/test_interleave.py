@@ -26,7 +26,6 @@ from moe_comm.train.config import load
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
 from moe_comm.train.pipeline.batch import MicroBatch
-from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.runner import Accumulation
 from tests.layers.tiny import BY_WEIGHT, TINY
 from tests.layers.transfers import TransferLog, record_transfers
@@ -133,7 +132,7 @@ def _train(
         layer.aux_scale = 1 / number
     with record_transfers() as log:
         log.watch_attention(model)
-        losses = Accumulation(model, RunnerOptions(interleave=interleave)).step(micro_batches(number, plan), 0.01)
+        losses = Accumulation(model, interleave=interleave).step(micro_batches(number, plan), 0.01)
     results = {"losses": losses}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -253,7 +252,7 @@ def test_layers_that_cannot_be_interleaved_raise() -> None:
 
 
 def test_an_odd_number_of_micro_batches_raises() -> None:
-    runner = Accumulation(nn.Linear(1, 1), RunnerOptions(interleave=True))
+    runner = Accumulation(nn.Linear(1, 1), interleave=True)
     with pytest.raises(ConfigError, match="their number must be even; got 3"):
         runner.step(micro_batches(3, ModelPlan()))
 
@@ -345,9 +344,9 @@ def _reduced(rank: int, world: int, arg: tuple[Strategy, bool]) -> list[Tensor]:
     """Return the gradients of two steps. Only the second micro-batch of each pair uses ``second``."""
     strategy, interleave = arg
     model, mesh = Times(), ParallelMesh(ParallelConfig(dp=world))
-    options = DataParallelOptions(strategy, bucket_bytes=4, overlap="on" if interleave else "off")
-    data_parallel = DataParallel(model, {}, mesh, options)
-    runner = Accumulation(model, RunnerOptions(gradients=data_parallel, interleave=interleave))
+    options = DataParallelOptions(sharding=strategy, overlap_gradients="on" if interleave else "off")
+    data_parallel = DataParallel(model, {}, mesh, options, bucket_bytes=4)
+    runner = Accumulation(model, data_parallel, interleave)
     generator = torch.Generator().manual_seed(rank)
     gradients = []
     for _ in range(2):

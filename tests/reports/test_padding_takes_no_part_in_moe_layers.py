@@ -29,7 +29,7 @@ from moe_comm.layers.moe.load import take_loads
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan
-from moe_comm.train.pipeline import ActivationShape, MicroBatch, RunnerOptions, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
 from moe_comm.train.pipeline.runner import Accumulation
 from tests.layers.reference import draw
 from tests.layers.tiny import BY_WEIGHT, DROPPING, LATENT, TINY, own
@@ -240,8 +240,7 @@ def transformer(rank: int, world: int, case: Case) -> dict[str, Any]:
         ]
         plan = modules[0].plan
         shape = ActivationShape(case.config.hidden, torch.float64, case.mapping.tp)
-        options = RunnerOptions(60, interleave=case.interleave)
-        runner = make_runner(modules, mesh, stages, case.schedule, shape, options)
+        runner = make_runner(modules, mesh, stages, case.schedule, shape, interleave=case.interleave, timeout_s=60)
     for module in modules:
         leave_gradients(module)
         initialize(module, 3, plan.place, plan.sizes)

@@ -18,7 +18,6 @@ from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.runtime.watch import WatchOptions
 from moe_comm.train.checkpoint import Checkpointer
-from moe_comm.train.pipeline.options import RunnerOptions
 from tests.pool import RankPool
 
 HUGE: tuple[Any, ...] = (9.3e9, 1e300, 10**400, np.float64(1e30), np.int64(2**62))
@@ -47,7 +46,6 @@ def joined(value: Any) -> None:
 TAKERS: dict[str, Callable[[Any], object]] = {
     "DispatchOptions": lambda value: DispatchOptions(timeout_s=value),
     "CollectiveOptions": lambda value: CollectiveOptions(timeout_s=value),
-    "RunnerOptions": lambda value: RunnerOptions(timeout_s=value),
     "WatchOptions.stuck_s": lambda value: WatchOptions(stuck_s=value),
     "WatchOptions.start_s": lambda value: WatchOptions(start_s=value),
     "Checkpointer": lambda value: Checkpointer(Path("never-written"), timeout_s=value),

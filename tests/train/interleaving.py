@@ -16,7 +16,7 @@ from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap, Strategy
-from moe_comm.train.pipeline import ActivationShape, MicroBatch, RunnerOptions, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
 from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
 
 FOUR_LAYERS = replace(TINY, layers=4)
@@ -95,22 +95,24 @@ def train(
     shardings = {name: sharding for stage in stages for name, sharding in shardings_of(stage).items()}
     tied = next((stage.tied_names for stage in stages if stage.tied_names), ())
     options = DataParallelOptions(
-        case.strategy,
-        case.dtype,
-        MIXED,
-        bucket_bytes=1 << 12,
-        overlap=case.gradients,
+        sharding=case.strategy,
+        overlap_gradients=case.gradients,
         interleave=interleave,
-        replicas=case.replicas,
+        dp_replicate=case.replicas,
     )
-    data_parallel = DataParallel(list(stages), shardings, mesh, options, tied)
+    data_parallel = DataParallel(
+        list(stages), shardings, mesh, options, tied, dtype=case.dtype, full_precision=MIXED, bucket_bytes=1 << 12
+    )
     runner = make_runner(
         stages,
         mesh,
         plan,
         case.schedule,
         ActivationShape(case.config.hidden, case.dtype or torch.float32, case.mapping.tp),
-        RunnerOptions(case.timeout_s, case.recompute != "full", data_parallel, interleave),
+        data_parallel,
+        interleave=interleave,
+        split_backward=case.recompute != "full",
+        timeout_s=case.timeout_s,
     )
     for _ in range(steps):
         data_parallel.zero_grad()

@@ -15,7 +15,7 @@ from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.parallel import GradientOverlap, Strategy
-from moe_comm.train.pipeline import ActivationShape, MicroBatch, RunnerOptions, StagePlan, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, StagePlan, make_runner, plan_stages
 
 VOCAB, HIDDEN, FFN, EXPERTS, LENGTH = 19, 8, 12, 4, 6
 MOE = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, 2, balance_loss=0.5, z_loss=0.1), shared_ffn=8, shared_gate=True)
@@ -153,4 +153,4 @@ def build(case: Case, mesh: ParallelMesh) -> list[Part]:
 
 def make(case: Case, parts: list[Part], mesh: ParallelMesh, **options: Any) -> Any:
     activations = ActivationShape(HIDDEN, case.dtype)
-    return make_runner(parts, mesh, case.plan, case.schedule, activations, RunnerOptions(60, **options))
+    return make_runner(parts, mesh, case.plan, case.schedule, activations, timeout_s=60, **options)

@@ -109,6 +109,9 @@ def test_parallel_auto_leaves_the_mapping_to_the_planner(tmp_path: Path) -> None
         ("parallel.sharding=zero3", "parallel.sharding: input should be 'replicate', 'zero1' or 'fsdp'"),
         ("parallel.schedule=dualpipe", "parallel.schedule: input should be 'gpipe', '1f1b'"),
         ("parallel.tp=0", "parallel.tp: input should be greater than or equal to 1; got 0"),
+        ("data.validation=0.0", "data.validation must be greater than 0"),
+        ("data.source=['a', 'a']", "data: data sources must be different"),
+        ("optimizer.schedule=wsd optimizer.decay=999", "optimizer.decay (999 steps)"),
         ("data.micro_batches=3", "batch (16) must be a multiple of micro_batches (3)"),
         ("data.weights=[0.5, 0.5]", "weights must have one number for each of 1 sources"),
         ("data.packing=loose", "data.packing: input should be 'contiguous', 'best_fit' or 'random'"),
@@ -126,7 +129,7 @@ def test_parallel_auto_leaves_the_mapping_to_the_planner(tmp_path: Path) -> None
 )
 def test_a_bad_override_names_the_key_and_what_to_do(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(None, [override])
+        load(None, override.split() if "wsd" in override else [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

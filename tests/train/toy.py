@@ -125,8 +125,9 @@ def train(
     steps: int = 3,
     parts: int = 2,
     shardings: Mapping[str, Sharding] = SHARDINGS,
+    **more: Any,
 ) -> tuple[DataParallel, Optimizer, Toy]:
-    model, data_parallel = make(mesh, options, shardings)
+    model, data_parallel = make(mesh, options, shardings, **more)
     optimizer = make_optimizer(data_parallel.owned(), mesh, optimizer_options)
     for _ in range(steps):
         backward(model, data_parallel, parts)

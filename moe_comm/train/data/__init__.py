@@ -1,6 +1,6 @@
 """Training data: from files to tokens to batches.
 
-    settings = CorpusSettings(sources=(SourceSpec("stdlib"),), tokenizer="bpe", seq_len=512, batch=32)
+    settings = CorpusSettings(source="stdlib", tokenizer="bpe", seq_len=512, batch=32)
     paths = prepare_all(settings)                       # one process of a host
     corpus = Corpus.open(paths, settings)               # every rank
     batch = corpus.batch_of(step).micro(i, n).local(dp_rank, dp)

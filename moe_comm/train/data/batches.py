@@ -173,28 +173,30 @@ class Corpus:
 
     Args:
         files: one per source of ``settings``, in the same order.
+        seed: seed of the random order.
 
     Raises:
         ConfigError: sources have different tokenizers, or one is too short for a sequence of each split.
     """
 
-    def __init__(self, files: Sequence[TokenFile], settings: CorpusSettings) -> None:
+    def __init__(self, files: Sequence[TokenFile], settings: CorpusSettings, seed: int = 0) -> None:
         self.settings = settings
         self.files = list(files)
         first = self.files[0]
-        for spec, file in zip(settings.sources, self.files, strict=True):
+        specs = settings.sources
+        for spec, file in zip(specs, self.files, strict=True):
             if (file.meta["tokenizer"], file.vocab_size) != (first.meta["tokenizer"], first.vocab_size):
                 raise ConfigError(
-                    f"data sources {settings.sources[0].name!r} and {spec.name!r} were prepared with different "
+                    f"data sources {specs[0].name!r} and {spec.name!r} were prepared with different "
                     "tokenizers; prepare them together"
                 )
         self.vocab_size = first.vocab_size
         self.end_of_text = first.end_of_text
-        splits = [_split(file, spec.name, settings) for spec, file in zip(settings.sources, self.files, strict=True)]
+        splits = [_split(file, spec.name, settings) for spec, file in zip(specs, self.files, strict=True)]
         self.train = [training for training, _ in splits]
         self.validation = [held_out for _, held_out in splits]
         self._packings = [
-            make_packing(settings.packing, tokens, settings.seq_len, settings.documents, (settings.seed, number))
+            make_packing(settings.packing, tokens, settings.seq_len, settings.documents, (seed, number))
             for number, tokens in enumerate(self.train)
         ]
         self._held_out: list[Packing] = [
@@ -202,22 +204,22 @@ class Corpus:
         ]
         sources = [
             SampledSource(spec.name, file.digest, packing.sequences, spec.weight, packing.endless)
-            for spec, file, packing in zip(settings.sources, self.files, self._packings, strict=True)
+            for spec, file, packing in zip(specs, self.files, self._packings, strict=True)
         ]
         other_settings = {key: getattr(settings, key) for key in ("seq_len", "packing", "documents", "validation")}
-        self.sampler = Sampler(sources, settings.batch, settings.seed, settings.shuffle, other_settings)
+        self.sampler = Sampler(sources, settings.batch, seed, settings.shuffle, other_settings)
 
     @classmethod
-    def open(cls, paths: Sequence[str | Path], settings: CorpusSettings) -> Corpus:
+    def open(cls, paths: Sequence[str | Path], settings: CorpusSettings, seed: int = 0) -> Corpus:
         """Open the folders that ``prepare_all`` returned for ``settings``. Every rank calls it.
 
         Raises:
             ConfigError: see the class; or a folder is not a prepared one.
             CorruptFile: a file is truncated or altered.
         """
-        if len(paths) != len(settings.sources):
-            raise ConfigError(f"data has {len(settings.sources)} sources but {len(paths)} prepared folders")
-        return cls([open_tokens(path, settings.verify) for path in paths], settings)
+        if len(paths) != len(settings.paths):
+            raise ConfigError(f"data has {len(settings.paths)} sources but {len(paths)} prepared folders")
+        return cls([open_tokens(path, settings.verify) for path in paths], settings, seed)
 
     def batch_of(self, step: int) -> GlobalBatch:
         """Return the global batch of ``step`` (from 0). It depends only on the data, the settings and the step."""

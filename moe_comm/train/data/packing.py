@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moe_comm.train.data.settings import DocumentMode, Packing as Kind
+from moe_comm.train.data.settings import DocumentMode, PackingName
 from moe_comm.train.data.tokenfile import Ints, TokenFile
 
 IGNORE = -100
@@ -217,7 +217,9 @@ class BestFit:
         return rows
 
 
-def make_packing(kind: Kind, tokens: TokenRange, seq_len: int, mode: DocumentMode, key: tuple[int, ...]) -> Packing:
+def make_packing(
+    kind: PackingName, tokens: TokenRange, seq_len: int, mode: DocumentMode, key: tuple[int, ...]
+) -> Packing:
     """Return the packing of ``kind``. ``key`` is the seed of random positions."""
     separate = mode == "separate"
     if kind == "random":

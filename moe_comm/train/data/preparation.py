@@ -104,13 +104,13 @@ def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -
         return ByteTokenizer()
     if settings.tokenizer != "bpe":
         return load_tokenizer(settings.tokenizer, settings.end_of_text)
-    key = _key(["bpe", VERSION, settings.vocab_size, BPE_BYTES, [source.digest for source in sources]])
-    folder = Path(settings.cache).expanduser() / f"bpe{settings.vocab_size}-{key}"
+    key = _key(["bpe", VERSION, settings.vocab, BPE_BYTES, [source.digest for source in sources]])
+    folder = Path(settings.cache).expanduser() / f"bpe{settings.vocab}-{key}"
     if not (folder / "tokenizer.json").is_file():
         limit = BPE_BYTES // len(sources)
         texts = itertools.chain.from_iterable(_first_texts(source, limit) for source in sources)
         with fresh_folder(folder) as fresh:
-            train_bpe(texts, settings.vocab_size).save(fresh)
+            train_bpe(texts, settings.vocab).save(fresh)
     return load_tokenizer(folder)
 
 

@@ -25,10 +25,9 @@ from moe_comm.train.architecture import transformer_config, with_training_settin
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.placement import ExpertPlacements
 from moe_comm.train.loop.trainer import TrainState
-from moe_comm.train.optim import OptimizerOptions, make_optimizer
-from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap
+from moe_comm.train.optim import make_optimizer
+from moe_comm.train.parallel import DataParallel
 from moe_comm.train.pipeline.batch import ActivationShape
-from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.runner import make_runner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -154,49 +153,33 @@ def build(
         if config.model.pretrained is not None:
             read_pretrained(stage, Path(config.model.pretrained), mesh)
     dtype = DTYPES[config.model.dtype]
+    parallel = config.parallel
+    if any(fault.partition(":")[0] == "nan_grad" for fault in config.faults.plan):
+        # The fault is injected into gradients between backward and reduction.
+        parallel = parallel.model_copy(update={"overlap_gradients": "off"})
     data_parallel = DataParallel(
         list(stages),
         shardings,
         mesh,
-        DataParallelOptions(
-            strategy=config.parallel.sharding,
-            replicas=config.parallel.dp_replicate,
-            dtype=dtype,
-            full_precision=FULL_PRECISION,
-            compress=config.parallel.compress,
-            overlap=_gradient_overlap(config),
-            keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
-            interleave=config.parallel.interleave,
-        ),
+        parallel,
         tied,
+        dtype=dtype,
+        full_precision=FULL_PRECISION,
+        keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
     )
-    o = config.optimizer
-    optimizer = make_optimizer(
-        data_parallel.owned(),
-        mesh,
-        OptimizerOptions(
-            o.kind,
-            o.betas,
-            o.eps,
-            o.weight_decay,
-            o.momentum_of_kind,
-            nesterov=o.kind == "muon" and o.momentum_of_kind > 0,
-        ),
-    )
+    optimizer = make_optimizer(data_parallel.owned(), mesh, config.optimizer)
     # With full recomputation, both halves of a split backward would recompute the whole layer.
     split_backward = config.model.recompute != "full"
     runner = make_runner(
         stages,
         mesh,
         stage_plan(config, architecture),
-        config.parallel.schedule,
+        parallel.schedule,
         ActivationShape(architecture.hidden, dtype, mesh.size("tp")),
-        RunnerOptions(
-            timeout_s=config.parallel.timeout_s,
-            split_backward=split_backward,
-            gradients=data_parallel,
-            interleave=config.parallel.interleave,
-        ),
+        data_parallel,
+        interleave=parallel.interleave,
+        split_backward=split_backward,
+        timeout_s=parallel.timeout_s,
     )
     moe_names = tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers)
     num_experts = architecture.moe.num_experts
@@ -222,13 +205,6 @@ def build(
         ),
         peak_flops=peak_flops,
     )
-
-
-def _gradient_overlap(config: TrainConfig) -> GradientOverlap:
-    """Return the option, or "off" for the fault that is injected into gradients between backward and reduction."""
-    if any(fault.partition(":")[0] == "nan_grad" for fault in config.faults.plan):
-        return "off"
-    return config.parallel.overlap_gradients
 
 
 @torch.no_grad()

@@ -12,34 +12,9 @@ import torch
 from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.sequence import Documents, shard_sequence
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.data import Batch, Corpus, CorpusSettings, GlobalBatch, Prefetch, SourceSpec
+from moe_comm.train.data import Batch, Corpus, GlobalBatch, Prefetch
 from moe_comm.train.loop.trainer import StepBatch
 from moe_comm.train.pipeline.batch import MicroBatch
-from moe_comm.train.sections import DataSection
-
-
-def corpus_settings(section: DataSection, seed: int) -> CorpusSettings:
-    """Convert the ``[data]`` section to corpus settings."""
-    weights = section.weights or (1.0,) * len(section.sources)
-    return CorpusSettings(
-        sources=tuple(
-            SourceSpec(path, weight=weight, format=section.format, field=section.field)
-            for path, weight in zip(section.sources, weights, strict=True)
-        ),
-        tokenizer=section.tokenizer,
-        vocab_size=section.vocab,
-        end_of_text=section.end_of_text,
-        cache=section.cache,
-        workers=section.workers,
-        seq_len=section.seq_len,
-        batch=section.batch,
-        validation=section.validation,
-        packing=section.packing,
-        documents=section.documents,
-        shuffle=section.shuffle,
-        verify=section.verify,
-        seed=seed,
-    )
 
 
 class CorpusFeed:

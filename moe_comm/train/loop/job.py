@@ -39,7 +39,7 @@ from moe_comm.train.hooks import StepHook
 from moe_comm.train.loop.build import DTYPES, architecture_of, build
 from moe_comm.train.loop.collapse_hint import CollapseHint
 from moe_comm.train.loop.ending import draw_sample, export_hint, export_model, save_last_checkpoint, summary_text
-from moe_comm.train.loop.feed import CorpusFeed, corpus_settings
+from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.loop.garbage_collection import PlannedCollections
 from moe_comm.train.loop.nonblocking_sink import NonblockingSink
 from moe_comm.train.loop.progress import Progress, make_progress
@@ -147,7 +147,7 @@ def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
         CorruptFile: raised on all ranks: a prepared file is corrupted.
         RankMismatch: raised on all ranks: hosts with separate caches prepared different tokens.
     """
-    settings = corpus_settings(config.data, config.run.seed)
+    settings = config.data
     cache = Path(settings.cache).expanduser()
     first = ranks.first_with_folder(cache)
 
@@ -158,7 +158,7 @@ def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
     opened: list[Corpus] = []
 
     def check() -> str:
-        opened.append(Corpus.open([cache / name for name in names], settings))
+        opened.append(Corpus.open([cache / name for name in names], settings, config.run.seed))
         return " ".join(file.digest for file in opened[0].files)
 
     tokens = ranks.run_on_some(check)[ranks.rank]
@@ -418,7 +418,7 @@ def _start_text(
         f"{config.model.family}: {shape.params / 1e6:.1f} M parameters ({shape.active / 1e6:.1f} M active), "
         f"{architecture.layers} layers, {router.num_experts} experts top-{router.top_k}\n"
         f"mapping: {mesh.config}, {mesh.config.world} rank(s), {config.parallel.sharding}\n"
-        f"text {', '.join(config.data.sources)}: {statistics.train_tokens:,} training tokens, "
+        f"text {', '.join(config.data.paths)}: {statistics.train_tokens:,} training tokens, "
         f"{statistics.validation_tokens:,} validation tokens, {statistics.bytes_per_token:.2f} bytes per token; "
         f"{config.run.steps} steps take {epochs} epochs\n"
         f"run folder {folder.path}"

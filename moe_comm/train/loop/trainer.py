@@ -33,7 +33,7 @@ from moe_comm.train.hooks import StepHook
 from moe_comm.train.loop.placement import ExpertPlacements
 from moe_comm.train.loop.progress import Progress
 from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
-from moe_comm.train.optim import LRSchedule, Optimizer, learning_rate
+from moe_comm.train.optim import Optimizer, learning_rate
 from moe_comm.train.parallel import DataParallel, clip_
 from moe_comm.train.parallel.equal_weights import check_equal_weights
 from moe_comm.train.pipeline.batch import MicroBatch
@@ -155,7 +155,6 @@ class Trainer:
         self.ranks = ranks
         self.reports: list[StepReport] = []
         self.next_step = first_step
-        self._schedule = schedule_of(config)
         self._saver = saver
         self._sinks = sinks
         self._hooks = hooks
@@ -239,7 +238,7 @@ class Trainer:
             batch = self.feed.train(step)
         data_s = time.perf_counter() - began
         COMMUNICATION.take()
-        clock, lr = _Clock(), learning_rate(self._schedule, step)
+        clock, lr = _Clock(), learning_rate(self.config.optimizer, step, self.config.run.steps)
         while True:
             summary, decision = self._forward_backward(step, batch, clock)
             grad_norm = math.nan
@@ -382,12 +381,6 @@ class Trainer:
 def _disk_span(on_disk: bool = True) -> contextlib.AbstractContextManager[object]:
     """Return a span for code that writes files, so that the watcher does not report a slow disk as a hung rank."""
     return EVENTS.span(Kind.CHECKPOINT, "records") if on_disk else contextlib.nullcontext()
-
-
-def schedule_of(config: TrainConfig) -> LRSchedule:
-    """Return the learning rate schedule of a run."""
-    o = config.optimizer
-    return LRSchedule(o.lr, config.run.steps, o.schedule, o.warmup, o.decay, o.final_lr)
 
 
 def peak_memory(device: str) -> int:

@@ -1,6 +1,6 @@
 from moe_comm.train.optim.base import (
     Optimizer as Optimizer,
-    OptimizerOptions as OptimizerOptions,
+    learning_rate as learning_rate,
 )
 from moe_comm.train.optim.elementwise import (
     SGD as SGD,
@@ -12,7 +12,4 @@ from moe_comm.train.optim.muon import (
     Muon as Muon,
     newton_schulz as newton_schulz,
 )
-from moe_comm.train.optim.schedule import (
-    LRSchedule as LRSchedule,
-    learning_rate as learning_rate,
-)
+from moe_comm.train.sections import OptimizerOptions as OptimizerOptions

@@ -1,11 +1,16 @@
-"""Base class and options of the optimizers."""
+"""Base class of the optimizers, and the learning rate.
+
+lr        ┌──cosine──╮            ┌──wsd─────────────┐           ┌──constant───────
+         ╱            ╲          ╱                    ╲         ╱
+final   ╱              ╰──      ╱                      ╲──     ╱
+        warmup     steps        warmup      steps - decay      warmup
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,53 +21,7 @@ from moe_comm.runtime.events import communication_span
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.transfer_thread import Transfer
-
-Kind = Literal["adamw", "sgd", "lamb", "muon"]
-MuonScale = Literal["match_adamw", "original"]
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """Kind and hyperparameters of an optimizer. The learning rate is passed to each step.
-
-    Args:
-        kind: "adamw", "sgd", "lamb" or "muon".
-        betas, eps: parameters of AdamW and LAMB, also of the AdamW part of Muon.
-        weight_decay: decoupled weight decay of matrices; SGD adds it to the gradient.
-        momentum, nesterov: parameters of SGD and Muon.
-        newton_schulz_steps: Newton-Schulz iterations of Muon.
-        newton_schulz_dtype: dtype of the iterations; None: bf16 on CUDA, else fp32.
-        muon_scale: "match_adamw": 0.2 sqrt(max(rows, columns)), for updates of the same magnitude as AdamW and the
-            same learning rate (arXiv 2502.16982). "original": sqrt(max(1, rows / columns)).
-        muon_excludes: name patterns (with ``*``) of matrices that Muon updates with AdamW, in addition to all
-            parameters that are not matrices.
-    """
-
-    kind: Kind = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.0
-    nesterov: bool = False
-    newton_schulz_steps: int = 5
-    newton_schulz_dtype: torch.dtype | None = None
-    muon_scale: MuonScale = "match_adamw"
-    muon_excludes: tuple[str, ...] = ("*embed*", "*head.*", "*norm*", "*router*")
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ConfigError(f"kind must be one of {', '.join(get_args(Kind))}; got {self.kind!r}")
-        if self.muon_scale not in get_args(MuonScale):
-            raise ConfigError(f"muon_scale must be one of {', '.join(get_args(MuonScale))}; got {self.muon_scale!r}")
-        if not all(0 <= beta < 1 for beta in self.betas) or not 0 <= self.momentum < 1:
-            raise ConfigError(f"betas and momentum must be in [0, 1); got {self.betas} and {self.momentum}")
-        if self.eps <= 0 or self.weight_decay < 0 or self.newton_schulz_steps < 1:
-            raise ConfigError(
-                f"eps must be positive, weight_decay at least 0, newton_schulz_steps at least 1; got {self.eps}, "
-                f"{self.weight_decay}, {self.newton_schulz_steps}"
-            )
-        if self.nesterov and self.momentum == 0:
-            raise ConfigError("nesterov requires a momentum above 0")
+from moe_comm.train.sections import OptimizerOptions
 
 
 class Optimizer(ABC):
@@ -140,3 +99,25 @@ def gradient(item: OwnedParameter) -> Tensor:
     if item.value.grad is None:
         raise InputError(f"{item.name} has no gradient; call DataParallel.reduce before the optimizer's step")
     return item.value.grad
+
+
+def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
+    """Return the learning rate of ``step``, counted from 0, in a run of ``steps`` steps. After the last it is constant.
+
+    The first warm-up step has lr / warmup, the last one lr.
+    """
+    o = options
+    if step < 0:
+        raise ConfigError(f"steps count from 0; got {step}")
+    if step < o.warmup:
+        return o.lr * (step + 1) / o.warmup
+    if o.schedule == "constant":
+        return o.lr
+    begin = o.warmup
+    if o.schedule == "wsd":
+        begin = max(begin, steps - o.decay) - 1  # the step before the first decay step
+        if o.decay == 0:
+            return o.lr
+    progress = min(max(step - begin, 0) / max(steps - 1 - begin, 1), 1.0)
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if o.schedule == "cosine" else 1 - progress
+    return o.lr * (o.final_lr + (1 - o.final_lr) * remaining)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient
+from moe_comm.train.optim.base import Optimizer, gradient
 from moe_comm.train.parallel.parameters import OwnedParameter
+from moe_comm.train.sections import OptimizerOptions
 
 
 class _TorchOptimizer(Optimizer):
@@ -71,10 +72,8 @@ class SGD(_TorchOptimizer):
         groups = self._groups(self.owned)
         self._torch = None
         if groups:
-            self._torch = torch.optim.SGD(
-                groups, lr=0.0, momentum=options.momentum, nesterov=options.nesterov, foreach=True
-            )
-        if options.momentum:
+            self._torch = torch.optim.SGD(groups, lr=0.0, momentum=options.momentum_of_kind, foreach=True)
+        if options.momentum_of_kind:
             self._make_state(self.owned, "momentum_buffer")
             for item in self.owned:
                 if self._torch is not None and item.value.numel():

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_stack, stacked
+from moe_comm.train.optim.base import Optimizer, gradient, is_stack, stacked
 from moe_comm.train.parallel.norm import squared_norm
 from moe_comm.train.parallel.parameters import OwnedParameter
+from moe_comm.train.sections import OptimizerOptions
 
 
 class LAMB(Optimizer):

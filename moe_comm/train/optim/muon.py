@@ -26,13 +26,17 @@ from torch import Tensor
 
 from moe_comm.layers.parallel.collectives import gather_values
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_matrix, is_stack
+from moe_comm.train.optim.base import Optimizer, gradient, is_matrix, is_stack
 from moe_comm.train.optim.elementwise import AdamW
 from moe_comm.train.parallel.compress import buckets
 from moe_comm.train.parallel.parameters import OwnedParameter
+from moe_comm.train.sections import OptimizerOptions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's coefficients of the quintic iteration, chosen for fast convergence of singular values to about 1."""
+NEWTON_SCHULZ_STEPS = 5
+EXCLUDED = ("*embed*", "*head.*", "*norm*", "*router*")
+"""Name patterns of matrices that AdamW updates."""
 _BUCKET_BYTES = 64 << 20
 
 
@@ -41,11 +45,7 @@ class Muon(Optimizer):
 
     def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
-        self.matrices = [
-            item
-            for item in self.owned
-            if is_matrix(item) and not any(fnmatchcase(item.name, name) for name in options.muon_excludes)
-        ]
+        self.matrices = [item for item in self.owned if takes(item)]
         matrices = set(self.matrices)
         self._make_state(self.matrices, "momentum_buffer")
         self._adamw = AdamW([item for item in self.owned if item not in matrices], mesh, options)
@@ -75,9 +75,9 @@ class Muon(Optimizer):
             item.value.mul_(1 - lr * self._decay(item)).sub_(local_update, alpha=lr)
 
     def _direction(self, item: OwnedParameter) -> Tensor:
-        momentum, grad = self.options.momentum, gradient(item)
+        momentum, grad = self.options.momentum_of_kind, gradient(item)
         average = self._state[item.name]["momentum_buffer"].lerp_(grad, 1 - momentum)
-        return grad.lerp(average, momentum) if self.options.nesterov else average
+        return grad.lerp(average, momentum)  # Nesterov
 
     @staticmethod
     def _gather_axes(item: OwnedParameter) -> tuple[str, ...]:
@@ -121,21 +121,22 @@ class Muon(Optimizer):
 
     def _scaled(self, matrices_ERC: Tensor) -> Tensor:
         rows, columns = matrices_ERC.shape[-2:]
-        if self.options.muon_scale == "match_adamw":
-            scale = 0.2 * math.sqrt(max(rows, columns))
-        else:
-            scale = math.sqrt(max(1.0, rows / columns))
-        dtype = self.options.newton_schulz_dtype
-        if dtype is None:
-            dtype = torch.bfloat16 if matrices_ERC.is_cuda else torch.float32
+        # Updates of the same magnitude as AdamW's, for the same learning rate (arXiv 2502.16982).
+        scale = 0.2 * math.sqrt(max(rows, columns))
+        dtype = torch.bfloat16 if matrices_ERC.is_cuda else torch.float32
         updates = [
-            newton_schulz(matrices_ERC[bucket], self.options.newton_schulz_steps, dtype).to(matrices_ERC.dtype)
+            newton_schulz(matrices_ERC[bucket], NEWTON_SCHULZ_STEPS, dtype).to(matrices_ERC.dtype)
             for bucket in buckets([rows * columns * 4] * len(matrices_ERC), _BUCKET_BYTES)
         ]
         return torch.cat([*updates, matrices_ERC[:0]]).mul_(scale)
 
 
-def newton_schulz(matrices_ERC: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+def takes(item: OwnedParameter) -> bool:
+    """Return whether Muon updates the parameter; AdamW updates the others."""
+    return is_matrix(item) and not any(fnmatchcase(item.name, pattern) for pattern in EXCLUDED)
+
+
+def newton_schulz(matrices_ERC: Tensor, steps: int = NEWTON_SCHULZ_STEPS, dtype: torch.dtype = torch.float32) -> Tensor:
     """Orthogonalize E matrices [E, R, C] approximately: all singular values become about 1 (0.7 to 1.2).
 
     The quintic iteration X <- aX + (bA + cA^2)X with A = XX^T starts from X of Frobenius norm 1.

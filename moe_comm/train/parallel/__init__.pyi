@@ -8,8 +8,8 @@ from moe_comm.train.parallel.parameters import (
     OwnedParameter as OwnedParameter,
     local_parameters as local_parameters,
 )
-from moe_comm.train.parallel.strategy import (
-    DataParallel as DataParallel,
+from moe_comm.train.parallel.strategy import DataParallel as DataParallel
+from moe_comm.train.sections import (
     DataParallelOptions as DataParallelOptions,
     GradientOverlap as GradientOverlap,
     Strategy as Strategy,

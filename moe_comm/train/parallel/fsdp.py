@@ -14,7 +14,7 @@ fully_shard gathers a unit's weights before its forward and backward passes, and
 backward. Gradients are plain sums: there is no division (``set_gradient_divide_factor(1)``), and no pre-multiplied sum,
 which gloo does not have. A dimension other than the first is sharded only if it divides by the number of ranks.
 
-Micro-batches that run in turns (``layers/parallel/interleave.py``) use the units of a block alternately. Each unit
+Interleaved micro-batches (``layers/parallel/interleave.py``) use the units of a block alternately. Each unit
 would be gathered for each of them, and reduce the gradient of one micro-batch before that of the other. So the block
 gathers all its units before the first micro-batch, and reduces them after the backward passes of all:
 
@@ -84,19 +84,6 @@ class UnitRanks:
         return cls(axes, shards, groups, replicas)
 
 
-@dataclass(frozen=True)
-class UnitOptions:
-    """Options of FSDP units.
-
-    Attributes:
-        reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
-        interleave: micro-batches run in turns.
-    """
-
-    reshard_after_forward: bool = True
-    interleave: bool = False
-
-
 class FSDPParameters:
     """Parameters that FSDP shards. ``fully_shard`` changes ``modules`` in place.
 
@@ -106,6 +93,8 @@ class FSDPParameters:
         ignored: parameters of ``modules`` that FSDP ignores.
         transfers: reduces gradients.
         units: ranks of the units with dense parameters, and of those with experts.
+        reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
+        interleave: two micro-batches run at a time.
 
     Raises:
         ConfigError: one module directly has dense and expert parameters, a parameter is already sharded over an axis
@@ -120,10 +109,12 @@ class FSDPParameters:
         mesh: ParallelMesh,
         transfers: Transfers,
         units: tuple[UnitRanks, UnitRanks],
-        options: UnitOptions,
+        *,
+        reshard_after_forward: bool,
+        interleave: bool,
     ) -> None:
         self._mesh, self._transfers, self._ignored, self._ranks = mesh, transfers, ignored, units
-        self._reshard = options.reshard_after_forward
+        self._reshard = reshard_after_forward
         self._units: list[UnitCollectives] = []
         self.roots = list(modules)
         _check_disjoint(self.roots)
@@ -146,7 +137,7 @@ class FSDPParameters:
             self._shard(root, default)
             if transfers.lanes[0].own_groups:
                 _prefetch(root)
-            if options.interleave:
+            if interleave:
                 _run_in_turns(root)
         self._bind(trained)
 
@@ -271,7 +262,10 @@ def _prefetch(root: nn.Module) -> None:
 
 
 def _run_in_turns(root: nn.Module) -> None:
-    """Gather and reduce all units of a block with the block, and run the hooks of ``root`` for ``forward_in_turns``."""
+    """For interleaved micro-batches, gather and reduce all units of a block with the block.
+
+    The hooks of ``root`` also run for ``forward_in_turns``.
+    """
     for block in blocks_of(root):
         for unit in block.modules():
             if isinstance(unit, FSDPModule) and unit is not block:
@@ -294,7 +288,7 @@ def _run_in_turns(root: nn.Module) -> None:
 
 
 def _allow_fp32_sums(module: nn.Module, *_: object) -> None:
-    """Let gathered 16-bit weights have fp32 gradients, in which micro-batches are summed. Ignored ones have them."""
+    """Allow fp32 gradients on bf16 weights, to sum micro-batches in fp32. Weights that FSDP ignores have them."""
     for param in module.parameters():
         if not isinstance(param, DTensor) and master_dtype(param) not in (param.dtype, param.grad_dtype):
             param.grad_dtype = None

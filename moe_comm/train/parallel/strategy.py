@@ -3,22 +3,21 @@
 Gradients are plain sums over the ranks that store the parameter, because the loss is divided by the global number of
 tokens of the step. No strategy divides gradients, and experts need no separate scale.
 
-    data_parallel = DataParallel(modules, shardings, mesh, DataParallelOptions("zero1"))
+    data_parallel = DataParallel(modules, shardings, mesh, DataParallelOptions(sharding="zero1"))
     optimizer = make_optimizer(data_parallel.owned(), mesh, ...)
     each step:   zero_grad
                  forward and backward of each micro-batch      (a ``Runner`` marks the last backward pass)
                  reduce, clip_, optimizer.step, publish
 
-With ``overlap``, gradients are reduced while the last backward pass runs, and ZeRO gathers new weights while the next
-forward pass runs (``bucket_schedule``). The results have the same bits.
+With ``overlap_gradients``, gradients are reduced while the last backward pass runs, and ZeRO gathers new weights while
+the next forward pass runs (``bucket_schedule``). The results have the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,76 +33,17 @@ from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Lane, Transfers
 from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
-from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitOptions, UnitRanks, fits
+from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitRanks, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
 from moe_comm.train.parallel.replicate import ReplicatedParameters
 from moe_comm.train.parallel.transfer_thread import Transfer, TransferThread
 from moe_comm.train.parallel.zero import ZeroParameters
+from moe_comm.train.sections import DataParallelOptions
 
-Strategy = Literal["replicate", "zero1", "fsdp"]
-GradientOverlap = Literal["auto", "on", "off"]
 LANES = 2
 """Collectives that run at the same time as the passes of the model."""
-
-
-@dataclass(frozen=True)
-class DataParallelOptions:
-    """Options of data parallelism.
-
-    Args:
-        strategy: "replicate" (no sharding), "zero1" (shard optimizer state and master weights) or "fsdp" (shard
-            everything; of experts that can have copies on other ranks, as "zero1"). Without a process group all
-            strategies are equivalent.
-        dtype: compute dtype of parameters, with fp32 masters and gradients. None: keep the dtype of each parameter.
-        full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
-        compress: send gradients as bf16 and sum them in fp32; see ``moe_comm.train.parallel.compress``.
-        bucket_bytes: maximum size of a gradient bucket.
-        overlap: reduce gradients during the last backward pass of a step, and gather the weights of ZeRO during the
-            next forward pass. "auto": for groups with ranks on several hosts, and on GPUs. On one host the CPU ranks
-            copy through shared memory with the cores that compute. FSDP also gathers the next unit while one computes.
-            Experts that can have copies do not overlap: the gradients of copies are added first.
-        keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
-            is packed.
-        reshard_after_forward: FSDP frees the gathered weights of a block after forward, and gathers them again for
-            backward. Ignored with pipeline parallelism.
-        replicas: with "fsdp", number of blocks of consecutive ranks that each store all shards (HSDP). Weights are
-            gathered within a block, such as a host, and gradients are also summed over the blocks. It must divide cp x
-            dp, and edp unless that is 1. Experts with edp = ``replicas`` are not sharded.
-        interleave: micro-batches run in turns (``Accumulation``, ``Pipeline``). FSDP then gathers all weights of a
-            block for one pass of all of them, and reduces their gradients once.
-    """
-
-    strategy: Strategy = "replicate"
-    dtype: torch.dtype | None = None
-    full_precision: tuple[str, ...] = ()
-    compress: bool = False
-    bucket_bytes: int = 4 << 20
-    overlap: GradientOverlap = "auto"
-    keep_gradients: bool = False
-    reshard_after_forward: bool = True
-    replicas: int = 1
-    interleave: bool = False
-
-    def __post_init__(self) -> None:
-        if self.strategy not in get_args(Strategy):
-            raise ConfigError(f"strategy must be one of {', '.join(get_args(Strategy))}; got {self.strategy!r}")
-        if self.dtype not in (None, torch.float32, torch.bfloat16):
-            raise ConfigError(f"parameters compute in float32 or bfloat16; got {self.dtype}")
-        if self.overlap not in get_args(GradientOverlap):
-            raise ConfigError(f"overlap must be one of {', '.join(get_args(GradientOverlap))}; got {self.overlap!r}")
-        if self.replicas < 1 or (self.replicas > 1 and self.strategy != "fsdp"):
-            raise ConfigError(f'replicas must be 1, or more with strategy "fsdp"; got {self.replicas}')
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes must be positive; got {self.bucket_bytes}")
-
-
-class ParameterGroup(Protocol):
-    """Parameters with the same strategy."""
-
-    @property
-    def owned(self) -> list[OwnedParameter]: ...
-
-    def zero_grad(self) -> None: ...
+BUCKET_BYTES = 4 << 20
+"""Maximum size of a gradient bucket."""
 
 
 class DataParallel:
@@ -115,12 +55,18 @@ class DataParallel:
         modules: this rank's pipeline stages, with the parameter names of the whole model.
         shardings: shardings by parameter name; a missing parameter is dense and replicated.
         mesh: the parallel mesh.
-        options: strategy and dtypes.
+        options: sharding, compression and overlap. Without a process group all strategies are equivalent. By default,
+            CPU ranks of one host do not overlap: they copy through shared memory with the cores that compute. Experts
+            that can have copies never do: the gradients of copies are added first.
         tied: names of the copies of a tied embedding and output layer on the first and last pipeline stage. Their
             gradients are summed, and norms count only the first copy.
+        dtype: compute dtype of parameters, float32 or bfloat16, with fp32 masters and gradients. None: keep the dtypes.
+        full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
+        keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
+            is packed.
 
     Raises:
-        ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot shard it.
+        ConfigError: another dtype; a parameter's shape contradicts its sharding, or FSDP cannot shard it.
     """
 
     def __init__(
@@ -128,9 +74,18 @@ class DataParallel:
         modules: nn.Module | Sequence[nn.Module],
         shardings: Mapping[str, Sharding],
         mesh: ParallelMesh,
-        options: DataParallelOptions = DataParallelOptions(),
+        options: DataParallelOptions | None = None,
         tied: Sequence[str] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        full_precision: Sequence[str] = (),
+        keep_gradients: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        if dtype not in (None, torch.float32, torch.bfloat16):
+            raise ConfigError(f"parameters compute in float32 or bfloat16; got {dtype}")
+        self._dtype, self._full_precision = dtype, tuple(full_precision)
+        self._keep_gradients, self._bucket_bytes = keep_gradients, bucket_bytes
         self._stages = stages = [modules] if isinstance(modules, nn.Module) else list(modules)
         self._copies = [
             copies
@@ -140,11 +95,12 @@ class DataParallel:
         ]
         # The gradients of copies are added to those of the homes first, and copies are published after the homes.
         self._after_passes = {param for copies in self._copies for param in copies.parameters}
-        self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
+        self.mesh, self.tied = mesh, frozenset(tied)
+        self.options = options = options or DataParallelOptions()
         trained = [self._with_compute_dtype(item) for item in local_parameters(stages, shardings, mesh)]
         self._units: tuple[UnitRanks, UnitRanks] | None = None
-        if options.strategy == "fsdp" and dist.is_initialized():
-            dense, experts = (UnitRanks.of(mesh, axes, options.replicas) for axes in (DENSE_AXES, EXPERT_AXES))
+        if options.sharding == "fsdp" and dist.is_initialized():
+            dense, experts = (UnitRanks.of(mesh, axes, options.dp_replicate) for axes in (DENSE_AXES, EXPERT_AXES))
             self._units = dense, experts
         sharded = [item for item in trained if self._is_sharded(item)]
         parts = sharded, [item for item in trained if item not in set(sharded)]
@@ -222,7 +178,7 @@ class DataParallel:
     def publish(self) -> None:
         """Update the model's parameters from the owned shards, after a step or a load. Collective.
 
-        With ``overlap``, blocks of the model wait for their weights before their next forward pass. Call
+        With ``overlap_gradients``, blocks of the model wait for their weights before their next forward pass. Call
         ``wait_weights`` before other code reads them.
         """
         if self._zero is not None:
@@ -279,7 +235,7 @@ class DataParallel:
 
     def _is_sharded(self, item: LocalParameter) -> bool:
         """Return whether a rank stores or updates a part of the parameter only."""
-        if self.options.strategy == "zero1" or (self._units is not None and not self._in_unit(item)):
+        if self.options.sharding == "zero1" or (self._units is not None and not self._in_unit(item)):
             return ZeroParameters.fits(item, self.mesh)
         return self._units is not None and fits(item) and not self._units[item.sharding.expert].replicated
 
@@ -289,8 +245,7 @@ class DataParallel:
 
     def _make_groups(
         self, stages: list[nn.Module], sharded: Sequence[LocalParameter], replicated: Sequence[LocalParameter]
-    ) -> list[ParameterGroup]:
-        options = self.options
+    ) -> list[ZeroParameters | FSDPParameters | ReplicatedParameters]:
         self._zero: ZeroParameters | None = None
         self._fsdp: FSDPParameters | None = None
         in_units = [item for item in sharded if self._in_unit(item)]
@@ -299,16 +254,20 @@ class DataParallel:
             ignored = {item.param for item in (*replicated, *in_shards)}
             # Zero-bubble schedules look up a stage's weights between forward and backward, and silently omit the
             # gradients of resharded ones. Other schedules would gather the weights for each micro-batch.
-            reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
-            unit_options = UnitOptions(reshard, options.interleave)
             self._fsdp = FSDPParameters(
-                stages, in_units, ignored, self.mesh, self._transfers, self._units, unit_options
+                stages,
+                in_units,
+                ignored,
+                self.mesh,
+                self._transfers,
+                self._units,
+                reshard_after_forward=self.mesh.size("pp") == 1,
+                interleave=self.options.interleave,
             )
         if in_shards:
-            self._zero = ZeroParameters(in_shards, self.mesh, options.bucket_bytes, options.keep_gradients)
-        self._replicated = ReplicatedParameters(replicated, self.mesh, options.bucket_bytes)
-        groups: list[ParameterGroup | None] = [self._zero, self._fsdp, self._replicated]
-        return [group for group in groups if group is not None]
+            self._zero = ZeroParameters(in_shards, self.mesh, self._bucket_bytes, self._keep_gradients)
+        self._replicated = ReplicatedParameters(replicated, self.mesh, self._bucket_bytes)
+        return [group for group in (self._zero, self._fsdp, self._replicated) if group is not None]
 
     def _make_transfers(self, sharded: Sequence[LocalParameter], replicated: Sequence[LocalParameter]) -> Transfers:
         """Return the threads. With FSDP, its units use the first lane, and other parameters the second one."""
@@ -322,11 +281,11 @@ class DataParallel:
         return Transfers(self._new_reducer(), lanes)
 
     def _new_reducer(self) -> GradientReducer:
-        return GradientReducer(self.options.compress, self.options.bucket_bytes)
+        return GradientReducer(self.options.compress, self._bucket_bytes)
 
     def _unit_groups(self) -> list[ProcessGroup | None]:
         """Return the groups of FSDP units whose gradients are reduced in a thread. Collective."""
-        if self._units is None or self.options.keep_gradients:
+        if self._units is None or self._keep_gradients:
             return []  # the guard compares the gradients of FSDP before ``reduce``, so they must be complete
         # Decided for all ranks of a unit at once: a group of replicas may be on one host and the next one on several.
         overlapped = self._overlapped(self.mesh.group(*unit.axes) for unit in self._units)
@@ -350,14 +309,14 @@ class DataParallel:
     def _overlaps(self, group: ProcessGroup) -> bool:
         """Return whether collectives over ``group`` run in threads. Collective in the first call for the group."""
         several_hosts = len(set(communicator_of(group).hosts)) > 1 or self.mesh.device == "cuda"
-        return self.options.overlap == "on" or (self.options.overlap == "auto" and several_hosts)
+        overlap = self.options.overlap_gradients
+        return overlap == "on" or (overlap == "auto" and several_hosts)
 
     def _with_compute_dtype(self, trained: LocalParameter) -> LocalParameter:
-        options = self.options
-        if options.dtype is None or trained.param.dtype == torch.float64:
+        if self._dtype is None or trained.param.dtype == torch.float64:
             return trained
-        full_precision = any(fnmatchcase(trained.name, pattern) for pattern in options.full_precision)
-        return replace(trained, dtype=torch.float32 if full_precision else options.dtype)
+        full_precision = any(fnmatchcase(trained.name, pattern) for pattern in self._full_precision)
+        return replace(trained, dtype=torch.float32 if full_precision else self._dtype)
 
     def _sum_tied(self) -> None:
         """Sum the gradients of tied copies: on this rank (V-shaped schedules), or on the first and last stage."""

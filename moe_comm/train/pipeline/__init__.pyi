@@ -13,9 +13,6 @@ from moe_comm.train.pipeline.batch import (
     MicroBatch as MicroBatch,
     StageModule as StageModule,
 )
-from moe_comm.train.pipeline.options import (
-    RunnerOptions as RunnerOptions,
-)
 from moe_comm.train.pipeline.runner import (
     Accumulation as Accumulation,
     Pipeline as Pipeline,

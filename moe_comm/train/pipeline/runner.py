@@ -23,10 +23,11 @@ from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, communication_span
+from moe_comm.runtime.seconds import seconds_of
 from moe_comm.topology import ParallelMesh
 from moe_comm.topology.pipeline import StagePlan, check_micro_batches, find_schedule
+from moe_comm.train.parallel.strategy import DataParallel
 from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
-from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.stage import PairedForward, Stage, StageContext, check_output
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
 
@@ -48,13 +49,13 @@ class Accumulation:
 
     Args:
         module: the whole model, which implements ``StageModule``.
-        options: see ``RunnerOptions``.
+        data_parallel: see ``Pipeline``.
+        interleave: see ``Pipeline``.
     """
 
-    def __init__(self, module: nn.Module, options: RunnerOptions | None = None) -> None:
-        options = options or RunnerOptions()
+    def __init__(self, module: nn.Module, data_parallel: DataParallel | None = None, interleave: bool = False) -> None:
         self._module: Any = module
-        self._gradients, self._turns = options.gradients, options.turns
+        self._data_parallel, self._together = data_parallel, 2 if interleave else 1
 
     def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor:
         """See ``Pipeline.step``.
@@ -63,20 +64,20 @@ class Accumulation:
             ConfigError: the number of interleaved micro-batches is odd, or the module does not support interleaving.
         """
         check_batches(batches)
-        check_micro_batches("1f1b", 1, len(batches), interleave=self._turns > 1)
+        check_micro_batches("1f1b", 1, len(batches), interleave=self._together > 1)
         losses: list[Tensor] = []
-        for start in range(0, len(batches), self._turns):
-            last = start + self._turns == len(batches)
+        for start in range(0, len(batches), self._together):
+            last = start + self._together == len(batches)
             prepare_backward(self._module, last)
             EVENTS.micro = start  # the first of two interleaved micro-batches
             with EVENTS.span(Kind.COMPUTE, "forward"):
-                new_losses = self._losses(batches[start : start + self._turns])
+                new_losses = self._losses(batches[start : start + self._together])
             with EVENTS.span(Kind.COMPUTE, "backward"):
-                if last and self._gradients is not None:
-                    self._gradients.begin_backward(self._module)
+                if last and self._data_parallel is not None:
+                    self._data_parallel.begin_backward(self._module)
                 torch.autograd.backward([loss * scale for loss in new_losses])
-                if last and self._gradients is not None:
-                    self._gradients.end_backward(self._module)
+                if last and self._data_parallel is not None:
+                    self._data_parallel.end_backward(self._module)
             losses += [loss.detach() for loss in new_losses]
         EVENTS.micro = 0
         return torch.stack(losses).double()
@@ -93,10 +94,10 @@ class Accumulation:
         """Nothing to do."""
 
     def _losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        if self._turns == 1:
+        if self._together == 1:
             return [self._loss(batch) for batch in batches]
-        if self._gradients is not None:
-            self._gradients.wait_weights()  # hooks of the module and its layers do not run
+        if self._data_parallel is not None:
+            self._data_parallel.wait_weights()  # hooks of the module and its layers do not run
         inputs = [StageInput(batch.ids_BS, **batch.arguments) for batch in batches]
         outputs = self._module.forward_in_turns(inputs)
         return list(self._module.losses_in_turns(outputs, [batch.targets_BS for batch in batches]))
@@ -133,10 +134,20 @@ class Pipeline:
         plan: placement of layers and stages.
         schedule: a name of ``SCHEDULES``.
         activations: shape and dtype of the activations between stages.
-        options: see ``RunnerOptions``.
+        data_parallel: reduces gradients during the last backward pass of each stage in a step. With a split backward,
+            the last pass is one of weight gradients. None: gradients are not reduced.
+        interleave: run two micro-batches at a time (``layers/parallel/interleave.py``), so that the communication of
+            one overlaps with the computation of the other. A step then requires an even number of micro-batches. A
+            pipeline treats two consecutive ones as one: half of them must fit the schedule, whose bubble is that of
+            half as many micro-batches. With "dualpipev", the forward pass of each pair also runs while transfers of its
+            backward pass are in flight, except with FSDP. Losses and gradients have the same bits.
+        split_backward: False for models that recompute whole layers in backward (``torch.utils.checkpoint``), which a
+            split backward would recompute for input gradients and again for weight gradients. The order of the schedule
+            is kept, but weight gradients are computed together with input gradients.
+        timeout_s: seconds that a stage waits for another one. It must be longer than the slowest step.
 
     Raises:
-        ConfigError: plan, schedule, mesh and modules do not fit each other.
+        ConfigError: ``timeout_s`` is not a positive number, or plan, schedule, mesh and modules do not fit each other.
     """
 
     def __init__(
@@ -146,10 +157,16 @@ class Pipeline:
         plan: StagePlan,
         schedule: str,
         activations: ActivationShape,
-        options: RunnerOptions | None = None,
+        data_parallel: DataParallel | None = None,
+        *,
+        interleave: bool = False,
+        split_backward: bool = True,
+        timeout_s: float = 600.0,
     ) -> None:
+        timeout_s = seconds_of("timeout_s", timeout_s)
         self._name, self._plan, self._activations = schedule, plan, activations
-        self._options = options = options or RunnerOptions()
+        self._together = 2 if interleave else 1
+        self._data_parallel, self._split_backward = data_parallel, split_backward
         self._place = mesh.place["pp"]
         self._indices = plan.stages_of(self._place) if plan.pp == mesh.size("pp") else ()
         info = find_schedule(schedule)
@@ -166,7 +183,7 @@ class Pipeline:
                 f"pipeline rank {self._place} has stages {self._indices}; got {len(modules)} modules for them"
             )
         self._modules: list[Any] = list(modules)
-        if info.splits_backward and options.split_backward:
+        if info.splits_backward and split_backward:
             # torch looks up the parameters before the backward pass that would gather them.
             for module in self._modules:
                 if isinstance(module, FSDPModule):
@@ -174,13 +191,11 @@ class Pipeline:
         params = (param for module in self._modules for param in module.parameters())
         self._device = next((param.device for param in params), torch.device(mesh.device))
         # A separate group: it has the pipeline's long timeout, and on NCCL its own stream.
-        group = dist.new_group(
-            mesh.ranks("pp"), timeout=timedelta(seconds=options.timeout_s), use_local_synchronization=True
-        )
+        group = dist.new_group(mesh.ranks("pp"), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
         self._group: ProcessGroup = group
         self._channel: Channel = channel_of(group)
         sharded = any(isinstance(module, FSDPModule) for module in self._modules)
-        pairs = options.interleave and info.pairs_passes and not sharded
+        pairs = interleave and info.pairs_passes and not sharded
         self._backward_turns = BackwardTurns() if pairs else None
         if self._backward_turns is not None:
             for layer in self._moe_layers():
@@ -212,8 +227,8 @@ class Pipeline:
             PeerDied, PeerTimeout: a stage failed, or did not respond within ``timeout_s``.
         """
         check_batches(batches)
-        check_micro_batches(self._name, self._plan.pp, len(batches), interleave=self._options.interleave)
-        passes = len(batches) // self._options.turns
+        check_micro_batches(self._name, self._plan.pp, len(batches), interleave=self._together > 1)
+        passes = len(batches) // self._together
         self._losses, self._scale = [], scale
         with self._convert_errors("a pipeline step"):
             built = self._build(batches)
@@ -303,7 +318,15 @@ class Pipeline:
             self._activations.shape(ids_BS), dtype=self._activations.dtype, device="meta", requires_grad=True
         )
         ids = torch.empty(ids_BS.shape, dtype=ids_BS.dtype, device="meta")
-        context = StageContext(self._plan.num_stages, self._device, self._group, self._options, self._transfers)
+        context = StageContext(
+            num_stages=self._plan.num_stages,
+            device=self._device,
+            group=self._group,
+            transfers=self._transfers,
+            data_parallel=self._data_parallel,
+            together=self._together,
+            split_backward=self._split_backward,
+        )
         stages = [
             Stage(module, index, activation if index else ids, activation, context)
             for index, module in zip(self._indices, self._modules, strict=True)
@@ -312,7 +335,7 @@ class Pipeline:
         schedule_class: Any = get_schedule_class(info.torch_name)
         schedule = schedule_class(
             stages[0] if info.single else stages,
-            n_microbatches=len(batches) // self._options.turns,
+            n_microbatches=len(batches) // self._together,
             loss_fn=self._loss,
             scale_grads=False,
         )
@@ -330,7 +353,7 @@ class Pipeline:
                 work.wait()
             works.clear()  # the schedule waits again, but gloo's transfers complete only once
             stage, chunk = key
-            self._transfers.received(ACTIVATIONS, between(stage - 1), chunk * self._options.turns)
+            self._transfers.received(ACTIVATIONS, between(stage - 1), chunk * self._together)
 
         by_index = {stage.stage_index: stage for stage in stages}
         actions = schedule.pipeline_order_with_comms[self._place]
@@ -345,8 +368,8 @@ class Pipeline:
 
     def _loss(self, hidden: Tensor | tuple[Tensor, ...], index: Tensor) -> Tensor:
         assert self._built is not None
-        micro = int(index) * self._options.turns
-        batches = self._built.stages[-1].batches[micro : micro + self._options.turns]
+        micro = int(index) * self._together
+        batches = self._built.stages[-1].batches[micro : micro + self._together]
         label, module = f"stage {self._indices[-1]}", self._modules[-1]
         with COMMUNICATION.paused(), self._transfers.working("loss", label, micro):
             if isinstance(hidden, Tensor):
@@ -425,7 +448,11 @@ def make_runner(
     plan: StagePlan,
     schedule: str,
     activations: ActivationShape,
-    options: RunnerOptions | None = None,
+    data_parallel: DataParallel | None = None,
+    *,
+    interleave: bool = False,
+    split_backward: bool = True,
+    timeout_s: float = 600.0,
 ) -> Runner:
     """Return a ``Pipeline``, or ``Accumulation`` without pipeline parallelism; see both for the arguments. Collective.
 
@@ -433,5 +460,15 @@ def make_runner(
         ConfigError: as ``Pipeline``.
     """
     if plan.num_stages == 1 and mesh.size("pp") == 1 and len(modules) == 1:
-        return Accumulation(modules[0], options)
-    return Pipeline(modules, mesh, plan, schedule, activations, options)
+        return Accumulation(modules[0], data_parallel, interleave)
+    return Pipeline(
+        modules,
+        mesh,
+        plan,
+        schedule,
+        activations,
+        data_parallel,
+        interleave=interleave,
+        split_backward=split_backward,
+        timeout_s=timeout_s,
+    )

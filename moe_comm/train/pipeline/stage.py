@@ -19,8 +19,8 @@ from moe_comm.errors import InputError
 from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps, TurnParameters
 from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.train.parallel.parameters import master_dtype
+from moe_comm.train.parallel.strategy import DataParallel
 from moe_comm.train.pipeline.batch import MicroBatch
-from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, GRADIENTS, Transfers, between
 
 
@@ -29,14 +29,16 @@ class StageContext:
     """What the stages of a rank share.
 
     num_stages: stages of the pipeline. device, group: of the activations between stages. transfers: records spans of
-    transfers and passes.
+    transfers and passes. data_parallel, split_backward: see ``Pipeline``. together: micro-batches of a pass.
     """
 
     num_stages: int
     device: torch.device
     group: ProcessGroup
-    options: RunnerOptions
     transfers: Transfers
+    data_parallel: DataParallel | None
+    together: int
+    split_backward: bool
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class Stage(PipelineStage):
     """
 
     def __init__(self, module: nn.Module, index: int, x: Tensor, y: Tensor, context: StageContext) -> None:
-        options = context.options
-        self._turns, self._gradients, self._split_backward = options.turns, options.gradients, options.split_backward
-        xs, ys = (x,) * self._turns, (y,) * self._turns
+        self._together, self._split_backward = context.together, context.split_backward
+        self._data_parallel = context.data_parallel
+        xs, ys = (x,) * self._together, (y,) * self._together
         super().__init__(
             module, index, context.num_stages, context.device, input_args=xs, output_args=ys, group=context.group
         )
@@ -120,12 +122,12 @@ class Stage(PipelineStage):
 
     def _inputs(self, args: Sequence[Tensor], chunk: int) -> list[StageInput]:
         """Return the inputs of micro-batches that take turns."""
-        if self._gradients is not None:
-            self._gradients.wait_weights()  # hooks of the module and its layers do not run
+        if self._data_parallel is not None:
+            self._data_parallel.wait_weights()  # hooks of the module and its layers do not run
         return [StageInput(x, **b.arguments) for x, b in zip(args, self._batches_of(chunk), strict=True)]
 
     def _batches_of(self, chunk: int) -> Sequence[MicroBatch]:
-        return self.batches[chunk * self._turns : (chunk + 1) * self._turns]
+        return self.batches[chunk * self._together : (chunk + 1) * self._together]
 
     def _ids(self, chunk: int) -> tuple[Tensor, ...]:
         return tuple(batch.ids_BS for batch in self._batches_of(chunk))
@@ -140,7 +142,7 @@ class Stage(PipelineStage):
         return y
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        if self._turns == 1:
+        if self._together == 1:
             (batch,) = self._batches_of(self._chunk)
             y = super().forward_maybe_with_nosync(*args, **batch.arguments)
             return self._checked(y, args)
@@ -185,12 +187,12 @@ class Stage(PipelineStage):
         last = False
         if backward_type != "input":
             self._backwards += 1
-            last = self._gradients is not None and self._backwards * self._turns == len(self.batches)
+            last = self._data_parallel is not None and self._backwards * self._together == len(self.batches)
         if last:
-            self._gradients.begin_backward(self.submod)  # type: ignore[union-attr]
+            self._data_parallel.begin_backward(self.submod)  # type: ignore[union-attr]
         if backward_type == "weight":
             self._sum_in_fp32()
-        if self._turns > 1 and backward_type != "full":
+        if self._together > 1 and backward_type != "full":
             gradients, groups = self._split_backward_in_turns(backward_type, bwd_kwargs)
         else:
             gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -198,7 +200,7 @@ class Stage(PipelineStage):
             # autograd.grad can return strided gradients; a sent tensor must be dense.
             gradients = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
         if last:
-            self._gradients.end_backward(self.submod)  # type: ignore[union-attr]
+            self._data_parallel.end_backward(self.submod)  # type: ignore[union-attr]
         return gradients, groups
 
     def _split_backward_in_turns(self, backward_type: str, bwd_kwargs: Any) -> tuple[Any, Any]:
@@ -227,26 +229,26 @@ class Stage(PipelineStage):
                     param.grad = torch.zeros_like(param, dtype=master_dtype(param))
 
     def _working(self, name: str, chunk: int, what: str = "", between: str = "") -> AbstractContextManager[None]:
-        return self._transfers.working(name, self._label, chunk * self._turns, what, between)
+        return self._transfers.working(name, self._label, chunk * self._together, what, between)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        self._transfers.receives(ACTIVATIONS, self._before, fwd_chunk_id * self._turns, ops)
+        self._transfers.receives(ACTIVATIONS, self._before, fwd_chunk_id * self._together, ops)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        self._transfers.receives(GRADIENTS, self._after, bwd_chunk_id * self._turns, ops)
+        self._transfers.receives(GRADIENTS, self._after, bwd_chunk_id * self._together, ops)
         return ops
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        self._transfers.sends(ACTIVATIONS, self._after, fwd_chunk_id * self._turns, ops)
+        self._transfers.sends(ACTIVATIONS, self._after, fwd_chunk_id * self._together, ops)
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         ops = super().get_bwd_send_ops(bwd_chunk_id)
-        self._transfers.sends(GRADIENTS, self._before, bwd_chunk_id * self._turns, ops)
+        self._transfers.sends(GRADIENTS, self._before, bwd_chunk_id * self._together, ops)
         return ops
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_comm.train.data import Corpus, CorpusSettings, SourceSpec, TokenFile, open_tokens, prepare_all
+from moe_comm.train.data import Corpus, CorpusSettings, TokenFile, open_tokens, prepare_all
 from moe_comm.train.data.tokenfile import TokenWriter, fresh_folder
 
 WORDS = ["sun", "wind", "h\u00e9", "\u2192", "\u6f22\u5b57", "\U0001f40d", "line\n", "  ", "x", "\u00df\u0301"]
@@ -42,16 +42,15 @@ def token_file(folder: Path, lengths: Sequence[int], vocab: int = 1 << 17) -> To
 def corpus_of(lengths: Sequence[Sequence[int]], folder: Path, weights: Sequence[float] = (), **settings: Any) -> Corpus:
     """Return a corpus of synthetic files, one per source."""
     files = [token_file(folder, documents) for documents in lengths]
-    specs = tuple(
-        SourceSpec(f"made{number}", weight=weight) for number, weight in enumerate(weights or [1.0] * len(files))
-    )
-    return Corpus(files, CorpusSettings(sources=specs, **settings))
+    names = [f"made{number}" for number in range(len(files))]
+    seed = settings.pop("seed", 0)
+    return Corpus(files, CorpusSettings(source=names, weights=list(weights) or None, **settings), seed)
 
 
 def prepared(documents: Sequence[str], folder: Path, **settings: Any) -> tuple[Corpus, CorpusSettings]:
     """Return a corpus of these texts, prepared from a JSONL file."""
-    source = SourceSpec(str(write_jsonl(folder / "documents.jsonl", documents)))
-    corpus_settings = CorpusSettings(sources=(source,), cache=str(folder / "cache"), **settings)
+    source = str(write_jsonl(folder / "documents.jsonl", documents))
+    corpus_settings = CorpusSettings(source=source, cache=str(folder / "cache"), **settings)
     return Corpus.open(prepare_all(corpus_settings), corpus_settings), corpus_settings
 
 

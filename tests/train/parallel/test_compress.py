@@ -52,7 +52,7 @@ def reduced(rank: int, world: int, arg: tuple[str, bool]) -> Any:
     strategy, compress = arg
     mesh = ParallelMesh(ParallelConfig(dp=world))
     model = nn.ParameterDict({"a": torch.zeros(WIDTH, WIDTH), "bb": torch.zeros(WIDTH, WIDTH)})
-    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, compress=compress))
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(sharding=strategy, compress=compress))
     for name, param in model.items():
         param.grad = gradient(rank, name)
     data_parallel.reduce()  # opens the connections, which must not count
@@ -109,8 +109,8 @@ def final_loss(rank: int, world: int, arg: tuple[str, bool]) -> list[float]:
     strategy, compress = arg
     mesh = ParallelMesh(ParallelConfig(dp=world))
     model = Net()
-    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, compress=compress))
-    optimizer = make_optimizer(data_parallel.owned(), mesh, OptimizerOptions("adamw", weight_decay=0.0))
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(sharding=strategy, compress=compress))
+    optimizer = make_optimizer(data_parallel.owned(), mesh, OptimizerOptions(kind="adamw", weight_decay=0.0))
     generator = torch.Generator().manual_seed(2)
     teacher = torch.randn(8, 3, generator=generator)
     losses = []

@@ -24,10 +24,10 @@ from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, tr
 
 STRATEGIES = ("replicate", "zero1", "fsdp")
 OPTIMIZERS = {
-    "sgd": OptimizerOptions("sgd", momentum=0.5),
-    "adamw": OptimizerOptions("adamw"),
-    "lamb": OptimizerOptions("lamb"),
-    "muon": OptimizerOptions("muon", momentum=0.9, nesterov=True),
+    "sgd": OptimizerOptions(kind="sgd", momentum=0.5),
+    "adamw": OptimizerOptions(kind="adamw"),
+    "lamb": OptimizerOptions(kind="lamb"),
+    "muon": OptimizerOptions(kind="muon", momentum=0.9),
 }
 MAPPINGS = {
     2: [
@@ -47,7 +47,7 @@ MAPPINGS = {
 def trained(rank: int, world: int, config: ParallelConfig) -> Any:
     mesh = ParallelMesh(config)
     return {
-        (strategy, kind): trained_on(mesh, DataParallelOptions(strategy, bucket_bytes=300), OPTIMIZERS[kind])
+        (strategy, kind): trained_on(mesh, DataParallelOptions(sharding=strategy), OPTIMIZERS[kind])
         for strategy in STRATEGIES
         for kind in OPTIMIZERS
     }
@@ -55,9 +55,9 @@ def trained(rank: int, world: int, config: ParallelConfig) -> Any:
 
 def trained_on(mesh: ParallelMesh, options: DataParallelOptions, optimizer: OptimizerOptions) -> tuple[Any, Any]:
     """Return the owned shards after training, and the parameters of the model (with FSDP the same storage)."""
-    data_parallel, _, model = train(mesh, options, optimizer)
+    data_parallel, _, model = train(mesh, options, optimizer, bucket_bytes=300)
     owned = pieces(data_parallel.owned(), mesh)
-    if options.strategy == "fsdp":
+    if options.sharding == "fsdp":
         return owned, owned
     model_pieces = []
     for name, param in model.named_parameters():
@@ -93,10 +93,10 @@ def trained_in_blocks(rank: int, world: int, arg: tuple[ParallelConfig, str]) ->
     """Train with two blocks of FSDP; return the owned shards and the gradient norm of another step."""
     config, overlap = arg
     mesh = ParallelMesh(config)
-    options = DataParallelOptions("fsdp", replicas=2, overlap=overlap, bucket_bytes=300)
+    options = DataParallelOptions(sharding="fsdp", dp_replicate=2, overlap_gradients=overlap)
     results = {}
     for kind, optimizer in OPTIMIZERS.items():
-        data_parallel, _, model = train(mesh, options, optimizer)
+        data_parallel, _, model = train(mesh, options, optimizer, bucket_bytes=300)
         owned = pieces(data_parallel.owned(), mesh)
         backward(model, data_parallel, 2)
         results[kind] = owned, global_norm(data_parallel.owned(), mesh)
@@ -151,7 +151,7 @@ def test_the_closed_form_gradient_of_the_toy_equals_plain_torch():
 def shares(rank: int, world: int, arg: tuple[str, int]) -> Any:
     strategy, replicas = arg
     mesh = ParallelMesh(ParallelConfig(dp=world))
-    _, data_parallel = make(mesh, DataParallelOptions(strategy, replicas=replicas))
+    _, data_parallel = make(mesh, DataParallelOptions(sharding=strategy, dp_replicate=replicas))
     return {o.name: (o.shard, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
 
 
@@ -173,7 +173,7 @@ def test_parameters_are_sharded_by_shard_slice_also_unevenly(pool4, strategy, re
 def with_missing(rank: int, world: int, strategy: str) -> Any:
     """Rank 1's backward does not reach the experts and one other parameter."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
-    model, data_parallel = make(mesh, DataParallelOptions(strategy))
+    model, data_parallel = make(mesh, DataParallelOptions(sharding=strategy))
     for _ in range(2):  # twice: gradients of the first step must not remain
         data_parallel.zero_grad()
         model(torch.zeros(())).backward()
@@ -217,7 +217,7 @@ class Gate(nn.Module):
 def gated(rank: int, world: int, _: None) -> Any:
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Gate()
-    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions("fsdp"))
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(sharding="fsdp"))
     for _ in range(2):
         data_parallel.zero_grad()
         model(torch.tensor(rank + 1.0), rank == 0).backward()
@@ -235,7 +235,7 @@ def metered(rank: int, world: int, _: None) -> tuple[float, float]:
     """Return communication seconds of a forward and a backward pass with only FSDP's collectives."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Gate()
-    DataParallel(model, {}, mesh, DataParallelOptions("fsdp"))
+    DataParallel(model, {}, mesh, DataParallelOptions(sharding="fsdp"))
     COMMUNICATION.take()
     loss = model(torch.tensor(1.0), True)
     forward = COMMUNICATION.take()
@@ -264,8 +264,8 @@ def in_bf16(rank: int, world: int, strategy: str) -> Any:
     model = Line()
     # FSDP shards the parameters of a module together, so a single one cannot stay in fp32.
     fp32_names = () if strategy == "fsdp" else ("norm",)
-    options = DataParallelOptions(strategy, dtype=torch.bfloat16, full_precision=fp32_names)
-    data_parallel = DataParallel(model, {}, mesh, options)
+    options = DataParallelOptions(sharding=strategy)
+    data_parallel = DataParallel(model, {}, mesh, options, dtype=torch.bfloat16, full_precision=fp32_names)
     weight, _ = data_parallel.owned()
     start = weight.value.detach().clone()
     for _ in range(2):
@@ -300,7 +300,7 @@ def test_bf16_parameters_have_fp32_masters_and_accumulate_in_fp32(pool2, strateg
 def test_split_backward_passes_that_assign_grad_accumulate_in_fp32():
     model = Line()
     mesh = ParallelMesh(ParallelConfig())
-    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(dtype=torch.bfloat16))
+    data_parallel = DataParallel(model, {}, mesh, dtype=torch.bfloat16)
     for _ in range(2):
         data_parallel.zero_grad()
         for dw in (1.0, 2.0**-8):  # as torch's pipelining does for the weights of zero-bubble schedules
@@ -316,7 +316,7 @@ def test_split_backward_passes_that_assign_grad_accumulate_in_fp32():
 def loaded(rank: int, world: int, strategy: str) -> Any:
     """Evaluate, load new values, and return whether the model uses them."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
-    model, data_parallel = make(mesh, DataParallelOptions(strategy))
+    model, data_parallel = make(mesh, DataParallelOptions(sharding=strategy))
     with torch.no_grad():
         before = model(torch.zeros(()))
         for owned in data_parallel.owned():
@@ -353,7 +353,7 @@ def tied_ends(rank: int, world: int, strategy: str) -> Any:
     """Stage 0 has the embedding, stage 1 the tied output layer; their gradients are 1 and 10 per rank."""
     mesh = ParallelMesh(ParallelConfig(pp=2, dp=world // 2))
     model = Sum(["embed", "own"], 1.0) if mesh.place["pp"] == 0 else Sum(["head", "own"], 10.0)
-    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy), tied=("embed", "head"))
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(sharding=strategy), tied=("embed", "head"))
     data_parallel.zero_grad()
     model().backward()
     data_parallel.reduce()
@@ -423,7 +423,7 @@ def piped(rank: int, world: int, arg: tuple[str, str]) -> Any:
     looped = name != "1F1B"
     ids = [place["pp"], place["pp"] + 2] if looped else [place["pp"]]
     modules = [Stage([i]) if looped else Stage([2 * i, 2 * i + 1]) for i in ids]
-    data_parallel = DataParallel(modules, {}, mesh, DataParallelOptions(strategy))
+    data_parallel = DataParallel(modules, {}, mesh, DataParallelOptions(sharding=strategy))
     group = mesh.group("pp")
     count = 4 if looped else 2
     stages = [PipelineStage(m, i, count, torch.device("cpu"), group=group) for m, i in zip(modules, ids, strict=True)]
@@ -454,11 +454,11 @@ def fsdp_of(rank: int, world: int, what: str) -> None:
     mesh = ParallelMesh(ParallelConfig(dp=2))
     if what == "mixed":
         shardings = {"dense": Sharding((2, 2)), "expert": Sharding((2, 2), expert=True)}
-        DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions("fsdp"))
+        DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions(sharding="fsdp"))
     else:
         first, second = Stage([0]), Stage([1])
         second.layers["1"].up = first.layers["0"].up
-        DataParallel([first, second], {}, mesh, DataParallelOptions("fsdp"))
+        DataParallel([first, second], {}, mesh, DataParallelOptions(sharding="fsdp"))
 
 
 @pytest.mark.parametrize(("what", "message"), [("mixed", "a separate module"), ("shared", "its own copy")])
@@ -475,10 +475,10 @@ def test_invalid_arguments_raise():
         DataParallel(model, {"w": Sharding((3, 2))}, mesh)
     with pytest.raises(ConfigError, match="two parameters are called w"):
         DataParallel([model, Toy({"w": Sharding((2, 2))}, mesh)], {}, mesh)
-    with pytest.raises(ConfigError, match="strategy must be one of"):
-        DataParallelOptions("zero3")
+    with pytest.raises(ConfigError, match="sharding"):
+        DataParallelOptions(sharding="zero3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="float32 or bfloat16"):
-        DataParallelOptions(dtype=torch.float16)
+        DataParallel(model, {}, mesh, dtype=torch.float16)
 
 
 def test_names_are_state_dict_names_without_wrappers():
@@ -491,6 +491,6 @@ def test_all_strategies_work_on_one_rank_without_a_process_group():
     assert not dist.is_initialized()
     mesh = ParallelMesh(ParallelConfig())
     for strategy in STRATEGIES:
-        model, data_parallel = make(mesh, DataParallelOptions(strategy))
+        model, data_parallel = make(mesh, DataParallelOptions(sharding=strategy))
         backward(model, data_parallel)
         assert all(o.shard is None and o.value.grad is not None for o in data_parallel.owned())

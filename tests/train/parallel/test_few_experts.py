@@ -23,10 +23,10 @@ from tests.train.toy import assemble, pieces, train
 
 STRATEGIES = ("zero1", "fsdp")
 OPTIMIZERS = {
-    "sgd": OptimizerOptions("sgd", momentum=0.5),
-    "adamw": OptimizerOptions("adamw"),
-    "lamb": OptimizerOptions("lamb"),
-    "muon": OptimizerOptions("muon", momentum=0.9, nesterov=True),
+    "sgd": OptimizerOptions(kind="sgd", momentum=0.5),
+    "adamw": OptimizerOptions(kind="adamw"),
+    "lamb": OptimizerOptions(kind="lamb"),
+    "muon": OptimizerOptions(kind="muon", momentum=0.9),
 }
 CASES = {
     "1 expert, edp 4": (1, ParallelConfig(dp=4)),
@@ -56,9 +56,9 @@ def shardings_of(experts: int, ep: int) -> dict[str, Sharding]:
 def trained_on(config: ParallelConfig, experts: int, strategy: str, kind: str) -> Any:
     mesh = ParallelMesh(config)
     # In transfer threads too: ranks with other numbers of experts have other buckets.
-    options = DataParallelOptions(strategy, bucket_bytes=900, overlap="on" if kind == "adamw" else "off")
+    options = DataParallelOptions(sharding=strategy, overlap_gradients="on" if kind == "adamw" else "off")
     shardings = shardings_of(experts, config.ep)
-    data_parallel, _, _ = train(mesh, options, OPTIMIZERS[kind], shardings=shardings)
+    data_parallel, _, _ = train(mesh, options, OPTIMIZERS[kind], shardings=shardings, bucket_bytes=900)
     owned = data_parallel.owned()
     counts = {item.name: item.value.numel() for item in owned}
     assert counts == {item.name: math.prod(item.shape_of(mesh, mesh.rank)) for item in owned}

@@ -23,7 +23,7 @@ def scalars(rank: int, world: int, strategy: str) -> float:
     model.dense.weight = nn.Parameter(torch.zeros(1))
     model.experts.weight = nn.Parameter(torch.zeros(1))
     shardings = {"experts.weight": Sharding((2,), (Split(0, "ep"),), expert=True)}
-    data_parallel = DataParallel(model, shardings, mesh, DataParallelOptions(strategy))
+    data_parallel = DataParallel(model, shardings, mesh, DataParallelOptions(sharding=strategy))
     for owned in data_parallel.owned():
         owned.value.grad = torch.ones_like(owned.value)
     return global_norm(data_parallel.owned(), mesh)
@@ -53,7 +53,7 @@ def norms(rank: int, world: int, config: ParallelConfig) -> dict[str, tuple[floa
     own_shardings = {n: s for n, s in SHARDINGS.items() if config.pp == 1 or stage_of(n) == mesh.place["pp"]}
     results = {}
     for strategy in ("replicate", "zero1", "fsdp"):
-        _, data_parallel = make(mesh, DataParallelOptions(strategy), own_shardings)
+        _, data_parallel = make(mesh, DataParallelOptions(sharding=strategy), own_shardings)
         owned = data_parallel.owned()
         for item in owned:
             gradient = whole(item.name, "gradient", item.sharding.shape)

@@ -27,9 +27,9 @@ def train(rank: int, world: int, case: Case) -> Any:
     mesh = ParallelMesh(ParallelConfig(dp=case.dp, pp=case.pp, ep=case.ep))
     parts = build(case, mesh)
     shardings = {name: sharding for part in parts for name, sharding in shardings_of(part).items()}
-    options = DataParallelOptions(case.strategy, overlap=case.overlap, bucket_bytes=1000)
-    data_parallel = DataParallel(parts, shardings, mesh, options, TIED if case.tie else ())
-    runner = make(case, parts, mesh, gradients=data_parallel)
+    options = DataParallelOptions(sharding=case.strategy, overlap_gradients=case.overlap)
+    data_parallel = DataParallel(parts, shardings, mesh, options, TIED if case.tie else (), bucket_bytes=1000)
+    runner = make(case, parts, mesh, data_parallel=data_parallel)
     batches = batches_of(case, mesh.place["dp"], case.dp)
     first = runner.step(batches, SCALE)
     evaluated = runner.forward_only(batches[:EVALUATED])

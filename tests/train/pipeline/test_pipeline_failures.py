@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_comm.errors import ConfigError, MoeCommError, PeerError, RoutingError
 from moe_comm.topology import ParallelConfig, ParallelMesh
-from moe_comm.train.pipeline import ActivationShape, Pipeline, RunnerOptions, make_runner
+from moe_comm.train.pipeline import ActivationShape, Pipeline, make_runner
 from tests.pool import RankPool, with_longer_deadline
 from tests.train.pipes import HIDDEN, Case, Part, batches_of, build
 
@@ -47,7 +47,7 @@ def casting(rank: int, world: int, _: None) -> str:
     case = Case()
     mesh = ParallelMesh(ParallelConfig(pp=2))
     parts = build(case, mesh)
-    runner = make_runner(parts, mesh, case.plan, case.schedule, ActivationShape(HIDDEN, case.dtype), RunnerOptions(3))
+    runner = make_runner(parts, mesh, case.plan, case.schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=3)
     if rank == 0:
         parts[0].register_forward_hook(lambda module, args, output: output.float())
     with pytest.raises(MoeCommError) as caught:
@@ -92,7 +92,7 @@ def fail(rank: int, world: int, arg: tuple[str, str, float]) -> tuple[str, str]:
         Failing(case, plan.layers_of(stage), plan.is_first(stage), plan.is_last(stage))
         for stage in plan.stages_of(mesh.place["pp"])
     ]
-    runner = make_runner(parts, mesh, plan, schedule, ActivationShape(HIDDEN, case.dtype), RunnerOptions(timeout_s))
+    runner = make_runner(parts, mesh, plan, schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=timeout_s)
     with pytest.raises(MoeCommError) as caught:
         runner.step(batches_of(case))
     if isinstance(caught.value, PeerError):  # later calls raise the same type

@@ -20,7 +20,7 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, ParallelMesh, Placement
 from moe_comm.train.parallel import DataParallel
-from moe_comm.train.pipeline import ActivationShape, MicroBatch, RunnerOptions, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
 from tests.layers import tiny
 from tests.pool import RankPool
 from tests.train.pipes import FFN, HIDDEN, SCALE
@@ -58,7 +58,7 @@ def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool
     shardings = {name: sharding for stage in stages for name, sharding in shardings_of(stage).items()}
     tied = next((stage.tied_names for stage in stages if stage.tied_names), ())
     data_parallel = DataParallel(stages, shardings, mesh, tied=tied)
-    runner = make_runner(stages, mesh, plan, schedule, activations, RunnerOptions(60, split_backward))
+    runner = make_runner(stages, mesh, plan, schedule, activations, split_backward=split_backward, timeout_s=60)
     losses = runner.step(batches, SCALE)
     data_parallel.reduce()
     gradients = {stages[0].origin_of(o.name): (o.value.grad, o.sharding) for o in data_parallel.owned()}
@@ -103,9 +103,9 @@ def test_the_bundled_model_with_tensor_and_expert_parallel_stages(
         assert sum(r[3] for r in results) == 2 * calls * (2 if recompute == "full" else 1)
 
 
-def gradients_of_copied_experts(rank: int, world: int, arg: tuple[str, RunnerOptions]) -> dict[str, Tensor]:
+def gradients_of_copied_experts(rank: int, world: int, arg: tuple[str, bool]) -> dict[str, Tensor]:
     """Run two steps, discard the first one, and return the gradients of experts with copies."""
-    schedule, options = arg
+    schedule, interleave = arg
     mesh = ParallelMesh(ParallelConfig(dp=2, pp=2, ep=2))
     half = FOUR_LAYERS.moe.num_experts // 2
     homes = [0] * half + [1] * half
@@ -127,7 +127,8 @@ def gradients_of_copied_experts(rank: int, world: int, arg: tuple[str, RunnerOpt
     for rows in zip(*(torch.cat([t, t]).split(2) for t in tiny.batch(packed=True)), strict=True):
         ids, targets, documents = (tiny.own(t, stage.plan) for t in rows)
         batches.append(MicroBatch(ids, targets, None, documents))
-    runner = make_runner([stage], mesh, plan, schedule, ActivationShape(FOUR_LAYERS.hidden, torch.float64, 1), options)
+    activations = ActivationShape(FOUR_LAYERS.hidden, torch.float64, 1)
+    runner = make_runner([stage], mesh, plan, schedule, activations, interleave=interleave, timeout_s=60)
     for _ in range(2):
         stage.zero_grad()
         runner.step(batches, SCALE)
@@ -142,8 +143,8 @@ def gradients_of_copied_experts(rank: int, world: int, arg: tuple[str, RunnerOpt
 
 @pytest.mark.parametrize("interleave", [False, True])
 def test_split_backward_passes_compute_the_gradients_of_copies(interleave: bool, pool4: RankPool) -> None:
-    expected = pool4.run(gradients_of_copied_experts, ("1f1b", RunnerOptions(60)))
-    results = pool4.run(gradients_of_copied_experts, ("zero_bubble", RunnerOptions(60, interleave=interleave)))
+    expected = pool4.run(gradients_of_copied_experts, ("1f1b", False))
+    results = pool4.run(gradients_of_copied_experts, ("zero_bubble", interleave))
     for gradients, wanted in zip(results, expected, strict=True):
         assert gradients.keys() == wanted.keys() and wanted
         for name, grad in gradients.items():
