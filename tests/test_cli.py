@@ -179,28 +179,31 @@ def test_train_starts_the_requested_ranks(monkeypatch: pytest.MonkeyPatch) -> No
         {"restarts": 0, "preload": loaded, "tracebacks": False},
         {"restarts": 4, "preload": loaded, "tracebacks": True},
     ]
-    assert calls[1][1][1] == ["run.steps=5", "run.seed=7", "parallel.ranks=3", "checkpoint.resume=auto"]
+    (config,) = calls[1][1]
+    assert (config.run.steps, config.run.seed) == (5, 7)
+    assert (config.parallel.ranks, config.checkpoint.resume) == (3, "auto")
 
 
 @pytest.mark.parametrize(
     ("overrides", "restarts", "resume"),
     [
-        ([], "0", []),
-        ([], "2", ["checkpoint.resume=auto"]),
-        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "0", []),
-        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "1", ['checkpoint.resume="a-run"']),
+        ([], "0", "no"),
+        ([], "2", "auto"),
+        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "0", "a-run/checkpoints/step-00000002"),
+        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "1", "a-run"),
     ],
 )
 def test_restarted_ranks_resume_their_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], restarts: str, resume: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], restarts: str, resume: str
 ) -> None:
     """Ranks that start for the first time do not resume an older run, unless requested."""
-    import moe_comm.train
+    from moe_comm.train.config import load
+    from moe_comm.train.loop import job
 
     calls = []
 
-    def run(*args: Any) -> SimpleNamespace:
-        calls.append(args)
+    def run(config: Any) -> SimpleNamespace:
+        calls.append(config.checkpoint.resume)
         return SimpleNamespace(signal=0)
 
     checkpoint = tmp_path / "a-run" / "checkpoints" / "step-00000002"
@@ -208,9 +211,9 @@ def test_restarted_ranks_resume_their_run(
     (checkpoint / "COMPLETE").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-    monkeypatch.setattr(moe_comm.train, "run", run)
-    assert train_command.train_rank("tiny", ["run.steps=5", *overrides], 60.0) == 0
-    assert calls == [("tiny", ["run.steps=5", *overrides, *resume])]
+    monkeypatch.setattr(job, "run_config", run)
+    assert train_command.train_rank(load("tiny", overrides)) == 0
+    assert calls == [resume]
 
 
 def test_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:

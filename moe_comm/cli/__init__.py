@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import moe_comm
-from moe_comm.cli import check, diagnose, faults, observe, place, plan, report, train, tune, whatif
+from moe_comm.cli import check, place, plan, records, train, tune, whatif
 from moe_comm.cli.bench import bench
 from moe_comm.cli.options import echo
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
@@ -71,12 +71,9 @@ app.add_typer(train.app)
 app.add_typer(bench, name="bench")
 app.add_typer(plan.app)
 app.add_typer(tune.app)
-app.add_typer(observe.app)
-app.add_typer(diagnose.app)
-app.add_typer(report.app)
+app.add_typer(records.app)
 app.add_typer(whatif.app)
 app.add_typer(place.app)
-app.add_typer(faults.app)
 
 
 def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name: str = "moe-comm") -> int:

@@ -22,6 +22,7 @@ from moe_comm.cli.options import (
     echo,
     load,
     one_of,
+    read_config,
 )
 from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
 
@@ -59,9 +60,8 @@ def mesh(
     """Show the attention and expert coordinates of each rank in a folded mapping, and the gradient groups."""
     from moe_comm.topology import picture  # imports torch
 
-    configuration = load("moe_comm.train.config", "train")
-    parsed = configuration.load(config, [*(overrides or []), *(settings or [])])
-    echo(picture(parsed.parallel.mapping(ranks or parsed.parallel.ranks)))
+    parallel = read_config(config, overrides, settings).parallel
+    echo(picture(parallel.mapping(ranks or parallel.ranks)))
 
 
 @app.command("check-grads")

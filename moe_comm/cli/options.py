@@ -88,6 +88,11 @@ def chosen(peers: list[str] | None, **values: Any) -> dict[str, Any]:
     return values if peers is None else values | {"peers": tuple(peers)}
 
 
+def read_config(config: str, overrides: list[str] | None, settings: list[str] | None, *more: str) -> Any:
+    """Read and check a configuration; see ``moe_comm.train.config.load``."""
+    return load("moe_comm.train.config", "train").load(config, [*(overrides or []), *(settings or []), *more])
+
+
 def load(module: str, extra: str) -> ModuleType:
     """Import a module of this distribution. The error for a missing dependency names the extra to install."""
     try:

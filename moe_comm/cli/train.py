@@ -1,15 +1,16 @@
-"""``moe-comm train``, and the commands ``data`` and ``export``."""
+"""Commands that train: ``train``, ``inject``, ``data``, ``export``. The ranks get the parsed configuration."""
 
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from moe_comm.cli.options import Config, Overrides, Settings, echo, load
+from moe_comm.cli.options import Config, Overrides, Settings, echo, load, read_config
 from moe_comm.runtime.launch import Interrupted, init_ranks, launch, ranks_to_use, under_torchrun
 
 app = typer.Typer()
@@ -45,28 +46,23 @@ def train(
     ] = False,
 ) -> None:
     """Train an MoE language model, with attention and experts folded onto the same ranks."""
-    configuration = load("moe_comm.train.config", "train")
-    changes = [*(overrides or []), *(settings or [])]
-    if ranks is not None:
-        changes.append(f"parallel.ranks={ranks}")
+    changes = [] if ranks is None else [f"parallel.ranks={ranks}"]
     if resume is not None:
-        changes.append(resume_from(resume))
-    # Parse here as well as on the ranks, to report mistakes before ranks start.
-    parsed = configuration.load(config, changes)
+        changes.append(f"checkpoint.resume={resume if resume in WORDS else json.dumps(resume)}")
+    parsed = read_config(config, overrides, settings, *changes)
     check_faults(parsed)
     if dry_run:
         echo(load("moe_comm.train.dry_run", "train").describe(parsed))
         return
-    ranks = ranks_of(parsed)
-    check_start(parsed, ranks)
-    ended_by = launch(
-        train_rank,
-        (config, changes, parsed.parallel.timeout_s),
-        ranks,
-        restarts=restarts,
-        preload=LOADED,
-        tracebacks=tracebacks,
-    )
+    launch_run(parsed, restarts, tracebacks)
+
+
+def launch_run(config: Any, restarts: int, tracebacks: bool = False) -> None:
+    """Start the ranks of a run of ``config``, which is checked before. Ranks of torchrun run already."""
+    ranks = ranks_of(config)
+    if not under_torchrun():
+        load("moe_comm.train.start_checks", "train").check_start(config, ranks)
+    ended_by = launch(train_rank, (config,), ranks, restarts=restarts, preload=LOADED, tracebacks=tracebacks)
     if signal.SIGINT in ended_by and not under_torchrun():  # a single rank ran in this process
         raise Interrupted(signal.SIGINT)
 
@@ -81,17 +77,6 @@ def ranks_of(config: Any) -> int:
     return ranks_to_use(parallel.ranks if "ranks" in parallel.model_fields_set else None, default=parallel.ranks)
 
 
-def check_start(config: Any, ranks: int) -> None:
-    """Find mistakes before ranks start; see ``moe_comm.train.start_checks``. Ranks of torchrun run already."""
-    if not under_torchrun():
-        load("moe_comm.train.start_checks", "train").check_start(config, ranks)
-
-
-def resume_from(resume: str | Path) -> str:
-    """Return the override of the configuration for ``--resume``."""
-    return f"checkpoint.resume={resume if resume in WORDS else json.dumps(str(resume))}"
-
-
 def check_faults(config: Any) -> None:
     """Raise ConfigError for an invalid fault plan, or one that the ranks started here do not support."""
     if config.faults.plan and not under_torchrun():
@@ -99,29 +84,65 @@ def check_faults(config: Any) -> None:
         plan.of(config.faults.plan, config.faults.seed, 0, config.parallel.ranks)
 
 
-def train_rank(config: str, overrides: list[str], timeout_s: float) -> int:
+def train_rank(config: Any) -> int:
     """Run a rank. Return the signal that ended the run; 0: none."""
-    from moe_comm import train as training  # imports torch, only in ranks
-
-    with init_ranks(None, timeout_s) as ranks:
-        resume_override = []
+    with init_ranks(None, config.parallel.timeout_s) as ranks:
         if ranks.restarts:
             # Restarted ranks continue the run of the previous attempt: the one that ``resume`` names, or the newest.
-            resume = load("moe_comm.train.config", "train").load(config, overrides).checkpoint.resume
-            folder = (
-                "auto"
-                if resume in WORDS
-                else load("moe_comm.train.loop.run_folder", "train").resolve_resume_path(resume)[0]
-            )
-            resume_override = [resume_from(folder)]
-        return training.run(config, [*overrides, *resume_override]).signal
+            resume = config.checkpoint.resume
+            if resume in WORDS:
+                resume = "auto"
+            else:
+                resume = str(load("moe_comm.train.loop.run_folder", "train").resolve_resume_path(resume)[0])
+            checkpoint = config.checkpoint.model_copy(update={"resume": resume})
+            config = config.model_copy(update={"checkpoint": checkpoint})
+        return int(load("moe_comm.train.loop.job", "train").run_config(config).signal)
+
+
+@app.command()
+def inject(
+    config: Config,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND:KEY=VALUE,...", help="Fault, such as kill:rank=1,step=5; repeatable."),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start.  [default: parallel.ranks]")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Number of restarts of all ranks after a failure.")] = 3,
+) -> None:
+    """Train with injected faults, and report how each was detected and recovered from."""
+    changes = [] if ranks is None else [f"parallel.ranks={ranks}"]
+    if fault:
+        changes.append(f"faults.plan={json.dumps(fault)}")
+    parsed = read_config(config, overrides, settings, *changes)
+    check_faults(parsed)
+    runs = Path(parsed.run.folder)
+    before = set(runs.glob(f"{parsed.run.name}-*"))
+    try:
+        launch_run(parsed, restarts)
+    finally:
+        for run in sorted(set(runs.glob(f"{parsed.run.name}-*")) - before):
+            echo(_outcomes(run))
+
+
+def _outcomes(run: Path) -> str:
+    """Return a line for each fault of the run."""
+    module = load("moe_comm.observe.fault_outcomes", "train")
+    lines = [f"{run}:"]
+    for outcome in module.fault_outcomes(run):
+        injection = outcome.injection
+        detected_s, recovered_s = outcome.detected_s, outcome.recovered_s
+        detected = f"detected after {detected_s:.2f} s ({outcome.noticed})" if outcome.noticed else "not detected"
+        recovered = "not recovered" if math.isnan(recovered_s) else f"recovered after {recovered_s:.2f} s"
+        lines.append(f"  step {injection.step}, rank {injection.rank}: {injection.fault}: {detected}, {recovered}")
+    return "\n".join(lines if len(lines) > 1 else [f"{run}: no fault was injected"])
 
 
 @app.command()
 def data(config: Config, overrides: Overrides = None, settings: Settings = None) -> None:
     """Tokenize a configuration's text into its cache, check the cache, and describe it."""
-    configuration = load("moe_comm.train.config", "train")
-    parsed = configuration.load(config, [*(overrides or []), *(settings or [])])
+    parsed = read_config(config, overrides, settings)
     corpus = load("moe_comm.train.data", "train")
     for path in corpus.prepare_all(parsed.data, scanned=_print_skipped):
         lines = corpus.describe(path).lines()

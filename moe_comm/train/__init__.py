@@ -37,9 +37,10 @@ def run(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunRes
     if missing:
         raise MissingDependency(f"training requires {', '.join(missing)}; install with: {pip_install('train')}")
     # Imports the packages of the extra, which takes seconds.
+    from moe_comm.train.config import load
     from moe_comm.train.loop.job import run_config
 
-    return run_config(config_path, overrides)
+    return run_config(load(config_path, overrides))
 
 
 __all__ = ["RunResult", "run"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
@@ -24,15 +25,51 @@ from moe_comm.topology.rebalance import publications
 from moe_comm.train.architecture import transformer_config, with_training_settings
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.placement import ExpertPlacements
-from moe_comm.train.loop.trainer import TrainState
-from moe_comm.train.optim import make_optimizer
+from moe_comm.train.optim import Optimizer, make_optimizer
 from moe_comm.train.parallel import DataParallel
 from moe_comm.train.pipeline.batch import ActivationShape
-from moe_comm.train.pipeline.runner import make_runner
+from moe_comm.train.pipeline.runner import Runner, make_runner
+from moe_comm.train.resilience.guard import History
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FULL_PRECISION = ("*.router.weight",)
 """Parameters that compute in fp32 for every model dtype. Rounding router logits would change the selected experts."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The model on this rank, and the objects that train it. ``build`` constructs it.
+
+    Attributes:
+        stages: pipeline stages of this rank.
+        moe_names: names of the MoE layers of the whole model.
+        flops_per_token: forward and backward FLOPs per token of the whole model.
+        peak_flops: matrix-product FLOP/s of all ranks together; None if not measured.
+        placements: the ranks of the experts of each layer.
+        history: loss and gradient norm of the last updates, for spike detection. It is saved in checkpoints.
+    """
+
+    mesh: ParallelMesh
+    stages: list[nn.Module]
+    data_parallel: DataParallel
+    optimizer: Optimizer
+    runner: Runner
+    moe_names: tuple[str, ...]
+    num_experts: int
+    top_k: int
+    flops_per_token: float
+    placements: ExpertPlacements
+    peak_flops: float | None = None
+    history: History = field(default_factory=History)
+
+    def close(self) -> None:
+        """Release process groups, threads and shared memory. Collective."""
+        self.optimizer.wait_state()
+        self.data_parallel.finish()
+        self.data_parallel.close()
+        for stage in self.stages:
+            stage.close()  # type: ignore[operator]
+        self.runner.close()
 
 
 def architecture_of(config: TrainConfig, vocab: int | None) -> TransformerConfig:
@@ -228,4 +265,4 @@ def read_pretrained(stage: Transformer, folder: Path, mesh: ParallelMesh) -> Non
         read_shard(hub, slices, tensor, sharding, mesh.place, mesh.sizes)
 
 
-__all__ = ["architecture_of", "build", "build_stages", "read_pretrained", "stage_plan"]
+__all__ = ["TrainState", "architecture_of", "build", "build_stages", "read_pretrained", "stage_plan"]

@@ -36,7 +36,7 @@ from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
 from moe_comm.train.hooks import StepHook
-from moe_comm.train.loop.build import DTYPES, architecture_of, build
+from moe_comm.train.loop.build import DTYPES, TrainState, architecture_of, build
 from moe_comm.train.loop.collapse_hint import CollapseHint
 from moe_comm.train.loop.ending import draw_sample, export_hint, export_model, save_last_checkpoint, summary_text
 from moe_comm.train.loop.feed import CorpusFeed
@@ -47,14 +47,13 @@ from moe_comm.train.loop.recording import Recording
 from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.loop.signals import restored_handler, stop_on_signals
-from moe_comm.train.loop.trainer import Trainer, TrainState
+from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.loop.trial import trial_seconds
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, PlacementsSink, TensorBoardSink
 from moe_comm.train.ranks import Ranks, digest
 from moe_comm.train.resilience.attempts import AttemptLog, carry_over
 from moe_comm.train.resilience.peer_memory import PeerSnapshots
 from moe_comm.train.resilience.persistent_state import open_host_memory, runs_in_memory
-from moe_comm.train.resilience.resume import resume_run
 from moe_comm.train.resilience.watching import WatchStepBegin, WatchStepEnd, watch_run
 from moe_comm.train.result import LAST_STEPS, RunResult
 
@@ -101,9 +100,8 @@ class _End:
     signal: int
 
 
-def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunResult:
+def run_config(config: TrainConfig) -> RunResult:
     """Implement ``moe_comm.train.run``."""
-    config = configuration.load(config_path, overrides)
     ranks = Ranks.make()
     settings = torch.frombuffer(bytearray(configuration.dump(config).encode()), dtype=torch.uint8)
     ranks.check_equal("the configuration", digest([settings]), "start all ranks with the same file and overrides")
@@ -273,7 +271,7 @@ def _restore(run: _Run, saver: RunSaver) -> _Start:
     skipped: list[FaultRecord] = []
     if run.config.checkpoint.resume == "no":
         return _Start(0, "fresh")
-    step, source = resume_run(saver, run.folder.checkpoints, run.ranks, run.progress.log, skipped.append)
+    step, source = saver.resume_newest(run.ranks, run.progress.log, skipped.append)
     return _Start(step, source, tuple(skipped))
 
 
@@ -326,7 +324,7 @@ def _make_hooks(
         # Imported only in runs with fault injection.
         from moe_comm.train.resilience.inject import Injector
 
-        hooks.append(Injector(config, run.state.stages, run.corpus, saver, run.ranks, run.folder.path))
+        hooks.append(Injector(config, run.state.stages, run.corpus, saver.finish, run.ranks, run.folder.path))
     if watcher is not None:
         hooks.append(WatchStepEnd(watcher))
     return hooks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,11 +14,15 @@ import torch
 from moe_comm.errors import CheckpointError
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.layers.transformer.model import EMBEDDING, HEAD
+from moe_comm.observe.records import FaultRecord
 from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint import Checkpointer, Entry, Loaded
+from moe_comm.train.checkpoint.exchange import PeerLost
+from moe_comm.train.checkpoint.folder import complete_checkpoints
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
-from moe_comm.train.loop.trainer import TrainState
+from moe_comm.train.loop.build import TrainState
+from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.peer_memory import PeerSnapshots
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -35,7 +41,8 @@ class RunSaver:
     def __init__(
         self, folder: Path, config: TrainConfig, train_state: TrainState, corpus: Corpus, extra: Mapping[str, Any]
     ) -> None:
-        self._config, self._train_state, self._corpus, self._extra = config, train_state, corpus, extra
+        self._folder, self._extra = folder, extra
+        self._config, self._train_state, self._corpus = config, train_state, corpus
         self._checkpoints = Checkpointer(
             folder, keep=config.checkpoint.keep, timeout_s=max(1800.0, config.parallel.timeout_s)
         )
@@ -82,22 +89,60 @@ class RunSaver:
         self._restore(loaded.state, str(path), move=True)
         return loaded.step
 
+    def resume_newest(
+        self, ranks: Ranks, log: Callable[[str], None], record_fault: Callable[[FaultRecord], None]
+    ) -> tuple[int, str]:
+        """Load the newest valid state. Collective.
+
+        A snapshot in memory is preferred to a checkpoint of the same step. If a checkpoint cannot be used, the previous
+        one is tried; the steps since then are repeated.
+
+        Args:
+            record_fault: receives a record for each checkpoint that cannot be used.
+
+        Returns:
+            The number of completed steps and the source, as in ``Attempt``.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be used. The error is that of the newest one.
+        """
+
+        def newest_first() -> str:
+            checkpoints = reversed(complete_checkpoints(self._folder, lenient=True))
+            return json.dumps([(str(saved.path), saved.step) for saved in checkpoints])
+
+        first_error: CheckpointError | None = None
+        # The last pair stands for no checkpoint: then a snapshot of any step is accepted.
+        for path, saved_step in [*json.loads(ranks.run_on_first(newest_first)), ("", 0)]:
+            step = self._load_from_memory(max(saved_step, 1), log)
+            if step is not None:
+                log(f"resumes after step {step} from memory")
+                return step, "peer memory"
+            if not path:
+                break
+            try:
+                step = self.resume(Path(path))
+            except PeerLost:
+                raise
+            except CheckpointError as error:
+                first_error = first_error or error
+                record_fault(FaultRecord(time.time(), saved_step, "checkpoint", [], "restart", str(error)))
+                log(f"{error}; trying an earlier checkpoint")
+                continue
+            log(f"resumes after step {step} from {path}")
+            return step, "checkpoint"
+        if first_error is not None:
+            raise first_error
+        return 0, "fresh"
+
     def capture(self, step: int) -> tuple[dict[str, Entry], dict[str, Any]]:
         """Return the tensors and JSON metadata that ``save`` writes after ``step`` steps."""
         return self.entries(), self._metadata(step)
 
-    def load_from_memory(self, least: int, log: Callable[[str], None]) -> int | None:
-        """Load the newest snapshot of step ``least`` or later that all ranks can restore. Collective.
+    def _load_from_memory(self, least: int, log: Callable[[str], None]) -> int | None:
+        """Load the newest snapshot of step ``least`` or later that all ranks can restore; return its step. Collective.
 
-        Args:
-            least: lowest acceptable step.
-            log: logs why a snapshot cannot be used.
-
-        Returns:
-            The step of the snapshot; None if there is none, and then the state is unchanged.
-
-        Raises:
-            ConfigError: it was trained on other data.
+        Returns None, with unchanged state, if there is none. ``log`` gets the reason why a snapshot cannot be used.
         """
         snapshot = self.memory.restore(self.entries(), least, log) if self.memory is not None else None
         if snapshot is None:

@@ -16,31 +16,29 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from moe_comm.errors import CorruptPayload
 from moe_comm.layers.moe.load import moe_layers, update_biases
 from moe_comm.observe.records import FaultRecord
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS
-from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook
-from moe_comm.train.loop.placement import ExpertPlacements
+from moe_comm.train.loop.build import TrainState
 from moe_comm.train.loop.progress import Progress
+from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
-from moe_comm.train.optim import Optimizer, learning_rate
-from moe_comm.train.parallel import DataParallel, clip_
+from moe_comm.train.optim import learning_rate
+from moe_comm.train.parallel import clip_
 from moe_comm.train.parallel.equal_weights import check_equal_weights
 from moe_comm.train.pipeline.batch import MicroBatch
-from moe_comm.train.pipeline.runner import Runner
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.agreement import Agreement, StepSummary
-from moe_comm.train.resilience.guard import DAMAGED_TRIES, FaultSink, History, StepDecision, StepGuard
+from moe_comm.train.resilience.guard import DAMAGED_TRIES, FaultSink, StepDecision, StepGuard
 
 STOP_REASONS = ("interrupted", "time limit")
 ACTION_TEXT = {"stop": "; the run ends", "skip": "; the step is skipped"}
@@ -61,54 +59,6 @@ class Feed(Protocol):
     def train(self, step: int) -> StepBatch: ...
 
     def validation(self, count: int) -> Iterable[StepBatch]: ...
-
-
-class Saver(Protocol):
-    """Saves the state of a run during training."""
-
-    def wait_staged(self) -> float:
-        """Wait until the weights are copied and can be changed; return the seconds waited."""
-        ...
-
-    def save(self, step: int) -> None:
-        """Save the state after ``step`` steps."""
-        ...
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The model on this rank, and the objects that train it. ``build`` constructs it.
-
-    Attributes:
-        stages: pipeline stages of this rank.
-        moe_names: names of the MoE layers of the whole model.
-        flops_per_token: forward and backward FLOPs per token of the whole model.
-        peak_flops: matrix-product FLOP/s of all ranks together; None if not measured.
-        placements: the ranks of the experts of each layer.
-        history: loss and gradient norm of the last updates, for spike detection. It is saved in checkpoints.
-    """
-
-    mesh: ParallelMesh
-    stages: list[nn.Module]
-    data_parallel: DataParallel
-    optimizer: Optimizer
-    runner: Runner
-    moe_names: tuple[str, ...]
-    num_experts: int
-    top_k: int
-    flops_per_token: float
-    placements: ExpertPlacements
-    peak_flops: float | None = None
-    history: History = field(default_factory=History)
-
-    def close(self) -> None:
-        """Release process groups, threads and shared memory. Collective."""
-        self.optimizer.wait_state()
-        self.data_parallel.finish()
-        self.data_parallel.close()
-        for stage in self.stages:
-            stage.close()  # type: ignore[operator]
-        self.runner.close()
 
 
 @dataclass
@@ -142,7 +92,7 @@ class Trainer:
         feed: Feed,
         ranks: Ranks,
         *,
-        saver: Saver | None = None,
+        saver: RunSaver | None = None,
         sinks: Sequence[MetricsSink] = (),
         hooks: Sequence[StepHook] = (),
         progress: Progress | None = None,

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,19 +42,13 @@ class FaultOnPurpose(RuntimeError):
     """Raised by the ``raise_*`` faults. It is not a ``MoeCommError``, because it simulates an error in user code."""
 
 
-class CheckpointSaver(Protocol):
-    """The part of ``RunSaver`` that completes pending checkpoints."""
-
-    def finish(self) -> None: ...
-
-
 class Injector(StepHook):
     """Injects the faults of ``[faults]``. Every rank of a run creates one. Collective.
 
     Args:
         stages: this rank's stages of the model.
         corpus: its ``batch_of`` raises for ``raise_thread``.
-        saver: saver of the checkpoints.
+        finish_saves: waits for the checkpoint in progress.
         run: folder of the run.
 
     Raises:
@@ -66,7 +60,7 @@ class Injector(StepHook):
         config: TrainConfig,
         stages: Sequence[nn.Module],
         corpus: Any,
-        saver: CheckpointSaver,
+        finish_saves: Callable[[], None],
         ranks: Ranks,
         run: Path,
     ) -> None:
@@ -76,7 +70,7 @@ class Injector(StepHook):
         # The other ranks read the file only after this broadcast.
         self._attempt = int(ranks.broadcast_text(str(next_attempt(run)) if ranks.is_first else ""))
         self._plan = FaultPlan.of(config.faults.plan, config.faults.seed, ranks.rank, ranks.world, self._attempt)
-        self._seed, self._ranks, self._run, self._saver = config.faults.seed, ranks, run, saver
+        self._seed, self._ranks, self._run, self._finish_saves = config.faults.seed, ranks, run, finish_saves
         self._stages = stages
         self._layers = [layer for stage in stages for _, layer in moe_layers(stage)]
         kinds = {fault.kind for fault in self._plan.faults}
@@ -246,7 +240,7 @@ class Injector(StepHook):
 
     def _damage(self, due: DueFault) -> None:
         """Damage the newest checkpoint. If there is none, ``due`` remains pending."""
-        self._saver.finish()
+        self._finish_saves()
         rng = random.Random(f"{self._seed} {due.key}")
         path = fault_actions.choose_file(self._run / "checkpoints", due.fault.kind, rng)
         if path is not None:

@@ -16,8 +16,8 @@ from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.watch.graph import SLOW_KINDS
 from moe_comm.runtime.watch.status_table import Phase, StatusTable
+from moe_comm.train import run as run_training
 from moe_comm.train.hooks import StepHook
-from moe_comm.train.loop.job import run_config
 from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience import watching
@@ -30,7 +30,7 @@ from tests.train.common import config_of, session, write_text
 def run(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
     """Return the folder of the run, and the error that ended it."""
     try:
-        return str(run_config(None, settings).folder), ""
+        return str(run_training(None, settings).folder), ""
     except (PeerError, CheckpointError) as error:
         return "", "\n".join([str(error), *getattr(error, "__notes__", [])])
 
