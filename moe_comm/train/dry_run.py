@@ -37,7 +37,7 @@ from moe_comm.train.loop.build import (
     overlaps_experts,
     stage_plan,
 )
-from moe_comm.train.optim.muon import takes
+from moe_comm.train.optim.optimizers import takes
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.sections import OptimizerOptions, Strategy

@@ -24,7 +24,7 @@ from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import load
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
-from moe_comm.train.parallel.replicate import clear_gradient, compute_in
+from moe_comm.train.parallel.zero import clear_gradient, compute_in
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Accumulation
 from tests.layers.tiny import BY_WEIGHT, TINY

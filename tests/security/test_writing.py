@@ -46,7 +46,7 @@ ALLOWED = {
     "train/data/tokenfile.py": "names in the cache",
     "train/loop/run_folder.py": "names in the run folder",
     "train/ranks.py": "a new file with a random name",
-    "train/resilience/fault_actions.py": "a fault on purpose",
+    "train/resilience/inject.py": "a fault on purpose",
 }
 """Files with other calls, and why these follow no link."""
 

@@ -1,10 +1,9 @@
 """Checkpoints: asynchronous, atomic, with checksums and without pickle, and loadable on any other mapping."""
 
-from moe_comm.train.checkpoint.entries import Entry
+from moe_comm.train.checkpoint.entries import Entry, restore_rng, rng_state
 from moe_comm.train.checkpoint.folder import latest
 from moe_comm.train.checkpoint.loading import Loaded, load
 from moe_comm.train.checkpoint.reader import CheckpointReader, read_tensor
-from moe_comm.train.checkpoint.rng import restore_rng, rng_state
 from moe_comm.train.checkpoint.saving import Checkpointer, SaveReport
 
 __all__ = [

@@ -4,16 +4,20 @@
                                                                     tp 0: boxes [0..F/2], [F..3F/2]
                                                                     tp 1: boxes [F/2..F], [3F/2..2F]
 
-A checkpoint contains global tensors as boxes. So every mapping can load what any other mapping has saved.
+A checkpoint contains global tensors as boxes. So every mapping can load what any other mapping has saved. The state of
+random number generators belongs to one rank.
 """
 
 from __future__ import annotations
 
+import base64
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -115,3 +119,45 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 
 def _full_slices(shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(0, length) for length in shape)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of torch's CPU generator, of the current GPU's if it is in use, and of Python's."""
+    state: dict[str, Any] = {"torch": _text(torch.get_rng_state())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    version, words, gauss = random.getstate()
+    state["python"] = [version, list(words), gauss]
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set the generators to the result of ``rng_state``.
+
+    Raises:
+        CheckpointError: ``state`` has another format.
+    """
+    try:
+        version, words, gauss = state["python"]
+        restored, cuda = _tensor(state["torch"]), state.get("cuda")
+        if gauss is not None and not isinstance(gauss, float):
+            raise ValueError("the cached number of Python's gauss() must be a float or null")
+        previous = random.getstate()
+        random.setstate((version, tuple(words), gauss))
+        try:
+            torch.set_rng_state(restored)
+        except (TypeError, RuntimeError):
+            random.setstate(previous)
+            raise
+        if cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_tensor(cuda))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"not a state of random number generators: {type(error).__name__}: {error}") from None
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

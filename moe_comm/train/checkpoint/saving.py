@@ -42,8 +42,7 @@ from moe_comm.train.checkpoint.exchange import (
     run_torch,
 )
 from moe_comm.train.checkpoint.loading import Loaded, load
-from moe_comm.train.checkpoint.planner import EntryPlanner, SaveRequest
-from moe_comm.train.checkpoint.staging import Stager
+from moe_comm.train.checkpoint.planner import EntryPlanner, SaveRequest, Stager
 from moe_comm.train.checkpoint.storage import CheckpointStorageWriter
 
 _log = logging.getLogger(__name__)

@@ -2,10 +2,10 @@ from moe_comm.train.data.batches import (
     Batch as Batch,
     Corpus as Corpus,
     GlobalBatch as GlobalBatch,
+    Prefetch as Prefetch,
     Statistics as Statistics,
 )
 from moe_comm.train.data.packing import IGNORE as IGNORE
-from moe_comm.train.data.prefetch import Prefetch as Prefetch
 from moe_comm.train.data.preparation import (
     prepare as prepare,
     prepare_all as prepare_all,

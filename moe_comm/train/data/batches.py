@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from moe_comm.errors import ConfigError
 from moe_comm.train.data.packing import Contiguous, Packing, TokenRange, make_packing, read_row
-from moe_comm.train.data.sampler import Mixture, SampledSource, Sampler, SequenceIndices
+from moe_comm.train.data.sampler import SampledSource, Sampler, SequenceIndices
 from moe_comm.train.data.settings import CorpusSettings
 from moe_comm.train.data.tokenfile import Ints, TokenFile, open_tokens
 from moe_comm.train.data.tokenizer import ByteTokenizer, Tokenizer, copy_tokenizer, load_tokenizer
@@ -358,4 +359,48 @@ def _split(file: TokenFile, name: str, settings: CorpusSettings) -> tuple[TokenR
     return TokenRange(file, 0, cut), TokenRange(file, cut, total)
 
 
-__all__ = ["Batch", "Corpus", "GlobalBatch", "Mixture", "Statistics", "entropy"]
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """Calls ``load(step + 1)`` in a thread while the caller works on ``step``.
+
+        with Prefetch(load, last=steps) as data:
+            for step in range(first, steps):
+                batches = data.get(step)
+
+    Args:
+        load: returns the data of a step. It is called in one thread, never concurrently.
+        last: stop before this step.
+    """
+
+    def __init__(self, load: Callable[[int], T], last: int) -> None:
+        self._load = load
+        self._last = last
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._next: tuple[int, Future[T]] | None = None
+
+    def get(self, step: int) -> T:
+        """Return the data of ``step``, or raise the error of ``load``."""
+        if self._next is None or self._next[0] != step:
+            self._drop()
+            self._next = (step, self._pool.submit(self._load, step))
+        result = self._next[1].result()
+        self._next = (step + 1, self._pool.submit(self._load, step + 1)) if step + 1 < self._last else None
+        return result
+
+    def close(self) -> None:
+        """End the thread, after the load in progress."""
+        self._drop()
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Prefetch[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop(self) -> None:
+        if self._next is not None:
+            self._next[1].cancel()
+            self._next = None

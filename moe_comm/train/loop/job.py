@@ -35,18 +35,22 @@ from moe_comm.train import config as configuration
 from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
-from moe_comm.train.hooks import StepHook
+from moe_comm.train.hooks import CollapseHint, PlannedCollections, StepHook
 from moe_comm.train.loop.build import DTYPES, TrainState, architecture_of, build
-from moe_comm.train.loop.collapse_hint import CollapseHint
-from moe_comm.train.loop.ending import draw_sample, export_hint, export_model, save_last_checkpoint, summary_text
+from moe_comm.train.loop.ending import (
+    draw_sample,
+    export_hint,
+    export_model,
+    restored_handler,
+    save_last_checkpoint,
+    stop_on_signals,
+    summary_text,
+)
 from moe_comm.train.loop.feed import CorpusFeed
-from moe_comm.train.loop.garbage_collection import PlannedCollections
-from moe_comm.train.loop.nonblocking_sink import NonblockingSink
 from moe_comm.train.loop.progress import Progress, make_progress
-from moe_comm.train.loop.recording import Recording
+from moe_comm.train.loop.recording import NonblockingSink, Recording
 from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import RunSaver
-from moe_comm.train.loop.signals import restored_handler, stop_on_signals
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.loop.trial import trial_seconds
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, PlacementsSink, TensorBoardSink

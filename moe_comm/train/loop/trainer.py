@@ -34,11 +34,10 @@ from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
 from moe_comm.train.optim import learning_rate
 from moe_comm.train.parallel import clip_
-from moe_comm.train.parallel.equal_weights import check_equal_weights
+from moe_comm.train.parallel.norm import check_equal_weights
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience.agreement import Agreement, StepSummary
-from moe_comm.train.resilience.guard import DAMAGED_TRIES, FaultSink, StepDecision, StepGuard
+from moe_comm.train.resilience.guard import DAMAGED_TRIES, Agreement, FaultSink, StepDecision, StepGuard, StepSummary
 
 STOP_REASONS = ("interrupted", "time limit")
 ACTION_TEXT = {"stop": "; the run ends", "skip": "; the step is skipped"}

@@ -1,15 +1,11 @@
-from moe_comm.train.optim.base import (
-    Optimizer as Optimizer,
-    learning_rate as learning_rate,
-)
-from moe_comm.train.optim.elementwise import (
+from moe_comm.train.optim.optimizers import (
+    LAMB as LAMB,
     SGD as SGD,
     AdamW as AdamW,
-)
-from moe_comm.train.optim.factory import make_optimizer as make_optimizer
-from moe_comm.train.optim.lamb import LAMB as LAMB
-from moe_comm.train.optim.muon import (
     Muon as Muon,
+    Optimizer as Optimizer,
+    learning_rate as learning_rate,
+    make_optimizer as make_optimizer,
     newton_schulz as newton_schulz,
 )
 from moe_comm.train.sections import OptimizerOptions as OptimizerOptions

@@ -43,7 +43,7 @@ from moe_comm.topology import ParallelMesh, shard_slice
 from moe_comm.train.parallel.bucket_schedule import Transfers, blocks_of
 from moe_comm.train.parallel.fsdp_collectives import UnitCollectives, UnitGroups
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype, named_parameters
-from moe_comm.train.parallel.replicate import compute_in
+from moe_comm.train.parallel.zero import compute_in
 
 DENSE_AXES = ("cp", "dp")
 EXPERT_AXES = ("edp",)

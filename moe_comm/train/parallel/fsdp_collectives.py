@@ -25,8 +25,7 @@ from moe_comm.layers.parallel.collectives import channel_of, scatter_sum
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_rank import group_of
-from moe_comm.train.parallel.bucket_schedule import Lane
-from moe_comm.train.parallel.transfer_thread import Transfer
+from moe_comm.train.parallel.bucket_schedule import Lane, Transfer
 
 # Newer versions of torch renamed the functions and warn about the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -23,9 +23,9 @@ from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.relocation import MovedStack, RowMoves, moved_state
 from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import EXPERT_AXES, Placement
+from moe_comm.train.parallel.bucket_schedule import Transfer
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
-from moe_comm.train.parallel.transfer_thread import Transfer
 
 _STAGE = EXPERT_AXES[:-1]
 

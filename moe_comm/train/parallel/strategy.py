@@ -31,13 +31,11 @@ from moe_comm.layers.data_parallel import expert_modules
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.topology import ParallelMesh, Sharding
-from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Lane, Transfers
+from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Lane, Transfer, Transfers, TransferThread
 from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitRanks, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
-from moe_comm.train.parallel.replicate import ReplicatedParameters
-from moe_comm.train.parallel.transfer_thread import Transfer, TransferThread
-from moe_comm.train.parallel.zero import ZeroParameters
+from moe_comm.train.parallel.zero import ReplicatedParameters, ZeroParameters
 from moe_comm.train.sections import DataParallelOptions
 
 LANES = 2

@@ -28,8 +28,15 @@ from moe_comm.topology import ParallelMesh
 from moe_comm.topology.pipeline import StagePlan, check_micro_batches, find_schedule
 from moe_comm.train.parallel.strategy import DataParallel
 from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
-from moe_comm.train.pipeline.stage import PairedForward, Stage, StageContext, check_output
-from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
+from moe_comm.train.pipeline.stage import (
+    ACTIVATIONS,
+    PairedForward,
+    Stage,
+    StageContext,
+    Transfers,
+    between,
+    check_output,
+)
 
 
 class Runner(Protocol):

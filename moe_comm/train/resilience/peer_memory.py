@@ -45,8 +45,7 @@ from moe_comm.topology.buddies import buddies
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience.find_snapshot import SnapshotSearch
-from moe_comm.train.resilience.persistent_state import SnapshotLayout, run_id
+from moe_comm.train.resilience.persistent_state import SnapshotLayout, SnapshotSearch, run_id
 
 STATE_BYTES = 64 << 10
 """Minimum room for the JSON after the tensors."""

@@ -13,8 +13,8 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
 from moe_comm.train import run
+from moe_comm.train.hooks import PlannedCollections
 from moe_comm.train.loop import job
-from moe_comm.train.loop.garbage_collection import PlannedCollections
 from moe_comm.train.metrics import NO_LOAD, StepReport, StepTimes
 from tests.pool import RankPool
 from tests.train.common import session

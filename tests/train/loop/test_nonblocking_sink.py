@@ -13,8 +13,8 @@ import pytest
 
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
 from moe_comm.train import RunResult, run
-from moe_comm.train.loop import job, nonblocking_sink
-from moe_comm.train.loop.nonblocking_sink import NonblockingSink
+from moe_comm.train.loop import job, recording as nonblocking_sink
+from moe_comm.train.loop.recording import NonblockingSink
 from moe_comm.train.metrics import NO_LOAD, StepReport, StepTimes
 from tests.pool import RankPool
 from tests.train.common import session, write_text

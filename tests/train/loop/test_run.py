@@ -24,11 +24,10 @@ from moe_comm.errors import ConfigError, MissingDependency, NonFiniteLoss, RankM
 from moe_comm.train import RunResult, run
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
-from moe_comm.train.loop import signals
+from moe_comm.train.loop import ending as signals
 from moe_comm.train.loop.build import TrainState
-from moe_comm.train.loop.export import export_run
+from moe_comm.train.loop.export import continue_text, export_run, load_model
 from moe_comm.train.loop.progress import Progress, make_progress
-from moe_comm.train.loop.sample import continue_text, load_model
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import JsonlSink, StepReport
 from tests.pool import RankPool

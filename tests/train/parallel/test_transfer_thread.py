@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import MoeCommError
-from moe_comm.train.parallel.transfer_thread import TransferThread
+from moe_comm.train.parallel.bucket_schedule import TransferThread
 
 X = torch.arange(3.0)
 DEADLINE_S = 60.0

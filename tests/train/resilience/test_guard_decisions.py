@@ -12,8 +12,7 @@ import torch
 from moe_comm.errors import CheckpointError, UnsettledStep
 from moe_comm.observe.records import FaultRecord
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience.agreement import StepSummary
-from moe_comm.train.resilience.guard import History, StepDecision, StepDigest, StepGuard
+from moe_comm.train.resilience.guard import History, StepDecision, StepDigest, StepGuard, StepSummary
 from moe_comm.train.sections import GuardSection
 
 SPIKES = GuardSection(window=2, norm_spike=5, on_spike="rerun")

@@ -17,7 +17,7 @@ from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultR
 from moe_comm.train import run
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
-from moe_comm.train.resilience import fault_actions
+from moe_comm.train.resilience import inject as fault_actions
 from moe_comm.train.resilience.inject import Injector
 from tests.pool import RankPool
 

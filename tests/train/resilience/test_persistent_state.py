@@ -14,7 +14,7 @@ from moe_comm.runtime.persistent_memory import LauncherProcess, PersistentMemory
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience import find_snapshot, peer_memory
+from moe_comm.train.resilience import peer_memory, persistent_state as find_snapshot
 from moe_comm.train.resilience.peer_memory import PeerSnapshots, SnapshotStats
 from moe_comm.train.resilience.persistent_state import run_id, runs_in_memory
 from tests.pool import RankPool
