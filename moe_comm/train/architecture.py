@@ -22,11 +22,7 @@ NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6, "olmoe": 1e-5, "deepseek_v3": 1e
 
 
 def transformer_config(section: ModelSection, vocab: int, seq_len: int) -> TransformerConfig:
-    """Return the model of ``section`` with ``vocab`` embedding rows and sequences of up to ``seq_len`` tokens.
-
-    Raises:
-        ConfigError: contradicting settings.
-    """
+    """Return the model of ``section`` with ``vocab`` embedding rows and sequences of up to ``seq_len`` tokens."""
     eps = NORM_EPS[section.family]
     return TransformerConfig(
         vocab=vocab,

@@ -96,10 +96,6 @@ def describe(config: TrainConfig) -> str:
     """Return the model, mapping and memory of ``config`` as plain text.
 
     With ``parallel.auto``, the mapping is planned for ``parallel.machine``, and the first line explains it.
-
-    Raises:
-        ConfigError: the model cannot be built, the batch cannot be split over the ranks, or ``parallel.auto`` is set
-            without ``parallel.machine``.
     """
     line = ""
     if config.parallel.auto:
@@ -112,11 +108,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def examine(config: TrainConfig) -> DryRun:
-    """Build all pipeline positions of ``config`` on the meta device, and compute the memory of all ranks.
-
-    Raises:
-        ConfigError: as ``describe``, or a process group is already initialized.
-    """
+    """Build all pipeline positions of ``config`` on the meta device, and compute the memory of all ranks."""
     if dist.is_initialized():
         raise ConfigError("a dry run requires one process without a process group; start it without torchrun")
     mapping = config.parallel.mapping(config.parallel.ranks)
@@ -164,11 +156,7 @@ def _vocab(config: TrainConfig) -> int | None:
 
 
 def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
-    """Return the maximum number of tokens per rank in a micro-batch.
-
-    Raises:
-        ConfigError: a data-parallel rank would get no sequence, or sequences cannot be split over the ranks.
-    """
+    """Return the maximum number of tokens per rank in a micro-batch."""
     data = config.data
     rows = data.batch // data.micro_batches
     if rows < mapping.dp:
@@ -224,7 +212,7 @@ def _activations(
     saved = sum(peak_saved(estimate, contents, in_flight, split_bytes))
     recomputed = max(estimate.recomputed(content.dense, content.moe) for content in contents)
     losses = (n if parallel.schedule == "gpipe" and plan.pp > 1 else interleaved) if plan.is_last(stages[-1]) else 0
-    if model.recompute == "full":  # layers are recomputed in turns
+    if model.recompute == "full":  # layers of interleaved micro-batches are recomputed together
         recomputed *= interleaved
     return round(tokens * (interleaved * saved + recomputed)) + losses * estimate.loss(tokens)
 

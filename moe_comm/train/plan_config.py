@@ -3,7 +3,8 @@
 ``train_config`` writes a planned model and mapping as a training configuration, and checks that the trainer would build
 a model of the same shape. Where the trainer deviates from the plan (``differences``), the file has a comment.
 
-The planner runs without the packages of the extra "train", so functions import the modules that require them.
+The planner runs without the packages of the extra "train", so functions import the modules that require them. Models
+and settings that the trainer does not support raise ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -34,10 +35,6 @@ def model_named(text: str) -> ModelShape:
     """Return the model called ``text``, as ``moe_plan.model.files.model_named``.
 
     ``text`` may also be a ``.toml`` or ``.json`` configuration of ``moe-comm train``, or the name of a preset.
-
-    Raises:
-        ConfigError: unknown model, or a file that is unreadable, incomplete or contradictory.
-        MissingDependency: a configuration of ``moe-comm train`` without the packages of the extra "train".
     """
     name = text.strip()
     if name.lower() in files.MODELS:
@@ -81,9 +78,6 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
     """Return the training configuration of a plan as TOML: ``candidate``'s mapping, ``request``'s model and batch.
 
     The configuration can be trained unchanged; it uses text that is shipped with Python.
-
-    Raises:
-        ConfigError: the trainer does not support the model or the dtype.
     """
     from moe_comm.train.config import TrainConfig  # pydantic, of an optional extra
 

@@ -354,11 +354,7 @@ class PlacementSection(Section):
         return self
 
     def first(self, num_experts: int, world: int, layers: int) -> Placement:
-        """Return the placement of the first step on ``world`` ranks, for each MoE layer. ``layers``: those of a rank.
-
-        Raises:
-            ConfigError: more slots than experts of other ranks, or rematerialization does not save memory.
-        """
+        """Return the placement of the first step on ``world`` ranks. ``layers``: number of MoE layers of a rank."""
         first = Placement.contiguous(num_experts, world)
         if self.kind != "replicate" or world == 1:
             return first

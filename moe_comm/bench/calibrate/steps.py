@@ -32,7 +32,8 @@ from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.loop.build import architecture_of, build
-from moe_comm.train.loop.trainer import StepBatch, Trainer
+from moe_comm.train.loop.feed import StepBatch
+from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.ranks import Ranks
 from moe_plan.machine.hardware import Cluster

@@ -54,7 +54,7 @@ from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.loop.build import architecture_of, build_stages
 from moe_comm.train.loop.job import open_corpus
-from moe_comm.train.loop.trial import trial_seconds
+from moe_comm.train.loop.trainer import trial_seconds
 from moe_comm.train.metrics import StepTimes
 from moe_comm.train.ranks import Ranks
 from moe_plan.machine.hardware import Cluster

@@ -92,9 +92,6 @@ def resolve_parallel(
         earlier: called on rank 0; returns the configuration of the run that is resumed, if any. Its settings are kept
             if they fit the number of ranks and the given keys.
         step_seconds: measures steps, see ``parallel.trials``.
-
-    Raises:
-        ConfigError: raised on all ranks: no mapping satisfies the given keys, runs and fits memory.
     """
     kept = json.loads(ranks.run_on_first(lambda: json.dumps(_kept(config, earlier(), ranks.world))))
     if kept is not None:
@@ -138,11 +135,7 @@ def _slowest_median(seconds: Sequence[float], ranks: Ranks) -> float:
 
 
 def described(config: TrainConfig, world: int) -> Cluster:
-    """Return ``world`` ranks of the machine that ``parallel.machine`` names or describes.
-
-    Raises:
-        ConfigError: ``parallel.machine`` is not set, unknown or invalid.
-    """
+    """Return ``world`` ranks of the machine that ``parallel.machine`` names or describes."""
     if config.parallel.machine is None:
         raise ConfigError(
             "parallel.auto measures the ranks when a run starts; set parallel.machine to plan without them"
@@ -151,11 +144,7 @@ def described(config: TrainConfig, world: int) -> Cluster:
 
 
 def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> ParallelChoice:
-    """Return the fastest parallel settings of ``config`` on all ranks of ``cluster``.
-
-    Raises:
-        ConfigError: no mapping satisfies the given keys, runs and fits memory.
-    """
+    """Return the fastest parallel settings of ``config`` on all ranks of ``cluster``."""
     request = PlanRequest(
         shape,
         cluster,
@@ -222,11 +211,7 @@ def workload(config: TrainConfig, shape: ModelShape) -> Workload:
 
 
 def search_space(config: TrainConfig) -> SearchSpace:
-    """Return the mappings that satisfy the given keys of ``config``. Micro-batches and recomputation are not chosen.
-
-    Raises:
-        ConfigError: ``parallel.stage_layers`` is set without ``parallel.pp``.
-    """
+    """Return the mappings that satisfy the given keys of ``config``. Micro-batches and recomputation are not chosen."""
     parallel, given = config.parallel, _given(config.parallel)
     if parallel.stage_layers is not None and "pp" not in given:
         raise ConfigError("parallel.auto: stage_layers requires pp, because it has the layers of each stage")
@@ -277,11 +262,7 @@ def _degrees_with_slots(config: TrainConfig, shape: ModelShape, world: int) -> t
 
 
 def resolved(config: TrainConfig, world: int, settings: Table[str, Any]) -> TrainConfig:
-    """Return ``config`` with ``settings`` in [parallel] and without "auto".
-
-    Raises:
-        ConfigError: the settings contradict each other or the configuration.
-    """
+    """Return ``config`` with ``settings`` in [parallel] and without "auto"."""
     parallel = config.parallel.model_dump(exclude={"auto", "machine", "trials"}) | dict(settings) | {"ranks": world}
     tree = config.model_dump() | {"parallel": parallel}
     try:

@@ -87,9 +87,6 @@ def measure_cluster(ranks: Ranks, shape: ModelShape, dtype: str, tokens: int, de
         dtype: "fp32" or "bf16", as in ``Workload``.
         tokens: tokens of a micro-batch on a rank.
         device: "cpu" or "cuda".
-
-    Raises:
-        PeerDied, PeerTimeout, RuntimeError: a rank failed or did not respond.
     """
     ranks.barrier()
     rates = json.dumps(asdict(_measure_rank(shape, dtype, tokens, device)))

@@ -95,12 +95,7 @@ class Entry:
 
 
 def check_loadable(name: object, entry: Entry) -> None:
-    """Check that a checkpoint with ``entry`` under ``name`` can be loaded.
-
-    Raises:
-        TypeError: ``name`` is not a string.
-        ValueError: ``name`` has half of a surrogate pair, or the product of the lengths exceeds 63 bits.
-    """
+    """Check that a checkpoint with ``entry`` under ``name`` can be loaded."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a tensor must be a string; got {shown(name)}")
     try:
@@ -132,11 +127,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set the generators to the result of ``rng_state``.
-
-    Raises:
-        CheckpointError: ``state`` has another format.
-    """
+    """Set the generators to the result of ``rng_state``."""
     try:
         version, words, gauss = state["python"]
         restored, cuda = _tensor(state["torch"]), state.get("cuda")

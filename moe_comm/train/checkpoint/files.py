@@ -110,9 +110,6 @@ def write_parts(path: Path, parts: Sequence[NamedTensor], note: Mapping[str, str
 
     Returns:
         The file's digest, and the offset of each part's data in the file.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": dict(note)}
     starts = [0] * len(parts)
@@ -142,11 +139,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> FileDigest:
-    """Write ``value`` as a new JSON file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write ``value`` as a new JSON file."""
     with HashedFile(path) as file:
         # No final newline: a file truncated by it would still be valid.
         file.write(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
@@ -154,11 +147,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> FileDigest:
 
 
 def parse_json(content: bytes, what: str) -> dict[str, Any]:
-    """Parse a JSON object; see ``untrusted.parse_object``.
-
-    Raises:
-        CheckpointError: it is invalid.
-    """
+    """Parse a JSON object; see ``untrusted.parse_object``."""
     try:
         return untrusted.parse_object(content)
     except ValueError as error:
@@ -170,11 +159,7 @@ def sha256(content: bytes) -> str:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Return size and hash of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return size and hash of a file."""
     digest = hashlib.sha256()
     size = 0
     buffer = memoryview(bytearray(BLOCK))

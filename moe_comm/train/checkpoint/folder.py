@@ -90,9 +90,6 @@ def complete_checkpoints(folder: Path, *, lenient: bool) -> list[CompleteCheckpo
 
     Args:
         lenient: skip checkpoints with a damaged marker, or that cannot be read, instead of raising.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
     """
     checkpoints: dict[int, CompleteCheckpoint] = {}
     try:
@@ -125,11 +122,7 @@ def complete_checkpoints(folder: Path, *, lenient: bool) -> list[CompleteCheckpo
 
 
 def read_marker(path: Path) -> Marker:
-    """Return the completion marker of the checkpoint at ``path``.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """Return the completion marker of the checkpoint at ``path``."""
     what = f"{COMPLETE} of {path}"
     try:
         content = read_bounded(path / COMPLETE, MARKER_BYTES)
@@ -160,11 +153,7 @@ def create_partial(folder: Path, step: int) -> Path:
 
 
 def check_version(folder: Path, step: int) -> None:
-    """Check that a save of ``step`` would not replace a checkpoint of another version of the format.
-
-    Raises:
-        CheckpointError: it would.
-    """
+    """Check that a save of ``step`` would not replace a checkpoint of another version of the format."""
     path = step_path(folder, step)
     for saved in (path, _replaced(path)):
         try:
@@ -176,12 +165,7 @@ def check_version(folder: Path, step: int) -> None:
 
 
 def complete(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
-    """Complete the files in the ``.partial`` folder of ``step`` with manifest and marker, and return the folder.
-
-    Raises:
-        OSError: they cannot be written.
-        CheckpointError: the sequence numbers are exhausted.
-    """
+    """Complete the files in the ``.partial`` folder of ``step`` with manifest and marker, and return the folder."""
     partial = partial_path(folder, step)
     listed = {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())}
     manifest = write_json(partial / MANIFEST, {"version": VERSION, "files": listed})
@@ -199,11 +183,7 @@ def complete(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Make the complete ``.partial`` folder of ``step`` the newest checkpoint.
-
-    Raises:
-        OSError: it cannot be renamed; the earlier checkpoints are unchanged.
-    """
+    """Make the complete ``.partial`` folder of ``step`` the newest checkpoint."""
     partial, path = partial_path(folder, step), step_path(folder, step)
     old = _replaced(path)
     if (path / COMPLETE).exists():

@@ -8,6 +8,7 @@ metadata.json:
                                                                                   [1, 104, [4, 0], [4, 4]]]}}}
 
 A part consists of the number of its file, the offset of its data in the file, and offsets and lengths of its box.
+An invalid file raises ``CheckpointError``.
 """
 
 from __future__ import annotations
@@ -82,11 +83,7 @@ def encode(saved: CheckpointContent) -> dict[str, Any]:
 
 
 def decode(value: Mapping[str, Any], files: Mapping[str, FileDigest], what: str) -> CheckpointContent:
-    """Parse metadata.json and check it against the files in the manifest.
-
-    Raises:
-        CheckpointError: it is invalid; ``what`` names the file.
-    """
+    """Parse metadata.json and check it against the files in the manifest."""
     try:
         names = [_checked_name(name, files) for name in value["files"]]
         free_bytes = {name: files[name].size for name in names}
@@ -161,11 +158,7 @@ def _checked_name(name: object, files: Mapping[str, FileDigest]) -> str:
 
 
 def digests(value: Mapping[str, Any], what: str) -> dict[str, FileDigest]:
-    """Return the files in manifest.json.
-
-    Raises:
-        CheckpointError: it is invalid; ``what`` names the file.
-    """
+    """Return the files in manifest.json."""
     try:
         files = {
             name: FileDigest(_parse_numbers([entry["size"]])[0], str(entry["sha256"]))

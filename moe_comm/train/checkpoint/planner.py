@@ -198,12 +198,7 @@ def _write_items(name: str, entry: Entry) -> list[WriteItem]:
 
 
 def assign_writers(held: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
-    """Assign each box in ``held`` (items by rank) to one of its holders, with about equal numbers of bytes.
-
-    Raises:
-        CheckpointError: ranks have different shapes or dtypes of a tensor, a part of a tensor is on no rank, or parts
-            overlap without being equal.
-    """
+    """Assign each box in ``held`` (items by rank) to one of its holders, with about equal numbers of bytes."""
     holders: dict[tuple[str, Size, Size], dict[int, WriteItem]] = {}
     for rank, items in enumerate(held):
         for item in items:
@@ -290,11 +285,7 @@ class EntryLoader(DefaultLoadPlanner):
 
 
 def read_plan(name: str, entry: Entry, saved: TensorStorageMetadata) -> list[ReadItem]:
-    """Return the items to read from a saved tensor to fill ``entry``.
-
-    Raises:
-        CheckpointError: the checkpoint does not contain all of it.
-    """
+    """Return the items to read from a saved tensor to fill ``entry``."""
     items: list[ReadItem] = create_read_items_for_chunk_list(name, saved, entry.chunks())
     elements = sum(math.prod(item.lengths) for item in items)
     if elements != entry.tensor.numel():

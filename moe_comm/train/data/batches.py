@@ -274,13 +274,13 @@ class Corpus:
     def epochs(self) -> list[float]:
         """Fraction of an epoch of each source that one step takes."""
         mixture = self.sampler.mixture
-        rows_per_step = [self.settings.batch * turns / mixture.period for turns in mixture.turns]
+        rows_per_step = [self.settings.batch * draws / mixture.period for draws in mixture.draws]
         return [rows / packing.sequences for rows, packing in zip(rows_per_step, self._packings, strict=True)]
 
     def statistics(self) -> Statistics:
         """Return the statistics of the corpus."""
         mixture = self.sampler.mixture
-        shares = [turns / mixture.period for turns in mixture.turns]
+        shares = [draws / mixture.period for draws in mixture.draws]
         probability_V = np.zeros(self.vocab_size)
         bytes_per_token = 0.0
         for share, file in zip(shares, self.files, strict=True):

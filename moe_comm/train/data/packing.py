@@ -228,11 +228,7 @@ def make_packing(
 
 
 def read_row(packing: Packing, index: int) -> Row:
-    """Return sequence ``index`` of ``packing``; only padding for -1.
-
-    Raises:
-        CorruptFile: the tokens do not match their checksum.
-    """
+    """Return sequence ``index`` of ``packing``; only padding for -1."""
     seq_len, token_range = packing.seq_len, packing.token_range
     row = _padding(seq_len, token_range.file.end_of_text)
     segments = packing.segments(index) if index >= 0 else []

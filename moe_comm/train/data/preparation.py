@@ -94,12 +94,7 @@ def prepare(
 
 
 def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -> Tokenizer:
-    """Return the tokenizer of ``settings``. A trained one is cached.
-
-    Raises:
-        ConfigError: its file cannot be used.
-        MissingDependency: the tokenizers library is not installed.
-    """
+    """Return the tokenizer of ``settings``. A trained one is cached."""
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
     if settings.tokenizer != "bpe":

@@ -69,9 +69,9 @@ class Permutation:
 class Mixture:
     """Alternates between sources. At any time, each source has had its share to within one sequence.
 
-    A turn takes one sequence from a source. The order of turns repeats after a period. In a period, the j-th turn of a
-    source with n turns is released at j * period / n and has the deadline (j + 1) * period / n. The earliest deadline
-    goes first, which meets all deadlines (Baruah et al., "Proportionate progress", Algorithmica 1996).
+    The order of sources repeats after a period. In a period, the j-th draw from a source with n draws is released at
+    j * period / n and has the deadline (j + 1) * period / n. The earliest deadline is first, which meets all deadlines
+    (Baruah et al., "Proportionate progress", Algorithmica 1996).
 
     Args:
         weights: positive. Shares are exact if they have a common denominator of at most 65536 (0.7 and 0.3 have 10).
@@ -79,11 +79,11 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.turns = _turns(weights)
-        self.period = sum(self.turns)
+        self.draws = _draws(weights)
+        self.period = sum(self.draws)
         self._source_P = np.empty(self.period, np.int64)
         # Released turns: (deadline, source, j). Pending turns: (release, deadline, source, j).
-        pending = [(0, math.ceil(Fraction(self.period, n)), s, 0) for s, n in enumerate(self.turns)]
+        pending = [(0, math.ceil(Fraction(self.period, n)), s, 0) for s, n in enumerate(self.draws)]
         ready: list[tuple[int, int, int]] = []
         heapq.heapify(pending)
         for position in range(self.period):
@@ -92,10 +92,10 @@ class Mixture:
                 heapq.heappush(ready, (deadline, s, j))
             _, s, j = heapq.heappop(ready)
             self._source_P[position] = s
-            n, j = self.turns[s], j + 1
+            n, j = self.draws[s], j + 1
             if j < n:
                 heapq.heappush(pending, (j * self.period // n, -(-(j + 1) * self.period // n), s, j))
-        self._positions = [np.flatnonzero(self._source_P == s) for s in range(len(self.turns))]
+        self._positions = [np.flatnonzero(self._source_P == s) for s in range(len(self.draws))]
 
     def source(self, number_N: Ints) -> Ints:
         """Return the source of the sequences with these numbers."""
@@ -104,22 +104,22 @@ class Mixture:
     def count(self, source: int, number_N: Ints) -> Ints:
         """Return how many sequences before each number are from ``source``."""
         rounds, position = np.divmod(number_N, self.period)
-        result: Ints = rounds * self.turns[source] + np.searchsorted(self._positions[source], position)
+        result: Ints = rounds * self.draws[source] + np.searchsorted(self._positions[source], position)
         return result
 
 
-def _turns(weights: Sequence[float]) -> list[int]:
-    """Return the turns of each source in a period, in proportion to the weights."""
+def _draws(weights: Sequence[float]) -> list[int]:
+    """Return how many of every ``period`` sequences come from each source, in proportion to the weights."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PERIOD:
         return [int(share * period) for share in shares]
-    turns = [max(1, int(share * MAX_PERIOD)) for share in shares]
-    by_rest = sorted(range(len(shares)), key=lambda s: (turns[s] - shares[s] * MAX_PERIOD, s))
-    for s in by_rest[: max(0, MAX_PERIOD - sum(turns))]:
-        turns[s] += 1
-    return turns
+    draws = [max(1, int(share * MAX_PERIOD)) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda s: (draws[s] - shares[s] * MAX_PERIOD, s))
+    for s in by_rest[: max(0, MAX_PERIOD - sum(draws))]:
+        draws[s] += 1
+    return draws
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,7 @@ class Sampler:
         }
 
     def resume(self, state: dict[str, Any]) -> int:
-        """Return the step to continue with.
-
-        Raises:
-            ConfigError: the saved run used other data, or another order; the message names each difference.
-        """
+        """Return the step to continue with."""
         try:
             step = int(state["step"])
             current = self.state(step)

@@ -3,6 +3,9 @@
 A source is scanned once for the digest of its content. Then it is read in parts: a document longer than ``PART_CHARS``
 characters is split at line ends. So memory does not grow with the size of a file, and several processes can work on one
 file. The parts only depend on the text.
+
+A source that cannot be read raises ``ConfigError``, which names the file and line; Parquet without pyarrow raises
+``MissingDependency``.
 """
 
 from __future__ import annotations
@@ -68,12 +71,7 @@ class ScannedSource:
     skipped: tuple[tuple[Path, str], ...] = ()  # files of a folder or pattern that are not read, with the reason
 
     def parts(self) -> Iterator[TextPart]:
-        """Yield all non-empty documents in order.
-
-        Raises:
-            ConfigError: a line is not JSON, or a field is missing or not text; the message names file and line.
-            MissingDependency: Parquet without pyarrow.
-        """
+        """Yield all non-empty documents in order."""
         if self.spec.path == "pydoc":
             for topic in _pydoc():
                 yield from cut(topic)
@@ -88,12 +86,7 @@ class ScannedSource:
 
 
 def scan(spec: SourceSpec) -> ScannedSource:
-    """Find the files of ``spec`` and read them once for their digest.
-
-    Raises:
-        ConfigError: there are no files, a file cannot be read, or a single file is not UTF-8.
-        MissingDependency: there is a Parquet file, and pyarrow is not installed.
-    """
+    """Find the files of ``spec`` and read them once for their digest."""
     if spec.path == "pydoc":
         topics = _pydoc()
         digest = hashlib.blake2b("\0".join(topics).encode(), digest_size=16).hexdigest()
@@ -115,12 +108,7 @@ def scan(spec: SourceSpec) -> ScannedSource:
 
 
 def check_files(spec: SourceSpec) -> None:
-    """Find the files of ``spec`` without reading them.
-
-    Raises:
-        ConfigError: there are none.
-        MissingDependency: there is a Parquet file, and pyarrow is not installed.
-    """
+    """Find the files of ``spec`` without reading them."""
     if spec.path == "pydoc":
         return
     for path in _find(spec)[0]:

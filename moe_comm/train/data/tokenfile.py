@@ -62,9 +62,6 @@ def fresh_folder(final: Path) -> Iterator[Path]:
 
     If another process has created ``final`` in the meantime, that folder is used. Temporary folders of killed processes
     of this host are removed.
-
-    Raises:
-        ConfigError: the parent cannot be written, or the block raised an ``OSError``.
     """
     prefix = f".partial-{final.name}-{socket.gethostname()}-"
     folder = final.parent / f"{prefix}{os.getpid()}"

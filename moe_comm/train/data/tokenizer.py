@@ -261,9 +261,6 @@ def saved_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
 
     Args:
         follow: follow links, in a folder that the user has named.
-
-    Raises:
-        ConfigError: one of them is not a regular file, too large, or cannot be read; or is a link, unless ``follow``.
     """
     try:
         if not follow:
@@ -279,10 +276,6 @@ def copy_tokenizer(source: Path, folder: Path, *, follow: bool = False) -> None:
     """Copy the tokenizer saved in ``source`` into ``folder``. Other files of ``folder`` are not changed.
 
     follow: as in ``saved_files``.
-
-    Raises:
-        ConfigError: as ``saved_files``, or there is none.
-        OSError: ``folder`` is a link, or cannot be written.
     """
     files = saved_files(source, follow=follow)
     if not files:

@@ -73,11 +73,7 @@ class TrainState:
 
 
 def architecture_of(config: TrainConfig, vocab: int | None) -> TransformerConfig:
-    """Return the architecture of ``config`` for a tokenizer with ``vocab`` ids (None: unknown).
-
-    Raises:
-        ConfigError: the embedding has fewer rows than the tokenizer has ids, or settings contradict each other.
-    """
+    """Return the architecture of ``config`` for a tokenizer with ``vocab`` ids (None: unknown)."""
     if config.model.pretrained is not None:
         from moe_comm.integrations.hugging_face.architecture import from_hugging_face, read_config  # needs transformers
 
@@ -246,11 +242,7 @@ def build(
 
 @torch.no_grad()
 def read_pretrained(stage: Transformer, folder: Path, mesh: ParallelMesh) -> None:
-    """Load this rank's shards of a Hugging Face model's weights and router biases into ``stage``.
-
-    Raises:
-        ConfigError, InputError: the weights are missing or belong to another model.
-    """
+    """Load this rank's shards of a Hugging Face model's weights and router biases into ``stage``."""
     from moe_comm.integrations.hugging_face.architecture import read_config  # needs transformers
     from moe_comm.integrations.hugging_face.weights import HubFolder, hub_slices, read_shard  # needs transformers
 

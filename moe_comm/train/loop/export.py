@@ -1,6 +1,7 @@
 """Export a checkpoint to a folder that ``from_pretrained`` loads, and generate text with it.
 
-The export runs in one process, one tensor at a time.
+The export runs in one process, one tensor at a time. A damaged checkpoint raises ``CheckpointError``, a folder that
+cannot be used ``ConfigError``, and an architecture without a Hugging Face family ``UnsupportedModel``.
 """
 
 from __future__ import annotations
@@ -29,13 +30,7 @@ from moe_comm.train.loop.saver import MODEL
 
 
 def export_run(run: Path, out: Path) -> None:
-    """Export the newest checkpoint of the run folder ``run`` (or the checkpoint ``run``) to the new folder ``out``.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is corrupted.
-        ConfigError: ``run`` does not exist, its tokenizer cannot be read, or ``out`` is not empty.
-        UnsupportedModel: no Hugging Face family has this architecture.
-    """
+    """Export the newest checkpoint of the run folder ``run`` (or the checkpoint ``run``) to the new folder ``out``."""
     if not run.exists():
         raise ConfigError(f"there is no run or checkpoint at {run}")
     path = run if (run / "COMPLETE").exists() else latest(run / "checkpoints")
@@ -50,12 +45,7 @@ def export_run(run: Path, out: Path) -> None:
 
 
 def export_checkpoint(path: Path, out: Path) -> None:
-    """Write the weights of the checkpoint ``path`` to ``out`` in fp32, in the format of its model family.
-
-    Raises:
-        CheckpointError: the checkpoint is corrupted, or is not from a training run.
-        UnsupportedModel: no Hugging Face family has this architecture.
-    """
+    """Write the weights of the checkpoint ``path`` to ``out`` in fp32, in the format of its model family."""
     reader = CheckpointReader(path)
     try:
         config = TrainConfig.model_validate(tomllib.loads(reader.state["config"]))

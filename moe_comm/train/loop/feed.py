@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -13,8 +14,23 @@ from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.sequence import Documents, shard_sequence
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.data import Batch, Corpus, GlobalBatch, Prefetch
-from moe_comm.train.loop.trainer import StepBatch
 from moe_comm.train.pipeline.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's micro-batches of one step, and the number of targets over all ranks."""
+
+    micro: list[MicroBatch]
+    num_targets: int
+
+
+class Feed(Protocol):
+    """Source of batches. A batch depends only on its step."""
+
+    def train(self, step: int) -> StepBatch: ...
+
+    def validation(self, count: int) -> Iterable[StepBatch]: ...
 
 
 class CorpusFeed:

@@ -51,8 +51,7 @@ from moe_comm.train.loop.progress import Progress, make_progress
 from moe_comm.train.loop.recording import NonblockingSink, Recording
 from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import RunSaver
-from moe_comm.train.loop.trainer import Trainer
-from moe_comm.train.loop.trial import trial_seconds
+from moe_comm.train.loop.trainer import Trainer, trial_seconds
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, PlacementsSink, TensorBoardSink
 from moe_comm.train.ranks import Ranks, digest
 from moe_comm.train.resilience.attempts import AttemptLog, carry_over
@@ -142,13 +141,7 @@ def device_of_run() -> str:
 
 
 def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
-    """Open the text of ``config``. The first of the ranks that share a cache prepares it. Collective.
-
-    Raises:
-        ConfigError: raised on all ranks: the text or the tokenizer is invalid.
-        CorruptFile: raised on all ranks: a prepared file is corrupted.
-        RankMismatch: raised on all ranks: hosts with separate caches prepared different tokens.
-    """
+    """Open the text of ``config``. The first of the ranks that share a cache prepares it. Collective."""
     settings = config.data
     cache = Path(settings.cache).expanduser()
     first = ranks.first_with_folder(cache)

@@ -114,9 +114,6 @@ class ExpertPlacements:
 
         Returns:
             The decisions and what they moved; None if it is not time for decisions.
-
-        Raises:
-            RankMismatch, PeerDied, PeerTimeout: a switch failed.
         """
         if not self.active:
             return None
@@ -159,9 +156,6 @@ class ExpertPlacements:
             state: the state; None for a checkpoint without one.
             move: the loaded weights are those of the present placement and are moved. Otherwise they are those of the
                 saved one. Call ``DataParallel.publish`` afterwards.
-
-        Raises:
-            CheckpointError: the state is damaged on a rank; on every rank, before experts move.
         """
         loaded: list[_Saved | None] = []
 
@@ -232,11 +226,7 @@ class ExpertPlacements:
         return total
 
     def _read(self, state: object) -> _Saved | None:
-        """Return the placements and windows of ``state``; None if it is of another mapping.
-
-        Raises:
-            CheckpointError: the state is damaged.
-        """
+        """Return the placements and windows of ``state``; None if it is of another mapping."""
         if not isinstance(state, dict) or state.get("mapping") != str(self._mesh.config):
             return None
         try:

@@ -75,21 +75,13 @@ class RunFolder:
 
     @staticmethod
     def check(config: TrainConfig) -> None:
-        """Check, without writing, what ``make`` checks of the run to resume. Snapshots in memory are not known here.
-
-        Raises:
-            ConfigError: as ``make``.
-        """
+        """Check, without writing, what ``make`` checks of the run to resume. Snapshots in memory are not known here."""
         if config.checkpoint.resume != "no" and not config.checkpoint.peer_every:
             _find(config, ())
 
     @staticmethod
     def resumed_config(config: TrainConfig, snapshots: Collection[str] = ()) -> TrainConfig | None:
-        """Return the resolved configuration of the run that ``make`` would resume; None if it would start a new one.
-
-        Raises:
-            ConfigError: as ``make``, or the file is invalid.
-        """
+        """Return the resolved configuration of the run that ``make`` would resume; None if it would start a new one."""
         path = _find(config, snapshots)[0]
         return None if path is None else configuration.load(path / RESOLVED)
 
@@ -128,11 +120,7 @@ class RunFolder:
 
 
 def resolve_resume_path(resume: str) -> tuple[Path, Path | None]:
-    """Return the run folder of the path ``resume``, and the checkpoint if ``resume`` is one.
-
-    Raises:
-        ConfigError: ``resume`` is neither the folder of a run nor of a checkpoint.
-    """
+    """Return the run folder of the path ``resume``, and the checkpoint if ``resume`` is one."""
     path = Path(resume)
     try:
         if (path / COMPLETE).exists():

@@ -54,11 +54,7 @@ class RunSaver:
         return waited + (self.memory.wait_staged() if self.memory is not None else 0.0)
 
     def save(self, step: int) -> None:
-        """Save the state after ``step`` steps. Collective.
-
-        Raises:
-            CheckpointError: this save failed, or the previous one in the background.
-        """
+        """Save the state after ``step`` steps. Collective."""
         self._checkpoints.save(step, self.entries(), self._metadata(step))
         if not self._config.checkpoint.background:
             self._checkpoints.wait()
@@ -79,12 +75,7 @@ class RunSaver:
         return self._checkpoints.latest()
 
     def resume(self, path: Path) -> int:
-        """Load the checkpoint at ``path``, which may be of another mapping; return its step. Collective.
-
-        Raises:
-            CheckpointError: the checkpoint is corrupted, or belongs to another model or optimizer.
-            ConfigError: it was trained on other data.
-        """
+        """Load the checkpoint at ``path``, which may be of another mapping; return its step. Collective."""
         loaded: Loaded = self._checkpoints.load(path, self.entries())
         self._restore(loaded.state, str(path), move=True)
         return loaded.step
@@ -102,9 +93,6 @@ class RunSaver:
 
         Returns:
             The number of completed steps and the source, as in ``Attempt``.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none can be used. The error is that of the newest one.
         """
 
         def newest_first() -> str:

@@ -15,49 +15,35 @@ import contextlib
 import math
 import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from moe_comm.errors import CorruptPayload
 from moe_comm.layers.moe.load import moe_layers, update_biases
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.observe.records import FaultRecord
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.data import Corpus
 from moe_comm.train.hooks import StepHook
-from moe_comm.train.loop.build import TrainState
+from moe_comm.train.loop.build import TrainState, build
+from moe_comm.train.loop.feed import CorpusFeed, Feed, StepBatch
 from moe_comm.train.loop.progress import Progress
 from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
 from moe_comm.train.optim import learning_rate
 from moe_comm.train.parallel import clip_
 from moe_comm.train.parallel.norm import check_equal_weights
-from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.guard import DAMAGED_TRIES, Agreement, FaultSink, StepDecision, StepGuard, StepSummary
 
 STOP_REASONS = ("interrupted", "time limit")
 ACTION_TEXT = {"stop": "; the run ends", "skip": "; the step is skipped"}
 """Text for the action of a ``FaultRecord`` in the log."""
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """This rank's micro-batches of one step, and the number of targets over all ranks."""
-
-    micro: list[MicroBatch]
-    num_targets: int
-
-
-class Feed(Protocol):
-    """Source of batches. A batch depends only on its step."""
-
-    def train(self, step: int) -> StepBatch: ...
-
-    def validation(self, count: int) -> Iterable[StepBatch]: ...
 
 
 @dataclass
@@ -282,11 +268,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean validation loss in nats per token. Weights and counters do not change. Collective.
-
-        Raises:
-            CorruptPayload: raised on all ranks: rows were corrupted, also after retries.
-        """
+        """Return the mean validation loss in nats per token. Weights and counters do not change. Collective."""
         self._train_mode(False)
         for _ in range(1 + DAMAGED_TRIES):
             loss_and_damage = torch.zeros(2, dtype=torch.float64, device="cpu")
@@ -337,3 +319,26 @@ def peak_memory(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def trial_seconds(
+    config: TrainConfig,
+    steps: int,
+    *,
+    architecture: TransformerConfig,
+    corpus: Corpus,
+    ranks: Ranks,
+    device: str,
+) -> Sequence[float]:
+    """Train a new model of ``config`` for a few steps and return the seconds of each on this rank. Collective.
+
+    The model and its process groups are released. Nothing is written.
+    """
+    mesh = ParallelMesh(config.parallel.mapping(ranks.world), device)
+    state = build(config, architecture, mesh)
+    with CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, steps) as feed:
+        trainer = Trainer(config, state, feed, ranks)
+        seconds = [trainer.train_step(step).times.total for step in range(steps)]
+    state.close()
+    mesh.close()
+    return seconds

@@ -81,11 +81,7 @@ class Optimizer(ABC):
         return {name: dict(state) for name, state in self._state.items()}
 
     def wait_state(self) -> None:
-        """Wait for the transfers in flight.
-
-        Raises:
-            PeerDied, PeerTimeout: a rank failed.
-        """
+        """Wait for the transfers in flight."""
         while self.in_flight:
             with communication_span(SpanKind.COLLECTIVE, "wait for the state of moved experts"):
                 self.in_flight.pop(0).wait()

@@ -87,11 +87,7 @@ class TransferThread:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, collective: Collective, x: Tensor) -> Transfer:
-        """Start ``collective`` of ``x``.
-
-        Raises:
-            MoeCommError: the thread is closed.
-        """
+        """Start ``collective`` of ``x``."""
         if self._closed:
             raise MoeCommError(CLOSED)
         if self._thread is None:

@@ -72,11 +72,7 @@ class UnitRanks:
 
     @classmethod
     def of(cls, mesh: ParallelMesh, axes: tuple[str, ...], replicas: int) -> UnitRanks:
-        """Divide the ranks of ``axes`` into ``replicas`` blocks, unless there is only one rank. Collective.
-
-        Raises:
-            ConfigError: ``replicas`` does not divide the ranks.
-        """
+        """Divide the ranks of ``axes`` into ``replicas`` blocks, unless there is only one rank. Collective."""
         if mesh.size(*axes) == 1:
             replicas = 1
         shards = mesh.flat_mesh(*axes, replicas=replicas)
@@ -95,10 +91,6 @@ class FSDPParameters:
         units: ranks of the units with dense parameters, and of those with experts.
         reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
         interleave: two micro-batches run at a time.
-
-    Raises:
-        ConfigError: one module directly has dense and expert parameters, a parameter is already sharded over an axis
-            of FSDP, or two stages share a parameter.
     """
 
     def __init__(

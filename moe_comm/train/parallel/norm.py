@@ -111,9 +111,6 @@ def check_equal_weights(
     """Compare the master weights that several ranks own, and the persistent buffers of a stage. Collective.
 
     Each rank reads its master weights once. Weights that are sharded over all data-parallel ranks have no replicas.
-
-    Raises:
-        RankMismatch: they differ; on every rank. The message names the first ones and the ranks of the group.
     """
     by_axes: dict[tuple[str, ...], dict[str, Tensor]] = {}
     for item in owned:

@@ -95,9 +95,6 @@ def local_parameters(
     """Return the trained parameters of ``modules``, in the same order on all ranks of the stage.
 
     A parameter that two modules share is returned once.
-
-    Raises:
-        ConfigError: two parameters have the same name, or a parameter's shape contradicts its sharding.
     """
     parameters: dict[str, LocalParameter] = {}
     unique: set[nn.Parameter] = set()

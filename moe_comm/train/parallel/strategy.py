@@ -162,9 +162,6 @@ class DataParallel:
         """Reduce gradients over ranks into the ``grad`` of the owned shards; missing ones count as zero. Collective.
 
         The gradients of copies of experts are added to those of the homes first.
-
-        Raises:
-            PeerDied, PeerTimeout: a rank failed, possibly while the gradients were reduced in backward.
         """
         for copies in self._copies:
             copies.reduce()

@@ -47,7 +47,7 @@ class StageModule(Protocol):
         ...
 
     def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
-        """Run several micro-batches that take turns, which hides their communication."""
+        """Run interleaved micro-batches, which hides their communication."""
         ...
 
     def forward_steps(self, inputs: Sequence[StageInput]) -> Steps[tuple[Tensor, ...]]:
@@ -59,7 +59,7 @@ class StageModule(Protocol):
         ...
 
     def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return ``loss`` of micro-batches that took turns."""
+        """Return ``loss`` of interleaved micro-batches."""
         ...
 
     @property

@@ -255,9 +255,6 @@ class Pipeline:
 
         Micro-batches pass the stages in the same order on all ranks. The training mode of the modules is not changed;
         call ``eval`` first.
-
-        Raises:
-            InputError, PeerDied, PeerTimeout: as ``step``.
         """
         check_batches(batches)
         self._losses, self._scale = [], 1.0

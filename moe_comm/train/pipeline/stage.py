@@ -153,7 +153,7 @@ class Stage(PipelineStage):
     tensors into equal chunks and would treat a document index as an activation.
 
     With ``interleave``, what the schedule treats as one micro-batch are two consecutive ones. Their activations are
-    sent as two tensors, and they take turns in forward and backward (``layers/parallel/interleave.py``).
+    sent as two tensors, and they are interleaved in forward and backward (``layers/parallel/interleave.py``).
 
     A schedule only sends, receives and waits, except in ``forward_one_chunk`` and ``backward_..._one_chunk``. All time
     outside of these counts as communication.
@@ -191,7 +191,7 @@ class Stage(PipelineStage):
         self._pairs[bwd_chunk_id] = forward
 
     def run_paired(self, chunk: int, turns: BackwardTurns, backward: Callable[[], None]) -> None:
-        """Run the forward pass on ``chunk`` and ``backward`` by turns.
+        """Alternate between the forward pass on ``chunk`` and ``backward``.
 
         The schedule runs ``forward_one_chunk`` later, which returns the outputs.
         """
@@ -215,7 +215,7 @@ class Stage(PipelineStage):
                 yield
 
     def _inputs(self, args: Sequence[Tensor], chunk: int) -> list[StageInput]:
-        """Return the inputs of micro-batches that take turns."""
+        """Return the inputs of interleaved micro-batches."""
         if self._data_parallel is not None:
             self._data_parallel.wait_weights()  # hooks of the module and its layers do not run
         return [StageInput(x, **b.arguments) for x, b in zip(args, self._batches_of(chunk), strict=True)]

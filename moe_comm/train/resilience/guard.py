@@ -174,11 +174,7 @@ class History:
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def load(self, state: Mapping[str, Sequence[float]] | None) -> None:
-        """Load the result of ``state``. None clears the history, so no spike is detected until the window is full.
-
-        Raises:
-            CheckpointError: ``state`` has another format.
-        """
+        """Load the result of ``state``. None clears the history, so no spike is detected until the window is full."""
         values = {"losses": [], "norms": []} if state is None else state
         try:
             self.losses, self.norms = (deque(map(float, values[key])) for key in ("losses", "norms"))
@@ -289,9 +285,6 @@ class StepGuard:
 
         Args:
             norm: global norm of the reduced gradients.
-
-        Raises:
-            NonFiniteLoss, UnsettledStep: on every rank. The weights are unchanged.
         """
         if self.compares and self._first_digest is None:
             self._first_digest = self._current

@@ -126,11 +126,7 @@ def damage(path: Path, kind: str, rng: random.Random) -> None:
 
 
 def check_link() -> str:
-    """Check that this rank's host has its own network link with a rate limit (a token bucket filter).
-
-    Raises:
-        ConfigError: it does not; the message says what to do.
-    """
+    """Check that this rank's host has its own network link with a rate limit (a token bucket filter)."""
     problem = ""
     if os.path.exists("/proc/1/ns/net") and _same_network():
         problem = "this rank is in the network namespace of the machine"

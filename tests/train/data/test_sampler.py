@@ -59,13 +59,13 @@ def test_each_source_has_its_share_to_within_one_sequence_at_all_times(weights: 
 
 
 def test_weights_with_a_common_denominator_are_exact_and_others_are_close() -> None:
-    assert Mixture([0.7, 0.3]).turns == [7, 3]
-    assert Mixture([2, 1, 1]).turns == [2, 1, 1]
-    assert Mixture([5.0]).turns == [1]
+    assert Mixture([0.7, 0.3]).draws == [7, 3]
+    assert Mixture([2, 1, 1]).draws == [2, 1, 1]
+    assert Mixture([5.0]).draws == [1]
     mixture = Mixture([1 / 3, 0.25, 1e-9])
     assert mixture.period in (MAX_PERIOD, MAX_PERIOD + 1)
-    assert mixture.turns[2] == 1
-    assert mixture.turns[0] / mixture.period == pytest.approx((1 / 3) / (1 / 3 + 0.25), abs=1e-4)
+    assert mixture.draws[2] == 1
+    assert mixture.draws[0] / mixture.period == pytest.approx((1 / 3) / (1 / 3 + 0.25), abs=1e-4)
 
 
 def make(**changes: Any) -> Sampler:
