@@ -1,4 +1,4 @@
-"""Without ``moe_comm._C``, the features in docs/reference/install.md work in plain torch, and others name what to build."""
+"""Without ``moe_comm._C``, features in docs/reference/install.md work in plain torch, and others name what to build."""
 
 from __future__ import annotations
 
