@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from moe_comm.layers.moe.experts import Experts
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, communication_span
 from moe_comm.train.parallel.compress import GradientReducer
+from moe_comm.train.parallel.zero import ReplicatedBucket, ZeroBucket
 
 Collective = Callable[[Tensor], Tensor]
 CLOSE_S = 1.0
@@ -171,36 +171,7 @@ class Transfers:
         return group in self.lanes[0].own_groups
 
 
-class GradientBucket(Protocol):
-    """Gradients that are reduced together, over ``group`` (None: this rank)."""
-
-    @property
-    def params(self) -> Sequence[nn.Parameter]: ...
-
-    @property
-    def group(self) -> ProcessGroup | None: ...
-
-    def pack(self) -> Tensor:
-        """Return the gradients as one tensor."""
-        ...
-
-    def reduce(self, reducer: GradientReducer, group: ProcessGroup | None, packed: Tensor) -> Tensor:
-        """Return the sum of ``packed`` over ``group``. Collective. Called by any thread."""
-        ...
-
-    def unpack(self, total: Tensor) -> None:
-        """Set the gradients of the owned shards."""
-        ...
-
-
-class WeightBucket(GradientBucket, Protocol):
-    """A bucket whose new weights are gathered from the ranks after the update."""
-
-    def pack_weights(self) -> Tensor: ...
-
-    def gather(self, reducer: GradientReducer, group: ProcessGroup, packed: Tensor) -> Tensor: ...
-
-    def unpack_weights(self, gathered: Tensor) -> None: ...
+Bucket = ReplicatedBucket | ZeroBucket
 
 
 class BucketSchedule:
@@ -218,7 +189,7 @@ class BucketSchedule:
 
     def __init__(
         self,
-        buckets: Sequence[GradientBucket],
+        buckets: Sequence[Bucket],
         stages: Sequence[nn.Module],
         transfers: Transfers,
         serial: Collection[nn.Parameter] = (),
@@ -241,8 +212,8 @@ class BucketSchedule:
         self._bucket_of = {param: bucket for bucket in self._overlapped for param in bucket.params}
         self._stages_left: dict[nn.Parameter, int] = {}
         self._incomplete: dict[int, set[nn.Parameter]] = {}
-        self._reductions: list[tuple[GradientBucket, Transfer]] = []
-        self._gathers: dict[int, tuple[WeightBucket, Transfer]] = {}
+        self._reductions: list[tuple[Bucket, Transfer]] = []
+        self._gathers: dict[int, tuple[ZeroBucket, Transfer]] = {}
         self._in_last: set[nn.Module] = set()
         in_stage = [(stage, set(stage.parameters())) for stage in stages]
         self._stages_of = {param: [stage for stage, params in in_stage if param in params] for param in self._bucket_of}
@@ -291,7 +262,7 @@ class BucketSchedule:
         self._reset()
 
     @torch.no_grad()
-    def publish(self, buckets: Sequence[WeightBucket]) -> None:
+    def publish(self, buckets: Sequence[ZeroBucket]) -> None:
         """Gather the new weights of ``buckets``. Collective."""
         self.wait_weights()
         # The forward pass needs the weights in the reverse order of the gradients.
@@ -363,7 +334,7 @@ class BucketSchedule:
             self._send(bucket)
 
     @torch.no_grad()
-    def _send(self, bucket: GradientBucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         assert bucket.group is not None
         lane = self._lane_of[id(bucket)]
         reduce = partial(bucket.reduce, lane.reducer, lane.own_groups[bucket.group])

@@ -72,8 +72,8 @@ class _Replica:
     has_master: bool
 
 
-class _ReplicaBucket:
-    """A ``GradientBucket`` of replicated parameters."""
+class ReplicatedBucket:
+    """Gradients of replicated parameters that are reduced together, over ``group`` (None: this rank)."""
 
     def __init__(self, replicas: Sequence[_Replica], group: ProcessGroup | None) -> None:
         self._replicas, self.group = replicas, group
@@ -104,14 +104,14 @@ class ReplicatedParameters:
             replica = _Replica(item, OwnedParameter(item.name, value, item.sharding), master is not None)
             self._replicas.append(replica)
             families.setdefault((mesh.ranks(*item.sharding.sum_axes), value.dtype), []).append(replica)
-        self.buckets: list[_ReplicaBucket] = []
+        self.buckets: list[ReplicatedBucket] = []
         for family in families.values():
             group = mesh.sum_group(family[0].trained.sharding)
             # Backward completes the gradients in about the reverse order of registration.
             family.reverse()
             largest = 0 if group is None else bucket_bytes  # 0: one parameter each, which needs no copy
             for bucket in buckets([replica.owned.value.nbytes for replica in family], largest):
-                self.buckets.append(_ReplicaBucket([family[i] for i in bucket], group))
+                self.buckets.append(ReplicatedBucket([family[i] for i in bucket], group))
         self.zero_grad()
 
     @property
@@ -171,8 +171,11 @@ class _BucketEntry:
         return row_N[self.place].view(self.block).narrow(self.shard.dim, 0, len(self.shard.rows))
 
 
-class _Bucket:
-    """A ``WeightBucket`` of sharded parameters. keep: whether ``pack`` keeps the gradients, for comparisons."""
+class ZeroBucket:
+    """Gradients of sharded parameters that are reduced together, and weights that are gathered after the update.
+
+    keep: whether ``pack`` keeps the gradients, for comparisons.
+    """
 
     def __init__(self, trained: Sequence[LocalParameter], group: ProcessGroup, keep: bool) -> None:
         self.group, self.keep = group, keep
@@ -240,13 +243,13 @@ class ZeroParameters:
         for item in reversed(trained):
             key = (mesh.ranks(*item.sharding.sum_axes), master_dtype(item.param), item.dtype)
             families.setdefault(key, []).append(item)
-        self.buckets: list[_Bucket] = []
+        self.buckets: list[ZeroBucket] = []
         for family in families.values():
             group = mesh.sum_group(family[0].sharding)
             assert group is not None
             sizes = [item.param.numel() * master_dtype(item.param).itemsize for item in family]
             for bucket in buckets(sizes, bucket_bytes):
-                self.buckets.append(_Bucket([family[i] for i in bucket], group, keep))
+                self.buckets.append(ZeroBucket([family[i] for i in bucket], group, keep))
         self.zero_grad()
 
     @staticmethod

@@ -11,7 +11,6 @@ from moe_comm.topology.pipeline import (
 from moe_comm.train.pipeline.batch import (
     ActivationShape as ActivationShape,
     MicroBatch as MicroBatch,
-    StageModule as StageModule,
 )
 from moe_comm.train.pipeline.runner import (
     Accumulation as Accumulation,

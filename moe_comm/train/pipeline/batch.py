@@ -1,17 +1,15 @@
-"""Inputs of a pipeline, and the interface of its stage modules."""
+"""Inputs of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.moe.layer import MoELayer
-from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters
 
 
 @dataclass(frozen=True)
@@ -37,39 +35,6 @@ class MicroBatch:
         """Keyword arguments of a stage's module. The mask is passed only if there is one."""
         mask = {} if self.mask_BS is None else {"mask": self.mask_BS}
         return {"positions": self.positions_BS, "documents": self.documents, **mask}
-
-
-class StageModule(Protocol):
-    """Interface of a pipeline stage's module, such as ``Transformer``; also an ``nn.Module``."""
-
-    def __call__(self, x: Tensor, *, positions: Tensor | None, documents: Any, mask: Tensor | None = None) -> Tensor:
-        """Return x_BSD for token ids [B, S] on the first stage, or x_BSD on other stages."""
-        ...
-
-    def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
-        """Run interleaved micro-batches, which hides their communication."""
-        ...
-
-    def forward_steps(self, inputs: Sequence[StageInput]) -> Steps[tuple[Tensor, ...]]:
-        """Run ``forward_in_turns``, but yield where other work can hide transfers in flight."""
-        ...
-
-    def moe_layers(self) -> Iterable[MoELayer]:
-        """Return the MoE layers."""
-        ...
-
-    def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return ``loss`` of interleaved micro-batches."""
-        ...
-
-    @property
-    def turn_parameters(self) -> TurnParameters:
-        """Leaves of the parameters that these micro-batches use."""
-        ...
-
-    def loss(self, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """Return the sum of the token losses, a scalar. Called only on the last stage."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Accumulation:
     With FSDP, gradients are reduced once, after the last micro-batch.
 
     Args:
-        module: the whole model, which implements ``StageModule``.
+        module: the whole model, with the methods of ``Transformer``; see ``Pipeline``.
         data_parallel: see ``Pipeline``.
         interleave: see ``Pipeline``.
     """
@@ -134,9 +134,11 @@ class Pipeline:
     Gradients are plain sums over micro-batches. Auxiliary losses enter on their own stage through ``attach_loss``.
 
     Args:
-        modules: this rank's stages in the order of ``plan.stages_of``; each implements ``StageModule``. With FSDP they
-            must be wrapped already. Gradients are then reduced once per step, after the last backward of a stage, and
-            schedules with a split backward keep the parameters gathered from forward to backward.
+        modules: this rank's stages in the order of ``plan.stages_of``; each has the methods of ``Transformer``: its
+            ``forward``, ``loss`` on the last stage, ``moe_layers``, and, for ``interleave``, ``forward_in_turns``,
+            ``forward_steps``, ``losses_in_turns`` and ``turn_parameters``. With FSDP they must be wrapped already.
+            Gradients are then reduced once per step, after the last backward of a stage, and schedules with a split
+            backward keep the parameters gathered from forward to backward.
         mesh: the parallel mesh; its ``pp`` axis is the pipeline.
         plan: placement of layers and stages.
         schedule: a name of ``SCHEDULES``.
