@@ -29,11 +29,7 @@ class Packer:
         self._getters = {kernel: _getter(names) for kernel, names in self.fields.items()}
 
     def pack(self, kernel: str, words: Words) -> bytes:
-        """Return the bytes of the struct.
-
-        Raises:
-            ConfigError: unknown kernel, missing or unknown arguments, or a value that does not fit in int64.
-        """
+        """Return the bytes of the struct."""
         names = self.fields.get(kernel)
         if names is None:
             raise ConfigError(f"unknown kernel {kernel!r}; known: {', '.join(sorted(self.fields))}")
@@ -61,11 +57,7 @@ def unpack(names: Sequence[str], packed: bytes) -> dict[str, int]:
 
 
 def native_core() -> ModuleType:
-    """Return ``moe_comm._C``.
-
-    Raises:
-        MissingDependency: it is not built, or was built without the peer-to-peer kernels.
-    """
+    """Return ``moe_comm._C``."""
     try:
         from moe_comm import _C  # here because it may not be built
     except ImportError as error:
@@ -78,18 +70,10 @@ def native_core() -> ModuleType:
 
 
 def kernel_fields() -> dict[str, tuple[str, ...]]:
-    """Return the names of all kernels' arguments, from the native core.
-
-    Raises:
-        MissingDependency: the native core is not built.
-    """
+    """Return the names of all kernels' arguments, from the native core."""
     return {kernel: tuple(names) for kernel, names in native_core().p2p_words().items()}
 
 
 def kernel_constants() -> dict[str, int]:
-    """Return the constants of csrc/cuda/args.h by name.
-
-    Raises:
-        MissingDependency: the native core is not built.
-    """
+    """Return the constants of csrc/cuda/args.h by name."""
     return dict(native_core().p2p_constants())

@@ -1,7 +1,8 @@
 """Memory blocks of equal size, one per rank, that the kernels of all ranks read and write.
 
 On GPUs they are torch's symmetric memory. On CPUs they are anonymous files that the ranks of one host map. These files
-have no name in /dev/shm, so nothing is left behind.
+have no name in /dev/shm, so nothing is left behind. HeapError is raised on every rank: a rank has no room, cannot map
+the block of another, or shares its GPU.
 """
 
 from __future__ import annotations
@@ -69,10 +70,6 @@ def symmetric_blocks(group: ProcessGroup, device: torch.device, total: int) -> B
     """Return blocks on GPUs in torch's symmetric memory, filled with zeros. Collective.
 
     Peers may write to them after a later collective.
-
-    Raises:
-        MissingDependency: this torch has no symmetric memory.
-        HeapError: ranks share a GPU, and ``SHARING`` is not set.
     """
     torch.cuda.synchronize(device)
     try:
@@ -120,9 +117,6 @@ def mapped_blocks(gather: Gather, rank: int, host: int, total: int, what: str, f
         host: a number that identifies the host.
         what: purpose, for error messages.
         first: initial bytes of this rank's block; the rest is zeros.
-
-    Raises:
-        HeapError: a rank has no room or cannot map another's file; on every rank.
     """
     fd, problem = -1, ""
     try:

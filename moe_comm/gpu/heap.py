@@ -174,8 +174,7 @@ class Heap:
     def block(self, num_bytes: int) -> HeapBlock:
         """Allocate ``num_bytes`` uninitialised bytes, aligned to 256 bytes.
 
-        Raises:
-            HeapError: no room. Only this rank raises; the caller must report it to its peers.
+        HeapError: there is no room. Only this rank raises; the caller must report it to its peers.
         """
         size = (num_bytes + ALIGN - 1) // ALIGN * ALIGN or ALIGN
         stream, in_graph = _stream(self.device), capturing(self.device)

@@ -6,6 +6,9 @@ launch them by their addresses. Launches are queued on a stream and return immed
 
 A launcher starts single kernels. Their arguments (``arguments``) are passed by name, so a missing or misspelt one
 raises before the launch. Native code starts the kernels of whole operations (``make_plan``).
+
+Errors: MissingDependency if there is no native core with kernels and no NVRTC; KernelError if NVRTC or the driver
+fails, also for a kernel that was queued before; ConfigError for arguments that do not match the kernel.
 """
 
 from __future__ import annotations
@@ -45,9 +48,6 @@ class Launcher(Protocol):
             shared: NEEDED for the size that the kernel computes from its arguments.
             stream: handle of a CUDA stream; 0 is the default stream.
             words: all arguments of the kernel, by name.
-
-        Raises:
-            ConfigError: unknown kernel, or missing or unknown arguments.
         """
         ...
 
@@ -88,11 +88,7 @@ def make_plan(
 
 
 def compiled_archs() -> tuple[str, ...]:
-    """Return the architectures of compiled kernels, such as ("sm_80", "sm_90a"); () without nvcc at build time.
-
-    Raises:
-        MissingDependency: the native core is not built.
-    """
+    """Return the architectures of compiled kernels, such as ("sm_80", "sm_90a"); () without nvcc at build time."""
     archs: str = native_core().cuda_archs()
     return tuple(archs.split(",")) if archs else ()
 
@@ -116,12 +112,7 @@ def cuda_kernels_at_hand(device: torch.device) -> bool:
 
 
 def cuda_launcher(device: torch.device) -> Launcher:
-    """Return a launcher of the compiled kernels if they run on ``device``, else of kernels compiled by NVRTC.
-
-    Raises:
-        MissingDependency: neither is available.
-        KernelError: NVRTC or the driver fails.
-    """
+    """Return a launcher of the compiled kernels if they run on ``device``, else of kernels compiled by NVRTC."""
     if compiled_for(compiled_archs(), torch.cuda.get_device_capability(device)):
         return NativeLauncher("cuda", device)
     return nvrtc_launcher(device.index if device.index is not None else torch.cuda.current_device())
@@ -133,10 +124,6 @@ class NativeLauncher:
     Args:
         machine: "cuda" for the kernels compiled by nvcc; "host" runs the same source on CPU memory, block by block.
         device: of streams and addresses; default: the current device.
-
-    Raises:
-        MissingDependency: the native core is not built.
-        KernelError: the native core has no CUDA kernels.
     """
 
     def __init__(self, machine: Machine, device: torch.device | None = None) -> None:
@@ -216,10 +203,6 @@ class NvrtcLauncher:
     Args:
         device: a CUDA device; default index: the current device.
         code, driver: for tests.
-
-    Raises:
-        KernelError: NVRTC or the driver fails.
-        MissingDependency: no NVRTC, or no native core with the kernels.
     """
 
     def __init__(self, device: torch.device, *, code: bytes | None = None, driver: Driver | None = None) -> None:
@@ -250,11 +233,7 @@ class NvrtcLauncher:
         )
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
-        """See ``Launcher``.
-
-        Raises:
-            KernelError: the driver fails. A later call raises errors of the running kernel.
-        """
+        """See ``Launcher``."""
         self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
 
     def _enter(self) -> int | None:
@@ -274,11 +253,7 @@ class NvrtcLauncher:
 
 @cache
 def nvrtc_launcher(index: int) -> NvrtcLauncher:
-    """Return the launcher of a device, which all dispatchers of the process share.
-
-    Raises:
-        KernelError, MissingDependency: see ``NvrtcLauncher``.
-    """
+    """Return the launcher of a device, which all dispatchers of the process share."""
     return NvrtcLauncher(torch.device("cuda", index))
 
 
@@ -300,9 +275,6 @@ def check_shared(kernel: str, device: torch.device, what: str, **words: int) -> 
     Args:
         what: the caller's setting that determines the size, such as "max_tokens=20000".
         words: arguments of the kernel that determine the size; others count as 0.
-
-    Raises:
-        ConfigError: the kernel needs more than the device has.
     """
     limit = shared_limit(device)
     if limit is None:

@@ -1,8 +1,11 @@
 """Compiles device code at run time with NVRTC, for machines without kernels compiled by nvcc.
 
-    text in moe_comm._C ──NVRTC──▸ cubin for this GPU ──▸ ~/.cache/moe_comm/kernels ──▸ the driver (``driver.py``)
+    text in moe_comm._C ──NVRTC──▸ cubin for this GPU ──▸ ~/.cache/moe_comm/kernels ──▸ the driver (``launch.py``)
 
 NVRTC is a library that torch for CUDA installs. The driver belongs to the machine. Compiling does not need a GPU.
+
+Errors: MissingDependency if there is no NVRTC, or no native core with device code; KernelError, with the log of the
+compiler, if NVRTC fails or supports no architecture of the GPU.
 """
 
 from __future__ import annotations
@@ -54,9 +57,6 @@ class Nvrtc:
         Args:
             source: key in ``headers`` of the file to compile.
             headers: text of all files, by the names in #include lines.
-
-        Raises:
-            KernelError: with the compiler's log.
         """
         names = [name for name in headers if name != source]
         texts = (ctypes.c_char_p * len(names))(*(headers[name].encode() for name in names))
@@ -100,9 +100,6 @@ def find(major: int | None = None) -> Nvrtc:
 
     Args:
         major: required major version of CUDA; None for any.
-
-    Raises:
-        MissingDependency: no library was found.
     """
     failures = []
     for path in _candidates(major):
@@ -166,9 +163,6 @@ def arch_for(capability: tuple[int, int], archs: Iterable[int]) -> str:
     """Return the architecture to compile for: ``sm_90a`` for capability (9, 0).
 
     A GPU newer than NVRTC gets PTX of the newest supported architecture.
-
-    Raises:
-        KernelError: the GPU is older than all supported architectures.
     """
     major, minor = capability
     number, supported = 10 * major + minor, sorted(archs)
@@ -181,11 +175,7 @@ def arch_for(capability: tuple[int, int], archs: Iterable[int]) -> str:
 
 
 def carried_sources() -> dict[str, str]:
-    """Return the device code in the native core, by path relative to csrc.
-
-    Raises:
-        MissingDependency: the native core is not built, or has no device code.
-    """
+    """Return the device code in the native core, by path relative to csrc."""
     return dict(native_core().cuda_sources())
 
 
@@ -223,10 +213,6 @@ def kernels(
     Args:
         compiler, folder: default: ``find()`` and ``cache_folder()``.
         sources, source: files to use instead of the native core's, and the one to compile.
-
-    Raises:
-        KernelError: NVRTC fails.
-        MissingDependency: no NVRTC, or no native core.
     """
     compiler = compiler or find()
     files = needed(source, sources if sources is not None else carried_sources())

@@ -339,11 +339,7 @@ class Turns:
     # --- results ---
 
     def wait(self) -> None:
-        """Wait until the last meeting has completed, but not for later kernels, or until there is a fault.
-
-        Raises:
-            PeerTimeout: the device has not begun the turn.
-        """
+        """Wait until the last meeting has completed, but not for later kernels, or until there is a fault."""
         plan = self.plan
         turn = plan.turn
         self._wait_for(turn)

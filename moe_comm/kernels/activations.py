@@ -114,11 +114,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(activation: str | Activation) -> Activation:
-    """Return the activation with that name, or ``activation`` itself.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Return the activation with that name, or ``activation`` itself."""
     if isinstance(activation, Activation):
         return activation
     if activation not in ACTIVATIONS:

@@ -133,9 +133,6 @@ class EventRecorder(SpanRecorder):
         """Record into ``region`` from now on, as ``rank``. Earlier spans are not copied.
 
         Numbers of names and groups remain valid. Calls of groups are counted from 1 again.
-
-        Raises:
-            ValueError: ``region`` is smaller than ``region_bytes(records)``.
         """
         if len(region) < region_bytes(records):
             raise ValueError(f"a region of {records} records needs {region_bytes(records)} bytes; got {len(region)}")

@@ -18,9 +18,6 @@ def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
     """Return the rank of this process in ``group`` and the size of ``group``; (0, 1) for None.
 
     Warns once per process if ``group`` is None although this is one of several ranks without a process group.
-
-    Raises:
-        ConfigError: this process is not a member of ``group``.
     """
     if group is None:
         _warn_if_undistributed()

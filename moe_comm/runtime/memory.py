@@ -23,11 +23,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def native() -> ModuleType:
-    """Return the native core.
-
-    Raises:
-        MissingDependency: it is not built.
-    """
+    """Return the native core."""
     try:
         from moe_comm import _C  # may not be built
     except ImportError as error:

@@ -35,11 +35,7 @@ MAX_CLIENTS = 4096
 
 
 def start_ticks(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot. It distinguishes processes with equal pids.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Return the start time of a process in clock ticks since boot. It distinguishes processes with equal pids."""
     # Of the main thread, which has the same start: a process under qemu finds another one in its own /proc/PID/stat.
     with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
         # The process name in parentheses may contain any character.

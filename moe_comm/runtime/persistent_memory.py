@@ -5,6 +5,9 @@ memory of one name, held by the host's ``memory_server``   header (4 KiB)
 │ header │ content      │ header │ content      │          JSON: description of the content, its length and CRC-32
 └────────┴──────────────┴────────┴──────────────┘
    slot 0, complete        slot 1, being written: its header is cleared first and written last
+
+Errors: MoeCommError if there is no memory server and none can be started, OSError without enough memory, and
+CheckpointError for content that is incomplete or damaged.
 """
 
 from __future__ import annotations
@@ -49,11 +52,7 @@ class LauncherProcess:
 
     @classmethod
     def parent(cls, folder: str = "") -> LauncherProcess:
-        """Return the parent of this process.
-
-        Raises:
-            MoeCommError: the parent is not visible from this process.
-        """
+        """Return the parent of this process."""
         pid = os.getppid()
         try:
             return cls(pid, start_ticks(pid), folder)
@@ -110,9 +109,6 @@ class Slots:
         Args:
             handle: file descriptor of the memory.
             reserve: allocate the memory now instead of at the first write.
-
-        Raises:
-            OSError: there is not enough memory.
         """
         try:
             size = os.fstat(handle).st_size
@@ -177,9 +173,6 @@ class PersistentMemory:
             host: name of the host, if several hosts are emulated on one.
             start: start the memory server if there is none. False: first wait 2 s for another rank to start it.
             idle_s: time after which the memory server ends if no rank is connected.
-
-        Raises:
-            MoeCommError: there is no memory server, and none can be started.
         """
         self._child: subprocess.Popen[bytes] | None = None
         self._socket = self._connect(launcher, host, start, idle_s)
@@ -225,11 +218,7 @@ class PersistentMemory:
         return results
 
     def allocate(self, name: str, capacity: int) -> Slots:
-        """Return slots with at least ``capacity`` bytes each. Existing content is retained if it is large enough.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
+        """Return slots with at least ``capacity`` bytes each. Existing content is retained if it is large enough."""
         return Slots(self._handle(name, Slots.size_for(capacity)), reserve=True)
 
     def retain(self, names: list[str]) -> None:
@@ -271,11 +260,7 @@ class PersistentMemory:
 
 
 def read(slots: Slots, slot: int) -> tuple[SlotHeader, memoryview]:
-    """Return the header of a complete slot, and its content followed by the state, after verifying the checksum.
-
-    Raises:
-        CheckpointError: it is not complete, or damaged.
-    """
+    """Return the header of a complete slot, and its content followed by the state, after verifying the checksum."""
     header = slots.header(slot)
     if header is None:
         raise CheckpointError("it is not complete")

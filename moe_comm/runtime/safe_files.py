@@ -4,6 +4,8 @@ A link in a run folder can lead to any file of the user. A file is therefore wri
 renamed, which replaces a link instead of the file that it leads to. A deletion removes a link itself.
 
 The folder that the caller names may be reached through links. Only the last component of a path is checked.
+
+All functions raise OSError.
 """
 
 from __future__ import annotations
@@ -23,30 +25,18 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_new(path: str | os.PathLike[str], dir_fd: int | None = None) -> BinaryIO:
-    """Create a file and open it for writing. ``dir_fd``: the folder of ``path``, if it is open.
-
-    Raises:
-        OSError: it cannot be created, or there is a file or link of this name.
-    """
+    """Create a file and open it for writing. ``dir_fd``: the folder of ``path``, if it is open."""
     name = path if dir_fd is None else os.path.basename(path)
     return open(path, "wb", opener=lambda *_: os.open(name, os.O_WRONLY | _NEW, 0o666, dir_fd=dir_fd))
 
 
 def open_own_folder(path: str | os.PathLike[str]) -> int:
-    """Open a folder, for use as ``dir_fd``, and return its descriptor.
-
-    Raises:
-        OSError: it is no folder, or a link.
-    """
+    """Open a folder, for use as ``dir_fd``, and return its descriptor."""
     return os.open(path, _FOLDER)
 
 
 def make_folders(root: Path, *names: str) -> Path:
-    """Create ``root`` and the nested folders ``names`` in it, unless they exist. Return the innermost one.
-
-    Raises:
-        OSError: one of them cannot be created, or one of ``names`` is a link.
-    """
+    """Create ``root`` and the nested folders ``names`` in it, unless they exist. Return the innermost one."""
     root.mkdir(parents=True, exist_ok=True)
     for name in names:
         root = root / name
@@ -70,11 +60,7 @@ def check_replaceable(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, sync: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` if the block ends without an error. ``sync`` flushes it to disk first.
-
-    Raises:
-        OSError: it cannot be written, or ``path`` is a folder, a device or a pipe.
-    """
+    """Yield a new file that replaces ``path`` if the block ends without an error. ``sync`` flushes it to disk first."""
     check_replaceable(path)
     partial = path.with_name(f"{path.name[:40]}.{secrets.token_hex(6)}.part")
     try:
@@ -98,11 +84,7 @@ def write_file(path: Path, content: str | bytes, sync: bool = False) -> None:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a regular file for reading and appending, without buffer; create it if there is none.
-
-    Raises:
-        OSError: it cannot be opened, is a link, or is not a regular file.
-    """
+    """Open a regular file for reading and appending, without buffer; create it if there is none."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -14,11 +14,7 @@ LEAST_SECONDS = 1e-3
 
 
 def seconds_of(name: str, value: object) -> float:
-    """Return ``value``, a positive, finite number, as a timeout between ``LEAST_SECONDS`` and ``MOST_SECONDS``.
-
-    Raises:
-        ConfigError: ``value`` is something else; the message has ``name``.
-    """
+    """Return ``value``, a positive, finite number, as a timeout between ``LEAST_SECONDS`` and ``MOST_SECONDS``."""
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
             number = float(value)

@@ -2,6 +2,8 @@
 
 Parsers assume properties that such files may lack: a pipe never ends, a sparse file of a terabyte takes no space on the
 disk, and a JSON object may contain a key twice.
+
+OSError: a file cannot be read, or is not a regular file within the limits. ValueError: its content is invalid.
 """
 
 from __future__ import annotations
@@ -29,9 +31,6 @@ def open_regular(path: str | os.PathLike[str], follow: bool = True, holes: bool 
     Args:
         follow: whether ``path`` may be a link.
         holes: whether it may be sparse. A hole takes no space, and would be read as any number of zeros.
-
-    Raises:
-        OSError: it cannot be opened, is not a regular file, or has holes.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     try:
@@ -51,11 +50,7 @@ def open_regular(path: str | os.PathLike[str], follow: bool = True, holes: bool 
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int, follow: bool = True) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes. ``follow``: whether ``path`` may be a link.
-
-    Raises:
-        OSError: it cannot be read, is not a regular file, is longer (``EFBIG``), or grew while it was read.
-    """
+    """Return the content of a regular file of at most ``limit`` bytes. ``follow``: whether ``path`` may be a link."""
     with os.fdopen(open_regular(path, follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -72,9 +67,6 @@ def lines_of(path: str | os.PathLike[str], longest: int = MAX_LINE, follow: bool
 
     Of a line of more than ``longest`` bytes, which no writer writes, only the start is yielded, without a newline. The
     last line of a file has none if its writer was interrupted.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
     """
     with os.fdopen(open_regular(path, follow), "rb") as file:
         while raw := file.readline(longest):
@@ -100,11 +92,7 @@ def _after_hole(path: str | os.PathLike[str], at: int, follow: bool) -> int:
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Parse TOML.
-
-    Raises:
-        ValueError: it is invalid, or nested more than ``DEEPEST`` levels deep.
-    """
+    """Parse TOML."""
     try:
         value = tomllib.loads(content.decode())
     except RecursionError:
@@ -120,12 +108,7 @@ def table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes, deepest: int = DEEPEST) -> dict[str, Any]:
-    """Parse a JSON object, strictly by the standard.
-
-    Raises:
-        ValueError: it is not an object, holds a key twice, NaN, infinity, a number with thousands of digits or half of
-            a surrogate pair in a key, or is nested more than ``deepest`` levels deep.
-    """
+    """Parse a JSON object, strictly by the standard."""
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_reject_constant, parse_float=_finite)
     except RecursionError:
@@ -137,11 +120,7 @@ def parse_object(text: str | bytes, deepest: int = DEEPEST) -> dict[str, Any]:
 
 
 def regular_size(path: Path) -> int:
-    """Return the size of a regular file in bytes.
-
-    Raises:
-        OSError: there is no such file.
-    """
+    """Return the size of a regular file in bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         return os.fstat(file.fileno()).st_size
 

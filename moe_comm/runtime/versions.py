@@ -34,10 +34,6 @@ def require(package: str, purpose: str) -> str:
 
     Args:
         purpose: what needs it, for the message.
-
-    Raises:
-        MissingDependency: it is not installed, or older than supported.
-        ConfigError: it is newer than supported.
     """
     lowest, above, extra = SUPPORTED[package]
     wanted = f"{purpose} needs {package} >= {lowest}, < {above}"
@@ -53,11 +49,7 @@ def require(package: str, purpose: str) -> str:
 
 
 def require_torch() -> None:
-    """Check the version of torch without importing it.
-
-    Raises:
-        MissingDependency: it is too old.
-    """
+    """Check the version of torch without importing it."""
     installed = getattr(sys.modules.get("torch"), "__version__", None)
     if not isinstance(installed, str):
         try:
@@ -96,9 +88,6 @@ def attach_adapter(
     """Return what ``attach_stub`` returns for an adapter, which requires ``package`` when it is imported.
 
     The system imports an adapter that has a name ``plugin``, asked or not. That requires it on the use of other names.
-
-    Raises:
-        MissingDependency, ConfigError: see ``require``.
     """
     load, list_names, names = attach_stub(adapter, file)
     if "plugin" not in names:

@@ -35,9 +35,6 @@ def buddies(config: ParallelConfig, hosts: Sequence[object]) -> tuple[int, ...] 
 
     Args:
         hosts: the host of each rank, as comparable and hashable values.
-
-    Raises:
-        ConfigError: the number of hosts differs from the number of ranks.
     """
     world = config.world
     if len(hosts) != world:

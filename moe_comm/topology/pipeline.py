@@ -81,11 +81,7 @@ def can_split(name: str | None, pp: int) -> bool:
 
 
 def stages_per_rank(name: str, pp: int, virtual: int | None = None) -> int:
-    """Return the number of stages per rank: ``virtual``, the schedule's default (None), or 1 without a pipeline.
-
-    Raises:
-        ConfigError: the schedule does not support this number.
-    """
+    """Return the number of stages per rank: ``virtual``, the schedule's default (None), or 1 without a pipeline."""
     schedule = find_schedule(name)
     if pp == 1:
         if virtual not in (None, 1):
@@ -251,9 +247,6 @@ def plan_stages(
         stage_layers: number of layers of each stage, instead of an even division. Zeros are allowed.
         embedding_layers, head_layers: weight of the embedding, and of the head with the loss, as a number of layers in
             the even division. The first and the last stage get fewer layers accordingly.
-
-    Raises:
-        ConfigError: the numbers are inconsistent.
     """
     per_rank = stages_per_rank(schedule, pp, virtual)
     style: Style = find_schedule(schedule).style if pp > 1 else "loop"

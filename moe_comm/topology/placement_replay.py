@@ -36,9 +36,6 @@ class ReplaySettings(DecisionSettings):
 
     Args:
         window: recorded steps of each interval between two decisions from which the decisions are made, the last ones.
-
-    Raises:
-        ConfigError: a setting is out of range, or an interval is shorter than ``window``.
     """
 
     window: int = 5
@@ -93,11 +90,7 @@ class LoadWindow:
 
     @classmethod
     def of(cls, size: int, state: Mapping[str, Any], current: Placement) -> LoadWindow:
-        """Return the window with a result of ``state``, for decisions on ``current``.
-
-        Raises:
-            ConfigError: the state is damaged, or of other experts or ranks.
-        """
+        """Return the window with a result of ``state``, for decisions on ``current``."""
         try:
             memory, recent, intervals = state["memory"], list(state["recent"]), list(map(list, state["intervals"]))
             if type(memory) is not int or not 2 <= memory <= MOST_MEMORY:
@@ -144,9 +137,6 @@ def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySetting
     Args:
         loads: rows of each expert by step, in order. Steps can be missing; a decision is made after the first recorded
             step at or after its step.
-
-    Raises:
-        ConfigError: there are no loads, they do not fit ``first``, or a setting is out of range.
     """
     if not loads:
         raise ConfigError("a replay needs the loads of at least one step")

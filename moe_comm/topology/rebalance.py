@@ -5,7 +5,7 @@
     6 experts, loads 9 5 4 1 1 1, 3 ranks:   contiguous 14 5 2    rebalanced {0 5} {1 3} {2 4}: 10 6 5
 
 The load of an expert is its number of rows in a step. Rows of an expert with copies are divided over its owners by
-``cut_rows``.
+``cut_rows``. Functions raise ConfigError if loads, slots or settings do not fit the placement.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ def cut_rows(loads_E: Loads, placement: Placement) -> tuple[tuple[int, ...], ...
     total:
 
         totals 7 4 2, an expert with 9 rows on all three ranks ──▶ rows 0 3 6, totals 7 7 8
-
-    Raises:
-        ConfigError: ``loads_E`` does not have one integer of at least 0 for each expert.
     """
     check_loads(loads_E, placement.num_experts)
     totals = [0] * placement.world
@@ -76,11 +73,7 @@ def fill(totals: Sequence[int], rows: int) -> tuple[int, ...]:
 
 
 def rows_per_rank(loads_E: Loads, placement: Placement) -> tuple[int, ...]:
-    """Return the rows that each rank computes in a step with ``loads_E``.
-
-    Raises:
-        ConfigError: ``loads_E`` does not have one integer of at least 0 for each expert.
-    """
+    """Return the rows that each rank computes in a step with ``loads_E``."""
     totals = [0] * placement.world
     for ranks, parts in zip(placement.owners, cut_rows(loads_E, placement), strict=True):
         for rank, rows in zip(ranks, parts, strict=True):
@@ -148,9 +141,6 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0, free_moves: in
         slots: copies that a rank can hold in addition to its homes. Copies are of the experts with the most rows per
             owner, at most one on a rank, and only as many as reduce the rows of the busiest rank.
         free_moves: experts that a rank can send or receive at little cost.
-
-    Raises:
-        ConfigError: ``loads_E`` does not fit ``current``, or more slots than there are experts on another rank.
     """
     check_loads(loads_E, current.num_experts)
     room = current.homes_per_rank
@@ -300,9 +290,6 @@ class DecisionSettings:
         seconds_per_row: seconds of one row on its rank, forward and backward.
         seconds_to_move: seconds in which a rank sends or receives one expert.
         seconds_to_publish: seconds per step in which a rank reduces the gradient and fills the weights of one copy.
-
-    Raises:
-        ConfigError: a setting is out of range.
     """
 
     kind: PlacementKind = "relocate"
@@ -363,9 +350,6 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
     Args:
         window: rows of each expert in each of some recent steps.
         current: the present placement.
-
-    Raises:
-        ConfigError: the loads or ``slots`` do not fit ``current``.
     """
     kind, steps, threshold = settings.kind, settings.every, settings.threshold
     for loads_E in window:

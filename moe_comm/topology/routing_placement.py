@@ -26,11 +26,7 @@ TOKENS = 8192
 
 
 def loads_of(ids_TK: npt.ArrayLike, experts: int) -> list[int]:
-    """Return the rows of each expert. Ids of -1 have no row.
-
-    Raises:
-        ConfigError: ``ids_TK`` is not a matrix of ids from -1 to ``experts - 1``.
-    """
+    """Return the rows of each expert. Ids of -1 have no row."""
     ids = _checked(ids_TK, experts)
     loads: list[int] = np.bincount(ids[ids >= 0], minlength=experts).tolist()
     return loads

@@ -1,4 +1,8 @@
-"""Local operators as Triton kernels, for CUDA tensors. Each module names its reference in plain torch."""
+"""Local operators as Triton kernels, for CUDA tensors. Each module names its reference in plain torch.
+
+The operators raise InputError for shapes or dtypes that they do not support, and ConfigError for CPU tensors unless
+Triton interprets kernels.
+"""
 
 from moe_comm.errors import MissingDependency, pip_install
 

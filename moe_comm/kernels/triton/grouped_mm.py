@@ -218,10 +218,6 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         out_RN: [R, N] of the same dtype; dense rows.
         tma: Load 16-bit operands with TMA on sm_90 and sm_100, with the same tiles, if their strides allow it
             (``grouped_mm_tma.supported``). False: never. The bits are the same.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("grouped_mm", rows_RD, w_END, counts_E, out_RN)
     check_rows("grouped_mm", "rows", rows_RD)
@@ -275,10 +271,6 @@ def grouped_weight_grad_into(
         out_END: [E, N, D], any strides, in the dtype of the rows, or fp32.
         add: Add to ``out_END``, which must be fp32, instead of overwriting it. The sum over the rows is added to it in
             fp32; matrices of experts without rows are neither read nor written.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("grouped_weight_grad", grad_RN, rows_RD, counts_E, out_END)
     check_rows("grouped_weight_grad", "gradients", grad_RN)

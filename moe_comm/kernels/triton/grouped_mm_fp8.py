@@ -161,10 +161,6 @@ def grouped_mm_fp8_into(
             consist of W blocks of R / (E W) rows, and the counts are those of the first rows of each block that are
             used, as ``LowLatencyHandle.receive_scaled`` returns them.
         out_RN: [R, N] fp32, bf16 or fp16; dense rows.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     (values_RK, scale_RB), (w_ENK, w_scale_ECB) = rows, weights
     check_tensors("grouped_mm_fp8", values_RK, scale_RB, w_ENK, w_scale_ECB, counts_E, out_RN)

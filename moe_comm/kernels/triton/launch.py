@@ -45,12 +45,7 @@ INTERPRETED_PROGRAMS = 4
 
 
 def check_tensors(operator: str, *tensors: Tensor | None) -> None:
-    """Check that all ``tensors`` are on one device that Triton supports.
-
-    Raises:
-        ConfigError: CPU tensors, and kernels are not interpreted.
-        InputError: tensors on several devices, or on another kind of device.
-    """
+    """Check that all ``tensors`` are on one device that Triton supports."""
     devices = {t.device for t in tensors if t is not None}
     if len(devices) != 1:
         raise InputError(f"{operator} needs tensors of one device; got {', '.join(map(str, devices))}")
@@ -68,9 +63,6 @@ def check_rows(operator: str, name: str, rows_RD: Tensor) -> None:
     """Check that ``rows_RD`` is a matrix of fp32, bf16 or fp16 with dense rows and any row stride.
 
     A matrix without elements may have any strides: those of an expanded gradient are 0.
-
-    Raises:
-        InputError: it is not.
     """
     dense = rows_RD.dim() == 2 and (rows_RD.stride(1) == 1 or rows_RD.shape[1] <= 1 or not rows_RD.numel())
     if not dense or rows_RD.dtype not in DTYPES:
@@ -81,11 +73,7 @@ def check_rows(operator: str, name: str, rows_RD: Tensor) -> None:
 
 
 def check_index(operator: str, name: str, index: Tensor, shape: tuple[int, ...]) -> None:
-    """Check that ``index`` is contiguous int64 of ``shape``, where -1 allows any size.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Check that ``index`` is contiguous int64 of ``shape``, where -1 allows any size."""
     fits = index.dim() == len(shape) and all(
         size in (-1, actual) for size, actual in zip(shape, index.shape, strict=True)
     )
@@ -119,9 +107,6 @@ def waiting_programs(device: torch.device) -> int:
     Suppose that such a kernel fills the GPU of rank 0, and a collective on another stream fills the GPU of rank 1. Then
     each waits for the other, which cannot start. A free processor lets the blocks of the collective run one after the
     other. ``MOE_COMM_FREE_SMS`` sets the number of free processors; by default a sixteenth, at least 2.
-
-    Raises:
-        ConfigError: ``MOE_COMM_FREE_SMS`` is not an integer, or leaves fewer than 3 processors.
     """
     total = processors(device)
     if device.type != "cuda":

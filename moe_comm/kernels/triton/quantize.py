@@ -189,12 +189,7 @@ def quantize_weights_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantize_weights(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``kernels.fp8.quantize_weights`` of fp32, bf16 or fp16 weights with any strides: the same bits.
-
-    Raises:
-        InputError: another dtype.
-        ConfigError: CPU tensors, and kernels are not interpreted.
-    """
+    """Return ``kernels.fp8.quantize_weights`` of fp32, bf16 or fp16 weights with any strides: the same bits."""
     check_tensors("quantize_weights", w_ENK)
     if w_ENK.dim() != 3 or w_ENK.dtype not in DTYPES:
         raise InputError(
@@ -221,10 +216,6 @@ def quantize(rows_RD: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
         scales: Which scales to use.
-
-    Raises:
-        InputError: the shape or dtype is not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("quantize", rows_RD)
     check_rows("quantize", "rows", rows_RD)
@@ -244,12 +235,7 @@ def swiglu_backward_quantize(h_RG: Tensor, grad_RF: Tensor, scales: ScaleFormat 
 
 
 def dequantize(packed_RB: Tensor, scales: ScaleFormat, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Return [R, hidden] of ``dtype``: the inverse of ``quantize`` up to rounding.
-
-    Raises:
-        InputError: rows of another width, or an unsupported dtype.
-        ConfigError: CPU tensors, and kernels are not interpreted.
-    """
+    """Return [R, hidden] of ``dtype``: the inverse of ``quantize`` up to rounding."""
     check_tensors("dequantize", packed_RB)
     width = scales.row_bytes(hidden)
     if packed_RB.dim() != 2 or packed_RB.shape[1] != width or packed_RB.dtype != torch.uint8 or dtype not in DTYPES:
@@ -279,10 +265,6 @@ def dequantize_rows(
         dtype: fp32, bf16 or fp16.
         counts: int64 on the device, of any shape with C elements, where C divides R. Of each R / C consecutive rows
             only the first ``counts[i]`` are read and written. None: all rows.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("dequantize", values_RD, scale_RS, counts)
     rows, hidden = values_RD.shape

@@ -268,10 +268,6 @@ def route(
         ids_TK: int64; -1: no expert is left to select; -2: the token's logits are NaN, +Inf or all -Inf.
         weights_TK: fp32.
         scores_TE: fp32, or None.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("route", logits_TE, bias_E)
     if logits_TE.dim() != 2 or logits_TE.shape[1] != rule.num_choices or not takes(logits_TE, rule):

@@ -82,10 +82,6 @@ def scale_rows_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = 
 
     Returns:
         [R] fp32 ``plain.lane_dot`` of the unscaled rows and ``partner_RD``; None without it.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("scale_rows_", rows_RD, weights_R, partner_RD)
     check_rows("scale_rows_", "rows", rows_RD)
@@ -118,10 +114,6 @@ def spread(
 
     Returns:
         [num_rows, D] token's gradient times weight, and [T, K] fp32 dot products (0 where dropped) or None.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("spread", grad_TD, place_TK, weights_TK, rows_RD)
     check_rows("spread", "gradients", grad_TD)

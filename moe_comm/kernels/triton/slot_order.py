@@ -81,10 +81,6 @@ def order_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         order: [T * K] int64 flat slots.
         place_TK: [T, K] int64 place of each slot in that order; -1 for a slot without an expert.
         ends: [E + 2] int64: end of the slots of each expert in that order, of dropped and of invalid slots.
-
-    Raises:
-        InputError: other dtypes.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("order_slots", ids_TK)
     if ids_TK.dtype not in INTEGERS:

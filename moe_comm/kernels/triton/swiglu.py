@@ -71,12 +71,7 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def check_swiglu(operator: str, h_RG: Tensor, **rows_RX: Tensor | None) -> None:
-    """Check that ``h`` is [R, 2F] and the others are [R, F] (``grad_h``: [R, 2F]) of its dtype.
-
-    Raises:
-        InputError: they are not.
-        ConfigError: CPU tensors, and kernels are not interpreted.
-    """
+    """Check that ``h`` is [R, 2F] and the others are [R, F] (``grad_h``: [R, 2F]) of its dtype."""
     check_tensors(operator, h_RG, *rows_RX.values())
     check_rows(operator, "h", h_RG)
     if h_RG.shape[1] % 2:

@@ -57,10 +57,6 @@ def take_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
     Args:
         x_ND: [N, D] of any dtype; dense rows, any row stride.
         index_R: [R] int64 below N. Not checked, because a check would wait for the device.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("take_rows", x_ND, index_R)
     check_index("take_rows", "index", index_R, (-1,))
@@ -79,10 +75,6 @@ def copy_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
         x_TD: [T, D] of any dtype; dense rows, any row stride.
         place_TK: [T, K] int64 row of each slot, below ``num_rows``, or -1. Not checked, as in ``take_rows``. Rows
             without a slot are not initialised.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("copy_rows", x_TD, place_TK)
     check_index("copy_rows", "places", place_TK, (x_TD.shape[0], -1))

@@ -70,10 +70,6 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
         rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
         place_TK: [T, K] int64 row of each slot; -1 is skipped, with any weight.
         weights_TK: [T, K] fp32, or None for ones.
-
-    Raises:
-        InputError: shapes or dtypes are not supported.
-        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("weighted_sum", rows_RD, place_TK, weights_TK)
     check_rows("weighted_sum", "rows", rows_RD)

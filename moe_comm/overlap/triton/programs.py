@@ -35,9 +35,6 @@ class Programs:
         copy: Elements that a pushing program moves in one step, a power of two.
         num_warps: Warps of the compiled kernel.
         num_stages: Pipeline stages of the compiled kernel.
-
-    Raises:
-        ConfigError: a number is out of range.
     """
 
     moving: int
@@ -68,10 +65,6 @@ class Programs:
             device: the GPU, or the CPU for Triton's interpreter.
             dtype: of the rows and weights.
             moving: how many of the programs move rows; the others compute. None: an eighth.
-
-        Raises:
-            InputError: the kernels do not support ``dtype``.
-            ConfigError: ``moving`` leaves no program to compute.
         """
         if dtype not in DTYPES:
             raise InputError(f"the Triton operators support {', '.join(map(str, DTYPES))}; got {dtype}")

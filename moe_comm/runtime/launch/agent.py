@@ -76,9 +76,6 @@ def run_agent(
         folder: an empty folder for this launch.
         signals: signals that the agent handles by ending the ranks. It kills those that need more than 30 s.
         preload: modules to fork the ranks from. If empty, each rank starts a new interpreter.
-
-    Raises:
-        MoeCommError: as ``launch``.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -41,9 +41,6 @@ def attempt_store(store: Store, rank: int, world: int, timeout_s: float, *, agai
 
     Args:
         again: this attempt has such a store already and needs another one.
-
-    Raises:
-        PeerTimeout: a rank did not join within ``timeout_s``; the message names the missing ranks.
     """
     keys = PrefixStore("moe_comm", store)
     attempt = _assign_name(keys, world, timeout_s, again) if rank == 0 else _receive_name(keys, rank, timeout_s)

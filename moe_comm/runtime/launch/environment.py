@@ -33,10 +33,6 @@ def rank_environment() -> RankEnvironment | None:
     """Return the rank that a launcher (torchrun, an operator, or ``launch``) made this process; None: no rank.
 
     A variable that is empty counts as unset, and so does -1 as LOCAL_RANK.
-
-    Raises:
-        ConfigError: the variables are incomplete, not numbers or contradict each other; or another launcher (srun,
-            mpirun) started several processes without these variables, so that each would work alone.
     """
     given = {name: text for name in _VARIABLES if (text := os.environ.get(name, "").strip())}
     if given.get("LOCAL_RANK") == "-1":  # an old convention of scripts for "not distributed"

@@ -114,11 +114,7 @@ def statuses_to_json(statuses: Sequence[RankStatus]) -> str:
 
 
 def statuses_from_json(text: str) -> list[RankStatus]:
-    """Parse the output of ``statuses_to_json``.
-
-    Raises:
-        ValueError, KeyError, TypeError: ``text`` has another format.
-    """
+    """Parse the output of ``statuses_to_json``."""
     results = []
     for values in json.loads(text):
         values["calls"] = {(tuple(group), Kind[kind]): count for group, kind, count in values["calls"]}

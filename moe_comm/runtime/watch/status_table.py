@@ -144,9 +144,6 @@ class StatusTable:
         Args:
             records: number of spans in the event ring of each rank.
             host: ranks with an equal value share a table. None: ``host_key``.
-
-        Raises:
-            HeapError: on every rank, if some rank cannot share memory with the other ranks of its host.
         """
         problem, stacks, number = "", -1, 0
         try:

@@ -122,10 +122,6 @@ class Watcher:
             on_fault: see the class.
             gather: all-gathers one text per rank.
             host: ranks with an equal value share a status table. None: ranks that see each other's processes.
-
-        Raises:
-            HeapError: on every rank, if some rank cannot share memory with the other ranks of its host.
-            MissingDependency: on every rank, if some rank has no native core. Without it, no spans are recorded.
         """
         built = gather("built" if native_is_built() else "")
         if not all(built):
@@ -414,9 +410,5 @@ def watching(
 
     Returns:
         A context manager. Call its ``step`` around each training step.
-
-    Raises:
-        HeapError: on every rank, if some rank cannot share memory with the other ranks of its host.
-        MissingDependency: on every rank, if some rank has no native core.
     """
     return Watcher.create(options or WatchOptions(), folder, on_fault)
