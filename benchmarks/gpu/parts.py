@@ -111,7 +111,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         measurement("products", 60, "products", family="triton", env=interpreted)
         measurement("layer-small", 60, "layers", "small", family="layer")
         measurement("host-profile-small", 60, "host_profile", "small", family="layer")
-        tests("kernel-tests", 60, "tests/gpu_host/test_operations.py", family="peer_to_peer")
+        tests("kernel-tests", 60, "tests/gpu_emulated/test_operations.py", family="peer_to_peer")
         return found
 
     # From Hopper on, the suffix "a" enables the instructions that exist on this architecture only.
@@ -142,7 +142,8 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     others = ("--ignore-glob", "*/test_triton_*", "--ignore", "tests/gpu/test_resources.py", "--ignore", features)
     tests("gpu-tests", 120, "tests/gpu", "-m", "not slow", *others, family="peer_to_peer", test_s=45)
     tests("features", 240, features, family="layer", test_s=110)
-    tests("virtual-tests", 60, "tests/gpu_host/test_virtual_ranks.py", family="peer_to_peer", test_s=40, env=together)
+    virtual = "tests/gpu_emulated/test_virtual_ranks.py"
+    tests("virtual-tests", 60, virtual, family="peer_to_peer", test_s=40, env=together)
     contract = ("tests/dispatch/test_contract.py", "--device", "cuda", "-k")
     shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     tests("contract-peer-to-peer", 200, *contract, "peer_to_peer", family="peer_to_peer", test_s=40, env=shared)

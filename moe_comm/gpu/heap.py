@@ -126,7 +126,7 @@ class Heap:
         """
         stream = _stream(self.device)
         self._collect(stream, capturing(self.device))
-        for freed in self._waiting:  # let the stream wait instead of the host
+        for freed in self._waiting:  # let the stream wait instead of the CPU
             for event in freed.events:
                 stream.wait_event(event)
             self._release(freed.first, freed.size)

@@ -5,7 +5,7 @@ NVRTC's kernels need no package: ctypes calls the driver functions that load the
 launch them by their addresses. Launches are queued on a stream and return immediately.
 
 A launcher starts single kernels. Their arguments (``arguments``) are passed by name, so a missing or misspelt one
-raises before the launch. Native code starts the kernels of whole operations (``make_plan``).
+raises before the launch. Native code starts the kernels of whole operations (csrc/cuda/plan.h).
 
 Errors: MissingDependency if there is no native core with kernels and no NVRTC; KernelError if NVRTC or the driver
 fails, also for a kernel that was queued before; ConfigError for arguments that do not match the kernel.
@@ -28,7 +28,7 @@ from moe_comm.gpu.arguments import Packer, Words, kernel_fields, native_core, un
 if TYPE_CHECKING:
     from moe_comm import _C
 
-Machine = Literal["cuda", "host"]
+Machine = Literal["cuda", "cpu"]
 
 NEEDED = -1
 """Value of ``shared`` in ``Launcher.launch``: the size that the kernel computes from its arguments."""
@@ -66,27 +66,6 @@ def starter_of(launcher: Launcher) -> _C.P2pStarter:
     return wrapper
 
 
-def make_plan(
-    starter: _C.P2pStarter,
-    group: tuple[int, ...],
-    offsets: tuple[int, ...],
-    headers_at: int,
-    all_headers_at: int,
-    host_counts_at: int,
-    left_at: int,
-) -> _C.P2pPlan:
-    """Return the native core's ``P2pPlan``, which launches the kernels of one rank's operations.
-
-    ``group`` has the common first arguments of all kernels except the last one, and ``offsets`` the first expert of
-    each rank, then the number of experts. ``left_at`` is the device address of the counters of the push kernel. The
-    other addresses are in host memory; see csrc/cuda/plan.h.
-    """
-    plan: _C.P2pPlan = native_core().P2pPlan(
-        starter, group, offsets, headers_at, all_headers_at, host_counts_at, left_at
-    )
-    return plan
-
-
 def compiled_archs() -> tuple[str, ...]:
     """Return the architectures of compiled kernels, such as ("sm_80", "sm_90a"); () without nvcc at build time."""
     archs: str = native_core().cuda_archs()
@@ -122,7 +101,7 @@ class NativeLauncher:
     """Launches the kernels that are compiled into the native core.
 
     Args:
-        machine: "cuda" for the kernels compiled by nvcc; "host" runs the same source on CPU memory, block by block.
+        machine: "cuda" for the kernels compiled by nvcc; "cpu" runs the same source on CPU memory, block by block.
         device: of streams and addresses; default: the current device.
     """
 
@@ -132,10 +111,10 @@ class NativeLauncher:
         index = None if device is None else device.index
         if machine == "cuda" and index is None:
             index = torch.cuda.current_device()
-        self.starter: _C.P2pStarter = starters.host() if machine == "host" else starters.cuda(index)
+        self.starter: _C.P2pStarter = starters.host() if machine == "cpu" else starters.cuda(index)
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
-        """See ``Launcher``. On the host it returns after the kernel has ended."""
+        """See ``Launcher``. In emulation it returns after the kernel has ended."""
         self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
 
 

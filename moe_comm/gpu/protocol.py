@@ -1,7 +1,7 @@
-"""Constants and structures shared by the host and the kernels of csrc/cuda/args.h.
+"""Constants and structures shared by the CPU and the kernels of csrc/cuda/args.h.
 
-A turn is one operation of all ranks. It begins with a meeting, in which ranks exchange headers, offers (addresses of
-their buffers) and counts. A chunk is the slots, or (token, expert) pairs, that one thread block processes.
+An operation of all ranks (a ``turn`` in csrc/cuda) begins with a meeting, in which ranks exchange headers, offers
+(addresses of their buffers) and counts. A chunk is the slots, or (token, expert) pairs, of one thread block.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GroupShape:
     def control_bytes(self) -> int:
         """Size of the control area at the start of a block; see Control in csrc/cuda/args.h."""
         world = self.world
-        # Alternate turns use two copies, because a rank may begin a turn while a peer still reads the previous one.
+        # Alternate operations use two copies: a rank may begin one while a peer still reads the previous one.
         exchanged = 2 * world * (HEADER_WORDS + OFFER_WORDS + self.experts)
         flags = 4 + MAX_SLICES + self.local_experts * (1 + 2 * MAX_PARTS)
         return round_up(8 * (exchanged + flags * world))

@@ -26,7 +26,7 @@ def core() -> Any:
     return _C
 
 
-def on_host(*tensors: Tensor) -> bool:
+def on_cpu(*tensors: Tensor) -> bool:
     """Return whether all tensors are plain CPU tensors and the native core is built.
 
     Subclasses (fake tensors, DTensor) and tensors that a compiler traces have no addresses; see ``in_memory``.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
-from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.native import core, on_cpu
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
 from moe_comm.tensor_memory import address, materialized
 
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not torch.compiler.is_compiling():
         x, weight = materialized(x), materialized(weight)
     x = x.contiguous()  # a view of several rows may be strided where that of one row is not, and sums in another order
-    if x.dtype in NATIVE_DTYPES and x.numel() and on_host(x, weight):
+    if x.dtype in NATIVE_DTYPES and x.numel() and on_cpu(x, weight):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
     return rms_norm_reference(x, weight, eps)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.kernels.autograd import once_differentiable
-from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.native import core, on_cpu
 from moe_comm.tensor_memory import address, row_address
 
 
@@ -27,7 +27,7 @@ def rotate_halves(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: [B or 1, S, d / 2]; they get no gradient.
     """
     fits = x_BShd.dtype == cos.dtype == sin.dtype == torch.float32 and x_BShd.stride(-1) == 1 and x_BShd.numel()
-    if fits and on_host(x_BShd, cos, sin) and not (cos.requires_grad or sin.requires_grad):
+    if fits and on_cpu(x_BShd, cos, sin) and not (cos.requires_grad or sin.requires_grad):
         return _Rotate.apply(x_BShd, cos.contiguous(), sin.contiguous())  # type: ignore[no-any-return]
     return rotate_halves_reference(x_BShd, cos, sin)
 

@@ -1,10 +1,10 @@
-"""Begin and end times of work on a GPU on the host's clock, measured without waiting for the GPU.
+"""Begin and end times of work on a GPU on the CPU's clock, measured without waiting for the GPU.
 
-    host    ──begin span──[queue work]──end span──────────────── poll ────────────── poll ──▶ span.put_device
+    CPU     ──begin span──[queue work]──end span──────────────── poll ────────────── poll ──▶ span.put_device
     stream  ...earlier work... | event a | work of the span | event b | ...           a, b completed: times are known
 
 CUDA only reports the time between two events, in single-precision milliseconds. So times are measured from a reference
-event that is renewed regularly. Two bounds place the reference on the host's clock: no event completes before it was
+event that is renewed regularly. Two bounds place the reference on the CPU's clock: no event completes before it was
 queued, or after ``poll`` has seen that it is completed. An idle stream completes an event at once, so the bounds are
 microseconds apart. Each event corrects the drift between both clocks.
 """
@@ -39,7 +39,7 @@ class DeviceEvent(Protocol):
 
 @dataclass
 class _Queued:
-    """An event, and the time when the host queued it."""
+    """An event, and the time when the CPU queued it."""
 
     event: DeviceEvent
     queued_ns: int
@@ -96,7 +96,7 @@ class QueuedTimes:
         return queued
 
     def _placed(self, queued: _Queued, seen_ns: int) -> float:
-        """Return the time of a completed event on the host's clock. It was seen completed at ``seen_ns``."""
+        """Return the time of a completed event on the CPU's clock. It was seen completed at ``seen_ns``."""
         if self._reference is None:
             self._reference, self._reference_ns = queued.event, float(queued.queued_ns)
             return self._reference_ns

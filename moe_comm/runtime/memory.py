@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 from_capsule: Callable[[Any], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)
 """Return a tensor of a DLPack capsule. ``torch.from_dlpack`` calls it after protocol checks that a capsule skips."""
-Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
-"""Maps (rows, width, dtype, device) to an uninitialised [rows, width] tensor, like ``Dispatcher.empty_rows``."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

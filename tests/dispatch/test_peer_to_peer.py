@@ -115,7 +115,7 @@ def no_room(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText, bool
     dispatched = dispatcher.dispatch(x_TD[:1], torch.tensor([[2 * rank]], device=job.device), label="moe.3")
     reserved = []
     if rank == world - 1:
-        reserved.append(dispatcher.memory.turns.heap.reserve())  # type: ignore[attr-defined]
+        reserved.append(dispatcher.memory.operations.heap.reserve())  # type: ignore[attr-defined]
     weights_TK = torch.ones(1, 1, device=job.device)
     combine = caught(lambda: dispatcher.combine(dispatched.rows_RD.clone(), weights_TK, dispatched.handle))
     reserved.clear()
@@ -133,7 +133,7 @@ def test_a_full_heap_raises_on_every_rank_and_ranks_stay_usable(pool: RankPool) 
 
 def used_heap_bytes(rank: int, world: int, job: Job) -> list[int]:
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    heap = dispatcher.memory.turns.heap  # type: ignore[attr-defined]
+    heap = dispatcher.memory.operations.heap  # type: ignore[attr-defined]
     used = []
     for _ in range(3):
         batch, experts = cases.make(BY_NAME["plain"])
@@ -202,7 +202,7 @@ def mixed(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
     x_TD, ids_TK = torch.full((3, 8), float(rank), device=job.device), torch.zeros(3, 1, dtype=torch.int64)
     call = dispatcher.dispatch_fixed if rank == world - 1 else dispatcher.dispatch
     mismatch = caught(lambda: call(x_TD, ids_TK.to(job.device), label="moe.3"))
-    heap_is_empty = dispatcher.memory.turns.heap.used == 0
+    heap_is_empty = dispatcher.memory.operations.heap.used == 0
     rows_RD = dispatcher.dispatch(x_TD, ids_TK.to(job.device)).rows_RD
     expected_RD = torch.arange(world if rank == 0 else 0).repeat_interleave(3)[:, None].expand(-1, 8)
     return mismatch, heap_is_empty and torch.equal(rows_RD.cpu(), expected_RD.float())
@@ -415,8 +415,8 @@ def test_launches_of_a_training_step_have_the_right_grids_and_arguments() -> Non
     assert count["ids_at"] == ids_TK.data_ptr() and meet["with_counts"] == 1
     for name in ("counts_at", "expert_rows_at", "place_at", "bad_at"):
         assert count[name] and len({words[name] for words in (count, scan, meet, push)}) == 1
-    start = dispatcher.memory.turns.blocks.addresses[0]
-    heap = dispatcher.memory.turns.heap
+    start = dispatcher.memory.operations.blocks.addresses[0]
+    heap = dispatcher.memory.operations.heap
     assert meet["offer_0"] == sent.rows_RD.data_ptr() - start
     fits = [round_up(12 * rows) + round_up(8 * rows) <= heap.size for rows in (fan_out["rows"], fan_out["rows"] + 1)]
     assert meet["offer_4"] == fan_out["rows"] and fits == [True, False], "as many rows as fit into the heap"
@@ -475,11 +475,11 @@ def test_launches_of_fixed_and_low_latency_dispatch() -> None:
 def test_a_reported_timeout_raises_in_every_later_call() -> None:
     """Write a fault to the report that a GPU would write, after the operation has returned."""
     dispatcher = one_rank()
-    dispatcher.memory.turns._report[1:6] = torch.tensor([protocol.TIMED_OUT, 0, protocol.ARRIVED, 7, 6])
+    dispatcher.memory.operations._report[1:6] = torch.tensor([protocol.TIMED_OUT, 0, protocol.ARRIVED, 7, 6])
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="for rank 0 to send its rows; its flag is 6, expected 7"):
             dispatcher.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
-        dispatcher.memory.turns._report.zero_()
+        dispatcher.memory.operations._report.zero_()
     with pytest.raises(PeerTimeout):
         dispatcher.check()
 

@@ -14,7 +14,7 @@ from moe_comm.topology import ExpertPlacement
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test with both; on other devices than the CPU, only the second one runs."""
     if request.param == "torch":
-        monkeypatch.setattr(rank_layouts, "on_host", lambda *_: False)
+        monkeypatch.setattr(rank_layouts, "on_cpu", lambda *_: False)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

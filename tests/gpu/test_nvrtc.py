@@ -20,8 +20,8 @@ from moe_comm.gpu import launch, nvrtc
 from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.gpu.blocks import single_block
 from moe_comm.gpu.nvrtc import Nvrtc
+from moe_comm.gpu.operations import GroupOperations
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, GroupShape
-from moe_comm.gpu.turns import Turns
 
 CSRC = Path(__file__).parents[2] / "csrc"
 FILES = {
@@ -266,18 +266,20 @@ def test_the_kernels_of_an_operation_are_launched_through_the_driver(
     fake_driver: tuple[launch.Driver, ctypes.CDLL],
 ) -> None:
     driver_api, library = fake_driver
-    turns = Turns(GroupShape(0, (0, 2)), single_block(1 << 16, torch.device("cpu")), launcher(driver_api, device=2))
-    turns.begin(7.0)
-    turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
-    turns.plan.receive_few(1, 0)
+    operations = GroupOperations(
+        GroupShape(0, (0, 2)), single_block(1 << 16, torch.device("cpu")), launcher(driver_api, device=2)
+    )
+    operations.begin(7.0)
+    operations.meet(bytes(8 * HEADER_WORDS), NOTHING)
+    operations.plan.receive_few(1, 0)
     meet, arrive = launches(library)
     assert (meet.function, meet.grid, meet.block) == (ord("t"), 1, 1024) and arrive.function == ord("e")
     for call in (meet, arrive):
         assert call.context == 1002 and struct.unpack("10q", bytes(call.words[:80]))[-1] == 7 * 10**9
     library.fake_refuse_next()
     with pytest.raises(KernelError, match="cuLaunchKernel with error 700"):
-        turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
-    assert turns.turn == 1
+        operations.meet(bytes(8 * HEADER_WORDS), NOTHING)
+    assert operations.turn == 1
 
 
 def test_an_error_of_the_driver_is_raised_with_its_text(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:

@@ -96,7 +96,7 @@ def test_norm_falls_back_to_plain_torch_for_unsupported_tensors(monkeypatch: pyt
         assert not ran_native(rms_norm(x.requires_grad_(), weight, 1e-6))
     x = draw(3, 8).requires_grad_()
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
-    monkeypatch.setattr(norm_module, "on_host", lambda *tensors: False)
+    monkeypatch.setattr(norm_module, "on_cpu", lambda *tensors: False)
     assert not ran_native(rms_norm(x, weight, 1e-6))
 
 

@@ -120,4 +120,4 @@ def launcher_for(device: torch.device, emulate: bool = False) -> Launcher:
             f"peer_to_peer moves rows between GPUs and these are on {device}; PeerToPeerOptions(emulate=True) runs its "
             "kernels on CPU tensors, for tests"
         )
-    return NativeLauncher("host")
+    return NativeLauncher("cpu")

@@ -165,7 +165,7 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             if rows_LND.data_ptr() != sent.results.data_ptr():
                 sent.results.copy_(rows_LND.detach())
             y_TD = sum_low_latency(sent, weights_TK, self._blocks)
-            if self.memory.on_host:
+            if self.memory.emulated:
                 self.memory.raise_fault(sent.header)
             self._stream.use_by_caller(y_TD)
         return y_TD
@@ -195,11 +195,11 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
     @property
     def overflow(self) -> int:
         """Number of this rank's slots beyond the capacity in the last completed ``dispatch_fixed``."""
-        return self.memory.turns.report.overflow
+        return self.memory.operations.report.overflow
 
     def record_stream(self, x: Tensor, stream: torch.cuda.Stream) -> None:
         """Record that ``stream`` uses ``x``, so that its memory is not reused before, as ``Tensor.record_stream``."""
-        record_stream(self.memory.turns.heap, x, stream)
+        record_stream(self.memory.operations.heap, x, stream)
 
     def own_rows(self, handle: DispatchHandle, sent: int) -> int:
         return sent // self.world  # an estimate for balanced routing, because the host may not know the counts
@@ -210,20 +210,20 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
         if header.fault is not None:
             self._refuse(header)
-        turns, form = self.memory.turns, self._form(x_TD, "dispatch")
+        operations, form = self.memory.operations, self._form(x_TD, "dispatch")
         capacity = self.peer_options.capacity_rows or 0
         x_TD = dense(self._round_rows(x_TD, form) if form.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, header, x_TD, ids_TK):
             try:
-                received = form.allocate(turns.heap, capacity)
+                received = form.allocate(operations.heap, capacity)
             except HeapError as problem:
                 self._raise_no_room(header, problem)
             offer = received.offer._replace(room=capacity)
             place_TK = self._move_rows(self.packed(header), x_TD, ids_TK, form, offer, capacity)
             rows_RD = received.rows()
-            ends.append(turns.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
-            if self.memory.on_host:
+            ends.append(operations.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
+            if self.memory.emulated:
                 self.memory.check(header, ids_TK)
             self._stream.use_by_caller(rows_RD, place_TK, ends[-1])
         return rows_RD, make_handle(header, x_TD, (), rows_RD.shape[0], 0, place_TK)

@@ -60,21 +60,21 @@ def make_buffers(memory: PeerGroupMemory, form: RowFormat, max_tokens: int, head
     """
     if not 0 < max_tokens <= MOST_TOKENS:
         raise ConfigError(f"max_tokens must be between 1 and {MOST_TOKENS}; got {max_tokens}")
-    turns, shape = memory.turns, memory.turns.shape
+    operations, shape = memory.operations, memory.operations.shape
     words = {"hidden": form.hidden, "dtype": DTYPE_CODES[form.dtype], "format": form.packing}
-    check_shared("ll_send", turns.device, f"max_tokens={max_tokens}", max_tokens=max_tokens, **words)
+    check_shared("ll_send", operations.device, f"max_tokens={max_tokens}", max_tokens=max_tokens, **words)
     own = shape.own_experts
     num_rows = (own.stop - own.start) * shape.world * max_tokens
     problem: HeapError | None = None
     received, results_RD = None, None
     try:
-        received = form.allocate(turns.heap, num_rows)
-        results_RD = turns.heap.rows(num_rows, form.hidden, form.dtype)
+        received = form.allocate(operations.heap, num_rows)
+        results_RD = operations.heap.rows(num_rows, form.hidden, form.dtype)
         results_RD.zero_()
     except HeapError as error:
         problem = error
     received_W5 = _exchange_offers(memory, header, None if received is None else received.offer)
-    results_offer = None if results_RD is None else Offer(offset_of(turns.heap, results_RD))
+    results_offer = None if results_RD is None else Offer(offset_of(operations.heap, results_RD))
     results_W5 = _exchange_offers(memory, header, results_offer)
     if received is None or results_RD is None:
         raise problem or HeapError("no room")
@@ -83,9 +83,9 @@ def make_buffers(memory: PeerGroupMemory, form: RowFormat, max_tokens: int, head
 
 def _exchange_offers(memory: PeerGroupMemory, header: Header, offer: Offer | None) -> Tensor:
     """Return [W, 5], a copy of the offers of all ranks, on the device."""
-    memory.turns.meet(header.pack().tobytes(), offer or Offer(NOWHERE))
+    memory.operations.meet(header.pack().tobytes(), offer or Offer(NOWHERE))
     memory.check(header)
-    return memory.turns.scratch.offers_W5.clone()
+    return memory.operations.scratch.offers_W5.clone()
 
 
 @dataclass(eq=False)
@@ -140,18 +140,18 @@ class LowLatencyHandle:
         return received.scaled(), self._wait()
 
     def _by_expert(self, rows_RD: Tensor) -> Tensor:
-        own, world = self.memory.turns.shape.own_experts, self.memory.turns.shape.world
+        own, world = self.memory.operations.shape.own_experts, self.memory.operations.shape.world
         return rows_RD.view(own.stop - own.start, world * self.buffers.max_tokens, rows_RD.shape[1])
 
     def _wait(self) -> Tensor:
         """Queue the kernel that waits for all rows. Return the rows of each (expert, source)."""
-        turns, shape = self.memory.turns, self.memory.turns.shape
+        operations, shape = self.memory.operations, self.memory.operations.shape
         num_local = shape.own_experts.stop - shape.own_experts.start
-        counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=turns.device)
-        turns.begin(self.timeout_s)
-        turns.plan.receive_few(parts_of(shape.experts), words_address(counts_LW))
+        counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=operations.device)
+        operations.begin(self.timeout_s)
+        operations.plan.receive_few(parts_of(shape.experts), words_address(counts_LW))
         self.has_received = True
-        if self.memory.on_host:
+        if self.memory.emulated:
             self.memory.raise_fault(self.header)
         return counts_LW[:num_local]
 
@@ -164,22 +164,22 @@ def send_low_latency(
     Raises:
         InputError: more tokens than ``max_tokens``; on this rank only.
     """
-    form, turns = buffers.received.form, memory.turns
+    form, operations = buffers.received.form, memory.operations
     if x_TD.shape[0] > buffers.max_tokens:
         raise InputError(f"low-latency dispatch takes at most max_tokens={buffers.max_tokens}; got {x_TD.shape[0]}")
     tokens, top_k = ids_TK.shape
     place_TK = torch.empty_like(ids_TK)
-    turns.plan.send_few(
+    operations.plan.send_few(
         tokens,
         top_k,
         words_address(ids_TK),
         form.hidden,
         DTYPE_CODES[form.dtype],
-        *row_address(x_TD, form.dtype, (tokens, form.hidden), turns.device.type),
+        *row_address(x_TD, form.dtype, (tokens, form.hidden), operations.device.type),
         words_address(buffers.received_W5),
         words_address(place_TK),
         buffers.max_tokens,
-        parts_of(turns.shape.experts),
+        parts_of(operations.shape.experts),
         *form.words,
     )
     return LowLatencyHandle(memory, buffers, header, place_TK, timeout_s)
@@ -187,19 +187,19 @@ def send_low_latency(
 
 def sum_low_latency(sent: LowLatencyHandle, weights_TK: Tensor, blocks: int) -> Tensor:
     """Queue the sum of each token's results, [T, D]. ``sent.results`` contains this rank's results."""
-    turns, form = sent.memory.turns, sent.buffers.received.form
+    operations, form = sent.memory.operations, sent.buffers.received.form
     tokens, top_k = sent.place_TK.shape
-    y_TD = torch.empty(tokens, form.hidden, dtype=form.dtype, device=turns.device)
-    turns.count_turn()
-    turns.plan.sum_few(
+    y_TD = torch.empty(tokens, form.hidden, dtype=form.dtype, device=operations.device)
+    operations.count_turn()
+    operations.plan.sum_few(
         blocks,
         tokens,
         top_k,
         form.hidden,
         DTYPE_CODES[form.dtype],
         words_address(sent.place_TK),
-        address(weights_TK, torch.float32, sent.place_TK.shape, turns.device.type),
-        address(y_TD, form.dtype, device=turns.device.type),
+        address(weights_TK, torch.float32, sent.place_TK.shape, operations.device.type),
+        address(y_TD, form.dtype, device=operations.device.type),
         words_address(sent.buffers.results_W5),
     )
     return y_TD

@@ -21,6 +21,7 @@ from moe_comm.dispatch.types import peers_routing_error, routing_error
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import Blocks, mapped_blocks, single_block, symmetric_blocks
 from moe_comm.gpu.launch import Launcher
+from moe_comm.gpu.operations import SLICE_NS, GroupOperations
 from moe_comm.gpu.order import stream_order
 from moe_comm.gpu.protocol import (
     ABORTED,
@@ -37,7 +38,6 @@ from moe_comm.gpu.protocol import (
     GroupShape,
     blocks_bytes,
 )
-from moe_comm.gpu.turns import SLICE_NS, Turns
 from moe_comm.runtime.host import host_key_int64
 
 WATCH_INTERVAL_S = 0.25
@@ -91,25 +91,25 @@ def _stop(thread: threading.Thread, stop: threading.Event) -> None:
 class PeerGroupMemory:
     """One rank's memory block and its state of the protocol, shared by dispatchers of a group.
 
-    turns: state of the protocol, in which a turn is one operation of all ranks.
-    on_host: whether kernels run on the CPU. A launch then returns after the kernel has ended.
+    operations: state of the protocol.
+    emulated: whether kernels run on the CPU. A launch then returns after the kernel has ended.
     failed: error after which the group is unusable. uncombined: a low-latency dispatch that has not been combined.
     """
 
-    def __init__(self, channel: Channel | None, turns: Turns) -> None:
-        self.channel, self.turns = channel, turns
-        self.on_host = turns.device.type == "cpu"
-        self._order = stream_order(channel.comm.keep if channel is not None else None, turns.device)
+    def __init__(self, channel: Channel | None, operations: GroupOperations) -> None:
+        self.channel, self.operations = channel, operations
+        self.emulated = operations.device.type == "cpu"
+        self._order = stream_order(channel.comm.keep if channel is not None else None, operations.device)
         self._timeout_s = 0.0
         self.failed: PeerError | None = None
         self.uncombined = ""
         self._watch: PeerWatch | None = None
         if channel is not None and channel.comm.peers is not None:
-            self._watch = PeerWatch(channel.comm.peers, turns.abort)
+            self._watch = PeerWatch(channel.comm.peers, operations.abort)
 
     @property
     def rank(self) -> int:
-        return self.turns.shape.rank
+        return self.operations.shape.rank
 
     def begin(self, header: Header, timeout_s: float) -> None:
         """Prepare an operation, whose kernels wait for at most ``timeout_s``. Call it before its first kernel.
@@ -125,15 +125,15 @@ class PeerGroupMemory:
                 f"rank {self.rank} begins {describe(header)} between {self.uncombined} and its low_latency_combine; "
                 "call low_latency_combine first, because the dispatch and its combine are one turn of the protocol"
             )
-        if self.turns.plan.failed():
+        if self.operations.plan.failed():
             # An unchecked operation failed. The progress of other ranks is unknown.
-            raise self._mark_unusable(self.error_of(self.turns.report, header, None))
+            raise self._mark_unusable(self.error_of(self.operations.report, header, None))
         self._timeout_s = timeout_s
-        if not self.on_host:
+        if not self.emulated:
             self._order.enter()
         if self._watch is not None:
             self._watch.on = True
-        self.turns.begin(timeout_s)
+        self.operations.begin(timeout_s)
 
     def join(self) -> None:
         """Let the next operation wait for the current stream, which runs kernels that use the last operation."""
@@ -141,7 +141,7 @@ class PeerGroupMemory:
 
     def end(self) -> None:
         """Finish an operation, after its last kernel is queued or after an error."""
-        if self._watch is not None and self.on_host:
+        if self._watch is not None and self.emulated:
             self._watch.on = False
 
     def check(self, header: Header, ids_TK: Tensor | None = None) -> None:
@@ -151,11 +151,11 @@ class PeerGroupMemory:
             InputError, RoutingError, RankMismatch, HeapError: on every rank. The group remains usable.
             PeerDied, PeerTimeout: the group is unusable.
         """
-        plan = self.turns.plan
+        plan = self.operations.plan
         if plan.wait(plan.turn, SLICE_NS) and not plan.failed():  # usually the turn completes in this time
             return
         try:
-            self.turns.wait()
+            self.operations.wait()
         except PeerTimeout as error:
             self.failed = error
             raise
@@ -163,15 +163,15 @@ class PeerGroupMemory:
 
     def raise_fault(self, header: Header, ids_TK: Tensor | None = None) -> None:
         """Raise the fault that the device has reported, if any; see ``check``."""
-        if not self.turns.failed:
+        if not self.operations.failed:
             return
-        report = self.turns.report
-        late = report.turn < self.turns.turn  # the fault of an earlier, unchecked operation; see ``begin``
+        report = self.operations.report
+        late = report.turn < self.operations.turn  # the fault of an earlier, unchecked operation; see ``begin``
         error = self.error_of(report, header, None if late else ids_TK)
         try:
             if late or isinstance(error, PeerError):
                 raise self._mark_unusable(error)
-            self.turns.reset_fault()
+            self.operations.reset_fault()
             raise error
         finally:
             del error  # its traceback refers to this frame: a cycle would keep the caller's rows in the heap
@@ -190,7 +190,7 @@ class PeerGroupMemory:
                 f"rank {report.who} has no room for its rows in {describe(header)}; increase "
                 "PeerToPeerOptions.heap_bytes on every rank"
             )
-        headers, experts = self.turns.headers, self.turns.shape.experts
+        headers, experts = self.operations.headers, self.operations.shape.experts
         for words in headers:
             if not words[FAULT_WORD]:
                 words[-1] = 0  # the last word is not text: see ROOM_WORD of primitives.py
@@ -242,7 +242,7 @@ def shared_peer_memory(
     def make() -> PeerGroupMemory:
         shape = GroupShape(rank, tuple(offsets))
         blocks = _blocks(channel, group, rank, device, blocks_bytes(shape, total))
-        memory = PeerGroupMemory(channel, Turns(shape, blocks, launcher))
+        memory = PeerGroupMemory(channel, GroupOperations(shape, blocks, launcher))
         if channel is not None:
             ready = torch.zeros(1, dtype=torch.int64, device="cpu").to(channel.control_device)
             channel.all_gather(ready, "the start of shared blocks")

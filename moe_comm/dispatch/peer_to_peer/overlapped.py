@@ -43,12 +43,12 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
 
     def row_flags(self) -> RowFlags:
         """Return the flags of the rows of the last dispatch or ``spread_aside``, for kernels that wait for them."""
-        return self.memory.turns.flags("arrived")
+        return self.memory.operations.flags("arrived")
 
     @property
     def device_counts_WE(self) -> Tensor:
         """[W, E] int64 rows of each rank for each expert in the last dispatch, on the device, until the next one."""
-        return self.memory.turns.scratch.counts_WE
+        return self.memory.operations.scratch.counts_WE
 
     def spread_aside(
         self,
@@ -73,9 +73,9 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
         Raises:
             PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
         """
-        if self.memory.on_host:
+        if self.memory.emulated:
             with KernelOperation(self, header):
-                self.memory.turns.plan.done()
+                self.memory.operations.plan.done()
                 self.memory.raise_fault(header)
 
     def wait_aside(self) -> None:
@@ -108,11 +108,11 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
             RankMismatch, HeapError: on every rank.
             PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
         """
-        turns, problem = self.memory.turns, None
+        operations, problem = self.memory.operations, None
         rows_RD = torch.empty(0, handle.hidden, dtype=handle.dtype, device=self.device)
         if handle.num_rows and handle.hidden:
             try:
-                rows_RD = turns.heap.rows(handle.num_rows, handle.hidden, handle.dtype)
+                rows_RD = operations.heap.rows(handle.num_rows, handle.hidden, handle.dtype)
             except HeapError as error:
                 problem = error
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
@@ -120,13 +120,13 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
             if problem is not None:
                 self._raise_no_room(header, problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=self.device)
-            turns.meet(self.packed(header), Offer(offset_of(turns.heap, rows_RD)))
-            if self.memory.on_host:
+            operations.meet(self.packed(header), Offer(offset_of(operations.heap, rows_RD)))
+            if self.memory.emulated:
                 self.memory.check(header)
             with self._stream.on_callers():
-                compute(rows_RD, turns.flags("results"))
-            turns.sum_slices(handle.state, weights_TK, y_TD, DTYPE_CODES[handle.dtype], self._blocks)
-            if self.memory.on_host:
+                compute(rows_RD, operations.flags("results"))
+            operations.sum_slices(handle.state, weights_TK, y_TD, DTYPE_CODES[handle.dtype], self._blocks)
+            if self.memory.emulated:
                 self.memory.raise_fault(header)
             self._check_if_blocking(header)
             self._stream.use_by_caller(y_TD)

@@ -46,8 +46,8 @@ class PeerIncomingRows(IncomingRows):
         self._awaited: set[int] = set()
 
     def ready(self, peer: int) -> bool:
-        on_host = self._dispatcher.memory.on_host
-        return self._complete or peer in self._awaited or (on_host and self._dispatcher.memory.turns.received(peer))
+        memory = self._dispatcher.memory
+        return self._complete or peer in self._awaited or (memory.emulated and memory.operations.received(peer))
 
     def next(self, peers: Sequence[int]) -> int:
         peer = self._dispatcher.wait_for_one_of(self._header, peers)

@@ -1,6 +1,6 @@
 """The primitives of ``peer_to_peer`` (send, sum, spread), implemented with kernels. See ``dispatcher.py``.
 
-In a meeting, the device exchanges headers, offers (addresses of rows) and counts between ranks; see ``gpu/turns.py``.
+In a meeting, the device exchanges headers, offers (addresses of rows) and counts; see ``gpu/operations.py``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, ma
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.launch import Launcher, check_shared, compiled_archs, compiled_for
+from moe_comm.gpu.operations import GroupOperations
 from moe_comm.gpu.protocol import (
     HEADER_WORDS,
     MOST_SLOTS,
@@ -56,7 +57,6 @@ from moe_comm.gpu.protocol import (
     SlotFlags,
     words_address,
 )
-from moe_comm.gpu.turns import Turns
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import DTYPE_CODES, native
 from moe_comm.tensor_memory import address
@@ -65,7 +65,7 @@ from moe_comm.topology import ExpertPlacement
 ROOM_WORD = HEADER_WORDS - 1
 """Index of the header word with the size in bytes of the block that this rank offers for rows. Dispatch only. The text
 of a fault ends before this word."""
-BLOCKS_ON_HOST = 4
+EMULATED_BLOCKS = 4
 """Default number of thread blocks in emulation."""
 
 RowsT = TypeVar("RowsT", Tensor, ScaledRows)
@@ -133,19 +133,19 @@ class PeerToPeerPrimitives(PendingDispatcher):
         self.memory: PeerGroupMemory = (
             shared_peer_memory(self.channel, group, rank, placement.offsets, self.device, self.peer_options, launcher)
             if blocks is None
-            else PeerGroupMemory(None, Turns(GroupShape(rank, placement.offsets), blocks, launcher))
+            else PeerGroupMemory(None, GroupOperations(GroupShape(rank, placement.offsets), blocks, launcher))
         )
         self._blocks = self.peer_options.num_blocks or _default_blocks(self.device)
         self._pack_header: Callable[..., bytes] = native().pack_header
         self._forms: dict[tuple[int, torch.dtype, str], RowFormat] = {}
         self._sendings: dict[tuple[tuple[int, int], bool], Sending] = {}
-        self._stream = OperationStream(self.device, self.memory.turns.heap, self.peer_options.own_stream)
+        self._stream = OperationStream(self.device, self.memory.operations.heap, self.peer_options.own_stream)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate rows in this rank's heap, where peers can read them in place; otherwise an ordinary tensor."""
         if device.type == self.device.type and dtype in DTYPE_CODES and num_rows and width:
             try:
-                return self.memory.turns.heap.rows(num_rows, width, dtype)
+                return self.memory.operations.heap.rows(num_rows, width, dtype)
             except HeapError:  # combine tries to allocate again, and raises if that fails
                 pass
         return super().empty_rows(num_rows, width, dtype, device)
@@ -182,12 +182,12 @@ class PeerToPeerPrimitives(PendingDispatcher):
             self._refuse(header)
         if capturing(self.device):
             self._refuse_capture("dispatch", "use dispatch_fixed")
-        turns, form = self.memory.turns, self._form(x_TD, header.op)
+        operations, form = self.memory.operations, self._form(x_TD, header.op)
         if form.rounds and form.packing == SAME:
             x_TD = self._round_rows(x_TD, form)
         x_TD, ids_TK = dense(x_TD), ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, header, x_TD, ids_TK):
-            reserved = Reservation(form, turns.heap)
+            reserved = Reservation(form, operations.heap)
             in_flight = False
             try:
                 room = reserved.num_bytes.to_bytes(8, sys.byteorder)
@@ -195,12 +195,12 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity, wait)
                 self.memory.check(header, ids_TK)
                 in_flight = not wait
-                own_L, rows_W, rooms_W, num_dropped = turns.plan.counted(ROOM_WORD)
+                own_L, rows_W, rooms_W, num_dropped = operations.plan.counted(ROOM_WORD)
                 check_room(form, rows_W, rooms_W, header)
                 rows = keep(reserved, rows_W[self.rank])
             except BaseException:
                 if in_flight:
-                    turns.arrive(0, self.world)  # the memory is used again after the rows of peers are written
+                    operations.arrive(0, self.world)  # the memory is used again after the rows of peers are written
                 reserved.free()
                 raise
             if self._stream.is_separate:
@@ -217,7 +217,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
 
     def sum_rounded(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         """Run ``_sum`` for rows that are rounded to the wire dtype."""
-        heap = self.memory.turns.heap
+        heap = self.memory.operations.heap
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         if weights_TK is not None and self.peer_options.fast_combine and handle.top_k > 1 and self.world > 1:
             return self._sum_reduced(rows_RD, weights_TK, handle, header)
@@ -227,7 +227,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
             except HeapError as problem:
                 self._raise_no_room(header, problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
-            self.memory.turns.sum(
+            self.memory.operations.sum(
                 self.packed(header),
                 Offer(at),
                 handle.state,
@@ -243,7 +243,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
 
     def _sum_reduced(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, header: Header) -> Tensor:
         """Combine with rows that each rank has reduced to one per token; see ``PeerToPeerOptions.fast_combine``."""
-        heap = self.memory.turns.heap
+        heap = self.memory.operations.heap
         with KernelOperation(self, header, rows_RD, weights_TK):
             try:
                 read_RD, at = readable(heap, rows_RD)
@@ -253,7 +253,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 self._raise_no_room(header, problem)
             links_R2.zero_()  # before the meeting, after which peers write links
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
-            self.memory.turns.sum_reduced(
+            self.memory.operations.sum_reduced(
                 self.packed(header),
                 Offer(at, offset_of(heap, reduced_RD), links=offset_of(heap, links_R2)),
                 handle.state,
@@ -286,9 +286,9 @@ class PeerToPeerPrimitives(PendingDispatcher):
         header: Header,
         slots: SlotFlags,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run ``_spread``. With ``slots``, peers may still write rows when it returns; see ``Turns.spread``."""
+        """Run ``_spread``. With ``slots``, peers may still write rows when it returns."""
         grad_TD = dense(self._round_rows(grad_TD, self._form(grad_TD, header.op)))
-        weights_TK, heap = weights_TK.contiguous(), self.memory.turns.heap
+        weights_TK, heap = weights_TK.contiguous(), self.memory.operations.heap
         with KernelOperation(self, header, grad_TD, rows_RD, weights_TK, *slots):
             try:
                 _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
@@ -298,7 +298,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
             dots_TK = None
             if rows_RD is not None:
                 dots_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=grad_TD.device)
-            self.memory.turns.spread(
+            self.memory.operations.spread(
                 self.packed(header),
                 Offer(at, offset_of(heap, grad_RD)),
                 handle.state,
@@ -327,7 +327,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
         return PeerIncomingRows(self, rows, handle, header, complete=wait)
 
     def rows_by_source(self, incoming: IncomingRows) -> Ints:
-        return self.memory.turns.counts_WE()
+        return self.memory.operations.counts_WE()
 
     def wait_for_rows(self, header: Header, first: int, ranks: int) -> None:
         """Make the current stream wait for the rows of ``ranks`` ranks of the last dispatch. In emulation, wait.
@@ -336,8 +336,8 @@ class PeerToPeerPrimitives(PendingDispatcher):
             PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
         """
         with KernelOperation(self, header):
-            self.memory.turns.arrive(first, ranks)
-            if self.memory.on_host:
+            self.memory.operations.arrive(first, ranks)
+            if self.memory.emulated:
                 self.memory.raise_fault(header)
 
     def wait_for_one_of(self, header: Header, peers: Sequence[int]) -> int:
@@ -347,17 +347,17 @@ class PeerToPeerPrimitives(PendingDispatcher):
             As ``wait_for_rows``.
         """
         with KernelOperation(self, header):
-            turns, peer = self.memory.turns, peers[0]
-            if self.memory.on_host:
+            operations, peer = self.memory.operations, peers[0]
+            if self.memory.emulated:
                 end = time.monotonic() + self.options.timeout_s
-                while not (received := [peer for peer in peers if turns.received(peer)]):
-                    if turns.aborted or time.monotonic() > end:
-                        turns.begin(0.0)  # the kernel reports the error at once
+                while not (received := [peer for peer in peers if operations.received(peer)]):
+                    if operations.aborted or time.monotonic() > end:
+                        operations.begin(0.0)  # the kernel reports the error at once
                         break
                     time.sleep(0)
                 peer = received[0] if received else peer
-            turns.arrive(peer, 1)
-            if self.memory.on_host:
+            operations.arrive(peer, 1)
+            if self.memory.emulated:
                 self.memory.raise_fault(header)
         return peer
 
@@ -385,12 +385,12 @@ class PeerToPeerPrimitives(PendingDispatcher):
         wait: bool = True,
     ) -> Tensor:
         """Queue the kernels of a dispatch. Return [T, K], which will have the location of each slot's row."""
-        turns, place_TK = self.memory.turns, torch.empty_like(ids_TK)
-        links = relay_links(form, turns.heap, offer, capacity, self._blocks) if form.relay else NOT_RELAYED
+        operations, place_TK = self.memory.operations, torch.empty_like(ids_TK)
+        links = relay_links(form, operations.heap, offer, capacity, self._blocks) if form.relay else NOT_RELAYED
         how = self._sendings.get((form.words, wait))
         if how is None:
             how = self._sendings[form.words, wait] = Sending(self._blocks, *form.words, self._bulk, wait)
-        turns.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
+        operations.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
         return place_TK
 
     def packed(self, header: Header) -> bytes:
@@ -412,7 +412,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
         if header.fault is not None and capturing(self.device):
             raise header.fault
         with KernelOperation(self, header):
-            self.memory.turns.meet(self.packed(header), NOTHING)
+            self.memory.operations.meet(self.packed(header), NOTHING)
             self.memory.check(header)
         raise header.fault or AssertionError("_refuse was called without a fault")
 
@@ -420,13 +420,13 @@ class PeerToPeerPrimitives(PendingDispatcher):
         """Report in a meeting that this rank has no room in its heap, so that every rank raises."""
         if capturing(self.device):
             raise problem  # a captured meeting would run only with the graph, and this error ends the capture
-        self.memory.turns.meet(self.packed(header), Offer(NOWHERE))
+        self.memory.operations.meet(self.packed(header), Offer(NOWHERE))
         self.memory.check(header)
         raise problem
 
     def _check_if_blocking(self, header: Header) -> None:
         """Wait for the meeting and raise its fault: on the CPU, or if ``checked`` is set and no graph is captured."""
-        if self.memory.on_host or (self.options.checked and not capturing(self.device)):
+        if self.memory.emulated or (self.options.checked and not capturing(self.device)):
             self.memory.check(header)
 
     def _round_rows(self, rows_RD: Tensor, form: RowFormat) -> Tensor:
@@ -483,7 +483,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 def _default_blocks(device: torch.device) -> int:
     if device.type != "cuda":
-        return BLOCKS_ON_HOST
+        return EMULATED_BLOCKS
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DROPPED
-from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.native import core, on_cpu
 from moe_comm.tensor_memory import address
 from moe_comm.topology import ExpertPlacement
 
@@ -40,7 +40,7 @@ def rank_layout(ids_TK: Tensor, num_experts: int, world: int) -> RankLayout:
     """Return the layout of expert ids, int32 or int64, that are -1 or valid."""
     (tokens, top_k), device = ids_TK.shape, ids_TK.device
     owner_E = _owners(num_experts, world, device)
-    if on_host(ids_TK):
+    if on_cpu(ids_TK):
         ids_TK, ranks_TN = ids_TK.contiguous(), torch.empty(tokens, min(top_k, world), dtype=torch.int64, device="cpu")
         per_rank_W, per_expert_E = (torch.zeros(size, dtype=torch.int32, device="cpu") for size in (world, num_experts))
         in_rank_TW = torch.zeros(tokens, world, dtype=torch.bool, device="cpu")
@@ -82,7 +82,7 @@ def local_slots(
         None; [L] int64 slots of each expert.
     """
     rows, first = len(words_RX), SENDER_WORDS
-    if on_host(words_RX) and words_RX.is_contiguous():
+    if on_cpu(words_RX) and words_RX.is_contiguous():
         local_RK = torch.empty(rows, top_k, dtype=dtype, device="cpu")
         weights_RK = torch.empty(rows, top_k, dtype=torch.float32, device="cpu") if weighted else None
         counts_L = torch.empty(len(own), dtype=torch.int64, device="cpu")

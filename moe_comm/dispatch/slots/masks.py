@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.types import DROPPED
-from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.native import core, on_cpu
 from moe_comm.tensor_memory import address
 
 
@@ -16,7 +16,7 @@ def ids_of_mask(mask_TE: Tensor, top_k: int) -> tuple[Tensor, int]:
     If the latter is more than ``top_k``, the ids are not valid.
     """
     (tokens, num_experts), device = mask_TE.shape, mask_TE.device
-    if on_host(mask_TE):
+    if on_cpu(mask_TE):
         mask_TE, ids_TK = mask_TE.contiguous(), torch.empty(tokens, top_k, dtype=torch.int64, device="cpu")
         mask, ids = address(mask_TE, torch.bool), address(ids_TK, torch.int64)
         return ids_TK, core().ids_of_mask(mask, (tokens, num_experts, top_k), ids)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.slots import plain
-from moe_comm.kernels.native import core, for_triton, on_host
+from moe_comm.kernels.native import core, for_triton, on_cpu
 from moe_comm.runtime import memory
 from moe_comm.runtime.memory import DTYPE_CODES, warm_rows
 from moe_comm.tensor_memory import address
@@ -68,7 +68,7 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
 
         wide_TK = None if weights_TK is None else weights_TK.to(torch.float32)
         return on_gpu.weighted_sum(_dense(rows_RD), place_TK.contiguous(), wide_TK)
-    if not native_supported or not on_host(*inputs):
+    if not native_supported or not on_cpu(*inputs):
         return plain.weighted_sum(rows_RD, place_TK, weights_TK)
     (tokens, top_k), hidden = place_TK.shape, rows_RD.shape[1]
     place_TK = place_TK.contiguous()
@@ -97,7 +97,7 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
 
         return scale_rows_(rows_RD, weights_R, None if partner_RD is None else _dense(partner_RD))
     native_supported = all(x.is_contiguous() for x in inputs) and rows_RD.dtype in DTYPE_CODES and rows_RD.numel()
-    if not native_supported or weights_R.dtype != torch.float32 or not on_host(*inputs):
+    if not native_supported or weights_R.dtype != torch.float32 or not on_cpu(*inputs):
         dots_R = None if partner_RD is None else plain.lane_dot(rows_RD, partner_RD)
         rows_RD.copy_(plain.scale(rows_RD, weights_R))
         return dots_R

@@ -3,7 +3,7 @@
     rows_RD  e0 e0 e0 │ e2 e2 │ e3        out[r] = rows[r] @ w[e of r].T        counts [3, 0, 2, 1], on the device
 
 Reference: ``kernels/row_invariant.py``, expert by expert. Programs are persistent and process the tiles in order of
-expert. Each program derives its tiles from the counts, so the host need not know them. Sums are fp32 over the inner
+expert. Each program derives its tiles from the counts, so the CPU need not know them. Sums are fp32 over the inner
 dimension (for weight gradients, over an expert's rows in order), rounded once, so the bits do not depend on scheduling.
 fp32 uses no tensor cores, because TF32 would lose bits.
 """
@@ -207,7 +207,7 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = True) -> None:
-    """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the host.
+    """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the CPU.
 
     Rows beyond the sum of ``counts_E`` (of a larger buffer) are not written.
 

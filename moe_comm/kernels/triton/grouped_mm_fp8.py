@@ -148,7 +148,7 @@ def grouped_mm_fp8_kernel(  # type: ignore[no-untyped-def]
 def grouped_mm_fp8_into(
     rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], counts_E: Tensor, out_RN: Tensor
 ) -> None:
-    """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the host.
+    """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the CPU.
 
     Rows beyond the counts are neither read nor written.
 

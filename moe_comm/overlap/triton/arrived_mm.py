@@ -5,7 +5,7 @@
     rank 1    tiles of own rows │ tiles of rank 0's rows, after its flags │ ...          arrived_mm, in one launch
 
 Rows, flags and faults are those of csrc/cuda/args.h: ``push`` sets the word ``arrived(expert, source)`` to the number
-of the turn after the last of these rows. Nothing is copied between the host and the device. Programs take tiles from a
+of the turn after the last of these rows. Nothing is copied between the CPU and the device. Programs take tiles from a
 list (``tile_list.py``) with counters, one for each source rank: own rows first, then of any rank whose rows are there,
 so no program waits for a late rank while other rows can be computed. A program that starts late, because ``push``
 occupied its processor, takes fewer tiles. No program waits for another one of this launch. The bits of a row depend

@@ -98,30 +98,30 @@ def test_growing_and_shrinking_batches_have_the_bits_of_local() -> None:
 
 def test_scratch_is_reused_by_later_turns_unless_a_graph_owns_it() -> None:
     """A turn is one operation of all ranks; scratch is the device memory that its kernels share."""
-    turns = one_rank().memory.turns
-    turns._prepare(3)
-    first = turns.scratch
-    turns._prepare(1)
-    assert turns.scratch is first
-    turns._capturing = True
-    turns._prepare(1)
-    assert turns.scratch is not first and turns.scratch.counts_CE.shape == (1, 4)
-    turns._capturing = False
-    turns._prepare(2)
-    assert turns.scratch is first, "scratch of a captured graph belongs to the graph"
-    turns._prepare(4)
-    assert turns.scratch.bad_C4.shape[0] == 6
-    assert any(scratch is first for scratch in turns._scratches), "kernels may still use the old scratch"
+    operations = one_rank().memory.operations
+    operations._prepare(3)
+    first = operations.scratch
+    operations._prepare(1)
+    assert operations.scratch is first
+    operations._capturing = True
+    operations._prepare(1)
+    assert operations.scratch is not first and operations.scratch.counts_CE.shape == (1, 4)
+    operations._capturing = False
+    operations._prepare(2)
+    assert operations.scratch is first, "scratch of a captured graph belongs to the graph"
+    operations._prepare(4)
+    assert operations.scratch.bad_C4.shape[0] == 6
+    assert any(scratch is first for scratch in operations._scratches), "kernels may still use the old scratch"
 
 
 def test_a_reduced_combine_has_two_stages() -> None:
     recorder = RecordingLauncher(kernel_fields())
     options = DispatchOptions(peer_to_peer=PeerToPeerOptions(heap_bytes=1 << 20, emulate=True))
-    turns = PeerToPeerDispatcher(PLACEMENT, None, 0, options, "cpu", recorder).memory.turns
+    operations = PeerToPeerDispatcher(PLACEMENT, None, 0, options, "cpu", recorder).memory.operations
     place_TK, weights_TK, y_TD = torch.zeros(700, 2, dtype=torch.int64), torch.zeros(700, 2), torch.zeros(700, 4)
-    turns.begin(5.0)
+    operations.begin(5.0)
     own = Reduction(20, 256, 512, 768)
-    turns.sum_reduced(b"\0" * 8 * HEADER_WORDS, Offer(1, 2, links=3), place_TK, weights_TK, y_TD, 0, 5, own)
+    operations.sum_reduced(b"\0" * 8 * HEADER_WORDS, Offer(1, 2, links=3), place_TK, weights_TK, y_TD, 0, 5, own)
     meet, weigh, stage_0, reduce, stage_1, total, done = launches = recorder.launches
     assert [launch.kernel for launch in launches] == [
         "meet",
@@ -143,14 +143,14 @@ def test_a_reduced_combine_has_two_stages() -> None:
 
 
 def test_a_header_of_another_length_is_refused() -> None:
-    turns = one_rank().memory.turns
-    turns.begin(5.0)
+    operations = one_rank().memory.operations
+    operations.begin(5.0)
     with pytest.raises(ValueError, match="a header has 49 words"):
-        turns.meet(b"\0" * 8, NOTHING)
-    assert turns.turn == 0
-    turns.meet(b"\0" * 8 * HEADER_WORDS, NOTHING)
-    turns.wait()
-    assert turns.turn == 1 and not turns.failed
+        operations.meet(b"\0" * 8, NOTHING)
+    assert operations.turn == 0
+    operations.meet(b"\0" * 8 * HEADER_WORDS, NOTHING)
+    operations.wait()
+    assert operations.turn == 1 and not operations.failed
 
 
 def test_native_code_starts_kernels_through_a_python_launcher_or_directly() -> None:
@@ -161,7 +161,7 @@ def test_native_code_starts_kernels_through_a_python_launcher_or_directly() -> N
     (launch,) = recorder.launches
     assert (launch.kernel, launch.grid, launch.block, launch.shared, launch.stream) == ("done", 2, 64, 16, 9)
     assert launch.words == words
-    native = NativeLauncher("host")
+    native = NativeLauncher("cpu")
     assert starter_of(native) is native.starter
 
 

@@ -1,11 +1,11 @@
-"""One rank's side of the protocol in csrc/cuda/args.h: its block, its heap and its turns.
+"""One rank's side of the protocol in csrc/cuda/args.h: its block, its heap and the operations of its group.
 
-A turn is one operation of all ranks. It begins with a meeting, in which the device exchanges headers (what a rank is
-about to do), offers (addresses of its rows) and counts (rows for each expert). Then kernels move rows, and ``done``
-ends the turn. The device counts turns and records faults; the host reads them in a report.
+An operation of all ranks (a ``turn`` in csrc/cuda) begins with a meeting, in which the device exchanges headers (what a
+rank is about to do), offers (addresses of its rows) and counts (rows for each expert). Then kernels move rows, and
+``done`` ends the operation. The device counts operations and records faults; the CPU reads them in a report.
 
-An operation takes one call of native code (csrc/cuda/plan.h), which keeps the arguments that do not change between
-operations.
+An operation takes one call of native code (``plan``, csrc/cuda/plan.h), which keeps the arguments that do not change.
+The methods here translate tensors into addresses and choose the scratch memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ctypes
 import time
 import weakref
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from moe_comm.errors import ConfigError, PeerTimeout
 from moe_comm.gpu.arguments import native_core
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import Heap, capturing, current_stream
-from moe_comm.gpu.launch import Launcher, make_plan, starter_of
+from moe_comm.gpu.launch import Launcher, starter_of
 from moe_comm.gpu.protocol import (
     HEADER_WORDS,
     OFFER_WORDS,
@@ -43,12 +43,15 @@ from moe_comm.gpu.protocol import (
 )
 from moe_comm.tensor_memory import address, row_address
 
+if TYPE_CHECKING:
+    from moe_comm import _C
+
 RING = 64
 """Maximum number of headers that the device has not read yet."""
 IN_GRAPHS = 1024
 """Maximum number of headers in CUDA graphs."""
 GRACE_S = 5.0
-"""Time after a kernel's own deadline at which the host raises."""
+"""Time after a kernel's own deadline at which the CPU raises."""
 SETTLE_S = 0.001
 """Time between a fault and its details in the report."""
 SLICE_NS = 50_000_000
@@ -56,7 +59,7 @@ SLICE_NS = 50_000_000
 
 
 class Scratch(NamedTuple):
-    """Device memory that the kernels of one turn share.
+    """Device memory that the kernels of one operation share.
 
     A chunk is the slots, (token, expert) pairs, that one thread block of count or push processes. C is their number.
     counts_CE: slots of each chunk for each expert, written by count; scan replaces them by the sum of earlier chunks.
@@ -89,7 +92,7 @@ class Scratch(NamedTuple):
         )
 
 
-class Turns:
+class GroupOperations:
     """One rank's state of the protocol. Kernels of an operation run on the stream that is current in ``begin``.
 
     ``heap`` follows the control area in this rank's block. ``scratch`` belongs to the last meeting. ``blocks`` must
@@ -103,17 +106,17 @@ class Turns:
         self.heap = Heap(blocks.own, shape.control_bytes)
         self._captured, self._capturing, self._timeout_s = 0, False, 0.0
         self._replays = False
-        """Whether there are graphs, which count turns when they run."""
+        """Whether there are graphs, which count operations when they run."""
         world, experts = shape.world, shape.experts
         self._peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
         self._offsets = torch.tensor(shape.offsets, dtype=torch.int64, device=self.device)
         self._state = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._report = self.host_words(len(REPORT_WORDS))
-        self._abort = self.host_words(1)
+        self._report = self.cpu_words(len(REPORT_WORDS))
+        self._abort = self.cpu_words(1)
         # Allocate all headers now: page-locked memory cannot be allocated during a capture.
-        self._headers = self.host_words(RING + IN_GRAPHS * (self.device.type == "cuda"), HEADER_WORDS)
-        self._all_headers = self.host_words(world, HEADER_WORDS)
-        self._all_counts = self.host_words(world, experts)
+        self._headers = self.cpu_words(RING + IN_GRAPHS * (self.device.type == "cuda"), HEADER_WORDS)
+        self._all_headers = self.cpu_words(world, HEADER_WORDS)
+        self._all_counts = self.cpu_words(world, experts)
         # Counters of the push kernel, which expects zeros and leaves zeros.
         self._left_E = torch.zeros(experts, dtype=torch.int64, device=self.device)
         # numpy views, because reading one number of a tensor takes a microsecond.
@@ -121,19 +124,12 @@ class Turns:
         self._abort_word: Ints = self._abort.numpy()
         self._all_header_words: Ints = self._all_headers.numpy()
         self._all_count_words: Ints = self._all_counts.numpy()
-        group = (
-            world,
-            shape.rank,
-            experts,
-            shape.local_experts,
-            words_address(self._peers_W),
-            words_address(self._offsets),
-            words_address(self._state),
-            words_address(self._report),
-            words_address(self._abort),
+        memory = self._peers_W, self._offsets, self._state, self._report, self._abort
+        group = world, shape.rank, experts, shape.local_experts, *map(words_address, memory)
+        read_by_cpu = map(words_address, (self._headers, self._all_headers, self._all_counts))
+        self.plan: _C.P2pPlan = native_core().P2pPlan(
+            starter_of(launcher), group, shape.offsets, *read_by_cpu, words_address(self._left_E)
         )
-        host = words_address(self._headers), words_address(self._all_headers), words_address(self._all_counts)
-        self.plan = make_plan(starter_of(launcher), group, shape.offsets, *host, words_address(self._left_E))
         self.scratch = Scratch.of(shape, 0, self.device)
         self._scratches = [self.scratch]
         """Scratch outside of graphs. Kernels may still use all but the last one. Sizes at least double."""
@@ -144,17 +140,16 @@ class Turns:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # other streams find the zeros
         # Kernels may write to this memory after this object is gone. At exit it is not freed.
-        buffers = [self._report, self._abort, self._headers, self._all_headers, self._all_counts, self._peers_W]
-        buffers += [self._offsets, self._state, self._left_E]
-        weakref.finalize(self, _free, self.device, [*buffers, self._scratches, blocks]).atexit = False
+        buffers = [*memory, self._headers, self._all_headers, self._all_counts, self._left_E, self._scratches, blocks]
+        weakref.finalize(self, _free, self.device, buffers).atexit = False
 
-    def host_words(self, *shape: int) -> Tensor:
-        """Return int64 zeros in host memory that the device can read and write."""
+    def cpu_words(self, *shape: int) -> Tensor:
+        """Return int64 zeros in CPU memory that the device can read and write."""
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda", device="cpu")
 
     @property
     def turn(self) -> int:
-        """Number of queued turns. The device counts them when they run."""
+        """Number of queued operations. The device counts them when they run."""
         return self.plan.turn
 
     @property
@@ -169,7 +164,7 @@ class Turns:
 
     @property
     def headers(self) -> list[Ints]:
-        """Headers of all ranks in the last completed turn."""
+        """Headers of all ranks in the last completed operation."""
         return list(self._all_header_words.copy())
 
     def abort(self) -> None:
@@ -207,7 +202,7 @@ class Turns:
         how: Sending,
         links: RelayLinks,
     ) -> None:
-        """Queue a turn that counts the slots of each expert, exchanges the counts, and moves rows to the peers' offers.
+        """Count the slots of each expert, exchange the counts, and move rows to the peers' offers.
 
         ``plan.counted`` returns the counts after ``wait``. Rows beyond the room of an offer are not moved.
 
@@ -219,21 +214,22 @@ class Turns:
         """
         tokens, top_k = ids_TK.shape
         chunk = chunk_of(tokens, top_k)
-        header_index = self._begin_turn(-(-tokens * top_k // chunk))
-        slots = tokens, top_k, words_address(ids_TK), words_address(place_TK), chunk
-        rows = *row_address(x_TD, x_TD.dtype, device=self.device.type), x_TD.shape[1], dtype
-        self.plan.dispatch(header, header_index, offer, *slots, *rows, how, links)
+        x_at, stride = row_address(x_TD, x_TD.dtype, device=self.device.type)
+        self.plan.dispatch(
+            header, self._begin(-(-tokens * top_k // chunk)), offer, tokens, top_k, words_address(ids_TK),
+            words_address(place_TK), chunk, x_at, stride, x_TD.shape[1], dtype, how, links,
+        )  # fmt: skip
 
     def arrive(self, first_source: int, sources: int) -> None:
-        """Queue the wait for the rows of ``sources`` ranks, in the turn of a dispatch that does not wait for rows."""
+        """Queue the wait for the rows of ``sources`` ranks, after a dispatch that does not wait for them."""
         self.plan.arrive(first_source, sources)
 
     def received(self, source: int) -> bool:
-        """Return whether all rows of the rank ``source`` have been written in this turn. Only in emulation."""
+        """Return whether all rows of the rank ``source`` have been written. Only in emulation."""
         return self.plan.received(source)
 
     def flags(self, part: str) -> RowFlags:
-        """Return the flags of the last turn that begin at ``part`` of the control area: "arrived" or "results"."""
+        """Return the flags of the last operation that begin at ``part`` of the control area: "arrived" or "results"."""
         shape = self.shape
         first_flag = native_core().p2p_control(shape.world, shape.experts, shape.local_experts)[part]
         memory = self._peers_W, self._state, self._report, self._abort
@@ -244,8 +240,8 @@ class Turns:
         return self._all_count_words.copy()
 
     def meet(self, header: bytes, offer: Offer) -> None:
-        """Queue a meeting without counts, which exchanges headers and offers."""
-        self.plan.meet(header, self._begin_turn(0), offer)
+        """Exchange headers and offers without counts."""
+        self.plan.meet(header, self._begin(0), offer)
 
     def sum(
         self,
@@ -257,27 +253,15 @@ class Turns:
         dtype: int,
         blocks: int,
     ) -> None:
-        """Queue a turn that writes the sum of each token's rows to ``y_TD`` (dense). It reads rows offered by peers.
+        """Write the sum of each token's rows, which peers offer, to ``y_TD`` (dense).
 
         ``weights_TK`` is dense fp32, or None for ones. ``blocks`` is the maximum number of thread blocks.
         """
-        header_index = self._begin_turn(0)
-        tokens, top_k = place_TK.shape
-        addresses = self._addresses(place_TK, weights_TK, y_TD)
-        self.plan.sum(header, header_index, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *addresses)
-
-    def _addresses(self, place_TK: Tensor, weights_TK: Tensor | None, *rows_TD: Tensor) -> tuple[int, ...]:
-        """Return the addresses of dense places, fp32 weights and rows."""
-        of_rows = [address(rows, rows.dtype, device=self.device.type) for rows in rows_TD]
-        weights = address(weights_TK, torch.float32, place_TK.shape, self.device.type)
-        return words_address(place_TK), weights, *of_rows
+        self.plan.sum(header, self._begin(0), offer, blocks, *self._sum_words(place_TK, weights_TK, y_TD, dtype))
 
     def sum_slices(self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int, blocks: int) -> None:
-        """Queue the rest of a turn that began with ``meet``: as ``sum``, a slice of columns when peers have set its
-        flag."""
-        tokens, top_k = place_TK.shape
-        addresses = self._addresses(place_TK, weights_TK, y_TD)
-        self.plan.sum_slices(blocks, tokens, top_k, y_TD.shape[1], dtype, *addresses)
+        """After ``meet``: as ``sum``, a slice of columns when peers have set its flag."""
+        self.plan.sum_slices(blocks, *self._sum_words(place_TK, weights_TK, y_TD, dtype))
 
     def sum_reduced(
         self,
@@ -290,16 +274,20 @@ class Turns:
         blocks: int,
         own: Reduction,
     ) -> None:
-        """Queue a turn as ``sum``, in which each rank first reduces its rows of a token to one row.
+        """As ``sum``, but each rank first reduces its rows of a token to one row.
 
         offer: addresses of this rank's rows, reduced rows and links, as in ``own``. The links must be zero.
         """
-        header_index = self._begin_turn(0)
-        tokens, top_k = place_TK.shape
-        addresses = self._addresses(place_TK, weights_TK, y_TD)
-        shape = tokens, top_k, y_TD.shape[1], dtype
-        place, weights, rows = addresses
-        self.plan.sum_reduced(header, header_index, offer, blocks, *shape, place, weights, rows, own)
+        words = self._sum_words(place_TK, weights_TK, y_TD, dtype)
+        self.plan.sum_reduced(header, self._begin(0), offer, blocks, *words, own)
+
+    def _sum_words(
+        self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Return the arguments of a sum: tokens, top_k, hidden, dtype, and the addresses of the dense tensors."""
+        weights_at = address(weights_TK, torch.float32, place_TK.shape, self.device.type)
+        y_at = address(y_TD, y_TD.dtype, device=self.device.type)
+        return *place_TK.shape, y_TD.shape[1], dtype, words_address(place_TK), weights_at, y_at
 
     def spread(
         self,
@@ -313,24 +301,23 @@ class Turns:
         blocks: int,
         slots: SlotFlags = WITHOUT_FLAGS,
     ) -> None:
-        """Queue a turn that writes each token's weighted gradient (rows of unit stride) into the peers' second offer.
+        """Write each token's weighted gradient (rows of unit stride) into the peers' second offer.
 
         Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
-        ``slots``: for the flags of the rows. On a host, the caller then ends the turn with ``plan.done``.
+        ``slots``: for the flags of the rows. In emulation, the caller then ends the operation with ``plan.done``.
         """
-        header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
-        place, weights = self._addresses(place_TK, weights_TK)
-        rows = grad_TD.shape[1], dtype
-        dots = address(dots_TK, torch.float32, place_TK.shape, self.device.type)
-        grad = row_address(grad_TD, grad_TD.dtype, device=self.device.type)
+        kind = self.device.type
+        weights_at, dots_at = (address(x, torch.float32, place_TK.shape, kind) for x in (weights_TK, dots_TK))
+        grad_at, stride = row_address(grad_TD, grad_TD.dtype, device=kind)
+        flags = words_address(slots.ids_TK), words_address(slots.slots_E)
         self.plan.spread(
-            header, header_index, offer, blocks, tokens, top_k, *rows, place, weights, *grad, dots,
-            (words_address(slots.ids_TK), words_address(slots.slots_E)), self._on_gpu or slots is WITHOUT_FLAGS,
+            header, self._begin(0), offer, blocks, tokens, top_k, grad_TD.shape[1], dtype, words_address(place_TK),
+            weights_at, grad_at, stride, dots_at, flags, self._on_gpu or slots is WITHOUT_FLAGS,
         )  # fmt: skip
 
     def count_turn(self) -> None:
-        """Synchronise the count of turns before a turn is queued. The device counts turns of a graph when it runs."""
+        """Read the number of operations, before one is queued: the device counts those of a graph when it runs."""
         if self._capturing:
             self._replays = True
         elif self._replays:
@@ -347,15 +334,15 @@ class Turns:
             time.sleep(SETTLE_S)  # the device writes the fault before its details
 
     def reset_fault(self) -> None:
-        """Clear a fault that all ranks have raised, so that the next turn can begin."""
+        """Clear a fault that all ranks have raised, so that the next operation can begin."""
         self._state[1:].zero_()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._report_words[1:] = 0
-        self.plan.turn = int(self._state[0])  # kernels queued after the fault have not counted turns
+        self.plan.turn = int(self._state[0])  # kernels queued after the fault have not counted
 
-    def _begin_turn(self, chunks: int) -> int:
-        """Select scratch for a turn with ``chunks`` chunks of slots. Return a free position for its header."""
+    def _begin(self, chunks: int) -> int:
+        """Select scratch for an operation with ``chunks`` chunks of slots. Return a free position for its header."""
         if chunks > self._chunks or self._capturing or self._replays or self.scratch is not self._scratches[-1]:
             self._prepare(chunks)
             return self._next_header_index()
@@ -365,7 +352,7 @@ class Turns:
         return turn % RING
 
     def _prepare(self, chunks: int) -> None:
-        """Select scratch for a turn with ``chunks`` chunks of slots. Each turn of a graph gets its own."""
+        """Select scratch for an operation with ``chunks`` chunks of slots. Each operation of a graph gets its own."""
         if self._capturing:
             scratch = Scratch.of(self.shape, chunks, self.device)
         elif self._chunks < chunks:
@@ -384,7 +371,7 @@ class Turns:
         if self._capturing:
             # The graph reads this header in every replay.
             if self._captured == IN_GRAPHS:
-                raise ConfigError(f"CUDA graphs hold at most {IN_GRAPHS} turns of a group's peer_to_peer")
+                raise ConfigError(f"CUDA graphs hold at most {IN_GRAPHS} operations of a group's peer_to_peer")
             self._captured += 1
             return RING + self._captured - 1
         turn = self.plan.turn + 1

@@ -1,6 +1,6 @@
-"""Turns of one rank after faults. A turn is one operation of all ranks, which device and host both count.
+"""Operations of one rank after faults. Device and CPU both count them.
 
-The device is a launcher that records launches, or kernels that run on the host.
+The device is a launcher that records launches, or kernels that run on the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
-from moe_comm.gpu import protocol, turns
+from moe_comm.gpu import operations, protocol
 from moe_comm.gpu.arguments import Words, kernel_fields
 from moe_comm.gpu.launch import Launcher, NativeLauncher
 from moe_comm.topology import ExpertPlacement
@@ -37,7 +37,7 @@ class RefusingLauncher:
     """A launcher that refuses a kernel once."""
 
     def __init__(self) -> None:
-        self.refuse, self._host = "", NativeLauncher("host")
+        self.refuse, self._host = "", NativeLauncher("cpu")
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         if kernel == self.refuse:
@@ -51,10 +51,10 @@ def low_latency_step(dispatcher: PeerToPeerDispatcher) -> torch.Tensor:
     return dispatcher.low_latency_combine(sent.receive()[0], torch.ones(2, 1), sent)
 
 
-def test_host_and_device_count_the_same_turns_after_a_refused_launch() -> None:
+def test_cpu_and_device_count_the_same_operations_after_a_refused_launch() -> None:
     launcher = RefusingLauncher()
     dispatcher = one_rank(launcher)
-    state = dispatcher.memory.turns
+    state = dispatcher.memory.operations
     for kernel in ("meet", "count", "ll_ready"):
         launcher.refuse = kernel
         with pytest.raises(KernelError, match=kernel):
@@ -86,9 +86,9 @@ def test_a_fault_reported_a_turn_late_makes_the_group_unusable() -> None:
     """Other ranks may be in a different turn by then, so the ranks no longer agree on the next turn."""
     device = LateReport()
     dispatcher = one_rank(RecordingLauncher(kernel_fields(), device))
-    dispatcher.memory.on_host = False
+    dispatcher.memory.emulated = False
     dispatcher.dispatch_fixed(X_TD, IDS_TK)
-    assert device.meetings == 1 and not dispatcher.memory.turns.failed
+    assert device.meetings == 1 and not dispatcher.memory.operations.failed
     for _ in range(2):
         with pytest.raises(PeerError, match=r"an earlier operation failed: .*99"):
             dispatcher.dispatch(X_TD, IDS_TK)
@@ -96,8 +96,8 @@ def test_a_fault_reported_a_turn_late_makes_the_group_unusable() -> None:
 
 
 def test_a_fault_reported_in_its_turn_leaves_the_group_usable() -> None:
-    dispatcher = one_rank(NativeLauncher("host"))
-    state = dispatcher.memory.turns
+    dispatcher = one_rank(NativeLauncher("cpu"))
+    state = dispatcher.memory.operations
     for _ in range(3):
         with pytest.raises(RoutingError, match="99"):
             dispatcher.dispatch(X_TD, torch.tensor([[0], [99]]))
@@ -106,8 +106,8 @@ def test_a_fault_reported_in_its_turn_leaves_the_group_usable() -> None:
 
 
 def test_operations_that_wait_are_refused_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatcher = one_rank(NativeLauncher("host"))
-    state = dispatcher.memory.turns
+    dispatcher = one_rank(NativeLauncher("cpu"))
+    state = dispatcher.memory.operations
     before = state.turn
     for module in ("primitives", "dispatcher"):
         monkeypatch.setattr(f"moe_comm.dispatch.peer_to_peer.{module}.capturing", lambda device: True)
@@ -128,14 +128,14 @@ def test_buffers_are_freed_only_after_the_device_is_synchronized(monkeypatch: py
     waited: list[torch.device] = []
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(turns, "capturing", lambda device: capturing[0])
+    monkeypatch.setattr(operations, "capturing", lambda device: capturing[0])
     buffers, device = [object()], torch.device("cuda", 1)
     references = sys.getrefcount(buffers)
-    turns._free(device, buffers)
+    operations._free(device, buffers)
     assert not waited and len(buffers) == 1, "must not wait during a capture"
     assert sys.getrefcount(buffers) == references + 1, "buffers in use by a capture must be leaked instead of freed"
     capturing[0] = False
-    turns._free(device, buffers)
+    operations._free(device, buffers)
     assert waited == [device] and not buffers
 
 
