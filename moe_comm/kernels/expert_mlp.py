@@ -7,6 +7,15 @@ received. The bits of a row do not depend on how its expert's rows are split int
 equal alignment: BLAS adds in another order at unaligned addresses. Slices whose width is not a multiple of 64 bytes are
 copied (``row_invariant.py``). Weight gradients are one GEMM over all rows of an expert.
 
+With ``gemm_dtype="fp8"`` the operands of the forward GEMMs are e4m3 (``fp8.py``). Rows are the bytes that dispatch
+received, or quantized here:
+
+    rows e4m3 ──w13 e4m3──▶ h_RG ──activation──▶ act ──quantize──▶ act e4m3 ──w2 e4m3──▶ out_RD
+
+h_RG, the activation and out_RD are in the dtype of the rows. Weights are quantized once per pass. All rows are one
+launch per GEMM on a GPU. Backward uses the dequantized rows and the weights before quantization, in the dtype of the
+rows, so rounding to e4m3 has the gradient of the identity.
+
 In suffixes, R is all rows of this rank and r the rows of one range. ``ExpertMLP`` is two GEMMs and the activation;
 ``ExpertLinear`` is one GEMM. Both save ``rows_RD`` for backward and, without recompute, ``h_RG``.
 """
@@ -22,23 +31,35 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.fp8 import BLOCK, GemmDtype
+from moe_comm.kernels.activations import Activation, SwiGLU
+from moe_comm.kernels.fp8 import (
+    BLOCK,
+    GemmDtype,
+    ScaledRows,
+    of_packed,
+    quantize_rows,
+    quantize_weights,
+    scaled_grouped_mm_into,
+)
+from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
+Saved = tuple[Tensor, Tensor | None, Tensor | None]
+"""Rows of a forward pass, or their e4m3 values and scales; and h_RG, or None."""
+_ALL = slice(None)
 
 
 class ExpertForward(ABC):
     """One forward pass over rows that are sorted by expert.
 
     Attributes:
-        saved_RG: what backward needs besides the rows, or None.
+        saved: what backward needs.
     """
 
-    saved_RG: Tensor | None = None
+    saved: Saved
 
     @abstractmethod
     def row_range(self, expert: int, rows: slice) -> None:
@@ -119,15 +140,12 @@ class LocalExperts(ABC):
     def columns(self) -> int:
         """Width of the output."""
 
-    @property
     @abstractmethod
-    def recomputes(self) -> bool:
-        """Whether backward recomputes the hidden rows instead of saving them."""
-
-    @abstractmethod
-    def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
-        """Return a forward pass from ``rows_RD``, which may still be in flight, to ``out_RD``. keep: save for
-        backward."""
+    def forward(
+        self, rows: Tensor | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
+    ) -> ExpertForward:
+        """Return a forward pass from ``rows``, which may still be in flight, to ``out_RD``. keep: save h_RG for
+        backward, unless it is recomputed."""
 
     @abstractmethod
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
@@ -140,7 +158,7 @@ class ExpertMLP(LocalExperts):
 
     tensors: w13 [E, G, D], w2 [E, D, F], b13 [E, G] or None, b2 [E, D] or None.
     recompute: save only the rows for backward, which then needs one more GEMM.
-    gemm_dtype: operands of the forward GEMMs. "fp8": ``forward`` is in ``expert_mlp_fp8.py``.
+    gemm_dtype: operands of the forward GEMMs.
     """
 
     activation: Activation
@@ -153,10 +171,6 @@ class ExpertMLP(LocalExperts):
     @property
     def columns(self) -> int:
         return int(self.tensors[1].shape[1])  # type: ignore[union-attr]
-
-    @property
-    def recomputes(self) -> bool:
-        return self.recompute
 
     def check(self, rows_RD: Tensor, rows_per_expert: Sequence[int]) -> None:
         """Raise InputError unless shapes and dtypes match rows [R, D] with these counts per expert."""
@@ -194,8 +208,29 @@ class ExpertMLP(LocalExperts):
                     "convert one of them, or run under torch.autocast"
                 )
 
-    def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
-        return _MLPForward(self, rows_RD, out_RD, sizes, keep and not self.recompute, alloc)
+    def forward(
+        self, rows: Tensor | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
+    ) -> ExpertForward:
+        keep = keep and not self.recompute
+        if self.gemm_dtype == "fp8":
+            scaled = rows if isinstance(rows, ScaledRows) else quantize_rows(rows)
+            return _Fp8Forward(self, scaled, out_RD, sizes, keep)
+        assert isinstance(rows, Tensor)
+        return _MLPForward(self, rows, out_RD, sizes, keep, alloc)
+
+    def backward_inputs(
+        self, rows_RD: Tensor, scale_RB: Tensor | None, h_RG: Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of ``ExpertForward.saved`` in ``dtype``, and h_RG; None if ``backward`` recomputes it."""
+        if scale_RB is None:
+            return rows_RD, h_RG
+        rows = ScaledRows(rows_RD, scale_RB)
+        if h_RG is None:
+            w13_EGD, _, b13_EG, _ = self.tensors
+            assert w13_EGD is not None
+            h_RG = torch.empty(rows_RD.shape[0], w13_EGD.shape[1], dtype=dtype, device=w13_EGD.device)
+            _QuantizedLinear(w13_EGD, b13_EG)(rows, _ALL, sizes, h_RG)
+        return rows.dequantized(dtype), h_RG
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
         return _MLPBackward(self, inputs)
@@ -210,18 +245,19 @@ class _MLPForward(ExpertForward):
         dtype, device, largest = rows_RD.dtype, rows_RD.device, max(sizes, default=0)
         self._activation, self._sizes, self._rows_RD, self._out_RD = mlp.activation, sizes, rows_RD, out_RD
         self._h_RG = alloc(rows_RD.shape[0] if keep else largest, width_h, dtype, device)
-        self.saved_RG = self._h_RG if keep else None
+        self._keep = keep
+        self.saved = rows_RD, None, self._h_RG if keep else None
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
         self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
         self._b13, self._b2 = by_expert((b13_EG, b2_ED), experts)
 
     def row_range(self, expert: int, rows: slice) -> None:
-        h = self._h_RG[: rows.stop - rows.start] if self.saved_RG is None else self._h_RG[rows]
+        h = self._h_RG[rows] if self._keep else self._h_RG[: rows.stop - rows.start]
         self._run(expert, self._rows_RD[rows], h, self._out_RD[rows])
 
     def all_rows(self) -> None:
-        saved = None if self.saved_RG is None else self.saved_RG.split(self._sizes)
+        saved = self._h_RG.split(self._sizes) if self._keep else None
         out = self._out_RD.split(self._sizes)
         for expert, rows in enumerate(self._rows_RD.split(self._sizes)):
             if size := self._sizes[expert]:
@@ -234,6 +270,59 @@ class _MLPForward(ExpertForward):
         expert_mm(rows_rD, w13_GD.t(), h_rG, self._b13[e])
         self._activation.forward(h_rG, act_rF)
         expert_mm(act_rF, w2_DF.t(), out_rD, self._b2[e])
+
+
+class _QuantizedLinear:
+    """Weights [E, N, K], quantized, and biases [E, N] or None."""
+
+    def __init__(self, w_ENK: Tensor, bias_EN: Tensor | None) -> None:
+        self.columns = w_ENK.shape[1]
+        self._values_ENK, self._scale_ECB = quantize_weights(w_ENK)
+        self._bias_EN = bias_EN
+
+    def __call__(self, rows: ScaledRows, experts: slice, sizes: Sequence[int], out_RN: Tensor) -> None:
+        """Write the products of the rows of ``experts``. sizes: rows of each of them."""
+        scaled_grouped_mm_into(rows, (self._values_ENK[experts], self._scale_ECB[experts]), sizes, out_RN)
+        if self._bias_EN is not None:
+            for bias_N, of_expert in zip(self._bias_EN[experts].unbind(0), out_RN.split(tuple(sizes)), strict=True):
+                of_expert += bias_N
+
+
+class _Fp8Forward(ExpertForward):
+    def __init__(self, mlp: ExpertMLP, rows: ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool) -> None:
+        w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
+        assert w13_EGD is not None
+        assert w2_EDF is not None
+        self._activation, self._width, self._sizes = mlp.activation, w2_EDF.shape[2], sizes
+        self._rows, self._out_RD = rows, out_RD
+        self._first, self._last = _QuantizedLinear(w13_EGD, b13_EG), _QuantizedLinear(w2_EDF, b2_ED)
+        self._saved_RG = self._new_h(out_RD.shape[0]) if keep else None
+        self.saved = rows.values_RD, rows.scale_RB, self._saved_RG
+
+    def row_range(self, expert: int, rows: slice) -> None:
+        self._run(slice(expert, expert + 1), (rows.stop - rows.start,), rows)
+
+    def all_rows(self) -> None:
+        self._run(_ALL, self._sizes, _ALL)
+
+    def _run(self, experts: slice, sizes: Sequence[int], rows: slice) -> None:
+        out_rD = self._out_RD[rows]
+        h_rG = self._new_h(out_rD.shape[0]) if self._saved_RG is None else self._saved_RG[rows]
+        self._first(self._rows[rows], experts, sizes, h_rG)
+        self._last(_activated(self._activation, h_rG, self._width), experts, sizes, out_rD)
+
+    def _new_h(self, num_rows: int) -> Tensor:
+        return self._out_RD.new_empty(num_rows, self._first.columns)
+
+
+def _activated(activation: Activation, h_RG: Tensor, width: int) -> ScaledRows:
+    if isinstance(activation, SwiGLU) and for_triton(h_RG):
+        from moe_comm.kernels.triton.quantize import swiglu_quantize  # needs Triton
+
+        return of_packed(swiglu_quantize(h_RG), width)
+    act_RF = h_RG.new_empty(h_RG.shape[0], width)
+    activation.forward(h_RG, act_RF)
+    return quantize_rows(act_RF)
 
 
 class _MLPBackward(ExpertBackward):
@@ -311,12 +400,10 @@ class ExpertLinear(LocalExperts):
     def columns(self) -> int:
         return int(self.tensors[0].shape[1])  # type: ignore[union-attr]
 
-    @property
-    def recomputes(self) -> bool:
-        return True  # there are no hidden rows
-
-    def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
-        return _LinearForward(self.tensors[0], rows_RD, out_RD, sizes)  # type: ignore[arg-type]
+    def forward(
+        self, rows: Tensor | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
+    ) -> ExpertForward:
+        return _LinearForward(self.tensors[0], rows, out_RD, sizes)  # type: ignore[arg-type]
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
         return _LinearBackward(self.tensors[0], inputs)  # type: ignore[arg-type]
@@ -325,6 +412,7 @@ class ExpertLinear(LocalExperts):
 class _LinearForward(ExpertForward):
     def __init__(self, w_EGD: Tensor, rows_RD: Tensor, out_RG: Tensor, sizes: Sizes) -> None:
         self._rows_RD, self._out_RG, self._sizes = rows_RD, out_RG, sizes
+        self.saved = rows_RD, None, None
         self._w = w_EGD.unbind(0)
 
     def row_range(self, expert: int, rows: slice) -> None:

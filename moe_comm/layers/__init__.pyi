@@ -1,3 +1,4 @@
+from moe_comm.dispatch.expert_call import grouped_mlp as grouped_mlp
 from moe_comm.kernels.activations import (
     ACTIVATIONS as ACTIVATIONS,
     Activation as Activation,
@@ -76,4 +77,3 @@ from moe_comm.layers.transformer.shortcut import (
     ShortcutBlock as ShortcutBlock,
 )
 from moe_comm.layers.transformer.state import single_rank_copy as single_rank_copy
-from moe_comm.overlap.executors.serial import grouped_mlp as grouped_mlp

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.expert_call import grouped
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import MoeCommError
@@ -24,7 +25,6 @@ from moe_comm.overlap.checks import weights_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import device_dispatch_matmul, device_fault
 from moe_comm.overlap.executors.pipelined import pipelined_dispatch
-from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
 from moe_comm.overlap.options import TRITON, Overlap
 

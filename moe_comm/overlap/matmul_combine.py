@@ -20,6 +20,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.expert_call import grouped
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mlp import ExpertLinear
@@ -27,7 +28,6 @@ from moe_comm.overlap.checks import combine_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import device_matmul_combine
 from moe_comm.overlap.executors.pipelined import pipelined_combine
-from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
 from moe_comm.overlap.executors.transport import RowDispatch
 

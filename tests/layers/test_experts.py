@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_comm.dispatch.expert_call import run_mlp
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.activations import ACTIVATIONS, Activation, activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers import Experts, grouped_mlp
-from moe_comm.overlap.executors.serial import run_mlp
 from tests.layers.reference import draw, silu_glu
 
 SIZES = [(3, 0, 1, 7), (0, 0, 0, 0), (11, 0, 0, 0), (0, 0, 0, 9), (1, 1, 1, 1), (40, 17, 2, 64)]

@@ -15,6 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.expert_call import grouped_mlp
 from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
@@ -25,7 +26,6 @@ from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.overlap import dispatch_matmul as first, matmul_combine as last
 from moe_comm.overlap.executors.choice import dispatch_rows
-from moe_comm.overlap.executors.serial import grouped_mlp
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions, make_dispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import InputError, PeerRaised
-from moe_comm.kernels import expert_mlp_fp8
+from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.executors.pipelined import PipelinedCall
-from moe_comm.overlap.executors.serial import SerialCall
 from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
 from tests.overlap.test_experts import _gradients, _leaves, _routing, _same
@@ -66,8 +66,8 @@ def _run(
 ) -> Tensor:
     call = dispatch_rows(dispatcher, x, ids, weights, overlap, width=F, scaled=True)
     at_once = overlap is None or overlap.executor == "auto"
-    assert isinstance(call, SerialCall if at_once else PipelinedCall)
-    with mock.patch.object(expert_mlp_fp8, "quantize_weights", wraps=expert_mlp_fp8.quantize_weights) as quantize:
+    assert type(call) is (ExpertCall if at_once else PipelinedCall)
+    with mock.patch.object(expert_mlp, "quantize_weights", wraps=expert_mlp.quantize_weights) as quantize:
         rows = call.compute(call.rows, call.handle.rows_per_expert, _mlp(w, recompute))
     assert quantize.call_count == 2, "w13 and w2 are quantized once, not once for each row range"
     return call.combine(rows)

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
 from moe_comm.dispatch import Dispatcher
+from moe_comm.dispatch.expert_call import grouped_mlp
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.rms_norm import rms_norm
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.layers.parallel.collectives import gather_dim, gather_values, scatter_sum, sum_over
-from moe_comm.overlap.executors.serial import grouped_mlp
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.train.checkpoint.files import bytes_of

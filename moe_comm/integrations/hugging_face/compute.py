@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.types import INVALID_LOGITS
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.kernels.autograd import compute_dtype, without_autocast
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
-from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.options import Overlap
 

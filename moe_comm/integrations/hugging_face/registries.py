@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_comm.dispatch import Dispatcher
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.selection.factory import new_dispatcher
 from moe_comm.dispatch.selection.shared import shared_dispatcher
 from moe_comm.dispatch.types import DROPPED
@@ -30,7 +31,6 @@ from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
-from moe_comm.overlap.executors.base import ExpertCall
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

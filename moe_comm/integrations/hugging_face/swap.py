@@ -27,6 +27,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
@@ -42,7 +43,6 @@ from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.layers.parallel.module import ParallelModule
-from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement, Sharding, Split
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_comm.dispatch.expert_call import run_mlp
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autograd import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.layers.data_parallel.copies import ExpertCopies
-from moe_comm.overlap.executors.serial import run_mlp
 from moe_comm.topology import Placement, Sharding, Split
 
 Compute = Callable[[Tensor, Sequence[int], ExpertMLP], Tensor]

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.input_faults import tokens_fault
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
 from moe_comm.errors import InputError, MoeCommError
@@ -57,8 +58,6 @@ from moe_comm.layers.parallel.collectives import channel_of, group_size
 from moe_comm.layers.parallel.interleave import Steps, finish
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputing
-from moe_comm.overlap.executors.base import ExpertCall
-from moe_comm.overlap.executors.serial import serial_call
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
@@ -454,7 +453,7 @@ class MoELayer(ParallelModule):
         if (gradients := gradients_of(self.experts)) is not None:
             self.dispatcher.trained = gradients.trained(self.experts, weights_TK)
         if overlap is None:
-            return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label, scaled)
+            return ExpertCall.start(self.dispatcher, x_TD, ids_TK, weights_TK, self.label, scaled)
         from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors
 
         shared = getattr(self.shared, "ffn", 0)

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
-from moe_comm.overlap.executors.base import ExpertCall, fp8_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
-from moe_comm.overlap.executors.device import DeviceCall, device_fault
+from moe_comm.overlap.executors.device import DeviceCall, device_fault, fp8_fault
 from moe_comm.overlap.executors.pipelined import PipelinedCall
-from moe_comm.overlap.executors.serial import SerialCall, serial_call
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
 from moe_comm.overlap.options import CHUNKED, Overlap
 from moe_comm.overlap.tuning.choose import choose, rates_of
@@ -66,7 +65,7 @@ def dispatch_rows(
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     if overlap is None or overlap.executor == "serial":
-        return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+        return ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
     x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
@@ -96,17 +95,17 @@ def dispatch_rows(
             scaled=scaled,
         )
         if dispatch.small and not pipelined_requested:
-            return SerialCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
+            return ExpertCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK, scaled)
     if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not pipelined_requested:
-            return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+            return ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, scaled=scaled)
         if shared.chunks == 1 and not pipelined_requested:
-            return SerialCall(dispatcher, shared.dispatch_at_once(send, x_TD, scaled), weights_TK)
+            return ExpertCall(dispatcher, shared.dispatch_at_once(send, x_TD, scaled), weights_TK)
         return PipelinedCall(shared, lambda _: send, x_TD, weights_TK, scaled)
-    return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+    return ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
 
 
 def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:

@@ -23,7 +23,6 @@ from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import ExpertLinear, ExpertMLP, LocalExperts
-from moe_comm.overlap.executors.base import check_device_experts
 from moe_comm.overlap.executors.pipelined import PipelinedCall, Run, pipelined_combine, pipelined_dispatch
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
 from moe_comm.overlap.options import Overlap
@@ -48,6 +47,14 @@ def device_fault(dispatcher: Dispatcher, x_TD: Tensor) -> MoeCommError | None:
     return rows_fault(x_TD.dtype, x_TD.device)
 
 
+def fp8_fault() -> ConfigError:
+    """Return the error for experts with fp8 GEMMs."""
+    return ConfigError(
+        "the kernels of the device executor multiply rows in their own dtype, not in fp8; use executor 'serial', "
+        "'pipelined' or 'auto'"
+    )
+
+
 class _DeviceExperts(torch.autograd.Function):
     """As ``pipelined._Experts``: run the experts, or one GEMM. Takes and returns the same."""
 
@@ -64,6 +71,7 @@ class _DeviceExperts(torch.autograd.Function):
         try:
             first = _grouped(dispatch) if send is None else dispatch.multiply_arrived(send)
             if isinstance(experts, ExpertMLP):
+                keep_h = keep_h and not experts.recompute
                 h_RG, last_RF, w_last = expert_mlp_gpu.hidden(experts, rows_RD, first)
             else:
                 last_RF, w_last = rows_RD, tensors[0]
@@ -172,7 +180,10 @@ class DeviceCall(PipelinedCall):
         Raises:
             ConfigError: the experts have biases, or fp8 GEMMs.
         """
-        check_device_experts(mlp)
+        if any(bias is not None for bias in mlp.tensors[2:]):
+            raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
+        if mlp.gemm_dtype == "fp8":
+            raise fp8_fault()
         return super().compute(rows, rows_per_expert, mlp)
 
 

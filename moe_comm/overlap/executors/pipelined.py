@@ -35,14 +35,12 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.arrays import as_tensors
-from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import InputError
-from moe_comm.kernels import expert_mlp_fp8
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
 from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
-from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.quantized_ranges import QuantizedRanges
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.runtime.memory import warm_like, warm_rows
@@ -207,7 +205,7 @@ class _Experts(torch.autograd.Function):
             else:
                 out_RD = back.rows_RD
             sizes = _sizes(dispatch, tensors)
-            mlp_pass = expert_mlp_fp8.forward_pass(experts, rows, out_RD, sizes, keep_h, warm_rows)
+            mlp_pass = experts.forward(rows, out_RD, sizes, keep_h, warm_rows)
 
             def compute(row_range: RowRange) -> None:
                 if quantized is not None:
@@ -222,8 +220,7 @@ class _Experts(torch.autograd.Function):
             raise
         run.back = None if back is None else back.result
         saved_out_RD = out_RD if run.returns and run.needs_weights else None
-        rows_RD, scale_RB = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows, None)
-        ctx.save_for_backward(rows_RD, scale_RB, mlp_pass.saved_RG, saved_out_RD, *tensors)
+        ctx.save_for_backward(*mlp_pass.saved, saved_out_RD, *tensors)
         ctx.run, ctx.settings, ctx.pending_backward = run, settings, None
         return token.new_empty(0) if run.returns else out_RD
 
@@ -277,9 +274,9 @@ class _Backward:
             grad_out_RD = self.grad_rows_RD if back is None else back.rows_RD
             grad_RD = grad_RD.contiguous() if send is None else send.rows_RD
             experts = ctx.settings.with_tensors(tensors)
-            if scale_RB is not None:
-                rows_RD, saved_RG = expert_mlp_fp8.backward_inputs(
-                    experts, ScaledRows(rows_RD, scale_RB), saved_RG, self._sizes, dispatch.handle.dtype
+            if isinstance(experts, ExpertMLP):
+                rows_RD, saved_RG = experts.backward_inputs(
+                    rows_RD, scale_RB, saved_RG, self._sizes, dispatch.handle.dtype
                 )
             self._pass: ExpertBackward = experts.backward(
                 BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, grad_out_RD, needs, warm_rows, per_expert=False)
@@ -377,12 +374,9 @@ class PipelinedCall(ExpertCall):
             dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
         )
         run.guard = lambda: dispatch.abort_on_error(None)
-        self._dispatch, self._run, self._scaled = dispatch, run, scaled
+        self.handle = dispatch.handle
+        self._dispatch, self._run, self._takes_fp8 = dispatch, run, scaled
         self.rows = _Dispatch.apply(x_TD, weights_TK, run)
-
-    @property
-    def handle(self) -> DispatchHandle:
-        return self._dispatch.handle
 
     def complete(self) -> None:
         if not self._dispatch.in_flight and self._run.send is not None:
@@ -397,14 +391,13 @@ class PipelinedCall(ExpertCall):
                 f"an expert layer needs weights [{experts}, .., {dispatch.handle.hidden}] of this rank's experts on "
                 f"{dispatch.handle.device}; got {tuple(w13.shape)} on {w13.device}"
             )
-        if (mlp.gemm_dtype == "fp8") != self._scaled:
+        if (mlp.gemm_dtype == "fp8") != self._takes_fp8:
             raise InputError(
-                f"rows were dispatched with scaled={self._scaled}; got experts with {mlp.gemm_dtype} GEMMs"
+                f"rows were dispatched with scaled={self._takes_fp8}; got experts with {mlp.gemm_dtype} GEMMs"
             )
         mlp.check_weights(rows)
         run.requires_grad = needs_autograd(rows, *mlp.tensors)
-        keep_h = run.requires_grad and not mlp.recomputes
-        token: Tensor = self.stage.apply(rows, None, run, mlp.with_tensors(), keep_h, *mlp.tensors)
+        token: Tensor = self.stage.apply(rows, None, run, mlp.with_tensors(), run.requires_grad, *mlp.tensors)
         return token
 
     def combine(self, rows: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.kernels.expert_mlp_fp8 import forward_pass
 from moe_comm.kernels.fp8 import ScaledRows, of_packed, quantize_rows, quantize_weights
 from moe_comm.layers.moe.experts import Experts
-from moe_comm.overlap.executors.serial import serial_call
 from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
@@ -64,12 +63,12 @@ def _ranges(rank: int, world: int, arg: None) -> None:
 
     def work() -> list[Tensor]:
         rows, outputs = quantize_rows(rows_RD), [torch.full((9, 256), torch.nan) for _ in range(2)]
-        at_once, by_range = (forward_pass(mlp, rows, out_RD, sizes, True, warm_rows) for out_RD in outputs)
+        at_once, by_range = (mlp.forward(rows, out_RD, sizes, True, warm_rows) for out_RD in outputs)
         at_once.all_rows()
         for expert, first, end in ((2, 6, 9), (0, 0, 3), (2, 4, 6), (0, 3, 4)):
             by_range.row_range(expert, slice(first, end))
-        assert at_once.saved_RG is not None and by_range.saved_RG is not None
-        return [*outputs, at_once.saved_RG, by_range.saved_RG]
+        hidden = [mlp_pass.saved[2] for mlp_pass in (at_once, by_range)]
+        return outputs + [h_RG for h_RG in hidden if h_RG is not None]
 
     plain, actual, launched = run_plain_and_triton(work)
     assert launched.count("quantize_weights_kernel") == 4 and launched.count("grouped_mm_fp8_kernel") == 2 + 2 * 4
@@ -104,7 +103,7 @@ def _layer(rank: int, world: int, arg: tuple[torch.dtype, str, bool]) -> None:
         experts.reset_parameters(3, std=0.2)
         experts.gemm_dtype = "fp8"
         x_TD, weights_TK = drawn(9, 256, dtype=dtype).requires_grad_(), drawn(9, 2, seed=1).requires_grad_()
-        call = serial_call(dispatcher, x_TD, some_ids(9, 2, 4), weights_TK, "", scaled=True)
+        call = ExpertCall.start(dispatcher, x_TD, some_ids(9, 2, 4), weights_TK, "", scaled=True)
         y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call.compute))
         y_TD.backward(drawn(9, 256, dtype=dtype, seed=2))
         grads = [x_TD.grad, weights_TK.grad, *(p.grad for p in experts.parameters())]
@@ -149,7 +148,7 @@ def _low_latency(rank: int, world: int, arg: None) -> None:
     w13_EGD, w2_EDF = drawn(2, 80, 256, seed=rank) / 16, drawn(2, 256, 40, seed=7 + rank) / 6
     for tokens in (3 + rank, 0 if rank else 8):
         x_TD, ids_TK, weights_TK = drawn(tokens, 256, seed=rank), some_ids(tokens, 2, 4), drawn(tokens, 2, seed=1)
-        call = serial_call(dispatcher, x_TD, ids_TK, weights_TK, "", scaled=True)
+        call = ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, "", scaled=True)
         mlp = ExpertMLP((w13_EGD, w2_EDF, None, None), activation_of("swiglu"), gemm_dtype="fp8")
         expected_TD = call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 

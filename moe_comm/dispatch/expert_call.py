@@ -1,4 +1,4 @@
-"""The serial executor: dispatch, then the experts over all their rows as one autograd function, then combine.
+"""A call of a layer's experts without overlap: dispatch, the experts on all their rows, combine.
 
     rows_RD ──w13──▶ h_RG ──activation──▶ act ──w2──▶ out_RD         expert by expert
 
@@ -21,12 +21,10 @@ from torch import Tensor
 
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
-from moe_comm.kernels import expert_mlp_fp8
 from moe_comm.kernels.autograd import compute_dtype, needed_gradients, once_differentiable
-from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts
-from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
+from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, Saved
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.native import TRITON_DEVICES
-from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.memory import warm_like, warm_rows
@@ -36,64 +34,58 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
-    """Arguments that forward and backward share.
-
-    experts: without their tensors. save_hidden: save the hidden rows for backward. counts_E: rows per expert, if the
-    experts run in one launch on a GPU.
-    """
+class _Backward:
+    """What backward needs besides tensors. counts_E: rows per expert, if the experts run in one launch on a GPU."""
 
     experts: LocalExperts
     sizes: tuple[int, ...]
     alloc: Alloc
-    save_hidden: bool
+    counts_E: Tensor | None
     label: str
     guard: Guard
-    counts_E: Tensor | None
 
 
 class _Grouped(torch.autograd.Function):
+    """Run experts on all their rows. ``rows_RD`` gets the gradient also if the experts read ``scaled`` instead."""
+
     @staticmethod
     def forward(
         ctx: Any,
         rows_RD: Tensor,
-        values_RD: Tensor | None,
-        scale_RB: Tensor | None,
-        call: _Call,
+        scaled: ScaledRows | None,
+        experts: LocalExperts,
+        keep: bool,
+        call: _Backward,
         *tensors: Tensor | None,
     ) -> Tensor:
-        experts = call.experts.with_tensors(tensors)
-        if values_RD is None and call.counts_E is not None and rows_RD.stride(1) != 1:
-            rows_RD = rows_RD.contiguous()
-        out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
-        if call.counts_E is None or values_RD is not None:
-            rows = rows_RD if values_RD is None or scale_RB is None else ScaledRows(values_RD, scale_RB)
-            mlp_pass = expert_mlp_fp8.forward_pass(experts, rows, out_RD, call.sizes, call.save_hidden, warm_rows)
-            mlp_pass.all_rows()
-            saved_RG = mlp_pass.saved_RG
-        else:
-            assert isinstance(experts, ExpertMLP)
+        mlp = experts if isinstance(experts, ExpertMLP) else None
+        if call.counts_E is not None and mlp is not None and mlp.gemm_dtype != "fp8":
             from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
 
-            h_RG = expert_mlp_gpu.forward(experts, rows_RD, call.counts_E, out_RD)
-            saved_RG = h_RG if call.save_hidden else None
-        ctx.save_for_backward(rows_RD if values_RD is None else values_RD, scale_RB, saved_RG, *tensors)
+            rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
+            out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
+            h_RG = expert_mlp_gpu.forward(mlp, rows_RD, call.counts_E, out_RD)
+            saved: Saved = rows_RD, None, h_RG if keep and not mlp.recompute else None
+        else:
+            out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
+            mlp_pass = experts.forward(rows_RD if scaled is None else scaled, out_RD, call.sizes, keep, warm_rows)
+            mlp_pass.all_rows()
+            saved = mlp_pass.saved
+        ctx.save_for_backward(*saved, *tensors)
         ctx.call = call
         return out_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _Backward = ctx.call
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label), call.guard():
             rows_RD, scale_RB, saved_RG, *tensors = ctx.saved_tensors
-            needs_rows, _, _, _, *needs = needed_gradients(ctx)
+            needs_rows, _, _, _, _, *needs = needed_gradients(ctx)
             experts = call.experts.with_tensors(tensors)
             grad_RD = grad_RD if grad_RD.stride(-1) == 1 else grad_RD.contiguous()
-            if scale_RB is not None:
-                assert isinstance(experts, ExpertMLP)
-                scaled = ScaledRows(rows_RD, scale_RB)
-                rows_RD, saved_RG = expert_mlp_fp8.backward_inputs(experts, scaled, saved_RG, call.sizes, grad_RD.dtype)
+            if isinstance(experts, ExpertMLP):
+                rows_RD, saved_RG = experts.backward_inputs(rows_RD, scale_RB, saved_RG, call.sizes, grad_RD.dtype)
             rows, width = rows_RD.shape
             grad_rows = call.alloc(rows, width, rows_RD.dtype, rows_RD.device) if needs_rows else None
             if call.counts_E is None:
@@ -111,7 +103,7 @@ class _Grouped(torch.autograd.Function):
                     experts, rows_RD, saved_RG, grad_RD, call.counts_E, grad_rows, needs
                 )
                 grads = [*of_weights, *[None] * (len(tensors) - len(of_weights))]
-            return grad_rows, None, None, None, *grads
+            return grad_rows, None, None, None, None, *grads
 
 
 def grouped(
@@ -142,10 +134,6 @@ def grouped(
     if torch.is_grad_enabled():
         for t in (rows_RD, *tensors):  # a generator is slower
             has_backward = has_backward or (t is not None and t.requires_grad)
-    if isinstance(experts, ExpertMLP) and experts.gemm_dtype == "fp8":
-        scaled = quantize_rows(rows_RD.detach()) if scaled is None else scaled
-    else:
-        scaled = None
     counts_E = None
     if isinstance(experts, ExpertMLP) and rows_RD.device.type in TRITON_DEVICES:
         from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
@@ -154,17 +142,8 @@ def grouped(
             counts_E = torch.tensor(rows_per_expert, dtype=torch.int64, device="cpu").to(
                 rows_RD.device, non_blocking=True
             )
-    call = _Call(
-        experts.with_tensors(),
-        tuple(rows_per_expert),
-        alloc,
-        has_backward and not experts.recomputes,
-        label,
-        guard,
-        counts_E,
-    )
-    values_RD, scale_RB = (None, None) if scaled is None else (scaled.values_RD, scaled.scale_RB)
-    return _Grouped.apply(rows_RD, values_RD, scale_RB, call, *tensors)  # type: ignore[no-any-return]
+    call = _Backward(experts.with_tensors(), tuple(rows_per_expert), alloc, counts_E, label, guard)
+    return _Grouped.apply(rows_RD, scaled, experts, has_backward, call, *tensors)  # type: ignore[no-any-return]
 
 
 def run_mlp(rows_RD: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP, alloc: Alloc = warm_rows) -> Tensor:
@@ -197,28 +176,58 @@ def grouped_mlp(rows_RD: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP,
     return grouped(mlp, rows_RD, rows_per_expert, alloc)
 
 
-def serial_call(
-    dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str, scaled: bool = False
-) -> SerialCall:
-    """Dispatch the rows of one call of a layer for the serial executor. scaled: for experts with fp8 GEMMs."""
-    return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
+class ExpertCall:
+    """One forward call of a layer with experts, whose dispatch has been started. This class overlaps nothing.
 
+    The executors that overlap (``overlap/executors``) are subclasses. Every rank calls ``compute``, then ``combine``,
+    once each:
 
-class SerialCall(ExpertCall):
-    """One call of the serial executor. No rows are in flight between its steps."""
+        rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
+        y_TD = call.combine(rows)
 
+    Both raise PeerDied or PeerTimeout if a rank failed, or its rows were not received in time.
+
+    Attributes:
+        rows: [R, D] rows of this rank's experts. If the executor overlaps computation with the dispatch, ``rows`` is an
+            empty tensor that only connects the autograd functions of dispatch and compute.
+        handle: the dispatch handle.
+        skips_empty_slots: whether ``compute`` accepts parameters without those of the last experts, if these have no
+            rows, with the counts of the others.
+    """
+
+    rows: Tensor
+    handle: DispatchHandle
     skips_empty_slots = True
 
     def __init__(self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor) -> None:
-        self._dispatcher, self._handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
+        self._dispatcher, self.handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
         self.rows, self._scaled = dispatched.rows_RD, dispatched.scaled
 
-    @property
-    def handle(self) -> DispatchHandle:
-        return self._handle
+    @staticmethod
+    def start(
+        dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str, scaled: bool = False
+    ) -> ExpertCall:
+        """Dispatch the rows of a call. scaled: for experts with fp8 GEMMs."""
+        return ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
+
+    def complete(self) -> None:
+        """Complete the dispatch, so that other operations of the group can run before ``compute``."""
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
-        dispatcher, label = self._dispatcher, self._handle.label
+        """Run the expert MLPs.
+
+        Args:
+            rows: ``self.rows``, or the result of hooks that take it.
+            rows_per_expert: number of rows of each local expert.
+            mlp: parameters of the experts, in the dtype of ``rows``.
+
+        Returns:
+            The argument of ``combine``: [R, D] outputs of the experts, or an empty tensor if ``self.rows`` is empty.
+
+        Raises:
+            InputError: the parameters do not match the rows; raised on this rank only.
+        """
+        dispatcher, label = self._dispatcher, self.handle.label
         mlp.check(rows, rows_per_expert)
         # A bound method of this object would keep its rows alive as long as the autograd graph.
         guard = partial(dispatcher.abort_on_error, label)
@@ -226,7 +235,9 @@ class SerialCall(ExpertCall):
         return grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard, scaled)
 
     def combine(self, rows: Tensor) -> Tensor:
-        return self._dispatcher.combine(rows, self._weights_TK, self._handle)
+        """Return the weighted sum of the expert outputs of each token, [T, D]."""
+        return self._dispatcher.combine(rows, self._weights_TK, self.handle)
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        return self._dispatcher.abort_on_error(self._handle.label)
+        """Return a context manager that reports an exception between dispatch and combine to the other ranks."""
+        return self._dispatcher.abort_on_error(self.handle.label)
