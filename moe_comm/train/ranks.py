@@ -1,4 +1,4 @@
-"""Collectives on small host values over all ranks of a run."""
+"""Collectives on small CPU values over all ranks of a run."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def measure_cluster(ranks: Ranks, shape: ModelShape, dtype: str, tokens: int, de
     ranks.barrier()
     rates = json.dumps(asdict(_measure_rank(shape, dtype, tokens, device)))
     by_rank = [RankRates(**json.loads(text)) for text in ranks.gather_texts(rates)]
-    size = host_size([one.host for one in by_rank])
-    first_host = [one.cores for one in by_rank if one.host == by_rank[0].host]
+    size = host_size([report.host for report in by_rank])
+    first_host = [report.cores for report in by_rank if report.host == by_rank[0].host]
     cores = min(len(set().union(*first_host)), by_rank[0].quota)
     shared = max(1.0, size / cores) if device == "cpu" else 1.0
     cluster = Cluster(
@@ -168,12 +168,12 @@ def _rows(wanted: float, flops_per_row: float, peak: float) -> int:
 
 def _accelerator(by_rank: Sequence[RankRates], dtype: str, size: int, shared: float, device: str) -> Accelerator:
     def mean(name: str) -> float:
-        return fmean(getattr(one, name) for one in by_rank)
+        return fmean(getattr(report, name) for report in by_rank)
 
     cuda = device.startswith("cuda")
     peak = max(mean("peak"), mean("dense"))
     dense = mean("dense")
-    memory_bytes = min(one.memory_bytes for one in by_rank) // (1 if cuda else size)
+    memory_bytes = min(report.memory_bytes for report in by_rank) // (1 if cuda else size)
     accelerator = Accelerator(
         f"{device} rank",
         flops={dtype: peak},
@@ -198,28 +198,28 @@ def _groups(ranks: Ranks, members: Sequence[range]) -> Iterator[ProcessGroup]:
         yield ranks.world_group
         return
     timeout = timedelta(seconds=channel_of(ranks.world_group).timeout_s)
-    groups = {one: dist.new_group(list(one), timeout=timeout) for one in members}
+    groups = {group_ranks: dist.new_group(list(group_ranks), timeout=timeout) for group_ranks in members}
     try:
-        yield next(group for one, group in groups.items() if ranks.rank in one)
+        yield next(group for group_ranks, group in groups.items() if ranks.rank in group_ranks)
     finally:
-        for one, group in groups.items():
-            if ranks.rank in one:
+        for group_ranks, group in groups.items():
+            if ranks.rank in group_ranks:
                 dist.destroy_process_group(group)
 
 
 def _transfers(ranks: Ranks, group: ProcessGroup, device: str) -> list[MeasuredTransfer]:
     """Measure transfers over ``group``, and return their mean times over all groups. Collective over all ranks."""
-    own: list[MeasuredTransfer] = []
+    measured: list[MeasuredTransfer] = []
     for rows in ROWS["cuda" if device.startswith("cuda") else "cpu"]:
-        own += measure_rows(group, rows, WINDOWS, device)
-        own.append(measure_sum(group, rows * WIDTH, WINDOWS, device))
-        if float(ranks.sum(torch.tensor([float(own[-1].seconds > SLOW_S)], dtype=torch.float32, device="cpu"))):
+        measured += measure_rows(group, rows, WINDOWS, device)
+        measured.append(measure_sum(group, rows * WIDTH, WINDOWS, device))
+        if float(ranks.sum(torch.tensor([float(measured[-1].seconds > SLOW_S)], dtype=torch.float32, device="cpu"))):
             break
     by_key: dict[tuple[object, ...], list[MeasuredTransfer]] = {}
-    for text in ranks.gather_texts(json.dumps([asdict(one) for one in own])):
-        for one in (MeasuredTransfer(**values) for values in json.loads(text)):
-            by_key.setdefault((one.kind, one.ranks, one.num_bytes), []).append(one)
-    return [replace(same[0], seconds=fmean(one.seconds for one in same)) for same in by_key.values()]
+    for text in ranks.gather_texts(json.dumps([asdict(transfer) for transfer in measured])):
+        for transfer in (MeasuredTransfer(**values) for values in json.loads(text)):
+            by_key.setdefault((transfer.kind, transfer.ranks, transfer.num_bytes), []).append(transfer)
+    return [replace(same[0], seconds=fmean(transfer.seconds for transfer in same)) for same in by_key.values()]
 
 
 def rates_text(cluster: Cluster, dtype: str) -> str:

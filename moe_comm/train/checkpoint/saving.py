@@ -1,7 +1,7 @@
 """``Checkpointer`` saves in the background during training (DataStates-LLM's lazy scheme, arXiv 2406.10707).
 
     training    save(100) │ forward, backward of step 101 │ wait_staged() │ optimizer step 101 │ forward …
-    background            │ plan │ copy to host memory ───▶               │ write, hash, fsync ─────▶ rename │
+    background            │ plan │ copy to CPU memory ───▶                │ write, hash, fsync ─────▶ rename │
 
 Weights and optimizer state do not change between two optimizer steps, so the copy overlaps the next forward and
 backward. Training only waits if the copy takes longer, and that wait is measured.

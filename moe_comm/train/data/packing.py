@@ -203,17 +203,17 @@ class BestFit:
         for part, length in enumerate(lengths.tolist()):
             fitting = free >> length
             if fitting:
-                room = length + (fitting & -fitting).bit_length() - 1  # the smallest room that fits
-                row = open_rows[room].pop()
-                if not open_rows[room]:
-                    free &= ~(1 << room)
+                space = length + (fitting & -fitting).bit_length() - 1  # the smallest space that fits
+                row = open_rows[space].pop()
+                if not open_rows[space]:
+                    free &= ~(1 << space)
             else:
-                room, row = self.seq_len, num_rows
+                space, row = self.seq_len, num_rows
                 num_rows += 1
             rows[part] = row
-            if room > length:
-                open_rows[room - length].append(row)
-                free |= 1 << (room - length)
+            if space > length:
+                open_rows[space - length].append(row)
+                free |= 1 << (space - length)
         return rows
 
 

@@ -124,12 +124,14 @@ class ExpertPlacements:
         experts = next(iter(self.by_layer.values())).num_experts
         for name, window in self.windows.items():
             window.add(loads[name].load_E[:experts].tolist())
-        if step % self.section.every or any(len(one.recent) < one.size for one in self.windows.values()):
+        if step % self.section.every or any(len(window.recent) < window.size for window in self.windows.values()):
             return None
         decisions = self._decide()
-        lines = [PlacementLine.of(step, name, one, self.by_layer[name]) for name, one in decisions.items()]
+        lines = [PlacementLine.of(step, name, decision, self.by_layer[name]) for name, decision in decisions.items()]
         began = self._now()
-        sent = self.switch({name: one.placement for name, one in decisions.items() if one.placement is not None})
+        sent = self.switch(
+            {name: decision.placement for name, decision in decisions.items() if decision.placement is not None}
+        )
         moved = sum_values(torch.tensor([float(sent)], dtype=torch.float64, device="cpu"), self._mesh.world_group)
         return PlacementReport.of(lines, int(moved), self._now() - began)
 
@@ -169,7 +171,7 @@ class ExpertPlacements:
         if saved is None:
             return
         self.windows = saved.windows
-        changed = {name: one for name, one in saved.placements.items() if one != self.by_layer[name]}
+        changed = {name: placement for name, placement in saved.placements.items() if placement != self.by_layer[name]}
         if move:
             self._move(changed)
             return
@@ -198,7 +200,10 @@ class ExpertPlacements:
         except ConfigError as error:
             fault = error
         if self._mesh.world_group is not None:
-            same = {name: f"version {one.version} ({one.digest:x})" for name, one in sorted(placements.items())}
+            same = {
+                name: f"version {placement.version} ({placement.digest:x})"
+                for name, placement in sorted(placements.items())
+            }
             compare(channel_of(self._mesh.world_group), "a relocation", {"placement of experts": same}, fault=fault)
         elif fault is not None:
             raise fault
@@ -235,7 +240,9 @@ class ExpertPlacements:
             }
             self._check(saved)
             size, windows = self.section.window, state["windows"]
-            return _Saved(saved, {name: LoadWindow.of(size, windows[name], one) for name, one in saved.items()})
+            return _Saved(
+                saved, {name: LoadWindow.of(size, windows[name], placement) for name, placement in saved.items()}
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the placement of experts in the checkpoint is damaged: {error!r}") from error
 

@@ -144,12 +144,12 @@ class Lane:
     Attributes:
         thread: the thread.
         reducer: reduces in the thread.
-        own_groups: for a group of the mesh, a group of the same ranks that only this thread uses.
+        duplicates: for a group of the mesh, a group of the same ranks that only this thread uses.
     """
 
     thread: TransferThread
     reducer: GradientReducer
-    own_groups: Mapping[ProcessGroup, ProcessGroup]
+    duplicates: Mapping[ProcessGroup, ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Transfers:
     Attributes:
         reducer: reduces in the main thread.
         lanes: run collectives while the main thread computes. Buckets alternate between them, so that the link is busy
-            while one lane begins or ends a collective. All have own groups for the same groups; other groups are
+            while one lane begins or ends a collective. All have duplicates of the same groups; other groups are
             reduced in the main thread.
     """
 
@@ -168,7 +168,7 @@ class Transfers:
 
     def overlaps(self, group: ProcessGroup | None) -> bool:
         """Return whether the lanes run the collectives of ``group``."""
-        return group in self.lanes[0].own_groups
+        return group in self.lanes[0].duplicates
 
 
 Bucket = ReplicatedBucket | ZeroBucket
@@ -273,7 +273,7 @@ class BucketSchedule:
             if lane is None:
                 bucket.unpack_weights(bucket.gather(self._transfers.reducer, group, packed))
             else:
-                gather = partial(bucket.gather, lane.reducer, lane.own_groups[group])
+                gather = partial(bucket.gather, lane.reducer, lane.duplicates[group])
                 self._gathers[id(bucket)] = bucket, lane.thread.submit(gather, packed)
 
     @torch.no_grad()
@@ -337,7 +337,7 @@ class BucketSchedule:
     def _send(self, bucket: Bucket) -> None:
         assert bucket.group is not None
         lane = self._lane_of[id(bucket)]
-        reduce = partial(bucket.reduce, lane.reducer, lane.own_groups[bucket.group])
+        reduce = partial(bucket.reduce, lane.reducer, lane.duplicates[bucket.group])
         self._reductions.append((bucket, lane.thread.submit(reduce, bucket.pack())))
 
     def _reset(self) -> None:

@@ -127,7 +127,7 @@ class FSDPParameters:
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)
         for root in self.roots:
             self._shard(root, default)
-            if transfers.lanes[0].own_groups:
+            if transfers.lanes[0].duplicates:
                 _prefetch(root)
             if interleave:
                 _run_in_turns(root)

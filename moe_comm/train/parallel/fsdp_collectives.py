@@ -46,12 +46,12 @@ class UnitGroups:
     shards: ProcessGroup
     replicas: ProcessGroup | None = None
 
-    def own(self, lane: Lane) -> UnitGroups | None:
+    def duplicates(self, lane: Lane) -> UnitGroups | None:
         """Return groups of the same ranks for ``lane``; None if gradients are reduced in the main thread."""
-        shards = lane.own_groups.get(self.shards)
+        shards = lane.duplicates.get(self.shards)
         if shards is None:
             return None
-        return UnitGroups(shards, None if self.replicas is None else lane.own_groups[self.replicas])
+        return UnitGroups(shards, None if self.replicas is None else lane.duplicates[self.replicas])
 
 
 class UnitCollectives:
@@ -64,7 +64,7 @@ class UnitCollectives:
     """
 
     def __init__(self, module: FSDPModule, groups: UnitGroups, lane: Lane) -> None:
-        self._groups, self._own_groups, self._thread = groups, groups.own(lane), lane.thread
+        self._groups, self._duplicates, self._thread = groups, groups.duplicates(lane), lane.thread
         self._reducer = reducer = lane.reducer
         self._pending: Transfer | None = None
         group = groups.shards
@@ -77,7 +77,7 @@ class UnitCollectives:
             module.set_custom_reduce_scatter(_RankOrderReduceScatter(self))  # type: ignore[arg-type]
         else:
             module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
-        if self._own_groups is not None:
+        if self._duplicates is not None:
             module._set_unshard_async_op(True)
 
     def wait(self) -> None:
@@ -89,13 +89,13 @@ class UnitCollectives:
 
     def start_reduce(self, output: Tensor, parts_WN: Tensor) -> None:
         """Sum this rank's row of ``parts_WN`` over all ranks of the unit into ``output``, complete after ``wait``."""
-        if self._own_groups is None or self._pending is not None:
+        if self._duplicates is None or self._pending is not None:
             # FSDP adds a second reduction of a step to the first one at once, so both must be complete.
             self.wait()
             output.copy_(self._sum(parts_WN, self._groups))
             return
-        own_groups = self._own_groups
-        self._pending = self._thread.submit(lambda parts: output.copy_(self._sum(parts, own_groups)), parts_WN)
+        duplicates = self._duplicates
+        self._pending = self._thread.submit(lambda parts: output.copy_(self._sum(parts, duplicates)), parts_WN)
 
     def _sum(self, parts_WN: Tensor, groups: UnitGroups) -> Tensor:
         if self._reducer.compress:

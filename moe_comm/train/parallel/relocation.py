@@ -96,7 +96,7 @@ def relocate_experts(
     masters, moments = list[MovedStack](), list[MovedStack]()
     for key, item in items.items():
         moved, axes = replace(item, sharding=shardings[key]), item.replicated_axes
-        old, new = ([one.boxes(mesh, rank) for rank in ranks] for one in (item, moved))
+        old, new = ([parameter.boxes(mesh, rank) for rank in ranks] for parameter in (item, moved))
 
         def same_replica(source: int, destination: int, axes: tuple[str, ...] = axes) -> bool:
             return all(places[source][axis] == places[destination][axis] for axis in axes)
@@ -109,7 +109,9 @@ def relocate_experts(
         first, later = RowMoves(masters, rank), RowMoves(moments, rank)
         first.run(group, what)
         what = f"{what}: optimizer state"
-        transfer = data_parallel.in_background(group, lambda own: later.run(own, what), moments[0].tensors[0])
+        transfer = data_parallel.in_background(
+            group, lambda duplicate: later.run(duplicate, what), moments[0].tensors[0]
+        )
         sent_bytes = first.sent_bytes + later.sent_bytes
     else:
         moves, transfer = RowMoves([*masters, *moments], rank), None

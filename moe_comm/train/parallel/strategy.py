@@ -117,8 +117,8 @@ class DataParallel:
         self._schedule = BucketSchedule(buckets, stages, transfers, self._after_passes)
         # Not a lane of gradients and weights: the next forward pass would wait until the state of experts has moved.
         device = next((item.param.device for item in trained), torch.device("cpu"))
-        self._own_of = dict[ProcessGroup, ProcessGroup]()
-        self._background = Lane(TransferThread(device), self._new_reducer(), self._own_of)
+        self._background_groups = dict[ProcessGroup, ProcessGroup]()
+        self._background = Lane(TransferThread(device), self._new_reducer(), self._background_groups)
 
     @property
     def traffic(self) -> GradientTraffic:
@@ -203,10 +203,10 @@ class DataParallel:
         """
         for lane in (*self._transfers.lanes, self._background):
             if lane.thread.close():
-                for group, own_group in lane.own_groups.items():
+                for group, duplicate in lane.duplicates.items():
                     comm = find_communicator(group)
                     if comm is not None:
-                        comm.close_part(own_group)
+                        comm.close_part(duplicate)
 
     def overlaps(self, group: ProcessGroup) -> bool:
         """Return whether transfers over ``group`` run during the passes. Collective in the first call for the group."""
@@ -218,12 +218,12 @@ class DataParallel:
         Args:
             x: one of the tensors that ``transfer`` reads.
         """
-        if group not in self._own_of:
-            self._own_of |= self._own_groups([group])
-        own_group = self._own_of[group]
+        if group not in self._background_groups:
+            self._background_groups |= self._duplicates([group])
+        duplicate = self._background_groups[group]
 
         def run(x: Tensor) -> Tensor:
-            transfer(own_group)
+            transfer(duplicate)
             return x
 
         return self._background.thread.submit(run, x)
@@ -269,10 +269,10 @@ class DataParallel:
         in_buckets = replicated if self._units is not None else [*sharded, *replicated]
         in_passes = [item for item in in_buckets if item.param not in self._after_passes]
         groups = self._overlapped(self.mesh.sum_group(item.sharding) for item in in_passes)
-        own_groups = [self._own_groups(self._unit_groups() if self._units is not None else groups)]
-        own_groups += [self._own_groups(groups) for _ in range(LANES - 1)]
+        duplicates = [self._duplicates(self._unit_groups() if self._units is not None else groups)]
+        duplicates += [self._duplicates(groups) for _ in range(LANES - 1)]
         device = next((item.param.device for item in (*sharded, *replicated)), torch.device("cpu"))
-        lanes = [Lane(TransferThread(device), self._new_reducer(), own) for own in own_groups]
+        lanes = [Lane(TransferThread(device), self._new_reducer(), groups) for groups in duplicates]
         return Transfers(self._new_reducer(), lanes)
 
     def _new_reducer(self) -> GradientReducer:
@@ -284,22 +284,22 @@ class DataParallel:
             return []  # the guard compares the gradients of FSDP before ``reduce``, so they must be complete
         # Decided for all ranks of a unit at once: a group of replicas may be on one host and the next one on several.
         overlapped = self._overlapped(self.mesh.group(*unit.axes) for unit in self._units)
-        units = [one for one in self._units if self.mesh.group(*one.axes) in overlapped and not one.replicated]
+        units = [unit for unit in self._units if self.mesh.group(*unit.axes) in overlapped and not unit.replicated]
         return [group for unit in units for group in (unit.groups.shards, unit.groups.replicas)]
 
     def _overlapped(self, groups: Iterable[ProcessGroup | None]) -> list[ProcessGroup]:
         """Return the groups whose collectives run in threads. Collective."""
         return [group for group in _in_order(groups) if self._overlaps(group)]
 
-    def _own_groups(self, groups: Iterable[ProcessGroup | None]) -> dict[ProcessGroup, ProcessGroup]:
+    def _duplicates(self, groups: Iterable[ProcessGroup | None]) -> dict[ProcessGroup, ProcessGroup]:
         """Return a second group of the same ranks for each group. Collective."""
-        own: dict[ProcessGroup, ProcessGroup] = {}
+        duplicates: dict[ProcessGroup, ProcessGroup] = {}
         for group in _in_order(groups):
-            own[group] = communicator_of(group).duplicate(channel_of(group).timeout_s)
+            duplicates[group] = communicator_of(group).duplicate(channel_of(group).timeout_s)
             # Spans with a group are counted as calls of the main thread.
-            communicator_of(own[group]).span_group = NO_NAME
-            channel_of(own[group])  # the first call is collective
-        return own
+            communicator_of(duplicates[group]).span_group = NO_NAME
+            channel_of(duplicates[group])  # the first call is collective
+        return duplicates
 
     def _overlaps(self, group: ProcessGroup) -> bool:
         """Return whether collectives over ``group`` run in threads. Collective in the first call for the group."""
