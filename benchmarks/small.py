@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from typing import get_args
 
 from benchmarks.sweep import small
-from moe_comm.bench.common.settings import DTYPES, DispatchBench
+from moe_comm.bench.common.settings import DispatchBench, Dtype
 from moe_comm.errors import MoeCommError
 
 
@@ -17,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     base = DispatchBench(peers=())
     for name in ("ranks", "hidden", "experts", "top_k", "iterations", "seed"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(base, name))
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default=base.dtype)
+    parser.add_argument("--dtype", choices=get_args(Dtype), default=base.dtype)
     parser.add_argument("--backend", default=base.backend)
     parser.add_argument("--json", metavar="OUT", help="write one JSON object; - is standard output")
     settings = vars(parser.parse_args(arguments))

@@ -9,7 +9,8 @@ import typer
 
 from benchmarks.diagnosis import study
 from moe_comm import cli
-from moe_comm.cli.options import JsonOut, Seed
+from moe_comm.bench.common.settings import Seed
+from moe_comm.cli.options import JsonOut
 
 NAME = "python -m benchmarks.diagnosis"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -6,24 +6,9 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from moe_comm.bench.common.settings import Backend, DeviceOf, Experts, Hidden, Seed, TopK
 from moe_comm.bench.parity.cases import QUICK
-from moe_comm.cli.options import (
-    Backend,
-    Config,
-    Device,
-    DeviceOf,
-    Experts,
-    Hidden,
-    JsonOut,
-    Overrides,
-    Seed,
-    Settings,
-    TopK,
-    echo,
-    load,
-    one_of,
-    read_config,
-)
+from moe_comm.cli.options import Config, JsonOut, Overrides, Settings, echo, load, one_of, read_config
 from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
 
 if TYPE_CHECKING:
@@ -76,7 +61,7 @@ def check_grads(
     top_k: TopK = 2,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     backend: Backend = "auto",
-    device: DeviceOf = Device.cpu,
+    device: DeviceOf = "cpu",
     score: Annotated[str, typer.Option(help="Router score: softmax, sigmoid or topk_softmax.")] = "softmax",
     shared_ffn: Annotated[int, typer.Option(min=0, help="Width of a shared expert; 0: none.")] = 0,
     deterministic: Annotated[bool, typer.Option(help="Require equal bits for any number of ranks.")] = True,
@@ -97,7 +82,7 @@ def check_grads(
         tokens=tokens,
         backend=backend,
         dtype=dtype,
-        device=device.value,
+        device=device,
         score=one_of("score", score, get_args(Score)),
         shared_ffn=shared_ffn,
         deterministic=deterministic,

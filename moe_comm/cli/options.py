@@ -3,65 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from inspect import Parameter, Signature, signature
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
-from moe_comm.bench.common.peer_names import DISPATCH_PEERS, LAYER_PEERS, TRAIN_PEERS
+from moe_comm.bench.common.settings import options_of
 from moe_comm.errors import ConfigError, MissingDependency, pip_install, suggestion
 from moe_comm.runtime.printing import printable
 
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Device(StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Preset(StrEnum):
-    comm = "comm"
-    compute = "compute"
-
-
-Ranks = Annotated[int, typer.Option(min=1, help="Ranks to start; under torchrun, the number of its ranks.")]
-AnyHosts = Annotated[
-    int, typer.Option(min=1, max=64, help="Number of hosts; several are network namespaces, which need root.")
-]
-CoresPerRank = Annotated[
-    float | None,
-    typer.Option(help="Processor time of each rank in cores, so that ranks that wait leave it idle; needs root."),
-]
-Hosts = Annotated[int, typer.Option(min=2, max=64, help="Number of hosts, each a network namespace.")]
-LinkGbit = Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")]
-Tokens = Annotated[int, typer.Option(min=0, help="Tokens per rank.")]
-Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
-Experts = Annotated[int, typer.Option(min=1, help="Total number of experts.")]
-TopK = Annotated[int, typer.Option("--top-k", min=1, help="Experts per token.")]
-DtypeOf = Annotated[Dtype, typer.Option(help="Dtype of the rows.")]
-Backend = Annotated[
-    str, typer.Option(help="auto, local, shared_memory, all_to_all, all_gather, hierarchical, or peer_to_peer on CUDA.")
-]
-DeviceOf = Annotated[Device, typer.Option(help="Device of the tensors.")]
-Iterations = Annotated[int, typer.Option(min=0, help="Number of measured rounds; 0: chosen by size.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Number of measured rounds; the median is reported.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Number of discarded rounds at the start.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of tokens, routing and weights.")]
+Preset = Literal["comm", "compute"]
 JsonOut = Annotated[
     str | None, typer.Option("--json", metavar="OUT", help="File for the result; - is standard output.")
 ]
 
-PEER_HELP = "Implementation to compare with: {}; repeatable. [default: all]"
-DispatchPeers = Annotated[list[str] | None, typer.Option("--peer", help=PEER_HELP.format(", ".join(DISPATCH_PEERS)))]
-LayerPeers = Annotated[list[str] | None, typer.Option("--peer", help=PEER_HELP.format(", ".join(LAYER_PEERS)))]
-TrainPeers = Annotated[list[str] | None, typer.Option("--peer", help=PEER_HELP.format(", ".join(TRAIN_PEERS)))]
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A .toml or .json file, or a preset such as tiny or small.")
 ]
@@ -83,9 +42,49 @@ def one_of(name: str, value: str, known: Sequence[str]) -> Any:
     return value
 
 
-def chosen(peers: list[str] | None, **values: Any) -> dict[str, Any]:
-    """Return settings of a benchmark, with ``peers`` only if the user selected some."""
-    return values if peers is None else values | {"peers": tuple(peers)}
+def settings_command(
+    app: typer.Typer, name: str, settings: type, without: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], None]:
+    """Register a command whose options are those of a settings class, and the keyword parameters of the function.
+
+    The function gets a dictionary of the values of the settings that were selected, as its first argument. A parameter
+    of the function replaces the option of the same name.
+
+    Args:
+        app: the group of commands.
+        name: name of the command.
+        settings: dataclass with options, see ``moe_comm.bench.common.settings``.
+        without: options to leave out.
+    """
+
+    def register(function: Callable[..., None]) -> None:
+        _, *parameters = signature(function, eval_str=True).parameters.values()
+        own = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+        names = {parameter.name for parameter in own}
+        defaults = {field.name: field.default for field in fields(settings)}
+        derived = [
+            _parameter(field, hint, option, defaults[field])
+            for field, (hint, option) in options_of(settings).items()
+            if field not in names and field not in without
+        ]
+
+        def command(**values: Any) -> None:
+            arguments = {name: values.pop(name) for name in names}
+            selected = {key: value for key, value in values.items() if value is not None}
+            function({key: tuple(v) if isinstance(v, list) else v for key, v in selected.items()}, **arguments)
+
+        command.__signature__ = Signature([*derived, *own])  # type: ignore[attr-defined]
+        command.__doc__ = function.__doc__
+        app.command(name)(command)
+
+    return register
+
+
+def _parameter(name: str, hint: Any, option: OptionInfo, default: Any) -> Parameter:
+    """Return the parameter of an option. Repeatable options and those without a default are None if not given."""
+    if get_origin(hint) is tuple:
+        hint, default = list[get_args(hint)[0]] | None, None  # type: ignore[misc]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
 
 
 def read_config(config: str, overrides: list[str] | None, settings: list[str] | None, *more: str) -> Any:

@@ -23,7 +23,7 @@ from moe_comm.bench.common.inputs import (
     relative_error,
 )
 from moe_comm.bench.common.peer_names import DISPATCH_PEERS
-from moe_comm.bench.common.settings import DispatchBench
+from moe_comm.bench.common.settings import DispatchBench, Dtype
 from moe_comm.bench.dispatch import benchmark as dispatch, mpi_ranks
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.errors import ConfigError
@@ -78,7 +78,7 @@ def test_a_result_contains_its_settings(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_one_rank_runs_in_every_dtype(dtype: str) -> None:
+def test_one_rank_runs_in_every_dtype(dtype: Dtype) -> None:
     settings = replace(TINY, ranks=1, dtype=dtype, peers=("torch_gloo", "torch_gloo_tuned"))
     (result,) = dispatch.measure_all([settings])
     assert set(result["peers"]) == set(settings.peers)

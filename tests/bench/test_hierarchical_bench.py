@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from moe_comm.bench.common.settings import HierarchicalBench
 from moe_comm.bench.dispatch import hierarchical
 from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.errors import ConfigError
 
-TINY = hierarchical.HierarchicalBench(tokens=64, hidden=256, experts=8, top_k=4, warmup=0, rounds=1)
+TINY = HierarchicalBench(tokens=64, hidden=256, experts=8, top_k=4, warmup=0, rounds=1)
 
 
 @pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be created")
@@ -39,4 +40,4 @@ def test_missing_privileges_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("wrong", [{"hosts": 1}, {"ranks_per_host": 1}, {"rounds": 0}, {"top_k": 65}])
 def test_impossible_settings_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        hierarchical.HierarchicalBench(**wrong)
+        HierarchicalBench(**wrong)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.bench.common.inputs import WrongAnswer
+from moe_comm.bench.common.settings import OPERATORS, OverlapBench
 from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.bench.overlap import benchmark as overlap, experts as overlap_experts
-from moe_comm.bench.overlap.contest import DIRECTIONS, OPERATORS, PARTS, MeasuredRates, OverlapBench, hidden_of
+from moe_comm.bench.overlap.contest import DIRECTIONS, PARTS, MeasuredRates, hidden_of
 from moe_comm.bench.overlap.layer import OverlapLayerContest, widths
 from moe_comm.errors import ConfigError, MissingDependency
 from tests.pool import RankPool
@@ -212,7 +213,7 @@ def test_the_width_of_a_layers_experts_follows_from_the_rates() -> None:
         ({"operators": ("transpose",)}, "transpose"),
         ({"operators": (), "layer": False}, "nothing to measure"),
         ({"rows": ()}, "rows"),
-        ({"ratios": (0.0,)}, "positive"),
+        ({"ratios": (0.0,)}, "ratios"),
         ({"experts": 5}, "multiple of the"),
         ({"top_k": 17}, "top_k 17"),
         ({"chunks": "many"}, "chunks"),

@@ -14,7 +14,7 @@ sent, which include headers, handshakes and retransmissions.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,10 @@ from moe_comm.bench.common.inputs import (
 )
 from moe_comm.bench.common.interleave import measure_interleaved
 from moe_comm.bench.common.ranks import on_hosts, run_benchmark, say
-from moe_comm.bench.common.settings import BatchShape
+from moe_comm.bench.common.settings import BatchShape, HierarchicalBench
 from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap, inter_host_bytes
-from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 
 CONTESTANTS = {
@@ -52,50 +51,6 @@ CONTESTANTS = {
 }
 """Backend and ``deterministic`` option of each contestant."""
 BASELINE = "all_to_all"
-
-
-@dataclass(frozen=True)
-class HierarchicalBench:
-    """Settings of ``bench hierarchical``. Rows are fp32.
-
-    Args:
-        link_gbit: rate of each host's link in Gbit/s.
-        tokens: tokens per rank.
-
-    Raises:
-        ConfigError: invalid sizes.
-    """
-
-    hosts: int = 2
-    ranks_per_host: int = 2
-    link_gbit: float = 1.0
-    tokens: int = 1024
-    hidden: int = 1024
-    experts: int = 64
-    top_k: int = 8
-    warmup: int = 2
-    rounds: int = 7
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.hosts < 2 or self.ranks_per_host < 2:
-            raise ConfigError(
-                f"hosts and ranks_per_host must be at least 2; got {self.hosts} hosts and {self.ranks_per_host} ranks"
-            )
-        if self.rounds < 1:
-            raise ConfigError(f"rounds must be at least 1; got {self.rounds}")
-        _ = self.shape
-
-    @property
-    def world(self) -> int:
-        return self.hosts * self.ranks_per_host
-
-    @property
-    def shape(self) -> BatchShape:
-        """Shape of the seeded inputs."""
-        return BatchShape(
-            self.world, self.tokens, self.hidden, self.experts, self.top_k, warmup=self.warmup, seed=self.seed
-        )
 
 
 class _Contestant:

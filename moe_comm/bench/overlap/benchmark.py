@@ -31,12 +31,12 @@ from rich.table import Table
 from moe_comm.bench.common import report
 from moe_comm.bench.common.interleave import measure_interleaved
 from moe_comm.bench.common.ranks import on_hosts, run_benchmark, say
+from moe_comm.bench.common.settings import OverlapBench
 from moe_comm.bench.overlap import timeline_files
 from moe_comm.bench.overlap.contest import (
     DIRECTIONS,
     MeasuredRates,
     OperatorContest,
-    OverlapBench,
     fitting,
     measure,
 )

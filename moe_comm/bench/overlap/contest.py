@@ -1,4 +1,4 @@
-"""Settings of ``bench overlap``, and the base class of the operators that it measures."""
+"""The base class of the operators that ``bench overlap`` measures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,11 @@ from torch.autograd.function import once_differentiable
 from moe_comm.bench.common.clock import sync_group
 from moe_comm.bench.common.inputs import check_result
 from moe_comm.bench.common.interleave import measure_interleaved, measure_pairs
-from moe_comm.errors import ConfigError
+from moe_comm.bench.common.settings import OverlapBench
 from moe_comm.kernels.row_invariant import TILE
-from moe_comm.overlap.options import Overlap
 
-OPERATORS = ("gather_matmul", "matmul_scatter", "dispatch_matmul", "matmul_combine")
 DIRECTIONS = ("forward", "backward")
 PARTS = ("serial", "overlapped", "compute", "comm", "wire")
-SWEEP = tuple(2**power for power in range(14))
-"""Rows from 1 to 8192."""
-EXPERTS_PER_RANK = 8
 CALIBRATIONS, CALIBRATION_ROUNDS, CLOSE = 2, 3, 0.05
 """Corrections of a width by measurement, rounds of each, and the relative change below which a width is kept."""
 CPU_CALLS = 5
@@ -33,76 +28,6 @@ PAIRS_SHARE = 2.0
 """Time for the pairs of serial and overlapped, as a multiple of the time for all five parts."""
 MAX_WIDTH_FACTOR = 4.0
 """Largest factor between the width that is computed from the rates and the calibrated width."""
-
-
-@dataclass(frozen=True)
-class OverlapBench:
-    """Settings of ``bench overlap``. All tensors are float32.
-
-    Args:
-        link_gbit: rate of each host's link in Gbit/s.
-        operators: operators to measure, from ``OPERATORS``.
-        rows: rows per rank; tokens per rank for the expert operators.
-        width: columns of the transferred rows.
-        ratios: ratios of communication to compute, set by the width that is not transferred.
-        chunks: number of chunks of a transfer; "auto" lets the library choose.
-        experts: experts over all ranks. 0: ``EXPERTS_PER_RANK`` per rank.
-        layer: also measure MoE layers.
-        peers: also measure Hugging Face's expert parallelism.
-        tokens, hidden: tokens per rank and width of the layers.
-        ffn: expert widths of the layers. Empty: one width at which transfers take about as long as the experts.
-        rounds, seconds: minimum number of rounds, and time for more rounds.
-
-    Raises:
-        ConfigError: nothing to measure, or invalid sizes.
-    """
-
-    hosts: int = 2
-    ranks_per_host: int = 1
-    link_gbit: float = 1.0
-    operators: tuple[str, ...] = OPERATORS
-    rows: tuple[int, ...] = (2048,)
-    width: int = 512
-    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
-    chunks: int | Literal["auto"] = 8
-    deterministic: bool = True
-    experts: int = 0
-    top_k: int = 2
-    layer: bool = True
-    peers: bool = True
-    tokens: int = 2048
-    hidden: int = 512
-    ffn: tuple[int, ...] = ()
-    warmup: int = 2
-    rounds: int = 7
-    seconds: float = 2.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if unknown := set(self.operators) - set(OPERATORS):
-            raise ConfigError(f"unknown operators {sorted(unknown)}; known: {', '.join(OPERATORS)}")
-        if not self.operators and not self.layer:
-            raise ConfigError("nothing to measure: set operators or layer")
-        sizes = (*self.rows, *self.ffn, self.width, self.tokens, self.hidden, self.top_k, self.rounds)
-        if not self.rows or not self.ratios or min(sizes) < 1 or min(self.ratios) <= 0:
-            raise ConfigError(f"rows and ratios must not be empty, and all sizes must be positive; got {self}")
-        if self.num_experts % self.world or self.top_k > self.num_experts:
-            raise ConfigError(
-                f"experts must be a multiple of the {self.world} ranks and >= top_k {self.top_k}; got {self.experts}"
-            )
-        Overlap(self.chunks)
-
-    @property
-    def world(self) -> int:
-        return self.hosts * self.ranks_per_host
-
-    @property
-    def num_experts(self) -> int:
-        return self.experts or EXPERTS_PER_RANK * self.world
-
-    @property
-    def overlap(self) -> Overlap:
-        return Overlap(self.chunks, deterministic=self.deterministic)
 
 
 @dataclass(frozen=True)

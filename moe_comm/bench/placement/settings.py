@@ -6,14 +6,29 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
+import typer
 
-from moe_comm.bench.common.settings import BatchShape, check_at_least, check_cores_per_rank
+from moe_comm.bench.common.settings import (
+    AnyHosts,
+    BatchShape,
+    Experts,
+    Ffn,
+    Hidden,
+    LinkGbit,
+    Ranks,
+    Tokens,
+    TopK,
+    Warmup,
+    check_cores_per_rank,
+)
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, PlacementKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,39 +45,39 @@ class PlacementBench(BatchShape):
     """Settings of the benchmark. ``iterations`` is the number of measured steps, 0: 30.
 
     Args:
-        ffn: width of each expert.
         zipf: exponent s of Zipf's law: the n-th most popular expert is chosen in proportion to n ** -s. 0: uniform.
-        drift: steps after which two experts exchange their popularity; 0: never.
-        every: steps between decisions.
         window: steps that a decision sees of this interval and of the one before, or of up to 8 after wrong switches;
             at most ``every``.
-        threshold: minimum share of the busiest rank's rows that a switch saves.
-        slots: copies of experts that each rank can hold with "replicate"; 0: without it.
-        hosts: number of hosts. Several hosts are network namespaces with shaped links, see ``bench.hosts``.
-        link_gbit: rate of each host's link in Gbit/s, with several hosts.
-        cores_per_rank: processor time of each rank in cores, see ``bench.common.processor_quota``. None: no limit.
     """
 
-    tokens: int = 512
-    hidden: int = 256
-    experts: int = 32
-    top_k: int = 4
-    warmup: int = 10
-    ffn: int = 512
-    zipf: float = 1.0
-    drift: int = 0
-    every: int = 10
+    ranks: Ranks = 4
+    tokens: Tokens = 512
+    hidden: Hidden = 256
+    ffn: Ffn = 512
+    experts: Experts = 32
+    top_k: TopK = 4
+    zipf: Annotated[float, typer.Option(min=0, help="Exponent of the popularity of experts; 0: uniform.")] = 1.0
+    drift: Annotated[
+        int, typer.Option(min=0, help="Steps after which two experts exchange their popularity; 0: never.")
+    ] = 0
+    every: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 10
     window: int = 5
-    threshold: float = 0.05
-    slots: int = 1
-    hosts: int = 1
-    link_gbit: float = 1.0
-    cores_per_rank: float | None = None
+    threshold: Annotated[float, typer.Option(min=0, help="Minimum share of the busiest rank's rows to save.")] = 0.05
+    slots: Annotated[
+        int, typer.Option(min=0, help="Copies of experts that each rank can hold with replicate; 0: without it.")
+    ] = 1
+    hosts: AnyHosts = 1
+    link_gbit: LinkGbit = 1.0
+    cores_per_rank: Annotated[
+        float | None,
+        typer.Option(help="Processor time of each rank in cores, so that ranks that wait leave it idle; needs root."),
+    ] = None
+    warmup: Warmup = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "tokens", "ffn", "every", "window", "hosts")
-        check_at_least(self, 0, "drift")
+        if min(self.tokens, self.window) < 1:
+            raise ConfigError(f"tokens and window must be at least 1; got {self.tokens} and {self.window}")
         if self.window > self.every:
             raise ConfigError(f"window {self.window} must be at most every {self.every}: a decision sees no more steps")
         if not 0 <= self.zipf <= 10 or not 0 <= self.threshold < 1:
@@ -111,6 +126,8 @@ class PlacementBench(BatchShape):
 
     def ids(self, step: int, rank: int) -> Tensor:
         """Return K distinct experts of each token of a rank, [T, K] int64, drawn by popularity."""
+        import torch
+
         generator = torch.Generator().manual_seed((self.seed * 4096 + rank) * (1 << 20) + step)
         noise_TE = torch.rand(self.tokens, self.experts, generator=generator, dtype=torch.float64, device="cpu")
         # The largest sums of log weights and Gumbel noise are a sample without replacement.
@@ -119,6 +136,8 @@ class PlacementBench(BatchShape):
 
     def loads(self, step: int) -> list[int]:
         """Return the rows of each expert in a step, over all ranks."""
+        import torch
+
         ids = torch.cat([self.ids(step, rank).flatten() for rank in range(self.ranks)])
         loads: list[int] = torch.bincount(ids, minlength=self.experts).tolist()
         return loads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moe_comm.bench.common.settings import LinkGbit, Rounds, Seed, Warmup, check_sizes
 from moe_comm.errors import ConfigError
 from moe_plan.model.mapping import Mapping, ShardingMode
 
@@ -79,14 +80,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class PlanBench:
-    """One Qwen3-MoE model in fp32, one global batch, and the mappings to measure.
-
-    Args:
-        batch: sequences per step, over all ranks.
-        link_gbit: rate of each host's link in Gbit/s, for cases with several hosts.
-        warmup: number of discarded steps.
-        steps: number of steps whose median is reported.
-    """
+    """One Qwen3-MoE model in fp32, one global batch (sequences per step, over all ranks), and the mappings."""
 
     hidden: int = 256
     layers: int = 4
@@ -98,18 +92,14 @@ class PlanBench:
     vocab: int = 512
     seq_len: int = 256
     batch: int = 8
-    link_gbit: float = 1.0
-    warmup: int = 1
-    steps: int = 9
-    seed: int = 0
+    link_gbit: LinkGbit = 1.0
+    warmup: Warmup = 1
+    steps: Rounds = 5
+    seed: Seed = 0
     cases: tuple[PlanCase, ...] = CASES
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            low = 0 if field.name in ("seed", "warmup") else 1
-            if field.type == "int" and value < low:
-                raise ConfigError(f"{field.name} must be at least {low}; got {value}")
+        check_sizes(self)
         if not self.cases:
             raise ConfigError("cases must not be empty")
 

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
 
 from moe_comm.bench.common.peer_names import TRAIN_PEERS
-from moe_comm.bench.common.settings import check_choice
+from moe_comm.bench.common.settings import (
+    LinkGbit,
+    Rounds,
+    Seed,
+    Warmup,
+    check_choice,
+    check_sizes,
+    peers_option,
+)
 from moe_comm.errors import ConfigError
-from moe_comm.train import config as configuration
-from moe_comm.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from moe_comm.train.config import TrainConfig
 
 OWN = "moe_comm"
 """Name of the training loop of this library with the settings of the benchmark, to which all others are compared."""
-Sharding = Literal["replicate", "zero1", "fsdp"]
 RIVALS = ("hf_ep_fsdp2", "hf_fsdp2", "deepspeed_autoep")
 """Peers that distribute experts or shard weights over ranks. ``speedup`` is relative to the fastest of them, and
 ``speedup_over_all`` to the fastest of all peers, including those that need the full model on each rank."""
@@ -57,14 +67,7 @@ class TrainBench:
     Args:
         ranks: processes over all hosts, each with its own cores. This library distributes batch and experts over them.
         hidden, layers, heads, kv_heads, experts, top_k, ffn, vocab: sizes of the model; ffn is the width of an expert.
-        seq_len: tokens per sequence.
         batch: sequences per rank and step.
-        sharding: data-parallel sharding of this library, see ``train.sections.ParallelSection``.
-        warmup: number of discarded steps.
-        steps: number of steps whose median is reported.
-        peers: training loops to compare with. Those that are not installed are skipped and reported.
-        hosts: number of hosts. Several hosts are network namespaces with shaped links, see ``bench.hosts``.
-        link_gbit: rate of each host's link in Gbit/s, with several hosts.
         settings: overrides of the ``TrainConfig`` of this library. They must be under ``FREE_KEYS``.
         variants: further configurations of this library, which start from ``settings``.
 
@@ -83,23 +86,22 @@ class TrainBench:
     vocab: int = 2048
     seq_len: int = 256
     batch: int = 8
-    sharding: Sharding = "replicate"
-    warmup: int = 2
-    steps: int = 7
-    seed: int = 0
-    peers: tuple[str, ...] = TRAIN_PEERS
+    sharding: Annotated[str, typer.Option(help="Sharding in moe_comm: replicate, zero1 or fsdp.")] = "replicate"
+    warmup: Warmup = 2
+    steps: Rounds = 7
+    seed: Seed = 0
+    peers: Annotated[tuple[str, ...], peers_option(TRAIN_PEERS)] = TRAIN_PEERS
     hosts: int = 1
-    link_gbit: float = 1.0
-    settings: tuple[str, ...] = ()
+    link_gbit: LinkGbit = 1.0
+    settings: Annotated[
+        tuple[str, ...],
+        typer.Option("--set", metavar="KEY=VALUE", help="Override for moe_comm, such as parallel.ep=1; repeatable."),
+    ] = ()
     variants: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            low = 0 if field.name in ("seed", "warmup") else 1
-            if field.type == "int" and value < low:
-                raise ConfigError(f"{field.name} must be at least {low}; got {value}")
-        check_choice("sharding", self.sharding, get_args(Sharding))
+        check_sizes(self)
+        check_choice("sharding", self.sharding, ("replicate", "zero1", "fsdp"))
         for peer in self.peers:
             check_choice("peer", peer, TRAIN_PEERS)
         if self.vocab < 257:
@@ -131,6 +133,8 @@ class TrainBench:
         Raises:
             ConfigError: an override is invalid, or changes what is trained.
         """
+        from moe_comm.train import config as configuration  # imports torch
+
         if name is None:
             return configuration.load(None, self.overrides)
         extra = self.settings + next((variant.overrides for variant in self.variants if variant.name == name), ())

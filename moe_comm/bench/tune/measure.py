@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,10 +23,9 @@ from torch import Tensor
 from moe_comm.bench.common import report
 from moe_comm.bench.common.interleave import interleaved_times, slowest
 from moe_comm.bench.common.ranks import on_hosts, on_ranks, run_benchmark, say
-from moe_comm.bench.common.settings import DTYPES, check_choice
+from moe_comm.bench.common.settings import Tune, torch_dtype
 from moe_comm.bench.tune.cases import CASES, TuneCase, TuneContext
 from moe_comm.comm.channel import Channel
-from moe_comm.errors import ConfigError
 from moe_comm.kernels.row_invariant import TILE
 from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.tuning.choose import on_gpus, place_of
@@ -51,53 +50,12 @@ PROGRAMS = (4, 8, 16, 32, 64)
 """Numbers of communicating programs of a Triton kernel, at most half of the GPU's multiprocessors."""
 
 
-@dataclass(frozen=True)
-class Tune:
-    """Settings of ``moe-comm tune``.
-
-    Args:
-        hosts: 1: this host. More: hosts in network namespaces (``bench.hosts``) with links of ``link_gbit`` Gbit/s.
-        rows: rows per rank (tokens of an MoE layer).
-        sent, other: widths of the tensors that are transferred and of those that are not.
-        device: "cpu", or "cuda" with one GPU per rank.
-
-    Raises:
-        ConfigError: an unknown operator or dtype, or nothing to measure.
-    """
-
-    hosts: int = 1
-    ranks_per_host: int = 2
-    link_gbit: float = 1.0
-    operators: tuple[str, ...] = tuple(CASES)
-    rows: tuple[int, ...] = (1, 16, 64, 256, 1024, 4096)
-    sent: int = 512
-    other: int = 512
-    dtype: str = "float32"
-    device: str = "cpu"
-    warmup: int = 2
-    rounds: int = 7
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for operator in self.operators:
-            check_choice("operator", operator, list(CASES))
-        check_choice("dtype", self.dtype, list(DTYPES))
-        if self.device == "cuda" and self.hosts > 1:
-            raise ConfigError("device=cuda requires hosts=1; start ranks on several real hosts with torchrun")
-        if not self.operators or not self.rows or min(self.rows) < 1 or min(self.sent, self.other) < 1:
-            raise ConfigError("tune needs at least one operator, one number of rows, and widths of at least 1")
-
-    @property
-    def world(self) -> int:
-        return self.hosts * self.ranks_per_host
-
-
 def run(tune: Tune, threads: int) -> list[Measurement]:
     """Measure on this rank. Return the measurements, the same on every rank."""
     group = dist.group.WORLD
     assert group is not None
     device = torch.device(tune.device, torch.cuda.current_device()) if tune.device == "cuda" else torch.device("cpu")
-    context = TuneContext(group, DTYPES[tune.dtype], tune.seed, device)
+    context = TuneContext(group, torch_dtype(tune.dtype), tune.seed, device)
     rates_by_channel: dict[Channel, GroupRates] = {}
     result = []
     for operator, rows in itertools.product(tune.operators, tune.rows):
