@@ -61,7 +61,7 @@ def launch_run(config: Any, restarts: int, tracebacks: bool = False) -> None:
     """Start the ranks of a run of ``config``, which is checked before. Ranks of torchrun run already."""
     ranks = ranks_of(config)
     if not under_torchrun():
-        load("moe_comm.train.start_checks", "train").check_start(config, ranks)
+        load("moe_comm.train.dry_run", "train").check_start(config, ranks)
     ended_by = launch(train_rank, (config,), ranks, restarts=restarts, preload=LOADED, tracebacks=tracebacks)
     if signal.SIGINT in ended_by and not under_torchrun():  # a single rank ran in this process
         raise Interrupted(signal.SIGINT)

@@ -17,7 +17,7 @@ from moe_comm.cli import train as train_command
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.versions import LOWEST_TORCH
 from moe_comm.train import config as configuration
-from moe_comm.train.start_checks import check_start
+from moe_comm.train.dry_run import check_start
 
 ROOT = Path(__file__).parents[2]
 MISTAKES = [

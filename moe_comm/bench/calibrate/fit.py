@@ -22,7 +22,7 @@ from moe_comm.bench.calibrate.ranks import (
 )
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig
-from moe_comm.train.auto.transfers import WIDTH
+from moe_comm.train.auto.rates import WIDTH
 from moe_plan.machine.collectives import Link
 from moe_plan.machine.hardware import BYTES, Accelerator, Cluster, GemmTile
 from moe_plan.machine.link_fit import nearest

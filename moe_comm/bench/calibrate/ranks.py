@@ -25,7 +25,7 @@ from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.runtime.launch import available_cores, init_ranks
 from moe_comm.train import config as configuration
-from moe_comm.train.auto.transfers import WIDTH, measure_rows, measure_sum, wall_seconds
+from moe_comm.train.auto.rates import WIDTH, measure_rows, measure_sum, wall_seconds
 from moe_comm.train.loop.build import architecture_of, build_stages
 from moe_comm.train.parallel.norm import squared_norm
 from moe_plan.machine.link_fit import MeasuredTransfer

@@ -10,16 +10,14 @@ from moe_comm.train.data.preparation import (
     prepare as prepare,
     prepare_all as prepare_all,
 )
-from moe_comm.train.data.report import (
-    Description as Description,
-    describe as describe,
-)
 from moe_comm.train.data.settings import (
     CorpusSettings as CorpusSettings,
     SourceSpec as SourceSpec,
 )
 from moe_comm.train.data.tokenfile import (
+    Description as Description,
     TokenFile as TokenFile,
+    describe as describe,
     open_tokens as open_tokens,
 )
 from moe_comm.train.data.tokenizer import (

@@ -26,7 +26,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.train.data.packing import Contiguous, Packing, TokenRange, make_packing, read_row
 from moe_comm.train.data.sampler import SampledSource, Sampler, SequenceIndices
 from moe_comm.train.data.settings import CorpusSettings
-from moe_comm.train.data.tokenfile import Ints, TokenFile, open_tokens
+from moe_comm.train.data.tokenfile import Ints, TokenFile, entropy, open_tokens
 from moe_comm.train.data.tokenizer import ByteTokenizer, Tokenizer, copy_tokenizer, load_tokenizer
 
 Shard = Callable[[Tensor], Tensor]
@@ -314,12 +314,6 @@ class Corpus:
         tokens = self.validation[0] if len(self.validation[0]) else self.train[0]
         ids: list[int] = tokens.file.read(tokens.start, min(tokens.start + length, tokens.stop)).tolist()
         return ids
-
-
-def entropy(probability_V: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """Return the entropy in nats of probabilities that sum to one."""
-    p = probability_V[probability_V > 0]
-    return float(-(p * np.log(p)).sum())
 
 
 def _targets(packings: Sequence[Packing], indices: SequenceIndices) -> int:

@@ -54,10 +54,9 @@ from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.loop.trainer import Trainer, trial_seconds
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, PlacementsSink, TensorBoardSink
 from moe_comm.train.ranks import Ranks, digest
-from moe_comm.train.resilience.attempts import AttemptLog, carry_over
+from moe_comm.train.resilience.attempts import AttemptLog, WatchStepBegin, WatchStepEnd, carry_over, watch_run
 from moe_comm.train.resilience.peer_memory import PeerSnapshots
 from moe_comm.train.resilience.persistent_state import open_host_memory, runs_in_memory
-from moe_comm.train.resilience.watching import WatchStepBegin, WatchStepEnd, watch_run
 from moe_comm.train.result import LAST_STEPS, RunResult
 
 COLLECTIVE_ERRORS = (NonFiniteLoss, UnsettledStep, CorruptPayload)

@@ -20,9 +20,9 @@ from moe_comm.train import run as run_training
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience import watching
+from moe_comm.train.resilience import attempts as watching
+from moe_comm.train.resilience.attempts import attempt_of, watch_run
 from moe_comm.train.resilience.inject import Injector
-from moe_comm.train.resilience.watching import attempt_of, watch_run
 from tests.pool import RankPool
 from tests.train.common import config_of, session, write_text
 
