@@ -1,5 +1,4 @@
-"""Attempts of a run (starts of its ranks): their record, from which the effective training time is computed, and the
-watcher of their ranks."""
+"""The attempts of a run (starts of its ranks), from which the effective time is computed, and the watcher of ranks."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from moe_comm.train.checkpoint import (
     files,
     folder,
     latest,
+    planner,
     restore_rng,
     rng_state,
-    staging,
 )
 from tests.pool import RankPool
 from tests.train.checkpoint.common import patched
@@ -97,15 +97,15 @@ def test_weights_on_a_gpu_are_saved_after_the_work_enqueued_before_the_call(tmp_
 
 
 def test_wait_staged_waits_for_the_copy_and_counts_the_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(staging.Stager, "stage")
+    gate = Gate(planner.Stager, "stage")
     copied = []
 
-    def stage(self: staging.Stager, *args: Any) -> Any:
+    def stage(self: planner.Stager, *args: Any) -> Any:
         result = gate(self, *args)
         copied.append(True)
         return result
 
-    monkeypatch.setattr(staging.Stager, "stage", stage)
+    monkeypatch.setattr(planner.Stager, "stage", stage)
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.wait_staged() == 0.0
         checkpointer.save(1, {"w": Entry.whole(torch.ones(3))})
