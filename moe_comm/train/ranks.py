@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,7 +21,6 @@ from moe_comm.errors import PeerDied, PeerTimeout, RankMismatch
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_rank import group_of
-from moe_comm.tensor_memory import materialized
 
 POLL_S = 0.5
 """Seconds between two polls in ``run_on_some``."""
@@ -133,15 +132,11 @@ class Ranks:
                 with contextlib.suppress(OSError):
                     marker.unlink(missing_ok=True)
 
-    def check_equal(self, what: str, digest: int, advice: str) -> None:
-        """Raise ``RankMismatch`` on all ranks unless ``digest`` (below 2**63) is equal on all ranks. Collective."""
-        if self.world_group is None:
-            return
-        values = torch.zeros(self.world, dtype=torch.int64, device="cpu")
-        values[self.rank] = digest
-        digests = self.sum(values).tolist()
+    def check_equal(self, what: str, text: str, advice: str) -> None:
+        """Raise ``RankMismatch`` on all ranks unless ``text`` is equal on all ranks. Collective."""
+        digests = self.gather_texts(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
         if len(set(digests)) > 1:
-            shown = ", ".join(f"rank {r}: {value:x}" for r, value in enumerate(digests))
+            shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
             raise RankMismatch(f"ranks disagree on {what} ({shown}); {advice}")
 
     def barrier(self) -> None:
@@ -165,11 +160,3 @@ def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
         kind = PeerTimeout if "timed out" in str(error).lower() else PeerDied
         raise kind(f"a sum over {dist.get_world_size(group)} ranks did not complete: {error}") from error
     return values
-
-
-def digest(tensors: Iterable[Tensor]) -> int:
-    """Return a 63-bit hash of ``tensors``."""
-    total = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        total.update(materialized(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(total.digest(), "little") >> 1

@@ -53,7 +53,7 @@ from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.loop.trainer import Trainer, trial_seconds
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, PlacementsSink, TensorBoardSink
-from moe_comm.train.ranks import Ranks, digest
+from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.attempts import AttemptLog, WatchStepBegin, WatchStepEnd, carry_over, watch_run
 from moe_comm.train.resilience.peer_memory import PeerSnapshots
 from moe_comm.train.resilience.persistent_state import open_host_memory, runs_in_memory
@@ -105,8 +105,7 @@ class _End:
 def run_config(config: TrainConfig) -> RunResult:
     """Implement ``moe_comm.train.run``."""
     ranks = Ranks.make()
-    settings = torch.frombuffer(bytearray(configuration.dump(config).encode()), dtype=torch.uint8)
-    ranks.check_equal("the configuration", digest([settings]), "start all ranks with the same file and overrides")
+    ranks.check_equal("the configuration", configuration.dump(config), "start all ranks with the same configuration")
     progress = make_progress(ranks.is_first, config.run.log_every)
     corpus = open_corpus(config, ranks)
     architecture = architecture_of(config, corpus.vocab_size)
@@ -158,7 +157,7 @@ def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
     tokens = ranks.run_on_some(check)[ranks.rank]
     ranks.check_equal(
         "the prepared tokens",
-        digest([torch.frombuffer(bytearray(tokens.encode()), dtype=torch.uint8)]),
+        tokens,
         "use the same text, tokenizer and versions on all hosts, or put data.cache on a shared file system",
     )
     return opened[0]
