@@ -117,9 +117,6 @@ def examine(config: TrainConfig) -> DryRun:
     mapping = config.parallel.mapping(config.parallel.ranks)
     architecture = architecture_of(config, _vocab(config))
     plan = stage_plan(config, architecture)
-    check_micro_batches(
-        config.parallel.schedule, mapping.pp, config.data.micro_batches, interleave=config.parallel.interleave
-    )
     tokens = max_tokens(config, mapping)
     positions = []
     for pp in range(mapping.pp):
@@ -159,8 +156,8 @@ def _vocab(config: TrainConfig) -> int | None:
 
 
 def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
-    """Return the maximum number of tokens per rank in a micro-batch."""
-    data = config.data
+    """Check the micro-batches, and return the maximum number of tokens per rank in one."""
+    data, parallel = config.data, config.parallel
     rows = data.batch // data.micro_batches
     if rows < mapping.dp:
         raise ConfigError(
@@ -168,12 +165,13 @@ def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
             f"for {mapping.dp} data-parallel ranks; each needs at least one: raise data.batch or lower "
             "data.micro_batches"
         )
-    chunks = mapping.cp * (2 if config.parallel.context != "ulysses" and mapping.cp > 1 else 1)
+    chunks = mapping.cp * (2 if parallel.context != "ulysses" and mapping.cp > 1 else 1)
     if data.seq_len % chunks or data.seq_len // mapping.cp % mapping.tp:
         raise ConfigError(
             f"data.seq_len ({data.seq_len}) must be divisible into {chunks} chunks for cp {mapping.cp} "
-            f"({config.parallel.context}), and each rank's tokens into {mapping.tp} for tp"
+            f"({parallel.context}), and each rank's tokens into {mapping.tp} for tp"
         )
+    check_micro_batches(parallel.schedule, mapping.pp, data.micro_batches, interleave=parallel.interleave)
     return math.ceil(rows / mapping.dp) * data.seq_len // (mapping.cp * mapping.tp)
 
 
@@ -397,8 +395,6 @@ def check_start(config: TrainConfig, world: int) -> None:
     mapping = None if config.parallel.auto else config.parallel.mapping(world)
     if mapping is not None:
         max_tokens(config, mapping)
-        parallel = config.parallel
-        check_micro_batches(parallel.schedule, mapping.pp, config.data.micro_batches, interleave=parallel.interleave)
     for source in config.data.sources:
         check_files(source)
     _check_model(config, mapping)
