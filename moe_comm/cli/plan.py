@@ -16,7 +16,7 @@ from moe_comm.cli.options import JsonOut, echo, load
 from moe_comm.errors import ConfigError, MoeCommError
 
 if TYPE_CHECKING:
-    from moe_plan.model.expert_loads import ExpertLoads
+    from moe_plan.model.load import ExpertLoads
     from moe_plan.search.request import PlanCandidate, PlanRequest
     from moe_plan.search.search import SearchResult
     from moe_plan.step.simulate import SimulatedStep
@@ -197,9 +197,7 @@ def plan(
         if mapping is None:
             _search(request, folded, fixed, top or TOP, outputs)
         else:
-            partial = load("moe_plan.search.partial_mapping", "train").PartialMapping(
-                mapping, coupled=folded is False, **fixed
-            )
+            partial = load("moe_plan.search.space", "train").PartialMapping(mapping, coupled=folded is False, **fixed)
             outputs.write(request, partial.candidate(request))
 
 
@@ -215,7 +213,7 @@ def _loads(
     if rematerialize and kind != "replicate":
         raise ConfigError("--rematerialize applies to --placement replicate")
     recorded = load("moe_plan.whatif.placement", "train")
-    result: ExpertLoads = load("moe_plan.model.expert_loads", "train").ExpertLoads.of(
+    result: ExpertLoads = load("moe_plan.model.load", "train").ExpertLoads.of(
         recorded.read_loads(run),
         kind,
         (slots or 1) if kind == "replicate" else 0,
@@ -282,7 +280,7 @@ class _Outputs:
             return
         timeline = load("moe_plan.pages.timeline", "train").timeline(request.model(candidate.mapping))
         if self.trace is not None:
-            load("moe_plan.pages.trace", "observe").write_trace(timeline, self.trace)
+            load("moe_plan.pages.timeline", "observe").write_trace(timeline, self.trace)
             yield self.trace
         if self.page is not None:
             candidates = (candidate,) if result is None else result.best

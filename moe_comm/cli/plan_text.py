@@ -11,9 +11,8 @@ from rich.table import Table
 from moe_comm.runtime.printing import make_console
 from moe_plan.machine.hardware import Cluster
 from moe_plan.model.mapping import Mapping
-from moe_plan.search.explain import CLOSE, why_slower
 from moe_plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, place, runners_up
-from moe_plan.search.preference import STEP_ERROR, is_equal
+from moe_plan.search.preference import CLOSE, STEP_ERROR, is_equal, why_slower
 from moe_plan.search.request import PlanCandidate, PlanRequest
 from moe_plan.search.search import SearchResult, changes
 from moe_plan.step.blocks import LINKS

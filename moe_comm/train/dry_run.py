@@ -44,10 +44,9 @@ from moe_comm.train.optim.optimizers import takes
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.sections import OptimizerOptions, Strategy
-from moe_plan.model.activations import ActivationMemory
+from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
 from moe_plan.model.memory import peak_saved
-from moe_plan.model.split_memory import split_gradient_bytes
 from moe_plan.orders import in_flight_peaks
 
 GIB, MIB = 1 << 30, 1 << 20

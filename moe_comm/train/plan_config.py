@@ -19,8 +19,7 @@ from pathlib import Path
 from moe_comm.errors import ConfigError, MissingDependency, pip_install
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_plan.model import files
-from moe_plan.model.mapping import Mapping
-from moe_plan.model.routing import sends_sums
+from moe_plan.model.mapping import Mapping, sends_sums
 from moe_plan.search.request import PlanCandidate, PlanRequest
 from moe_plan.search.space import can_run
 

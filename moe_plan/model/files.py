@@ -15,9 +15,8 @@ from typing import Any
 from moe_comm.errors import ConfigError, suggestion
 from moe_comm.layers.transformer.shape import Latent, ModelShape
 from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
-from moe_plan.model.dense_models import DENSE
 from moe_plan.model.families import FAMILIES, NOT_MODELLED, REFUSED, FamilyDefaults
-from moe_plan.model.moe_models import MODELS as WITH_EXPERTS
+from moe_plan.model.named_models import DENSE, MODELS as WITH_EXPERTS
 
 MODELS = WITH_EXPERTS | DENSE
 """All named models."""

@@ -1,14 +1,132 @@
-"""The workload of a step: sequence length, dtype, and imbalance of the tokens over experts."""
+"""The workload of a step: sequence length, dtype, and imbalance of the tokens over experts.
+
+The imbalance is a number, or the rows of the busiest rank with recorded expert loads and a placement of the experts.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from moe_comm.errors import ConfigError
+from moe_comm.topology.assignment import Loads
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.rebalance import KINDS, DecisionSettings, Moves, PlacementKind, decide, replayed_ratio
 from moe_plan.machine.hardware import BYTES, item_bytes
-from moe_plan.model.expert_loads import ExpertLoads
+
+LAYERS, STEPS = 8, 10
+"""Number of layers, evenly spaced, and of last steps that are evaluated."""
+
+
+@dataclass(frozen=True)
+class PlacedLoads:
+    """The loads on a number of ranks.
+
+    Attributes:
+        kind: "fixed" if no layer would switch.
+        before: rows of the busiest rank over the mean with contiguous experts, mean over the layers.
+        ratio: the same with the chosen placements.
+        moved: experts that a rank sends or receives in a switch of one layer, mean over the layers.
+        copies: copies on a rank, of the layer with the most.
+        reason: why the first layer switches or does not.
+    """
+
+    kind: PlacementKind
+    before: float
+    ratio: float
+    moved: float
+    copies: int
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLoads:
+    """Loads of experts in some steps of some layers, and the placement to plan with. Compared by identity.
+
+    Args:
+        layers: for each layer the rows of each expert in each step.
+        kind: the placement, as in ``decide``. A layer that would gain too little remains fixed.
+        slots: copies per rank, for "replicate". A rank has at most as many as there are experts on the others.
+        every: steps between switches, over which their bytes are divided.
+        rematerialize: layers share the memory for copies where that saves memory (``shared_slots``).
+
+    Raises:
+        ConfigError: there are no loads, layers have different numbers of experts, ``kind`` is unknown, or
+            ``rematerialize`` is set for another kind than "replicate".
+    """
+
+    layers: tuple[tuple[Loads, ...], ...]
+    kind: PlacementKind = "fixed"
+    slots: int = 0
+    every: int = 100
+    rematerialize: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {len(loads_E) for steps in self.layers for loads_E in steps}
+        if len(sizes) != 1 or not all(self.layers):
+            raise ConfigError(f"loads must be of layers with equal numbers of experts; got {sorted(sizes) or 'none'}")
+        if self.kind not in KINDS:
+            raise ConfigError(f"the placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        if (self.slots > 0) != (self.kind == "replicate"):
+            raise ConfigError(f"placement replicate needs slots of at least 1, others need 0; got {self.slots}")
+        if self.rematerialize and self.kind != "replicate":
+            raise ConfigError(f"rematerialize applies to placement replicate; got {self.kind!r}")
+
+    @classmethod
+    def of(
+        cls,
+        loads: Mapping[str, Mapping[int, Loads]],
+        kind: PlacementKind,
+        slots: int,
+        experts: int | None = None,
+        rematerialize: bool = False,
+    ) -> ExpertLoads:
+        """Return a sample of the recorded loads of a run, of its first ``experts`` experts, by layer and step."""
+        chosen = list(loads.values())[:: -(-len(loads) // LAYERS) or 1]
+        steps = tuple(tuple(tuple(load[:experts]) for load in _last(one.values())) for one in chosen)
+        return cls(steps, kind, slots, rematerialize=rematerialize)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a layer."""
+        return len(self.layers[0][0])
+
+    def placed(self, ranks: int) -> PlacedLoads:
+        """Return the loads on ``ranks`` expert-parallel ranks."""
+        return _placed(self, ranks)
+
+    def shared_slots(self, ranks: int, layers: int) -> int:
+        """Return the experts in the memory that the ``layers`` of a rank share; 0 if each keeps its copies."""
+        copies = self.placed(ranks).copies
+        shared = -(-self.experts // ranks) + copies
+        return shared if self.rematerialize and shared < layers * copies else 0
+
+
+def _last(steps: Iterable[Loads]) -> list[Loads]:
+    return list(steps)[-STEPS:]
+
+
+@lru_cache(maxsize=1024)
+def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
+    first = Placement.contiguous(loads.experts, ranks)
+    slots = min(loads.slots, first.most_slots)
+    kind: PlacementKind = "relocate" if loads.kind == "replicate" and not slots else loads.kind
+    settings = DecisionSettings(kind, every=loads.every, slots=slots)
+    before, after, moved, copies, reasons = 0.0, 0.0, 0, 0, []
+    for steps in loads.layers:
+        decision = decide(steps, first, settings)
+        reasons.append(decision.reason)
+        before += replayed_ratio(steps, first)
+        after += replayed_ratio(steps, decision.placement or first)
+        if decision.placement is not None:
+            moved += Moves.of(first, decision.placement).busiest
+            copies = max(copies, *decision.placement.copies_per_rank)
+    count = len(loads.layers)
+    return PlacedLoads(kind if moved else "fixed", before / count, after / count, moved / count, copies, reasons[0])
+
 
 DROPLESS = 1.29
 """Assumed ``Workload.imbalance`` without a capacity and without a measurement: routers are not balanced in training.

@@ -23,7 +23,7 @@ from operator import mul
 
 from moe_comm.layers.transformer.shape import MASTER, ModelShape
 from moe_comm.topology.pipeline import plan_stages
-from moe_plan.model.activations import ActivationMemory
+from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.fixed_memory import (
     FixedMemory,
     FixedMemoryModel,
@@ -33,9 +33,7 @@ from moe_plan.model.fixed_memory import (
     fixed_parts,
 )
 from moe_plan.model.load import Workload
-from moe_plan.model.mapping import Mapping
-from moe_plan.model.routing import SUM_BYTES, remote_copies, sends_sums
-from moe_plan.model.split_memory import split_gradient_bytes
+from moe_plan.model.mapping import SUM_BYTES, Mapping, remote_copies, sends_sums
 from moe_plan.orders import InFlight, in_flight_peaks
 
 

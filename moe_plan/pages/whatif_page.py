@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.observe.report.page import Panel, block, panel_section
+from moe_comm.runtime.safe_files import write_file
 from moe_plan.arrays import Floats
-from moe_plan.pages import html_page
+from moe_plan.pages import make_page
 from moe_plan.whatif.analysis import WhatIf
 from moe_plan.whatif.text import ONE_STEP, HeatMap, rank_heat, stage_heat
 
 
 def write_page(analysis: WhatIf, path: Path, title: str) -> None:
     """Write the page to ``path``. Raises MissingDependency without plotly, OSError if the file cannot be written."""
-    html_page.write(render(analysis, title), path)
+    write_file(path, render(analysis, title))
 
 
 def render(analysis: WhatIf, title: str) -> str:
@@ -36,7 +37,7 @@ def render(analysis: WhatIf, title: str) -> str:
     if len(analysis.steps) == 1:
         about += f" Caution: {ONE_STEP}."
     named = f"{title} – moe-comm whatif"  # noqa: RUF001
-    return html_page.make("whatif_page.js", named, f"What if: {title}", about, parts, data)
+    return make_page("whatif_page.js", named, f"What if: {title}", about, parts, data)
 
 
 def page_data(analysis: WhatIf) -> dict[str, Any]:

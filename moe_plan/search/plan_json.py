@@ -12,10 +12,8 @@ from typing import Any
 
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping
-from moe_plan.search.explain import why_slower
-from moe_plan.search.fit import Fit, MappingChange
-from moe_plan.search.preference import STEP_ERROR, is_equal
-from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.search.preference import STEP_ERROR, is_equal, why_slower
+from moe_plan.search.request import Fit, MappingChange, PlanCandidate, PlanRequest
 from moe_plan.search.search import SearchResult, changes
 from moe_plan.step.blocks import LINKS
 from moe_plan.step.step import StepPrediction

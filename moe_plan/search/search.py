@@ -25,8 +25,7 @@ from moe_comm.topology import ParallelConfig
 from moe_comm.topology.pipeline import can_split
 from moe_plan.model.mapping import Dispatcher, Mapping, OverlapMode
 from moe_plan.search.bound import BoundedStepModel, PassBounds
-from moe_plan.search.fit import Fit, MappingChange, changes_that_fit
-from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.search.request import Fit, MappingChange, PlanCandidate, PlanRequest, changes_that_fit
 from moe_plan.search.space import PipelineShape, SearchSpace, Storage, host_of
 
 KEPT = 10

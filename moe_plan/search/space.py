@@ -12,6 +12,9 @@ Tensors are never sharded over more than one host: tp and etp transfer every lay
 several times slower than the links of a host (arXiv 2104.04473, section 3.2). Sequences are sharded over several hosts
 only in a ``wide`` space, which a search tries if nothing else runs or fits. The bytes that cp transfers do not grow
 with its degree, so it is slow but possible over a network, and necessary if one sequence is too long for a host.
+
+``PartialMapping`` is a mapping of which the user has left settings open. They are chosen so that it is the fastest one
+that fits.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, get_args
@@ -29,9 +32,17 @@ from moe_comm.layers.transformer.config import Recompute
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.pipeline import check_micro_batches, find_schedule
 from moe_plan.machine.collectives import check_integer
-from moe_plan.model.mapping import Dispatcher, Mapping, OverlapMode, PlacedMapping, ShardingMode, inapplicable
-from moe_plan.search.fit import divisors, indivisible
-from moe_plan.search.request import PlanRequest
+from moe_plan.model.mapping import (
+    MICRO_BATCHES,
+    RECOMPUTE,
+    Dispatcher,
+    Mapping,
+    OverlapMode,
+    PlacedMapping,
+    ShardingMode,
+    inapplicable,
+)
+from moe_plan.search.request import PlanCandidate, PlanRequest, divisors, indivisible
 from moe_plan.step.dispatching import beats_all_to_all
 
 Storage = tuple[ShardingMode, int]
@@ -250,3 +261,65 @@ def _expert_degrees(stage: int, widest: int, experts: int) -> tuple[tuple[int, i
     return tuple(
         (etp, ep) for etp in divisors(math.gcd(stage, widest)) for ep in divisors(math.gcd(stage // etp, experts))
     )
+
+
+@dataclass(frozen=True)
+class PartialMapping:
+    """A partially specified mapping.
+
+    degrees: text for ``Mapping.parse``. Missing degrees are 1, and dp takes the remaining ranks. coupled: experts are
+    distributed inside data parallelism. micro_batch, recompute, dispatcher: None: open. schedule: None: 1F1B, or
+    interleaved 1F1B with vpp above 1.
+    """
+
+    degrees: str
+    coupled: bool = False
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+    sharding: ShardingMode = "zero1"
+    overlap: OverlapMode = "none"
+    schedule: str | None = None
+    dispatcher: Dispatcher | None = None
+
+    def candidate(self, request: PlanRequest) -> PlanCandidate:
+        """Return the fastest mapping that fits. If none fits, return the one with the least missing memory.
+
+        Raises:
+            ConfigError: the mapping cannot run: a key, a degree or the batch is invalid.
+        """
+        first = Mapping.parse(
+            self.degrees,
+            request.cluster.gpus,
+            coupled=self.coupled,
+            sharding=self.sharding,
+            overlap=self.overlap,
+            pipeline=self.schedule,
+        )
+        if why := indivisible(request.shape, first.parallel, request.load):
+            raise ConfigError(f"{request.shape.name} cannot run with {self.degrees}: {why}")
+        dispatchers = (self.dispatcher,) if self.dispatcher else SearchSpace().dispatchers(request, first.parallel)
+        sizes = MICRO_BATCHES if self.micro_batch is None else (self.micro_batch,)
+        rejected: ConfigError | None = None
+        best: PlanCandidate | None = None
+        nearest: tuple[int, Mapping] | None = None
+        for size, dispatcher in product(sizes, dispatchers):
+            for recompute in RECOMPUTE if self.recompute is None else (self.recompute,):
+                mapping = replace(first, micro_batch=size, recompute=recompute, dispatcher=dispatcher)
+                try:
+                    model = request.model(mapping)
+                    fit = request.fit(mapping)
+                except ConfigError as error:
+                    rejected = rejected or error
+                    break
+                if nearest is None or fit.missing < nearest[0]:
+                    nearest = (fit.missing, mapping)
+                if fit:
+                    candidate = PlanCandidate(mapping, model.predict(), fit)
+                    best = candidate if best is None or candidate.step.seconds < best.step.seconds else best
+                    if not mapping.splits:
+                        break  # more recomputation is only slower
+        if best is not None:
+            return best
+        if nearest is None:
+            raise rejected or ConfigError(f"{first} cannot run")
+        return request.candidate(nearest[1])

@@ -29,8 +29,7 @@ from moe_plan.machine import fused
 from moe_plan.machine.collectives import CollectiveCost, GroupSpan, PodRanks, exchange
 from moe_plan.machine.hardware import Cluster
 from moe_plan.model.load import Workload
-from moe_plan.model.mapping import Dispatcher, PlacedMapping
-from moe_plan.model.routing import SUM_BYTES, hosts_reached, sends_sums
+from moe_plan.model.mapping import SUM_BYTES, Dispatcher, PlacedMapping, hosts_reached, sends_sums
 
 MANY = 1 << 32
 """A number of tokens for which latencies are negligible."""

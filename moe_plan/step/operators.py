@@ -11,7 +11,7 @@ section 3): attention 2 b h (n - 1), an MoE layer 2 k b h (n - 1) / n over n exp
 transfer. With tp, it also gathers the input again for the weight gradients.
 
 Routing is uniform except for ``imbalance``, the rows of the busiest rank divided by the mean.
-``moe_plan.step.overlap_model`` computes the overlap of transfers with other operators.
+``moe_plan.step.blocks`` computes the overlap of transfers with other operators.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Operation:
 class BlockOperations:
     """Operations of a block or layer, forward and backward, in order.
 
-    input, weight: the halves of backward if a pipeline schedule splits it (``moe_plan.step.split_backward``).
+    input, weight: the halves of backward if a pipeline schedule splits it (``moe_plan.step.blocks``).
     """
 
     forward: tuple[Operation, ...]

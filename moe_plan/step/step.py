@@ -32,12 +32,20 @@ from moe_plan.machine.collectives import NO_COST, CollectiveCost, GroupSpan
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import PlacedMapping
 from moe_plan.orders import PassKind, PassOrder, pass_order
-from moe_plan.step.blocks import BLOCKS, LINKS, BlockCost, PassCost, block_costs, links, seconds_of
+from moe_plan.step.blocks import (
+    BLOCKS,
+    FREE,
+    LINKS,
+    BlockCost,
+    PassCost,
+    block_costs,
+    exposed_seconds,
+    links,
+    seconds_of,
+)
 from moe_plan.step.operators import BlockOperations, Operators
-from moe_plan.step.overlap_model import FREE, exposed_seconds
-from moe_plan.step.replay import ReplayPlan, prepare, replay
+from moe_plan.step.replay import ReplayPlan, prepare, replay, shared_span
 from moe_plan.step.schedules import PassSeconds, pipeline_tasks
-from moe_plan.step.shared_cores import shared_span
 from moe_plan.step.weights import FAMILIES, StageWeights
 
 BACK = (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT)

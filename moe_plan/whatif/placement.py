@@ -32,8 +32,7 @@ from moe_comm.topology.rebalance import copied_bytes, over_mean, publications, r
 from moe_plan.machine.hardware import BYTES
 from moe_plan.model.files import MOST
 from moe_plan.model.fixed_memory import Optimizer, moved_bytes
-from moe_plan.whatif.even_routing import EXPERTS
-from moe_plan.whatif.run_spans import WAITS
+from moe_plan.whatif.run_spans import EXPERTS, WAITS
 from moe_plan.whatif.run_trace import read_run_trace
 
 CONFIG_BYTES = 1 << 20

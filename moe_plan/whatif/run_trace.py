@@ -30,10 +30,10 @@ from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.observe.records import ATTEMPTS, SPANS, Attempt, SpanLine, read_folder, read_lines
 from moe_comm.topology import ParallelConfig
 from moe_plan.arrays import Floats
-from moe_plan.whatif.even_routing import UNKNOWN, even_seconds
 from moe_plan.whatif.run_spans import (
     BETWEEN,
     SEND,
+    UNKNOWN,
     WAITS,
     Call,
     SliceId,
@@ -41,6 +41,7 @@ from moe_plan.whatif.run_spans import (
     begun_of,
     call_of,
     cut_step,
+    even_seconds,
     messages_of,
     name_of,
     routed_rows,

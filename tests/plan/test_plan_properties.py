@@ -12,11 +12,10 @@ from moe_comm.layers.transformer.shape import Latent, ModelShape
 from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import OverlapMode
-from moe_plan.search.partial_mapping import PartialMapping
 from moe_plan.search.plan_json import plan_json
 from moe_plan.search.request import PlanRequest
 from moe_plan.search.search import search
-from moe_plan.search.space import SearchSpace
+from moe_plan.search.space import PartialMapping, SearchSpace
 
 ODD = ModelShape("odd", 15, 960, 15, 5, 64, 5001, 12, 3, 352, shared_ffn=176)
 DENSE = ModelShape("dense", 12, 1024, 16, 4, 64, 32000, 0, 0, 0, dense_layers=12, dense_ffn=4096)

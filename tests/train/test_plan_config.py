@@ -17,14 +17,12 @@ from moe_comm.train.dry_run import examine
 from moe_comm.train.loop.build import _dispatch_options
 from moe_comm.train.plan_config import differences, model_named, train_config
 from moe_plan.machine.hardware_table import cluster_named
-from moe_plan.model.expert_loads import ExpertLoads
-from moe_plan.model.load import Workload
+from moe_plan.model.load import ExpertLoads, Workload
 from moe_plan.model.mapping import Dispatcher, Mapping
 from moe_plan.model.memory import MemoryPolicy
-from moe_plan.search.partial_mapping import PartialMapping
 from moe_plan.search.request import PlanRequest
 from moe_plan.search.search import search
-from moe_plan.search.space import SearchSpace
+from moe_plan.search.space import PartialMapping, SearchSpace
 
 TINY = ModelShape("tiny plan", 4, 64, 4, 2, 16, 512, 8, 2, 96, qk_norm="head")
 

@@ -37,9 +37,8 @@ from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping, ShardingMode
 from moe_plan.model.memory import MemoryPolicy
-from moe_plan.search.explain import why_slower
-from moe_plan.search.fit import RESERVE, divisors
-from moe_plan.search.request import PlanCandidate, PlanRequest
+from moe_plan.search.preference import why_slower
+from moe_plan.search.request import RESERVE, PlanCandidate, PlanRequest, divisors
 from moe_plan.search.search import search
 from moe_plan.search.space import SearchSpace
 

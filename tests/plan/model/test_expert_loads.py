@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_plan.model.expert_loads import ExpertLoads
+from moe_plan.model.load import ExpertLoads
 
 HOT = (9000, 500, 500)
 

@@ -13,7 +13,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.train import plan_config
 from moe_plan.model.files import model_named, shape_of_hugging_face
-from moe_plan.model.moe_models import MODELS
+from moe_plan.model.named_models import MODELS
 
 # As in the published config.json files, without keys that do not affect the cost.
 PLAIN = {"tie_word_embeddings": False, "hidden_act": "silu", "sliding_window": None, "attention_bias": False}

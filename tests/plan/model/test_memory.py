@@ -26,16 +26,14 @@ from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
 from moe_comm.train.loop.build import overlaps_experts
 from moe_plan.machine.hardware_table import H100
-from moe_plan.model.activations import ActivationMemory
+from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.files import model_named
 from moe_plan.model.fixed_memory import StageContents
 from moe_plan.model.load import Workload
-from moe_plan.model.mapping import Mapping
+from moe_plan.model.mapping import Mapping, hosts_reached
 from moe_plan.model.memory import MemoryPolicy, PositionMemory, _Buffers, fullest, memory
-from moe_plan.model.routing import hosts_reached
-from moe_plan.model.split_memory import split_gradient_bytes
 from moe_plan.orders import in_flight_peaks, pass_order
-from moe_plan.search.fit import Fit, MappingChange, changes_that_fit, fits
+from moe_plan.search.request import Fit, MappingChange, changes_that_fit, fits
 from tests.plan.pipelines import peak_held
 from tests.pool import RankPool
 

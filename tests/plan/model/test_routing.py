@@ -10,7 +10,7 @@ import pytest
 
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_plan.model.files import model_named
-from moe_plan.model.routing import hosts_reached
+from moe_plan.model.mapping import hosts_reached
 
 
 def shape(experts: int, top_k: int, groups: int = 1, top_groups: int = 1, zero: int = 0) -> ModelShape:

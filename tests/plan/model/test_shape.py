@@ -15,8 +15,7 @@ from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.layers.transformer.shape import ModelShape
-from moe_plan.model.dense_models import DENSE
-from moe_plan.model.moe_models import MODELS
+from moe_plan.model.named_models import DENSE, MODELS
 
 GQA = TransformerConfig(
     vocab=100,

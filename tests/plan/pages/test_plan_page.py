@@ -13,8 +13,7 @@ from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.files import model_named
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping
-from moe_plan.pages.page_data import OPERATORS, PASSES, data_of
-from moe_plan.pages.plan_page import panels, write_page
+from moe_plan.pages.plan_page import OPERATORS, PASSES, data_of, panels, write_page
 from moe_plan.pages.timeline import timeline
 from moe_plan.search.request import PlanCandidate, PlanRequest
 from moe_plan.step.simulate import simulate

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("perfetto", reason="needs the observe extra")
 
-from moe_plan.pages.timeline import timeline
-from moe_plan.pages.trace import build, write_trace
+from moe_plan.pages.timeline import build, timeline, write_trace
 from tests.observe import processor
 from tests.observe.test_trace import decode
 from tests.plan.step.test_step import model

@@ -7,9 +7,8 @@ from dataclasses import replace
 from moe_comm.topology import ParallelConfig
 from moe_plan.model.mapping import Mapping
 from moe_plan.model.memory import PositionMemory
-from moe_plan.search.explain import why_slower
-from moe_plan.search.fit import Fit
-from moe_plan.search.request import PlanCandidate
+from moe_plan.search.preference import why_slower
+from moe_plan.search.request import Fit, PlanCandidate
 from moe_plan.step.step import StepPrediction
 
 GIB = 1 << 30

@@ -13,10 +13,9 @@ from moe_plan.model.files import model_named
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import RECOMPUTE, Mapping
 from moe_plan.search.bound import BoundedStepModel, PassBounds
-from moe_plan.search.partial_mapping import PartialMapping
 from moe_plan.search.request import PlanCandidate, PlanRequest
 from moe_plan.search.search import changes, search
-from moe_plan.search.space import SearchSpace
+from moe_plan.search.space import PartialMapping, SearchSpace
 
 SMALL = ModelShape("small", 6, 512, 8, 4, 64, 4096, 8, 2, 1024, dense_layers=1, dense_ffn=2048)
 """A model with unequal stages: one dense layer, and a head that is as large as a layer."""

@@ -14,8 +14,7 @@ from moe_plan.model.files import model_named
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping
 from moe_plan.model.memory import memory
-from moe_plan.search.fit import changes_that_fit, divisors, fits, indivisible
-from moe_plan.search.request import PlanRequest
+from moe_plan.search.request import PlanRequest, changes_that_fit, divisors, fits, indivisible
 from moe_plan.search.space import SCHEDULES, SearchSpace
 
 

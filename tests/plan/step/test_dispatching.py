@@ -17,8 +17,7 @@ from moe_plan.machine.hardware import Cluster, Pod
 from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.files import model_named
 from moe_plan.model.load import Workload
-from moe_plan.model.mapping import Dispatcher, Mapping, PlacedMapping, inapplicable
-from moe_plan.model.routing import remote_copies, sends_sums
+from moe_plan.model.mapping import Dispatcher, Mapping, PlacedMapping, inapplicable, remote_copies, sends_sums
 from moe_plan.step.dispatching import DispatchCost, DispatchRows, beats_all_to_all, dispatching
 from moe_plan.step.operators import Operators
 

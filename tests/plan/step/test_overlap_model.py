@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_plan.model.mapping import OverlapMode
+from moe_plan.step.blocks import FREE, hide
 from moe_plan.step.operators import BlockOperations, Operation
-from moe_plan.step.overlap_model import FREE, hide
 
 
 def transfer(name: str, seconds: float, fused_share: float = 0.0) -> Operation:

@@ -19,15 +19,13 @@ from moe_comm.train.loop.build import architecture_of
 from moe_plan.machine.collectives import Link
 from moe_plan.machine.hardware import Cluster
 from moe_plan.machine.hardware_table import cluster_named
-from moe_plan.model.expert_loads import ExpertLoads
-from moe_plan.model.load import Workload
+from moe_plan.model.load import ExpertLoads, Workload
 from moe_plan.model.mapping import Mapping, PlacedMapping
 from moe_plan.model.memory import PositionMemory
-from moe_plan.search.partial_mapping import PartialMapping
 from moe_plan.search.plan_json import plan_json
 from moe_plan.search.request import PlanRequest
 from moe_plan.search.search import changes, search
-from moe_plan.search.space import SearchSpace
+from moe_plan.search.space import PartialMapping, SearchSpace
 from moe_plan.step.step import StepModel
 from tests.pool import RankPool
 from tests.train.common import config_of, session, write_text

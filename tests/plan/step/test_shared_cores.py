@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from moe_plan.orders import pass_order
-from moe_plan.step.replay import TaskGraph, replay
+from moe_plan.step.replay import TaskGraph, replay, shared_span
 from moe_plan.step.schedules import PassSeconds, pipeline_tasks
-from moe_plan.step.shared_cores import shared_span
 
 
 def pipeline(pp: int, micro_batches: int, hop: float = 0.0, name: str = "1f1b") -> tuple[TaskGraph, int]:

@@ -20,9 +20,8 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_plan.model.mapping import Mapping
 from moe_plan.orders import PassKind
+from moe_plan.step.blocks import FREE, halves
 from moe_plan.step.operators import Operation
-from moe_plan.step.overlap_model import FREE
-from moe_plan.step.split_backward import halves
 from tests.plan.step.test_step import model
 
 F, B, I, W = PassKind

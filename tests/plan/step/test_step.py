@@ -9,12 +9,11 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_plan.machine.hardware_table import cluster_named
-from moe_plan.model.expert_loads import ExpertLoads
 from moe_plan.model.files import model_named
-from moe_plan.model.load import Workload
+from moe_plan.model.load import ExpertLoads, Workload
 from moe_plan.model.mapping import Mapping, PlacedMapping
 from moe_plan.step import blocks as blocks_module, step as step_module
-from moe_plan.step.overlap_model import exposed_seconds
+from moe_plan.step.blocks import exposed_seconds
 from moe_plan.step.replay import ReplayPlan, replay
 from moe_plan.step.step import FULL, StepModel, StepPrediction, _period
 
