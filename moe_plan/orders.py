@@ -48,8 +48,6 @@ class PassOrder:
     """All passes of a step, by rank, and in order of execution within a rank. Arrays [passes].
 
     rank: the pipeline coordinate. kind: a ``PassKind``. stage: 0 to pp * virtual - 1. micro: the micro-batch.
-    pair: a number shared by a forward and a complete backward pass of a rank that are meant to overlap (dualpipev), or
-        -1.
     """
 
     schedule: str
@@ -61,7 +59,6 @@ class PassOrder:
     kind: Ints
     stage: Ints
     micro: Ints
-    pair: Ints
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -111,15 +108,15 @@ def pass_order(schedule: str, pp: int, micro_batches: int, virtual: int | None =
     return PassOrder(schedule, pp, virtual, micro_batches, style, *arrays)
 
 
-# ---- the orders. Each maker returns (rank, kind, stage, micro, pair).
+# ---- the orders. Each maker returns (rank, kind, stage, micro).
 
-_Arrays = tuple[Ints, Ints, Ints, Ints, Ints]
+_Arrays = tuple[Ints, Ints, Ints, Ints]
 
 
 def _sequential(pp: int, virtual: int, micro_batches: int) -> _Arrays:
     """One stage: forward and backward of each micro-batch."""
     zero = np.zeros(2 * micro_batches, dtype=np.int64)
-    return zero, np.tile(np.array([F, B]), micro_batches), zero.copy(), np.repeat(np.arange(micro_batches), 2), zero - 1
+    return zero, np.tile(np.array([F, B]), micro_batches), zero.copy(), np.repeat(np.arange(micro_batches), 2)
 
 
 def _one_forward_one_backward(pp: int, virtual: int, micro_batches: int, early: Ints, *, split: bool) -> _Arrays:
@@ -161,7 +158,6 @@ def _one_forward_one_backward(pp: int, virtual: int, micro_batches: int, early: 
         kind[sort].ravel(),
         np.take_along_axis(stage, sort, axis=1).ravel(),
         all_micro[sort].ravel(),
-        np.full(pp * total, -1, dtype=np.int64),
     )
 
 
@@ -187,37 +183,34 @@ def _zbv(pp: int, virtual: int, micro_batches: int) -> _Arrays:
             + [_w1] * rank
             + [_w0] * rank
         )
-    parts = [_v_rank(rank, pp, np.array(code), np.full(len(code), -1)) for rank, code in enumerate(codes)]
-    rank_, kind, stage, micro, pair = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    rank_, kind, stage, micro = _v_ranks(pp, codes)
     keep = micro < micro_batches
-    return rank_[keep], kind[keep], stage[keep], micro[keep], pair[keep]
+    return rank_[keep], kind[keep], stage[keep], micro[keep]
 
 
 def _dualpipev(pp: int, virtual: int, micro_batches: int) -> _Arrays:
-    """Build the eight phases of DeepSeek's DualPipeV. A pair is a forward of one stage and a backward of the other."""
-    parts = []
+    """Build the eight phases of DeepSeek's DualPipeV."""
+    codes = []
     for rank in range(pp):
         after = pp - rank - 1
         steady = micro_batches - 2 * pp + rank + 1
-        begins_alone = rank == pp - 1
         ends = [_b1, _b0] * (rank + 1)  # the second half of these defers weight gradients
         ends[rank + 1 :] = [_i1 if code == _b1 else _i0 for code in ends[rank + 1 :]]
         alone = [_f0] * (2 * after) + [_f0, _f1] * (rank + 1) + [_i1, _w0, _f1] * after
         paired = [_f0, _b1, _f1, _b0] * steady
         tail = [_b1, _f1, _b0] * after + ends + [_w0, _i0] * after + [_w0] * (rank + 1)
-        code = np.array(alone + paired + tail)
-        pair = np.full(len(code), -1)
-        start = len(alone) + (2 if begins_alone else 0)
-        pair[start : len(alone) + 4 * steady] = np.arange(len(alone) + 4 * steady - start) // 2
-        first = len(alone) + 4 * steady
-        for index in range(after):
-            pair[first + 3 * index + 1 : first + 3 * index + 3] = 2 * steady + index
-        parts.append(_v_rank(rank, pp, code, pair, queued=True))
-    rank_, kind, stage, micro, pair_ = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return rank_, kind, stage, micro, pair_
+        codes.append(alone + paired + tail)
+    return _v_ranks(pp, codes, queued=True)
 
 
-def _v_rank(rank: int, pp: int, code: Ints, pair: Ints, *, queued: bool = False) -> _Arrays:
+def _v_ranks(pp: int, codes: list[list[int]], *, queued: bool = False) -> _Arrays:
+    """Return the passes of all ranks from their codes, see ``_v_rank``."""
+    parts = [_v_rank(rank, pp, np.array(code), queued=queued) for rank, code in enumerate(codes)]
+    rank_, kind, stage, micro = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return rank_, kind, stage, micro
+
+
+def _v_rank(rank: int, pp: int, code: Ints, *, queued: bool) -> _Arrays:
     """Return a rank's passes from their codes. The n-th pass of a kind and stage runs micro-batch n.
 
     queued: each weight pass belongs to the oldest input pass, of either stage, that has no weight pass yet.
@@ -236,7 +229,7 @@ def _v_rank(rank: int, pp: int, code: Ints, pair: Ints, *, queued: bool = False)
         weights, inputs = kind == W, kind == I
         is_second[weights], micro[weights] = is_second[inputs], micro[inputs]
     stage = np.where(is_second == 0, rank, 2 * pp - 1 - rank)
-    return np.full(len(code), rank), kind, stage, micro, pair
+    return np.full(len(code), rank), kind, stage, micro
 
 
 _MAKERS: dict[str, Callable[[int, int, int], _Arrays]] = {

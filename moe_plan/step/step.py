@@ -44,8 +44,8 @@ from moe_plan.step.blocks import (
     seconds_of,
 )
 from moe_plan.step.operators import BlockOperations, Operators
-from moe_plan.step.replay import ReplayPlan, prepare, replay, shared_span
-from moe_plan.step.schedules import PassSeconds, pipeline_tasks
+from moe_plan.step.pipeline import pipeline_tasks, shared_span
+from moe_plan.step.replay import ReplayPlan, prepare, replay
 from moe_plan.step.weights import FAMILIES, StageWeights
 
 BACK = (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT)
@@ -95,7 +95,6 @@ class StepModel:
         self.shape, self.placed, self.load, self.global_batch = shape, placed, load, global_batch
         self._reshard = reshard
         self.micro_batches = placed.mapping.micro_batches(global_batch)
-        self._tails: dict[int, dict[str, CollectiveCost]] = {}
 
     @cached_property
     def operators(self) -> Operators:
@@ -302,20 +301,15 @@ class StepModel:
         halves = (again, scatters) if self.split else (again + scatters, np.zeros_like(scatters))
         return self._by_stage(np.stack([forward, again + scatters, *halves], axis=1))
 
-    def _tail(self, rank: int) -> dict[str, CollectiveCost]:
-        """Return the gradient and weight collectives after the last pass."""
-        if rank not in self._tails:
-            self._tails[rank] = self.weights.tail(rank)
-        return self._tails[rank]
-
     def _exposed_tail(self, rank: int) -> tuple[float, dict[str, float]]:
-        """Return the exposed seconds of ``_tail``, and the hidden seconds of each collective.
+        """Return the exposed seconds of the collectives after the last pass, and the hidden seconds of each collective.
 
         The gradient reduction of a layer overlaps with the backward of the layers before it. The weight gather of a
         layer overlaps with the forward of the layers before it.
         """
-        collectives = self._tail(rank)
-        total = sum(cost.seconds for cost in collectives.values())
+        collectives = self.weights.tail(rank)
+        total = sum(one.cost.seconds for one in collectives)
+        copied = any(one.kind == "copies" for one in collectives)
         hidden: dict[str, float] = {}
         available: dict[str, float] = {}
         overlaps = self.placed.mapping.overlap not in ("none", "chunks")
@@ -332,14 +326,13 @@ class StepModel:
                 hidden_scatters = self._hidden_share * float(scatters.sum())
                 available["gradients"] = max(0.0, available["gradients"] - hidden_scatters)
             available["weights"] = float(seconds[PassKind.FORWARD])
-        for name, cost in collectives.items():
-            family, kind = name.split()
+        for family, kind, cost in collectives:
             if not overlaps and not self._overlaps_gradients(spans[family]):
                 continue
-            if family == "expert" and "expert copies" in collectives:
+            if family == "expert" and copied:
                 continue  # the gradients of copies are added first, and copies are published after the weights
             if overlapped := cost.seconds - exposed_seconds(cost.seconds, available.get(kind, 0.0)):
-                hidden[name] = overlapped * self.placed.cluster.free_share(spans[family])
+                hidden[f"{family} {kind}"] = overlapped * self.placed.cluster.free_share(spans[family])
                 available[kind] -= overlapped
         return total - sum(hidden.values()), hidden
 
@@ -382,8 +375,8 @@ class StepModel:
             for name, sent in cost.sent.items():
                 add(name, sent, times)
         add("stages", links(self._hop), self.micro_batches * float(neighbours(self.stages)[rank]))
-        for name, moved in self._tail(rank).items():
-            add(name, links(moved), 1)
+        for collective in self.weights.tail(rank):
+            add(collective.name, links(collective.cost), 1)
         if self.placed.mapping.sharding == "fsdp":
             passes = self.micro_batches if self._reshard else 1
             for name, sent in self.weights.fsdp_sent(rank).items():
@@ -476,5 +469,4 @@ def _graph(schedule: str, pp: int, micro_batches: int, virtual: int, exposed: bo
     ``exposed``: whether ranks wait for transfers between stages.
     """
     order = pass_order(schedule, pp, micro_batches, virtual)
-    nothing = np.zeros(order.stages)
-    return order, prepare(pipeline_tasks(order, PassSeconds(nothing, nothing, nothing), exposed=exposed).tasks)
+    return order, prepare(pipeline_tasks(order, exposed=exposed))

@@ -119,14 +119,14 @@ def _tail(model: StepModel, rank: int, predicted: StepPrediction, span: float) -
     """Return the operations after the last pass of position ``rank``."""
     result = [
         TailOperation(
-            name,
-            "weights" if name.endswith("weights") else "gradients",
-            "ep" if name.endswith(("copies", "moves")) else "dp_cp" if name.startswith("dense") else "edp",
-            cost.seconds - predicted.hidden.get(name, 0.0),
-            cost.seconds,
+            one.name,
+            "weights" if one.kind == "weights" else "gradients",
+            "ep" if one.kind in ("copies", "moves") else "dp_cp" if one.family == "dense" else "edp",
+            one.cost.seconds - predicted.hidden.get(one.name, 0.0),
+            one.cost.seconds,
         )
-        for name, cost in model.weights.tail(rank).items()
-        if cost.seconds
+        for one in model.weights.tail(rank)
+        if one.cost.seconds
     ]
     optimizer_s = predicted.seconds - span - sum(one.seconds for one in result)
     result.append(TailOperation("optimizer", "optimizer", "", optimizer_s, optimizer_s))

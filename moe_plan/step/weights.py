@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,8 @@ from moe_plan.model.mapping import PlacedMapping
 from moe_plan.step.blocks import links
 
 MASTER = BYTES["fp32"]
-FAMILIES = ("dense", "expert")
+Family = Literal["dense", "expert"]
+FAMILIES: tuple[Family, Family] = ("dense", "expert")
 STATE_BYTES = 2 * MASTER * 3 + MASTER
 """Memory traffic of AdamW per element: master and two moments, read and written, and the gradient."""
 SLOW_RING = 169.8
@@ -35,6 +37,18 @@ ranks of each host. Rings with one rank per host, as with expert parallelism ins
 Fitted on FSDP's Mixtral 8x22B in MoE Parallel Folding's table 3 (arXiv 2504.14960). It is used only for experts:
 published FSDP runs of dense models on many hosts (torchtitan, NeMo AutoModel, llm-foundry) reach the rate of all NICs.
 """
+
+
+class TailCollective(NamedTuple):
+    """A collective after the last pass of a pipeline position."""
+
+    family: Family
+    kind: Literal["gradients", "weights", "copies", "moves"]
+    cost: CollectiveCost
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.kind}"
 
 
 class StageWeights:
@@ -125,39 +139,40 @@ class StageWeights:
         slowdown = 1 + span.ranks / SLOW_RING if span.hosts > 1 and span.fewest > 1 else 1.0
         return replace(cost, seconds=cost.latency_s + (cost.seconds - cost.latency_s) * slowdown)
 
-    def tail(self, rank: int) -> dict[str, CollectiveCost]:
+    def tail(self, rank: int) -> list[TailCollective]:
         """Return the gradient and weight collectives after the last pass of a pipeline position."""
         sharding, cluster = self.placed.mapping.sharding, self.placed.cluster
         result = self._placement(rank)
         if sharding == "fsdp":
             if self._has_copies:
                 count, span = self.elements(rank)[1], self.spans[1]
-                result["expert gradients"] = cluster.reduce_scatter(count * self.gradient_bytes, span)
-                result["expert weights"] = cluster.all_gather(count * self.size, span)
+                result.append(
+                    TailCollective("expert", "gradients", cluster.reduce_scatter(count * self.gradient_bytes, span))
+                )
+                result.append(TailCollective("expert", "weights", cluster.all_gather(count * self.size, span)))
                 return result
             units = self.placed.unit_spans if self.placed.mapping.replicas > 1 else ()
-            for name, count, unit in zip(FAMILIES, self.elements(rank), units, strict=False):
+            for family, count, unit in zip(FAMILIES, self.elements(rank), units, strict=False):
                 shard = count * self.gradient_bytes / unit.shards.ranks
-                result[f"{name} gradients"] = cluster.all_reduce(shard, unit.replicas)
+                result.append(TailCollective(family, "gradients", cluster.all_reduce(shard, unit.replicas)))
             return result
-        for name, count, span in zip(FAMILIES, self.elements(rank), self.spans, strict=True):
+        for family, count, span in zip(FAMILIES, self.elements(rank), self.spans, strict=True):
+            reduce = cluster.reduce_scatter if sharding == "zero1" else cluster.all_reduce
+            result.append(TailCollective(family, "gradients", reduce(count * self.gradient_bytes, span)))
             if sharding == "zero1":
-                result[f"{name} gradients"] = cluster.reduce_scatter(count * self.gradient_bytes, span)
-                result[f"{name} weights"] = cluster.all_gather(count * self.size, span)
-            else:
-                result[f"{name} gradients"] = cluster.all_reduce(count * self.gradient_bytes, span)
+                result.append(TailCollective(family, "weights", cluster.all_gather(count * self.size, span)))
         return result
 
     @property
     def _has_copies(self) -> bool:
         return self.loads is not None and self.loads.placed(self.placed.mapping.parallel.ep).copies > 0
 
-    def _placement(self, rank: int) -> dict[str, CollectiveCost]:
+    def _placement(self, rank: int) -> list[TailCollective]:
         """Return the cost of copies of experts (gradients to the home, weights back), and of switches, per step."""
         ep = self.placed.mapping.parallel.ep
         placed = None if self.loads is None or ep == 1 else self.loads.placed(ep)
         if placed is None or placed.kind == "fixed":
-            return {}
+            return []
         assert self.loads is not None
         expert = self.elements(rank)[1] * ep / self.shape.experts
         layers = sum(
@@ -167,13 +182,18 @@ class StageWeights:
         )
         shared = bool(self.loads.shared_slots(ep, layers))
         times = publications(self.micro_batches, self.placed.mapping.splits) if shared else 1
-        elements = {
-            "expert copies": placed.copies * expert * copied_bytes(self.size, times),
-            "expert moves": placed.moved * expert * moved_bytes("adamw") / self.loads.every,
+        sent: dict[Literal["copies", "moves"], float] = {
+            "copies": placed.copies * expert * copied_bytes(self.size, times),
+            "moves": placed.moved * expert * moved_bytes("adamw") / self.loads.every,
         }
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.
-        cost = {name: count * ep / (ep - 1) for name, count in elements.items() if count}
-        return {name: self.placed.cluster.all_to_all(count, self.placed.spans["ep"]) for name, count in cost.items()}
+        return [
+            TailCollective(
+                "expert", kind, self.placed.cluster.all_to_all(count * ep / (ep - 1), self.placed.spans["ep"])
+            )
+            for kind, count in sent.items()
+            if count
+        ]
 
     def optimizer_seconds(self, rank: int) -> float:
         """Return the seconds of the optimizer of a pipeline position. fp32 weights are their own masters."""

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from moe_plan.arrays import Floats
 from moe_plan.orders import PassOrder
-from moe_plan.step.replay import ReplayTimes
+from moe_plan.step.pipeline import pipeline_tasks
+from moe_plan.step.replay import ReplayTimes, TaskGraph
+
+
+def timed_tasks(
+    order: PassOrder,
+    forward: float = 1.0,
+    input: float = 1.0,
+    weight: float = 1.0,
+    *,
+    transfer: float = 0.0,
+    exposed: bool = False,
+) -> TaskGraph:
+    """Return the tasks of a step whose passes take these seconds. A complete backward takes ``input + weight``."""
+    tasks = pipeline_tasks(order, exposed=exposed)
+    seconds = np.array([forward, input + weight, input, weight])[order.kind]
+    return replace(tasks, duration=np.concatenate([seconds, np.full(len(tasks) - len(order), transfer)]))
 
 
 def peak_held(order: PassOrder, held: Floats, for_weight: Floats | None = None) -> Floats:

@@ -12,10 +12,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.pipeline import SCHEDULES
-from moe_plan.orders import PassKind, PassOrder, pass_order
+from moe_plan.orders import PassKind, pass_order
 from moe_plan.step.replay import prepare, replay
-from moe_plan.step.schedules import PassSeconds, PipelineTasks, pipeline_tasks
-from tests.plan.pipelines import idle, peak_held
+from tests.plan.pipelines import idle, peak_held, timed_tasks
 
 CASES = [
     (name, pp, micro_batches, virtual)
@@ -88,11 +87,6 @@ def _flat(action: Any) -> list[tuple[PassKind, int, int]]:
     return [(kind, action.stage_index, action.microbatch_index)]
 
 
-def even(order: PassOrder, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> PassSeconds:
-    one = np.ones(order.stages)
-    return PassSeconds(forward * one, input * one, weight * one)
-
-
 @pytest.mark.parametrize(("name", "pp", "micro_batches", "virtual"), CASES)
 def test_the_order_equals_that_of_torch(name: str, pp: int, micro_batches: int, virtual: int) -> None:
     order = pass_order(name, pp, micro_batches, virtual)
@@ -108,7 +102,7 @@ def test_every_pass_runs_once_on_its_rank_after_its_dependencies(
     assert (order.stage_rank()[order.stage] == order.rank).all()
     rows = list(zip(order.kind.tolist(), order.stage.tolist(), order.micro.tolist(), strict=True))
     assert max(Counter(rows).values()) == 1
-    begin = dict(zip(rows, replay(pipeline_tasks(order, even(order)).tasks).begin.tolist(), strict=False))
+    begin = dict(zip(rows, replay(timed_tasks(order)).begin.tolist(), strict=False))
     for stage in range(pp * virtual):
         for micro in range(micro_batches):
             whole = (PassKind.BACKWARD, stage, micro) in begin
@@ -127,16 +121,14 @@ def test_every_pass_runs_once_on_its_rank_after_its_dependencies(
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_bubble_with_one_stage_per_rank(name: str, pp: int, micro_batches: int, backward: float) -> None:
     order = pass_order(name, pp, micro_batches)
-    tasks_of_step = pipeline_tasks(order, even(order, 1.0, backward, 0.5))
-    waits = idle(tasks_of_step.order, replay(tasks_of_step.tasks))
+    waits = idle(order, replay(timed_tasks(order, 1.0, backward, 0.5)))
     assert waits == pytest.approx(np.full(pp, (pp - 1) / (micro_batches + pp - 1)), rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize(("pp", "micro_batches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (3, 9, 4), (8, 8, 2)])
 def test_bubble_of_interleaved_stages_is_divided_by_their_number(pp: int, micro_batches: int, virtual: int) -> None:
     order = pass_order("interleaved_1f1b", pp, micro_batches, virtual)
-    tasks_of_step = pipeline_tasks(order, even(order))
-    waits = idle(tasks_of_step.order, replay(tasks_of_step.tasks))
+    waits = idle(order, replay(timed_tasks(order)))
     assert waits == pytest.approx(np.full(pp, (pp - 1) / (virtual * micro_batches + pp - 1)), rel=1e-12)
 
 
@@ -145,8 +137,8 @@ def test_split_backward_fills_bubbles() -> None:
 
     def longest(name: str) -> float:
         order = pass_order(name, 4, 12)
-        seconds = even(order) if order.virtual == 1 else even(order, 0.5, 0.5, 0.5)
-        return float(replay(pipeline_tasks(order, seconds).tasks).span)
+        seconds = 1 / order.virtual
+        return float(replay(timed_tasks(order, seconds, seconds, seconds)).span)
 
     assert longest("1f1b") == 36 + 3 * 3
     assert longest("zero_bubble") == 36 + 3
@@ -164,7 +156,7 @@ def test_bubbles_of_split_backward_passes_are_the_published_ones(
 ) -> None:
     def bubble(name: str) -> float:
         order = pass_order(name, pp, 4 * pp)
-        span = float(replay(pipeline_tasks(order, even(order, forward, input, weight)).tasks).span)
+        span = float(replay(timed_tasks(order, forward, input, weight)).span)
         return span - 4 * pp * order.virtual * (forward + input + weight)
 
     assert bubble("1f1b") == pytest.approx((pp - 1) * (forward + input + weight))
@@ -179,7 +171,7 @@ def test_bubbles_of_split_backward_passes_are_the_published_ones(
 def test_zbv_with_equal_passes_has_no_bubble_after_the_first_pass_of_a_rank(pp: int) -> None:
     """ZB-V, arXiv 2401.10241, section 6: none if F = B = W and there are enough micro-batches."""
     order = pass_order("zbv", pp, 4 * pp)
-    times = replay(pipeline_tasks(order, even(order)).tasks)
+    times = replay(timed_tasks(order))
     for rank in range(pp):
         own = np.flatnonzero(order.rank == rank)
         assert times.end[own].max() - times.begin[own].min() == 4 * pp * 2 * 3
@@ -207,64 +199,41 @@ def test_peaks_of_activations_in_flight() -> None:
 
 def test_transfers_lengthen_the_step_by_each_hop_and_more_if_exposed() -> None:
     order = pass_order("1f1b", 4, 4)
-    hops = np.array([0.25, 0.5, 0.125])
 
     def span(**options: Any) -> float:
-        return float(replay(pipeline_tasks(order, even(order), **options).tasks).span)
+        return float(replay(timed_tasks(order, **options)).span)
 
     assert span() == 4 * 3 + 3 * 3
-    overlapped, exposed = span(transfer=hops), span(transfer=hops, exposed=True)
-    assert span() + 2 * hops.sum() <= overlapped <= exposed
+    overlapped, exposed = span(transfer=0.25), span(transfer=0.25, exposed=True)
+    assert span() + 2 * 3 * 0.25 <= overlapped <= exposed
     # Two ranks, two micro-batches: rank 0 runs F0 F1 B0 B1, rank 1 F0 B0 F1 B1, each F1 and B1 behind a transfer.
     small = pass_order("1f1b", 2, 2)
-    tasks_of_step = pipeline_tasks(small, even(small, 1.0, 1.0, 0.0), 0.5, exposed=True)
-    times = replay(tasks_of_step.tasks)
+    times = replay(timed_tasks(small, 1.0, 1.0, 0.0, transfer=0.5, exposed=True))
     assert times.begin[: len(small)].tolist() == [0.0, 1.0, 4.0, 6.5, 1.5, 2.5, 4.0, 5.0]
 
 
 def test_transfers_of_one_direction_queue_and_stages_of_one_rank_need_none() -> None:
     order = pass_order("zbv", 2, 4)
-    tasks_of_step = pipeline_tasks(order, even(order), 3.0)
-    assert (order.rank[tasks_of_step.source] != order.rank[tasks_of_step.target]).all()
-    crossing = 2 * 2 * 4  # hops 0-1 and 2-3 cross ranks; stages 1 and 2 are on one rank
-    assert len(tasks_of_step.source) == crossing
-    times = replay(tasks_of_step.tasks)
-    moves = slice(len(order), None)
-    for stream in np.unique(tasks_of_step.tasks.stream[moves]):
-        own = np.flatnonzero(tasks_of_step.tasks.stream == stream)
+    tasks = timed_tasks(order, transfer=3.0)
+    assert len(tasks) - len(order) == 2 * 2 * 4, "hops 0-1 and 2-3 cross ranks; stages 1 and 2 are on one rank"
+    times = replay(tasks)
+    for stream in np.unique(tasks.stream[len(order) :]):
+        own = np.flatnonzero(tasks.stream == stream)
         assert (times.begin[own[1:]] >= times.end[own[:-1]]).all()
-
-
-def test_pairs_overlap_by_the_hidden_share() -> None:
-    order = pass_order("dualpipev", 4, 12)
-    paired = order.pair >= 0
-    assert paired.any() and (np.bincount(order.pair[paired & (order.rank == 0)]) == 2).all()
-    seconds = even(order)
-    span = [float(replay(pipeline_tasks(order, seconds, hidden=h).tasks).span) for h in (0.0, 0.5, 1.0)]
-    assert span[0] > span[1] > span[2]
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
     order = pass_order("1f1b", 4, 8)
-    seconds = even(order)
-    seconds.forward[2] = 9.0
-    tasks_of_step = pipeline_tasks(order, seconds, 0.01)
-    plan = prepare(tasks_of_step.tasks)
-    before = replay(plan)
-    slower = tasks_of_step.tasks.duration.copy()
-    slower[: len(order)][(order.rank == 2) & (order.kind == PassKind.FORWARD)] += 1.0
-    assert replay(plan, slower).span == pytest.approx(before.span + 8.0), "each of its forwards delays the step"
-    per_micro = PassSeconds(np.ones((4, 8)), np.ones((4, 8)), np.ones(4))
-    per_micro.forward[1, 3] = 5.0
-    assert (
-        replay(plan, pipeline_tasks(order, per_micro).tasks.duration).span
-        > replay(plan, pipeline_tasks(order, even(order)).tasks.duration).span
-    )
+    tasks = timed_tasks(order, transfer=0.01)
+    forwards = np.flatnonzero((order.stage == 2) & (order.kind == PassKind.FORWARD))
+    slow, slower = tasks.duration.copy(), tasks.duration.copy()
+    slow[forwards], slower[forwards] = 9.0, 10.0
+    plan = prepare(tasks)
+    before = replay(plan, slow).span
+    assert replay(plan, slower).span == pytest.approx(before + 8.0), "each of its forwards delays the step"
 
 
-def test_invalid_schedules_and_times_are_rejected() -> None:
-    order = pass_order("1f1b", 2, 4)
-    one = np.ones(2)
+def test_invalid_schedules_are_rejected() -> None:
     for call in (
         lambda: pass_order("1f1b", 0, 4),
         lambda: pass_order("1f2b", 2, 4),
@@ -272,19 +241,13 @@ def test_invalid_schedules_and_times_are_rejected() -> None:
         lambda: pass_order("dualpipev", 4, 7),
         lambda: pass_order("zbv", 4, 8, 3),
         lambda: pass_order("interleaved_1f1b", 4, 9),
-        lambda: pipeline_tasks(order, even(order), np.ones(2)),
-        lambda: pipeline_tasks(order, even(order), hidden=1.5),
-        lambda: pipeline_tasks(order, PassSeconds(one, one, np.ones(3))),
-        lambda: pipeline_tasks(order, PassSeconds(one, one, np.ones((2, 3)))),
     ):
         with pytest.raises(ConfigError):
             call()
-    with pytest.raises(ConfigError, match=r"forward.*stages"):
-        pipeline_tasks(order, PassSeconds(np.ones(1), one, one))
 
 
 def test_orders_are_cached_and_read_only() -> None:
-    tasks_of_step: PipelineTasks = pipeline_tasks(pass_order("1f1b", 2, 4), even(pass_order("1f1b", 2, 4)))
-    assert tasks_of_step.order is pass_order("1f1b", 2, 4)
+    order = pass_order("1f1b", 2, 4)
+    assert order is pass_order("1f1b", 2, 4)
     with pytest.raises(ValueError, match="read-only"):
-        tasks_of_step.order.kind[0] = 3
+        order.kind[0] = 3

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from moe_plan.orders import pass_order
-from moe_plan.step.replay import TaskGraph, replay, shared_span
-from moe_plan.step.schedules import PassSeconds, pipeline_tasks
+from moe_plan.step.pipeline import shared_span
+from moe_plan.step.replay import TaskGraph, replay
+from tests.plan.pipelines import timed_tasks
 
 
 def pipeline(pp: int, micro_batches: int, hop: float = 0.0, name: str = "1f1b") -> tuple[TaskGraph, int]:
     order = pass_order(name, pp, micro_batches, 1)
-    each = np.ones(pp)
-    return pipeline_tasks(order, PassSeconds(each, each, each), hop).tasks, len(order)
+    return timed_tasks(order, transfer=hop), len(order)
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 4), (3, 7)])
