@@ -32,8 +32,7 @@ from benchmarks.soak import leak_check
 from moe_comm.bench.common import machine
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.observe.effective import effective_time
-from moe_comm.observe.fault_outcomes import fault_outcomes, summary
-from moe_comm.observe.faults import DAMAGE, KINDS, PLACES, parse, read_injections
+from moe_comm.observe.faults import DAMAGE, KINDS, PLACES, fault_outcomes, parse, read_injections, summary
 from moe_comm.observe.records import INJECTED, METRICS
 from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint import CheckpointReader, latest

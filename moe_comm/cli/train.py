@@ -128,7 +128,7 @@ def inject(
 
 def _outcomes(run: Path) -> str:
     """Return a line for each fault of the run."""
-    module = load("moe_comm.observe.fault_outcomes", "train")
+    module = load("moe_comm.observe.faults", "train")
     lines = [f"{run}:"]
     for outcome in module.fault_outcomes(run):
         injection = outcome.injection

@@ -25,4 +25,4 @@ def tune(
 ) -> None:
     """Measure the fastest number of chunks or kernel of operators, and store it for Overlap("auto")."""
     values["ranks_per_host"] = ranks if values["hosts"] == 1 else ranks_per_host
-    load("moe_comm.bench.tune.measure", "bench").main(Tune(**values), json_out, cache)
+    load("moe_comm.bench.tune", "bench").main(Tune(**values), json_out, cache)

@@ -14,9 +14,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from moe_comm.runtime.safe_files import make_folders
 DUMPS = "dumps"
 DUMPED = 200
 """Default maximum number of spans in a dump."""
+_quoted = lru_cache(maxsize=4096)(json.dumps)
 _KINDS = {int(kind): kind.name.lower() for kind in Kind}
 
 
@@ -117,7 +118,9 @@ class RankLog:
             at = json.loads(lines[0])["begin_ns"] if lines else time.time_ns()
             name = f"{lost} earlier spans of this step did not fit; set observe.records to more than {records}"
             mark = Kind.MARK.name.lower()
-            lines.insert(0, _text(SpanLine(self._rank, mark, name, at, at, step, skew_ns=self._skew_ns)))
+            lines.insert(
+                0, _span_line(*vars(SpanLine(self._rank, mark, name, at, at, step, skew_ns=self._skew_ns)).values())
+            )
         if self._spans is None:
             self._spans = LineWriter(make_folders(self._folder, SPANS) / self._name)
         self._spans.write_text("".join(lines))
@@ -157,42 +160,59 @@ def span_lines(
 ) -> list[str]:
     """Return the completed spans of ``step`` as JSON lines of ``SpanLine`` without default values.
 
-    The lines are formatted directly from the records, which is faster than ``read_spans``: training is blocked while
-    this function runs. ``last`` and ``since`` are as in ``read_spans``.
+    ``last`` and ``since`` are as in ``read_spans``.
     """
-    name_json = cache(lambda at: json.dumps(read_name(region, at)))
-    layer_json = cache(lambda at: f',"layer":{name_json(at)}' if read_name(region, at) else "")
-    group_json = cache(lambda at: f',"group":{_listed(ranks)}' if (ranks := ranks_of(read_name(region, at))) else "")
-    start, shift = f'{{"rank":{rank},"kind":"', wall_minus_monotonic_ns
-    end_of_line = f',"skew_ns":{skew_ns}}}\n' if skew_ns else "}\n"
-    lines = []
+    text_of, group_of = cache(lambda at: read_name(region, at)), cache(lambda at: ranks_of(read_name(region, at)))
+    shift, lines = wall_minus_monotonic_ns, []
     for record in read_records(region, last, since):
         _, begin, end, gpu_begin, gpu_end, call, nbytes, rows_at, at, micro = record[:10]
         kind, thread, name, layer, group, peer, experts = record[10:]
         if at != step or not end:
             continue
         begin, end = (gpu_begin, gpu_end) if gpu_end else (begin, end)
-        line = (
-            f'{start}{_KINDS[kind]}","name":{name_json(name)},"begin_ns":{begin + shift},"end_ns":{end + shift},'
-            f'"step":{step}'
-        )
-        if micro:
-            line += f',"micro":{micro}'
-        line += layer_json(layer) + group_json(group)
-        if call:
-            line += f',"call":{call}'
-        if peer != -1:
-            line += f',"peer":{peer}'
-        if nbytes:
-            line += f',"nbytes":{nbytes}'
-        if experts and (rows := read_rows(region, rows_at, experts)):
-            line += f',"rows":{_listed(rows)}'
-        if thread:
-            line += f',"thread":{thread}'
-        if gpu_begin and not gpu_end:
-            line += f',"begun_ns":{gpu_begin + shift}'
-        lines.append(line + end_of_line)
+        rows = read_rows(region, rows_at, experts) if experts else ()
+        begun = gpu_begin + shift if gpu_begin and not gpu_end else 0
+        line = _span_line(
+            rank, _KINDS[kind], text_of(name), begin + shift, end + shift, step, micro, text_of(layer),
+            group_of(group), call, peer, nbytes, rows, thread, skew_ns, begun,
+        )  # fmt: skip
+        lines.append(line)
     return lines
+
+
+def _span_line(
+    rank: int, kind: str, name: str, begin_ns: int, end_ns: int, step: int, micro: int, layer: str,
+    group: Sequence[int], call: int, peer: int, nbytes: int, rows: Sequence[int], thread: int, skew_ns: int,
+    begun_ns: int,
+) -> str:  # fmt: skip
+    """Return a ``SpanLine`` as a JSON line without default values. Its arguments are the fields in order.
+
+    Formatting the line directly is faster than ``json``: training is blocked while spans are written.
+    """
+    line = (
+        f'{{"rank":{rank},"kind":"{kind}","name":{_quoted(name)},"begin_ns":{begin_ns},"end_ns":{end_ns},"step":{step}'
+    )
+    if micro:
+        line += f',"micro":{micro}'
+    if layer:
+        line += f',"layer":{_quoted(layer)}'
+    if group:
+        line += f',"group":{_listed(group)}'
+    if call:
+        line += f',"call":{call}'
+    if peer != -1:
+        line += f',"peer":{peer}'
+    if nbytes:
+        line += f',"nbytes":{nbytes}'
+    if rows:
+        line += f',"rows":{_listed(rows)}'
+    if thread:
+        line += f',"thread":{thread}'
+    if skew_ns:
+        line += f',"skew_ns":{skew_ns}'
+    if begun_ns:
+        line += f',"begun_ns":{begun_ns}'
+    return line + "}\n"
 
 
 def dump(folder: Path, reason: str, recorder: EventRecorder = EVENTS, *, last: int = DUMPED) -> Path | None:
@@ -211,7 +231,9 @@ def dump(folder: Path, reason: str, recorder: EventRecorder = EVENTS, *, last: i
         open_first = sorted(read_spans(recorder.region, last), key=lambda span: not span.open)
         lines = [reason_line, *(SpanLine.of(span, wall_ns) for span in open_first)]
         writer = LineWriter(path)
-        writer.write_text("".join(_text(replace(line, skew_ns=recorder.skew_ns)) for line in lines))
+        writer.write_text(
+            "".join(_span_line(*vars(replace(line, skew_ns=recorder.skew_ns)).values()) for line in lines)
+        )
         writer.close()
     except (OSError, ValueError):
         return None
@@ -238,18 +260,5 @@ def _decimal(ns: int) -> str:
     return f"{ns // 10**9}.{ns % 10**9:09d}"
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _listed(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
-
-
-_DEFAULTS = {
-    one.name: one.default if one.default is not MISSING else []
-    for one in fields(SpanLine)
-    if one.default is not MISSING or one.default_factory is not MISSING
-}
-
-
-def _text(line: SpanLine) -> str:
-    """Return ``line`` as JSON without default values."""
-    values = {k: v for k, v in vars(line).items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
-    return json.dumps(values, separators=(",", ":")) + "\n"

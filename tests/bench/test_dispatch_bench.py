@@ -22,8 +22,7 @@ from moe_comm.bench.common.inputs import (
     make_x,
     relative_error,
 )
-from moe_comm.bench.common.peer_names import DISPATCH_PEERS
-from moe_comm.bench.common.settings import DispatchBench, Dtype
+from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench, Dtype
 from moe_comm.bench.dispatch import benchmark as dispatch, mpi_ranks
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.errors import ConfigError

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.bench.common.settings import LayerBench
-from moe_comm.bench.layer.peers import HuggingFaceLayer, LayerWeights
-from moe_comm.bench.layer.sonic import SonicMoELayer
+from moe_comm.bench.layer.peers import HuggingFaceLayer, LayerWeights, SonicMoELayer
 
 pytest.importorskip("transformers")
 

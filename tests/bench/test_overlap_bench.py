@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.common.settings import OPERATORS, OverlapBench
 from moe_comm.bench.hosts.namespaces import unavailable_reason
-from moe_comm.bench.overlap import benchmark as overlap, experts as overlap_experts
+from moe_comm.bench.overlap import benchmark as overlap, operators as overlap_experts
 from moe_comm.bench.overlap.contest import DIRECTIONS, PARTS, MeasuredRates, hidden_of
 from moe_comm.bench.overlap.layer import OverlapLayerContest, widths
 from moe_comm.errors import ConfigError, MissingDependency
@@ -64,7 +64,7 @@ def test_missing_privileges_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr("moe_comm.bench.hosts.namespaces.os.geteuid", lambda: 1000)
         with pytest.raises(ConfigError, match="root"):
             overlap.main(TINY)
-    monkeypatch.setattr("moe_comm.bench.overlap.timeline_files.util.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_comm.bench.overlap.timeline.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"perfetto.*\.\[bench\]"):
         overlap.main(TINY, trace="out.perfetto-trace")
 

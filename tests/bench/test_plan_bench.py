@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from moe_comm.bench.plan import benchmark as plan_bench
-from moe_comm.bench.plan.benchmark import main, predict
-from moe_comm.bench.plan.ranks import MeasuredStep, measure
+from moe_comm.bench.plan.benchmark import MeasuredStep, main, measure, predict
 from moe_comm.bench.plan.settings import CASES, PlanBench, PlanCase
 from moe_comm.errors import ConfigError
 from moe_plan.machine.collectives import Link

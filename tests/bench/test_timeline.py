@@ -13,15 +13,17 @@ import torch.distributed as dist
 from moe_comm.bench.overlap.timeline import (
     PRODUCT,
     ROWS,
+    TRACKS,
     TRANSFER,
     WAIT,
     TimelineSpan,
     TimelineStep,
     lanes,
+    perfetto,
+    picture,
     record,
     recording,
 )
-from moe_comm.bench.overlap.timeline_files import TRACKS, perfetto, picture
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.kernels import expert_mlp, row_invariant

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_comm.bench.common.inputs import WrongAnswer
-from moe_comm.bench.common.peer_names import TRAIN_PEERS
+from moe_comm.bench.common.settings import TRAIN_PEERS
 from moe_comm.bench.train import benchmark as train
 from moe_comm.bench.train.settings import RIVALS, TRAIN_PRESETS, TrainBench, Variant
 from moe_comm.cli import run

@@ -12,17 +12,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.observe.fault_outcomes import PROGRESS, fault_outcomes, summary
 from moe_comm.observe.faults import (
     DAMAGE,
     FATAL,
     KINDS,
+    PROGRESS,
     WAIT,
     FaultPlan,
     FaultSpec,
     Injection,
+    fault_outcomes,
     parse,
     read_injections,
+    summary,
     write_injection,
 )
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, append

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import cli
-from moe_comm.bench.tune import measure as tune
+from moe_comm.bench import tune
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher

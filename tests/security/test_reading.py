@@ -20,7 +20,7 @@ from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.observe import records
 from moe_comm.observe.culprits import culprits
 from moe_comm.observe.effective import effective_time
-from moe_comm.observe.fault_outcomes import fault_outcomes, next_attempt
+from moe_comm.observe.faults import fault_outcomes, next_attempt
 from moe_comm.observe.report import panels, read_run
 from moe_comm.runtime.printing import make_console, printable, printable_line
 from moe_comm.runtime.untrusted import lines_of, parse_toml

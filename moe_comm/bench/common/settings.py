@@ -14,12 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_o
 import typer
 from typer.models import OptionInfo
 
-from moe_comm.bench.common.peer_names import DISPATCH_PEERS, LAYER_PEERS
 from moe_comm.errors import ConfigError, suggestion
 from moe_comm.overlap.options import Overlap
 
 if TYPE_CHECKING:
     import torch
+
+DISPATCH_PEERS = ("torch_gloo", "torch_gloo_tuned", "torch_mpich", "torch_mpich_tuned")
+LAYER_PEERS = ("hf_grouped_mm", "hf_all_to_all", "torchtitan", "sonic_moe")
+TRAIN_PEERS = (
+    "hf_ep_fsdp2",
+    "hf_fsdp2",
+    "hf_ddp",
+    "deepspeed_autoep",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "one_process",
+    "hf_one_process",
+)
+
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]

@@ -24,13 +24,11 @@ from moe_comm.bench.common.inputs import (
     expected_y,
     make_inputs,
 )
-from moe_comm.bench.common.peer_names import DISPATCH_PEERS
 from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say, threads_per_rank
-from moe_comm.bench.common.settings import DispatchBench
+from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench
 from moe_comm.bench.dispatch import mpi_ranks
 from moe_comm.bench.dispatch.bare_copies import BareCopies
-from moe_comm.bench.dispatch.contestants import Contestant, TimedPhase, TorchPeer, measure
-from moe_comm.bench.dispatch.torch_permute import GlooExchange
+from moe_comm.bench.dispatch.contestants import Contestant, GlooExchange, TimedPhase, TorchPeer, measure
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Dispatched

@@ -26,8 +26,7 @@ from moe_comm.bench.common.clock import Clock, Summary, summarize
 from moe_comm.bench.common.inputs import make_inputs
 from moe_comm.bench.common.ranks import pinned
 from moe_comm.bench.common.settings import DispatchBench
-from moe_comm.bench.dispatch.contestants import TorchPeer, measure
-from moe_comm.bench.dispatch.torch_permute import Exchange
+from moe_comm.bench.dispatch.contestants import Exchange, TorchPeer, measure
 from moe_comm.runtime.safe_files import write_file
 
 MPI_PEERS = {"torch_mpich": False, "torch_mpich_tuned": True}

@@ -24,15 +24,16 @@ from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import run_rounds
 from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say
 from moe_comm.bench.common.settings import LayerBench
-from moe_comm.bench.layer.own_layer import MoeCommLayer, MoeCommReplicatedLayer
 from moe_comm.bench.layer.peers import (
     HuggingFaceEPLayer,
     HuggingFaceLayer,
     LayerContestant,
     LayerWeights,
+    MoeCommLayer,
+    MoeCommReplicatedLayer,
+    SonicMoELayer,
     TorchtitanLayer,
 )
-from moe_comm.bench.layer.sonic import SonicMoELayer
 from moe_comm.runtime.launch import under_torchrun
 
 KINDS: dict[str, type[LayerContestant]] = {

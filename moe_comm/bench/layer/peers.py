@@ -11,10 +11,13 @@ from io import StringIO
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_comm.bench.common.settings import LayerBench
 from moe_comm.errors import pip_install
+from moe_comm.layers.moe.layer import MoEConfig, MoELayer
+from moe_comm.layers.moe.router import RouterConfig
 
 SCALE = 0.02
 """Standard deviation of all weights."""
@@ -248,3 +251,104 @@ def import_error(module: str) -> str | None:
     except (ImportError, AttributeError) as fault:
         return f"{module} cannot be imported: {fault}"
     return None
+
+
+class MoeCommLayer(LayerContestant):
+    """``MoELayer``, expert-parallel over all ranks."""
+
+    name = "moe_comm"
+    expert_parallel = True
+
+    def build(self, weights: LayerWeights) -> nn.Module:
+        s = self.settings
+        router = RouterConfig(num_experts=s.experts, top_k=s.top_k, score="softmax", normalize=True)
+        group = dist.group.WORLD if self.ep > 1 else None
+        layer = MoELayer.build(
+            MoEConfig(hidden=s.hidden, ffn=s.ffn, router=router),
+            group,
+            backend=s.backend if self.ep > 1 else "local",
+            seed=s.seed,
+            dtype=s.torch_dtype,
+            device=s.device,
+            label=self.name,
+        )
+        with torch.no_grad():
+            layer.router.weight.copy_(weights.router())
+        weights.fill(layer.dispatcher.local_experts, layer.experts.w13, layer.experts.w2)
+        return layer
+
+    def grads(self) -> dict[str, Tensor]:
+        module: Any = self.module
+        return {
+            "router": module.router.weight.grad,
+            "gate_up": module.experts.w13.grad,
+            "down": module.experts.w2.grad,
+        }
+
+    def close(self) -> None:
+        module: Any = self.module
+        module.dispatcher.close()
+
+
+class MoeCommReplicatedLayer(MoeCommLayer):
+    """``MoELayer`` with all experts on each rank."""
+
+    name = "moe_comm_ep1"
+    expert_parallel = False
+
+
+class SonicMoELayer(LayerContestant):
+    """SonicMoE's layer with a softmax over the selected logits, which equals a normalized top-k of the softmax.
+
+    The rows of its first weight alternate between gate and up: [g0, u0, g1, u1, ...].
+    """
+
+    name = "sonic_moe"
+
+    @classmethod
+    def unavailable_reason(cls, settings: LayerBench) -> str | None:
+        if settings.device != "cuda":
+            return "requires a Hopper or Blackwell GPU"
+        if settings.torch_dtype != torch.bfloat16:
+            return f"supports bfloat16 only, not {settings.dtype}"
+        if util.find_spec("sonicmoe") is None:
+            return "not installed: pip install sonic-moe"
+        return import_error("sonicmoe")
+
+    def build(self, weights: LayerWeights) -> nn.Module:
+        s = self.settings
+        sonic: Any = import_module("sonicmoe")
+        self._kernels = sonic.KernelBackendMoE.sonicmoe
+        layer = sonic.MoE(
+            num_experts=s.experts,
+            num_experts_per_tok=s.top_k,
+            hidden_size=s.hidden,
+            intermediate_size=s.ffn,
+            activation_function=import_module("sonicmoe.enums").ActivationType.SWIGLU,
+            add_bias=False,
+            std=0.02,
+        ).to(device=s.device, dtype=s.torch_dtype)
+        with torch.no_grad():
+            layer.router.weight.copy_(weights.router())
+            for expert in self.experts:
+                layer.c_fc.weight[expert] = _interleaved(weights.gate_up(expert))
+                layer.c_proj.weight[expert] = weights.down(expert)
+        return layer  # type: ignore[no-any-return]
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD: Tensor = self.module(x_TD, kernel_backend_moe=self._kernels)[0]
+        return y_TD
+
+    def grads(self) -> dict[str, Tensor]:
+        module: Any = self.module
+        mixed_EFD = module.c_fc.weight.grad
+        return {
+            "router": module.router.weight.grad,
+            "gate_up": torch.cat((mixed_EFD[:, ::2], mixed_EFD[:, 1::2]), 1),
+            "down": module.c_proj.weight.grad,
+        }
+
+
+def _interleaved(gate_up_FD: Tensor) -> Tensor:
+    """Interleave the gate and up rows of a [2F, D] weight."""
+    return torch.stack(gate_up_FD.chunk(2), 1).flatten(0, 1)

@@ -32,7 +32,6 @@ from moe_comm.bench.common import report
 from moe_comm.bench.common.interleave import measure_interleaved
 from moe_comm.bench.common.ranks import on_hosts, run_benchmark, say
 from moe_comm.bench.common.settings import OverlapBench
-from moe_comm.bench.overlap import timeline_files
 from moe_comm.bench.overlap.contest import (
     DIRECTIONS,
     MeasuredRates,
@@ -40,10 +39,14 @@ from moe_comm.bench.overlap.contest import (
     fitting,
     measure,
 )
-from moe_comm.bench.overlap.experts import DispatchMatmulContest, MatmulCombineContest
 from moe_comm.bench.overlap.layer import OverlapLayerContest, widths
-from moe_comm.bench.overlap.linear import GatherMatmulContest, MatmulScatterContest
-from moe_comm.bench.overlap.timeline import TimelineStep, record
+from moe_comm.bench.overlap.operators import (
+    DispatchMatmulContest,
+    GatherMatmulContest,
+    MatmulCombineContest,
+    MatmulScatterContest,
+)
+from moe_comm.bench.overlap.timeline import TimelineStep, check_packages, record, write_timelines
 
 GEMM_SIZE, GEMM_ROUNDS = 1024, 5
 CONTESTS: dict[str, type[OperatorContest]] = {
@@ -123,14 +126,14 @@ def main(
             return bench, min(links) * 1e9 / 8 / bench.ranks_per_host, bool(trace or png)
 
         (measured, steps), links = on_hosts(run, task, bench.hosts, bench.ranks_per_host, bench.link_gbit)
-        timeline_files.write(steps, trace, png)
+        write_timelines(steps, trace, png)
         worst = slowest(measured["results"])
         settings = asdict(bench)
         return {"benchmark": "overlap", **measured, **worst, "link_gbit_measured": links, "settings": settings}
 
     for out in (trace, png):
         report.check_writable(out)
-    timeline_files.check_packages(trace, png)
+    check_packages(trace, png)
     return run_benchmark(measure, tables, json_out)
 
 

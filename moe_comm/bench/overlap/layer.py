@@ -20,8 +20,7 @@ from moe_comm.bench.common.inputs import check_result
 from moe_comm.bench.common.interleave import Phases, measure_interleaved
 from moe_comm.bench.common.settings import LayerBench, OverlapBench
 from moe_comm.bench.layer import benchmark as layers
-from moe_comm.bench.layer.own_layer import MoeCommLayer
-from moe_comm.bench.layer.peers import HuggingFaceEPLayer, LayerWeights
+from moe_comm.bench.layer.peers import HuggingFaceEPLayer, LayerWeights, MoeCommLayer
 from moe_comm.bench.overlap.contest import MeasuredRates, hidden_of
 from moe_comm.bench.overlap.timeline import TimelineStep, record
 from moe_comm.kernels.row_invariant import TILE

@@ -37,11 +37,9 @@ from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.bench.plan.benchmark import calibrated
 from moe_comm.bench.plan.settings import PlanBench
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
-from moe_comm.bench.train.own_loop import MoeCommTraining, OneProcessTraining
+from moe_comm.bench.train.own_loop import MoeCommTraining, OneProcessTraining, predicted_ms, write_trace
 from moe_comm.bench.train.peers import PEERS
-from moe_comm.bench.train.prediction import predicted_ms
 from moe_comm.bench.train.settings import LR, OWN, RIVALS, TrainBench
-from moe_comm.bench.train.trace import write_trace
 from moe_comm.errors import ConfigError
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder

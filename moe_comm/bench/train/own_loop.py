@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
+from moe_comm.bench.calibrate.steps import imbalance
 from moe_comm.bench.common.ranks import SingleRankMesh
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
 from moe_comm.bench.train.settings import OWN, TrainBench
 from moe_comm.layers.moe.load import moe_layers
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.observe import trace
 from moe_comm.observe.records import SpanLine
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
+from moe_comm.runtime.safe_files import write_file
 from moe_comm.topology import ParallelConfig, ParallelMesh
+from moe_comm.topology.pipeline import stages_per_rank
+from moe_comm.train.auto.choose import workload
 from moe_comm.train.loop.build import build
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks
+from moe_plan.machine.hardware import Cluster
+from moe_plan.model.mapping import Dispatcher, Mapping, PlacedMapping
+from moe_plan.step.step import StepModel
 
 STEP = Kind.STEP.name.lower()
 
@@ -117,3 +128,59 @@ class OneProcessTraining(MoeCommTraining):
         parallel = inputs.config.parallel.model_copy(update={"ep": 1, "sharding": "replicate"})
         config = inputs.config.model_copy(update={"parallel": parallel})
         self._open(replace(inputs, config=config, ranks=Ranks()), SingleRankMesh(), Ranks())
+
+
+PAUSE_NS = 5_000_000
+"""Gap between two steps of a trace."""
+
+
+def write_trace(steps: Sequence[Sequence[Sequence[SpanLine]]], ranks_per_host: int, out: str) -> None:
+    """Write ``steps`` in sequence to the file ``out``.
+
+    Args:
+        steps: for each step, the spans of each rank, on the monotonic clock. Spans of different steps may have been
+            recorded at any time.
+        ranks_per_host: number of ranks on each host.
+        out: the file.
+    """
+    lines: list[SpanLine] = []
+    begun = 0
+    for ranks in steps:
+        spans = [span for rank in ranks for span in rank]
+        if not spans:
+            continue
+        first = min(span.begin_ns for span in spans)
+        lines += [replace(span, skew_ns=begun - first) for span in spans]
+        begun += max(span.end_ns for span in spans) - first + PAUSE_NS
+    hosts = {span.rank: f"host {span.rank // ranks_per_host}" for span in lines}
+    write_file(Path(out), trace.build(lines, hosts))
+
+
+def predicted_ms(inputs: ContestantInputs, own_loop: MoeCommTraining, cluster: Cluster) -> float | None:
+    """Return the predicted time of a step with the expert loads of the last step, in ms.
+
+    None if the planner does not model the configuration: a given number of chunks, interleaved micro-batches, or
+    experts that move between ranks.
+    """
+    config, parallel = own_loop.config, own_loop.parallel
+    p = config.parallel
+    moves = config.placement.kind != "fixed"
+    if p.overlap_chunks not in (None, 0, "auto") or p.interleave or moves:
+        return None
+    shape = ModelShape.of(inputs.architecture)
+    pipeline = p.schedule if parallel.pp > 1 else None
+    mapping = Mapping(
+        parallel,
+        virtual=stages_per_rank(p.schedule, parallel.pp, p.virtual),
+        micro_batch=config.data.batch // (parallel.dp * config.data.micro_batches),
+        sharding=p.sharding,
+        replicas=p.dp_replicate,
+        recompute=config.model.recompute,
+        pipeline=pipeline,
+        overlap="chunks" if p.overlap_chunks else "none",
+        # The other backends send each row to the rank of its expert, as all_to_all does.
+        dispatcher=own_loop.backend if own_loop.backend in get_args(Dispatcher) else "all_to_all",  # type: ignore[arg-type]
+    )
+    rows = own_loop.reports[-1].load.slots
+    load = replace(workload(config, shape), imbalance=imbalance(rows, parallel.ep))
+    return StepModel(shape, PlacedMapping(mapping, cluster), load, config.data.batch).predict().seconds * 1e3

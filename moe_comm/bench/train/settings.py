@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from moe_comm.bench.common.peer_names import TRAIN_PEERS
 from moe_comm.bench.common.settings import (
+    TRAIN_PEERS,
     LinkGbit,
     Rounds,
     Seed,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moe_comm.errors import CorruptFile
 from moe_comm.observe.effective import EffectiveTime, effective_time
 from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, PlacementLine
-from moe_comm.observe.report.rank_lines import RankLines
+from moe_comm.observe.report.lines import RankLines
 from moe_comm.observe.report.read import HEALTH, PARTS, Curves, Loads, Run
 
 Floats = NDArray[np.float64]

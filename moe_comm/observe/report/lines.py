@@ -6,10 +6,17 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_comm.observe import records
+from moe_comm.observe.records import RankStep
 from moe_comm.runtime.untrusted import MAX_LINE, lines_of, open_regular
 
 PROBE_BYTES = 1 << 18
@@ -68,3 +75,132 @@ def number(value: object) -> float:
         return float(value)
     except OverflowError:
         return math.nan
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_LINES, MOST_RANKS, MOST_CELLS = 200_000, 4096, 1 << 20
+RANK_VALUES = ("total", "compute", "communication", "data", "checkpoint", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class RankLines:
+    """N step lines of R ranks.
+
+    index_N: rank index of each line. begin_N: beginning of the step in seconds since 1970. values: [N] values of each
+    of ``RANK_VALUES``. sent, waits: [R] bytes and seconds per step by kind. peers, probes: bytes per step and probe
+    seconds by (sending, receiving) rank index.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    steps_N: Floats
+    index_N: Ints
+    begin_N: Floats
+    values: Mapping[str, Floats]
+    sent: Mapping[str, Floats]
+    waits: Mapping[str, Floats]
+    peers: Mapping[tuple[int, int], float]
+    probes: Mapping[tuple[int, int], float]
+
+
+def read_ranks(path: Path, notes: list[str]) -> RankLines:
+    """Read at most about ``MOST_LINES`` lines of the run folder ``path``; append problems to ``notes``."""
+    folder = path / records.RANKS
+    files = sorted(folder.glob("rank-*.jsonl")) if folder.is_dir() else []
+    if not files:
+        notes.append(f"{records.RANKS}/ is missing or empty: no data of single ranks")
+    if len(files) > MOST_RANKS:
+        notes.append(f"{records.RANKS}/ has {len(files)} ranks; {MOST_RANKS} evenly sampled ranks are shown")
+        files = [files[i] for i in np.linspace(0, len(files) - 1, MOST_RANKS).astype(int)]
+    most = max(MOST_LINES // max(len(files), 1), 8)
+    index: dict[int, int] = {}
+    hosts: list[str] = []
+    rows: list[Floats] = []
+    sums = _Sums()
+    bad = 0
+    for file in files:
+        file_rows: list[list[float]] = []
+        try:
+            for raw in spread_lines(file, most):
+                try:
+                    line = records.parse(object_of(raw) or {}, RankStep)
+                    if not (0 <= line.step < 2**53 and 0 <= line.rank < 2**31):
+                        raise ValueError("the step or rank is out of range")
+                    values = [number(getattr(line, name)) for name in RANK_VALUES]
+                    place = index.setdefault(line.rank, len(index))
+                    if place == len(hosts):
+                        hosts.append(line.host[:200])
+                    file_rows.append([number(line.step), place, number(line.begin_s), *values])
+                    sums.add(line, place)
+                except ValueError:
+                    bad += 1
+        except OSError as error:
+            notes.append(f"{file.name} cannot be read: {error.strerror or error}")
+        rows.append(np.array(file_rows, dtype=np.float64).reshape(len(file_rows), 3 + len(RANK_VALUES)))
+    if bad:
+        notes.append(f"{records.RANKS}/: skipped {bad} invalid line(s)")
+    return _table(index, hosts, rows, sums)
+
+
+def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _Sums) -> RankLines:
+    """Build the table with ranks in rank order."""
+    order = sorted(index)
+    new_index = {index[rank]: place for place, rank in enumerate(order)}
+    table = np.concatenate([np.zeros((0, 3 + len(RANK_VALUES))), *rows])
+    renumber = np.array([new_index[old] for old in range(len(order))], dtype=np.int64)
+    steps = np.array([max(sums.lines.get(index[rank], 0), 1) for rank in order], dtype=np.float64)
+
+    def by_kind(sums_of: Mapping[str, Mapping[int, float]]) -> dict[str, Floats]:
+        return {
+            kind: np.array([sum_of_rank.get(index[rank], 0.0) for rank in order]) / steps
+            for kind, sum_of_rank in sorted(sums_of.items())
+        }
+
+    return RankLines(
+        ranks=tuple(order),
+        hosts=tuple(hosts[index[rank]] for rank in order),
+        steps_N=table[:, 0],
+        index_N=renumber[table[:, 1].astype(np.int64)] if len(order) else np.zeros(0, dtype=np.int64),
+        begin_N=table[:, 2],
+        values={name: table[:, 3 + i] for i, name in enumerate(RANK_VALUES)},
+        sent=by_kind(sums.sent),
+        waits=by_kind(sums.waits),
+        peers={
+            (new_index[place], new_index[index[peer]]): nbytes / max(sums.lines[place], 1)
+            for (place, peer), nbytes in sums.peers.items()
+            if peer in index
+        },
+        probes={
+            (new_index[index[peer]], new_index[place]): seconds / max(sums.probed[place, peer], 1)
+            for (place, peer), seconds in sums.probes.items()
+            if peer in index
+        },
+    )
+
+
+class _Sums:
+    """Sums over the lines of ranks; pairs are (index of the rank, number of the peer)."""
+
+    def __init__(self) -> None:
+        self.lines: Counter[int] = Counter()
+        self.sent: dict[str, dict[int, float]] = {}
+        self.waits: dict[str, dict[int, float]] = {}
+        self.peers: dict[tuple[int, int], float] = defaultdict(float)
+        self.probes: dict[tuple[int, int], float] = defaultdict(float)
+        self.probed: Counter[tuple[int, int]] = Counter()
+
+    def add(self, line: RankStep, place: int) -> None:
+        self.lines[place] += 1
+        for sums, values in ((self.sent, line.sent), (self.waits, line.waits)):
+            for kind, value in values.items():
+                if kind in sums or len(sums) < 16:
+                    sums.setdefault(kind[:40], defaultdict(float))[place] += number(value)
+        for pairs, values in ((self.peers, line.peers), (self.probes, line.links)):
+            for name, value in values.items():
+                if name.isdecimal() and len(name) < 10:
+                    pair = (place, int(name))
+                    if pair in pairs or len(pairs) < MOST_CELLS:
+                        pairs[pair] += number(value)
+                        self.probed[pair] += pairs is self.probes

@@ -30,8 +30,17 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.load import moe_layers
-from moe_comm.observe.fault_outcomes import PROGRESS, next_attempt
-from moe_comm.observe.faults import DAMAGE, DueFault, FaultPlan, FaultSpec, Injection, read_injections, write_injection
+from moe_comm.observe.faults import (
+    DAMAGE,
+    PROGRESS,
+    DueFault,
+    FaultPlan,
+    FaultSpec,
+    Injection,
+    next_attempt,
+    read_injections,
+    write_injection,
+)
 from moe_comm.observe.records import INJECTED, LineWriter
 from moe_comm.runtime.safe_files import write_file
 from moe_comm.runtime.untrusted import read_bounded

@@ -1,1 +1,0 @@
-"""``moe-comm tune``: measure the fastest number of chunks or kernel."""
