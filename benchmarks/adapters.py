@@ -25,7 +25,7 @@ from moe_comm.bench.common.machine import machine_info, versions
 from moe_comm.bench.common.ranks import on_ranks
 from moe_comm.bench.common.settings import BatchShape
 from moe_comm.dispatch import DROPPED
-from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch.selection.factory import shared_dispatcher
 from moe_comm.errors import MissingDependency
 
 CPU = torch.device("cpu")

@@ -1,5 +1,4 @@
-from moe_comm.dispatch.base import Dispatcher as Dispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions as PeerToPeerOptions
+from moe_comm.dispatch.dispatcher import Dispatcher as Dispatcher
 from moe_comm.dispatch.selection.choice import Traffic as Traffic
 from moe_comm.dispatch.selection.factory import make_dispatcher as make_dispatcher
 from moe_comm.dispatch.slots.capacity import Capacity as Capacity
@@ -7,6 +6,7 @@ from moe_comm.dispatch.types import (
     Dispatched as Dispatched,
     DispatchHandle as DispatchHandle,
     DispatchOptions as DispatchOptions,
+    PeerToPeerOptions as PeerToPeerOptions,
 )
 from moe_comm.dispatch.wire.wire_dtype import (
     WireDtype as WireDtype,

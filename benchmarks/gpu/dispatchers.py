@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from benchmarks.gpu.timing import Timer, random
 from moe_comm.comm.registered import RegisteredMemory
 from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.dispatch.wire.wire_dtype import bytes_per_row
 from moe_comm.gpu.heap import heap_bytes
 from moe_comm.topology import ExpertPlacement

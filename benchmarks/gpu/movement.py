@@ -42,10 +42,10 @@ from benchmarks.gpu.dispatchers import (
 )
 from benchmarks.gpu.record import Recorder, Work, part_parser
 from benchmarks.gpu.timing import Timer, copy_gb_s
+from benchmarks.gpu.virtual import run_ranks, virtual_ranks
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
-from moe_comm.dispatch.peer_to_peer.virtual import run_ranks, virtual_ranks
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.gpu.heap import heap_bytes
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.runtime.launch import init_ranks

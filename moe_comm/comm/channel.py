@@ -1,7 +1,11 @@
 """Collectives of torch.distributed with a deadline and typed errors.
 
 Tensors are transferred on a device that the group's backend supports, and returned on their own device. With gloo, CUDA
-tensors are copied through host memory. Rows are transferred as bytes, so the backend need not support their dtype.
+tensors are copied through CPU memory. Rows are transferred as bytes, so the backend need not support their dtype.
+
+Operations of a group raise ``PeerDied`` or ``PeerTimeout`` if a rank is lost, ``PeerError`` if a rank gave up or the
+group is unusable since an earlier error, ``ConfigError`` after the group was destroyed, and, where calls are compared,
+``RankMismatch`` on every rank if ranks are in different calls.
 """
 
 from __future__ import annotations

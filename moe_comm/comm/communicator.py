@@ -110,11 +110,7 @@ class Communicator:
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group.
-
-        Raises:
-            ConfigError: it has been destroyed.
-        """
+        """The process group."""
         if self._group is None:
             raise ConfigError(DESTROYED)
         return self._group
@@ -140,12 +136,7 @@ class Communicator:
         self.core, self.core_timeout_s = core, 0.0
 
     def check(self) -> None:
-        """Raise if the group is unusable.
-
-        Raises:
-            PeerError: the error of the operation that failed.
-            ConfigError: the group was destroyed.
-        """
+        """Raise if the group is unusable."""
         if self.failed is None and self.calls.gave_up:
             self.failed = PeerError(f"an earlier operation failed: {self.calls.gave_up}. This group is unusable.")
         if self.failed is not None:
@@ -303,11 +294,7 @@ def register(comm: Communicator) -> Communicator:
 
 
 def new_communicator(group: ProcessGroup) -> Communicator:
-    """Create a communicator for ``group``, before setup.
-
-    Raises:
-        ConfigError: the group was destroyed.
-    """
+    """Create a communicator for ``group``, before setup."""
     try:
         ranks, store = dist.get_process_group_ranks(group), _get_process_group_store(group)
     except (KeyError, ValueError) as error:

@@ -31,11 +31,6 @@ def communicator_of(group: ProcessGroup, timeout_s: float | None = None) -> Comm
     Args:
         group: a process group that contains this process.
         timeout_s: timeout of the exchange in the first call; default: ``CollectiveOptions.timeout_s``.
-
-    Raises:
-        ConfigError: this process is not in ``group``, or the group was destroyed.
-        RankMismatch: ranks set different ``CollectiveOptions``; on every rank.
-        PeerDied, PeerTimeout: a rank died, or did not call in time.
     """
     comm = communicator.find_communicator(group)
     if comm is None:
@@ -67,12 +62,7 @@ def _set_up(comm: Communicator, timeout_s: float | None) -> None:
 
 
 def heap_of(comm: Communicator, timeout_s: float, options: SharedOptions | None = None) -> SharedHeap:
-    """Return the shared memory of ``comm``. The first call is collective, and only its ``options`` are used.
-
-    Raises:
-        ConfigError: the ranks are not on one host.
-        HeapError: shared memory is full or not accessible.
-    """
+    """Return the shared memory of ``comm``. The first call is collective, and only its ``options`` are used."""
 
     def make() -> SharedHeap:
         heap = SharedHeap(Channel(comm, timeout_s), options)
@@ -141,9 +131,6 @@ def as_group(group: ProcessGroup | DeviceMesh | int | None, axis: str = "") -> P
     Args:
         group: a process group, a DeviceMesh of one dimension or with a dimension named ``axis``, or None.
         axis: name of the dimension of a DeviceMesh with several dimensions.
-
-    Raises:
-        ConfigError: a DeviceMesh of several dimensions, none of them named ``axis``.
     """
     if group is None or isinstance(group, ProcessGroup | int):  # int: not a member; ``rank_and_size`` raises
         return group  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import Lock
 
 import numpy as np
@@ -47,37 +47,17 @@ FAULTS: tuple[type[errors.MoeCommError], ...] = (
 )
 """Error classes that a header can report; its fault word is 1 + the index."""
 
-COMPARED = (
-    "operation",
-    "call number",
-    "hidden size",
-    "dtype",
-    "top-k or extra values",
-    "experts, or which weights require gradients",
-    "gradients, scales or the placement of experts",
-    "layer, dispatcher or rows",
-)
-"""Names of the first words of a header, which must be equal on all ranks."""
-NUM_COMPARED = len(COMPARED)
+NUM_COMPARED = 8
+"""Number of words at the start of a header that must be equal on all ranks."""
 FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
 TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
-PLACEMENT_WORD = 6
-"""Index of the word with the ``FLAGS`` and, above their bits, the digest of the placement."""
-FLAGS = (
-    "requires_grad",
-    "whether rows are scaled",
-    "whether routing weights require gradients",
-    "whether GEMMs overlap on the device",
-)
-"""Names of the bits of this word, from the lowest one."""
-TRAINED_WORD, TRAINED_SHIFT = 5, 32
-"""Index of the word of experts, and the bits above their number: which of ``TRAINED`` require gradients."""
+SHIFT = 32
+"""Words with two fields have the second one above this bit."""
+PLACEMENT_SHIFT = 4
+"""The bits of a placement's digest are above this many flags."""
 TRAINED = ("input weights", "output weights", "input biases", "output biases", "routing weights", "router")
-EXTRA_SHIFT = 32
-"""The word of top-k has the number of extra values above it, and in the two lowest bits whether they are int32 and
-whether they require gradients."""
 ORDINAL_MASK = 0xFFF
 """Bits of a word that hold the ordinal of a dispatcher."""
 COLLECTIVES = ORDINAL_MASK
@@ -119,11 +99,7 @@ class GroupCalls:
         return self._last.get(ordinal & ORDINAL_MASK, 0)
 
     def next(self, ordinal: int) -> int:
-        """Count an operation and return its number.
-
-        Raises:
-            ConfigError: the group was destroyed.
-        """
+        """Count an operation and return its number."""
         if self.closed:
             raise errors.ConfigError(DESTROYED)
         with self._lock:
@@ -179,22 +155,22 @@ class Header:
     agreed: bool = field(default=False, repr=False, compare=False)
 
     def compared(self) -> tuple[int, ...]:
-        """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
+        """Return the words that must be equal on all ranks. ``_FIELDS`` names their parts."""
         return (
             OPS.index(self.op),
             self.seq,
             self.hidden,
             _DTYPE_INDICES.get(self.dtype, -1),
-            self.top_k | (self.extra << 2 | self.extra_int << 1 | self.extra_grad) << EXTRA_SHIFT,
-            self.num_experts | self.trained << TRAINED_SHIFT,
+            self.top_k | (self.extra << 2 | self.extra_int << 1 | self.extra_grad) << SHIFT,
+            self.num_experts | self.trained << SHIFT,
             self.requires_grad
             | self.scaled << 1
             | self.weights_grad << 2
             | self.flagged << 3
-            | self.placement << len(FLAGS),
+            | self.placement << PLACEMENT_SHIFT,
             # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
             # dispatches in different orders.
-            _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,
+            _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << SHIFT,
         )
 
     def pack(self) -> Words:
@@ -232,54 +208,59 @@ def _text(words: Words) -> str:
     return words[TEXT_START:].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-def _format_word(index: int, words: Words) -> str:
-    """Return word ``index`` of a header, which is the word ``COMPARED[index]``, as text."""
-    value = int(words[index])
-    if index == 0:
-        return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
-    if index == 3:
-        return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
-    if index == 4 and value >> EXTRA_SHIFT:
-        bits = value >> EXTRA_SHIFT
-        dtype, grad = "int32" if bits & 2 else "float32", " that require gradients" if bits & 1 else ""
-        return f"{value & (1 << EXTRA_SHIFT) - 1} with {bits >> 2} extra values in {dtype}{grad}"
-    if index == TRAINED_WORD:
-        return str(value & (1 << TRAINED_SHIFT) - 1)
-    if index == 7:
-        rows = f", rows of call {value >> 32}" if value >> 32 else ""
-        return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"
-    return str(value)
+def _item(names: Sequence[object], index: int) -> str:
+    return str(names[index]).removeprefix("torch.") if 0 <= index < len(names) else f"unknown ({index})"
 
 
-def _format_placement(words: Words) -> str:
-    digest = int(words[PLACEMENT_WORD]) >> len(FLAGS)
+def _extra(value: int) -> str:
+    dtype, grad = "int32" if value & 2 else "float32", " that require gradients" if value & 1 else ""
+    return f"{value >> 2} in {dtype}{grad}" if value else "none"
+
+
+def _placement(digest: int) -> str:
     return f"version {digest & 0xFFFF} ({digest >> 16:x})" if digest else "version 0 (contiguous)"
 
 
-def _format_flag(bit: int, words: Words) -> str:
-    return str(bool(int(words[PLACEMENT_WORD]) >> bit & 1))
+def _trained(value: int) -> str:
+    return " and ".join(name for bit, name in enumerate(TRAINED) if value >> bit & 1) or "none"
 
 
-def _format_trained(words: Words) -> str:
-    trained = int(words[TRAINED_WORD]) >> TRAINED_SHIFT
-    return " and ".join(name for bit, name in enumerate(TRAINED) if trained >> bit & 1) or "none"
+_LOW = (1 << SHIFT) - 1
+_SAME_CALLS = "Every rank of a group must make the same calls in the same order with the same settings."
+_FIELDS: tuple[tuple[str, int, int, int, Callable[[int], object]], ...] = (
+    ("operation", 0, 0, -1, lambda value: _item(OPS, value)),
+    ("call number", 1, 0, -1, int),
+    ("hidden size", 2, 0, -1, int),
+    ("dtype", 3, 0, -1, lambda value: _item(DTYPES, value)),
+    ("top-k", 4, 0, _LOW, int),
+    ("extra values", 4, SHIFT, -1, _extra),
+    ("experts", 5, 0, _LOW, int),
+    ("which weights of experts require gradients", 5, SHIFT, -1, _trained),
+    ("requires_grad", 6, 0, 1, bool),
+    ("whether rows are scaled", 6, 1, 1, bool),
+    ("whether routing weights require gradients", 6, 2, 1, bool),
+    ("whether GEMMs overlap on the device", 6, 3, 1, bool),
+    ("the placement of experts", 6, PLACEMENT_SHIFT, -1, _placement),
+)
+"""Fields of the compared words: name, word, lowest bit, mask, and the text of a value. The last word is the layer."""
 
 
-def _differing_part(values: Sequence[int]) -> tuple[str, Callable[[Words], str]]:
-    """Return the name and the format of the part in which words with flags and placement differ."""
-    for bit, name in enumerate(FLAGS):
-        if len({value >> len(FLAGS) for value in values}) == 1 and len({value >> bit & 1 for value in values}) > 1:
-            return name, partial(_format_flag, bit)
-    return "the placement of experts", _format_placement
+def _difference(headers: Sequence[Words]) -> tuple[str, list[str]]:
+    """Return the name of the first field that differs, and its value on each rank."""
+    for name, word, shift, mask, text in _FIELDS:
+        values = [int(words[word]) >> shift & mask for words in headers]
+        if len(set(values)) > 1:
+            return name, [str(text(value)) for value in values]
+    origins = [int(words[NUM_COMPARED - 1]) for words in headers]
+    return "layer, dispatcher or rows", [
+        f"{_text(words)!r} (dispatcher {origin & ORDINAL_MASK}"
+        + (f", rows of call {origin >> SHIFT})" if origin >> SHIFT else ")")
+        for words, origin in zip(headers, origins, strict=True)
+    ]
 
 
 def check(headers: Sequence[Words], rank: int, own: Header) -> None:
-    """Raise if a header has a fault or two headers differ. Every rank raises.
-
-    Raises:
-        The class of the fault (``RoutingError``, ``InputError``): the input of a rank is invalid.
-        RankMismatch: ranks started different operations.
-    """
+    """Raise if a header has a fault or two headers differ. Every rank raises."""
     compared = [tuple(words[:NUM_COMPARED]) for words in headers]
     if own.calls is not None and len(set(compared)) > 1:
         own.calls.catch_up(headers)
@@ -289,28 +270,20 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
         if words[FAULT_SLOT]:
             kind, text = FAULTS[int(words[FAULT_SLOT]) - 1], f"rank {peer}: {_text(words)}"
             if kind is errors.PeerRaised:
-                text += f". This rank was in {own.op} (call {own.seq})" + (f" of layer {own.label!r}" * bool(own.label))
+                text += f". This rank was in {describe(own)}"
             raise kind(text)
     if own.op == COLLECTIVE and len(set(compared)) > 1:
         raise other_collective(rank, own.seq, own.label, _describe_others(headers, rank))
-    if len(set(compared)) <= 1:
-        return
-    for index in range(NUM_COMPARED):
-        if len({words[index] for words in compared}) > 1:
-            what = COMPARED[index]
-            describe_word: Callable[[Words], str] = partial(_format_word, index)
-            hint = "Every rank of a group must make the same calls in the same order with the same settings."
-            if index == TRAINED_WORD and len({words[index] & (1 << TRAINED_SHIFT) - 1 for words in compared}) == 1:
-                what, describe_word = "which weights of experts require gradients", _format_trained
-                hint = (
-                    "Freeze the same parameters on every rank, and enable gradients on all ranks or none. To train "
-                    "some experts only, let a gradient hook of the parameter zero the rows of the others."
-                )
-            if index == PLACEMENT_WORD:
-                what, describe_word = _differing_part([int(words[index]) for words in compared])
-            values = ", ".join(f"rank {peer}: {describe_word(words)}" for peer, words in enumerate(headers))
-            layer = f" of layer {own.label!r}" if own.label else ""
-            raise errors.RankMismatch(f"ranks disagree on {what} in {own.op} (call {own.seq}){layer}: {values}. {hint}")
+    if len(set(compared)) > 1:
+        what, values = _difference(headers)
+        by_rank = ", ".join(f"rank {peer}: {value}" for peer, value in enumerate(values))
+        hint = _SAME_CALLS
+        if what.startswith("which weights"):
+            hint = (
+                "Freeze the same parameters on every rank, and enable gradients on all ranks or none. To train "
+                "some experts only, let a gradient hook of the parameter zero the rows of the others."
+            )
+        raise errors.RankMismatch(f"ranks disagree on {what} in {describe(own)}: {by_rank}. {hint}")
 
 
 def _describe_others(headers: Sequence[Words], rank: int) -> str:
@@ -319,7 +292,7 @@ def _describe_others(headers: Sequence[Words], rank: int) -> str:
     for peer, words in enumerate(headers):
         if (words[:NUM_COMPARED] != headers[rank][:NUM_COMPARED]).any():
             collective = f"{_text(words)} ({words[2]} bytes)"
-            op = _format_word(0, words)
+            op = _item(OPS, int(words[0]))
             what = collective if op == COLLECTIVE else f"{op} of layer {_text(words)!r}"
             others.append(f"rank {peer} in call {words[1]}, {what}")
     return ", ".join(others)

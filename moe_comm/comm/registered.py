@@ -39,12 +39,7 @@ def registration_problem() -> str:
 
 
 class RegisteredMemory:
-    """A memory pool registered with the communicator that a collective of ``group`` on ``device`` has created.
-
-    Raises:
-        MissingDependency: torch or NCCL does not support it; see ``registration_problem``.
-        RuntimeError: there is no communicator yet, or NCCL cannot allocate or register memory.
-    """
+    """A memory pool registered with the communicator that a collective of ``group`` on ``device`` has created."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         if problem := registration_problem():

@@ -172,11 +172,6 @@ class SharedChannel(Channel):
 
         Returns:
             The result of ``body``; None on every rank if a rank has no room for its block.
-
-        Raises:
-            RankMismatch: on every rank.
-            PeerDied, PeerTimeout: a rank died or hangs.
-            PeerError: a peer's ``body`` raised.
         """
         assert self._shared is not None
         fault: HeapError | None = None
@@ -212,9 +207,6 @@ class SharedChannel(Channel):
         Args:
             label: name of the layer.
             in_flight: this rank, or a peer, may be in a transfer of the group's backend.
-
-        Raises:
-            PeerError: the group is unusable, or a peer did not come; the other ranks notice that as this rank did.
         """
         if self.world == 1 or known_to_peers(error, self.comm) or self.rows_device.type == "cuda":
             return

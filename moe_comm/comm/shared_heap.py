@@ -56,12 +56,7 @@ def _distinct_cores(masks: Iterable[str]) -> int:
 
 
 class SharedHeap:
-    """The heaps of all ranks, mapped into this process. Construction is collective over the ranks of ``channel``.
-
-    Raises:
-        ConfigError: the ranks are not on one host.
-        HeapError: shared memory is full or not accessible.
-    """
+    """The heaps of all ranks, mapped into this process. Construction is collective over the ranks of ``channel``."""
 
     def __init__(self, channel: Channel, options: SharedOptions | None = None) -> None:
         core = native()

@@ -56,9 +56,6 @@ def transfer_rows(
         receive: called once for each transfer to this rank, in their order, with the row of each tensor, valid during
             the call only.
         what: description of the transfer, for errors.
-
-    Raises:
-        RankMismatch, PeerDied, PeerTimeout: a rank failed, or made another call.
     """
     if not transfers:
         return
@@ -165,10 +162,6 @@ def share_blocks(channel: SharedChannel, blocks: SharedBlocks, what: str) -> boo
 
     Returns:
         False on every rank if a rank has no room; ``use`` was not called then.
-
-    Raises:
-        RankMismatch, PeerDied, PeerTimeout: a rank failed, or made another call. ``use`` may have been called.
-        PeerError: ``use`` raised on another rank.
     """
     flags = channel.world * FLAG_BYTES
     word = torch.float32

@@ -1,6 +1,5 @@
-from moe_comm.dispatch.arrays import Array as Array
-from moe_comm.dispatch.base import Dispatcher as Dispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions as PeerToPeerOptions
+from moe_comm.dispatch.arguments import Array as Array
+from moe_comm.dispatch.dispatcher import Dispatcher as Dispatcher
 from moe_comm.dispatch.selection.choice import Traffic as Traffic
 from moe_comm.dispatch.selection.factory import (
     BACKENDS as BACKENDS,
@@ -14,6 +13,7 @@ from moe_comm.dispatch.types import (
     Dispatched as Dispatched,
     DispatchHandle as DispatchHandle,
     DispatchOptions as DispatchOptions,
+    PeerToPeerOptions as PeerToPeerOptions,
 )
 from moe_comm.dispatch.wire.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes
 from moe_comm.kernels.fp8 import ScaledRows as ScaledRows

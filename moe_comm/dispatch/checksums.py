@@ -14,19 +14,13 @@ tokens once, whatever K is. The receiver reads its rows once. The exchange takes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moe_comm.comm.group_setup import channel_of
-from moe_comm.dispatch.wire.wire_dtype import rounded
+from moe_comm.dispatch.wire.wire_dtype import WireDtype, rounded
 from moe_comm.errors import CorruptPayload
 from moe_comm.runtime.memory import as_dtype
-
-if TYPE_CHECKING:
-    from moe_comm.comm.header import Header
-    from moe_comm.dispatch.base import Dispatcher
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -109,29 +103,15 @@ class SentChecksums:
         self.log.note(received_EW != expected_2EW[1], self.experts, self.description)
 
 
-def exchange_checksums(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, header: Header) -> SentChecksums | None:
-    """Exchange the checksums of the rows that each rank sends. Collective, after the headers have been compared.
-
-    Returns None without ``DispatchOptions.checksums``, and for several ranks in one process, which have no group.
-    """
-    if not dispatcher.options.checksums or (dispatcher.group is None and dispatcher.world > 1):
-        return None
-    wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
-    narrowed = wire_dtype.narrows(x_TD.dtype)
-    sums_T = row_sums(_without_nan(rounded(x_TD.detach(), wire_dtype), narrowed))
-    num_experts, (_, top_k) = dispatcher.num_experts, ids_TK.shape
+def sums_by_expert(x_TD: Tensor, ids_TK: Tensor, wire_dtype: WireDtype, num_experts: int) -> Tensor:
+    """Return [2, E] int64: the number of rows that this rank sends to each expert, and the sum of their words."""
+    sums_T = row_sums(_without_nan(rounded(x_TD.detach(), wire_dtype), wire_dtype.narrows(x_TD.dtype)))
     flat = ids_TK.reshape(-1).long()
     place = torch.where(flat < 0, num_experts, flat)
     sums_2E = sums_T.new_zeros(2, num_experts + 1)
     sums_2E[0].scatter_add_(0, place, torch.ones_like(place))
-    sums_2E[1].scatter_add_(0, place, sums_T.repeat_interleave(top_k))
-    sums_2E = sums_2E[:, :num_experts].contiguous()
-    description = f"dispatch (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")
-    if dispatcher.group is None or dispatcher.world == 1:
-        sums_W2E = sums_2E.unsqueeze(0)
-    else:
-        sums_W2E = channel_of(dispatcher.group).all_gather(sums_2E, f"the checksums of {description}")
-    return SentChecksums(sums_W2E, narrowed, dispatcher.local_experts, dispatcher.corruption, description)
+    sums_2E[1].scatter_add_(0, place, sums_T.repeat_interleave(ids_TK.shape[1]))
+    return sums_2E[:, :num_experts].contiguous()
 
 
 def _without_nan(rows_RD: Tensor, narrowed: bool) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.kernels.autograd import compute_dtype, needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, Saved

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_comm.comm import header as head
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import GroupCalls, Header, check, describe
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.types import peers_routing_error, routing_error
 from moe_comm.errors import MoeCommError, RankMismatch, mark_known
@@ -70,12 +70,7 @@ class Handshake:
         self._calls = calls
 
     def exchange(self, header: Header, ids_TK: Tensor | None, device: torch.device) -> Counts:
-        """Exchange headers and counts. If a header has a fault or two differ, raise the same error on every rank.
-
-        Raises:
-            InputError, RoutingError, RankMismatch: see ``header.check``.
-            PeerDied, PeerTimeout: a rank died, or did not call in time.
-        """
+        """Exchange headers and counts. If a header has a fault or two differ, raise the same error on every rank."""
         try:
             counts = self._exchange(header, ids_TK, device)
         except MoeCommError as error:

@@ -14,8 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.autograd import combine_backward, dispatch_backward
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
@@ -43,11 +42,7 @@ def register(dispatcher: Dispatcher) -> int:
 
 
 def sent_of(number: Tensor) -> Sent:
-    """Return the dispatch of a number.
-
-    Raises:
-        InputError: nothing has kept it.
-    """
+    """Return the dispatch of a number."""
     found = _sent.get(int(number))
     if found is None:
         raise InputError(f"the handle {int(number)} of moe_comm_ep::dispatch has been released")
@@ -80,7 +75,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 @once_differentiable
 def _dispatch_backward(ctx: Any, grad_RD: Tensor, *_: Any) -> tuple[Tensor, None, None]:
-    return dispatch_backward(ctx.sent.dispatcher, grad_RD, ctx.sent.handle), None, None
+    return ctx.sent.dispatcher.dispatch_backward(grad_RD, ctx.sent.handle), None, None
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_keep)
@@ -109,7 +104,7 @@ def _combine_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None,
     rows_RD, weights_TK = ctx.saved_tensors
     wide_TK = weights_TK.double() if rows_RD.dtype is torch.float64 else weights_TK.float()
     rows = rows_RD if ctx.needs_input_grad[1] else None
-    grad_RD, grad_TK = combine_backward(ctx.sent.dispatcher, grad_TD, rows, wide_TK, ctx.sent.handle)
+    grad_RD, grad_TK = ctx.sent.dispatcher.combine_backward(grad_TD, rows, wide_TK, ctx.sent.handle)
     return grad_RD, None if grad_TK is None else grad_TK.to(weights_TK.dtype), None
 
 

@@ -1,4 +1,8 @@
-"""Operations whose rows are received peer by peer, for the pipelined executor."""
+"""Operations whose rows are received peer by peer, for the pipelined executor.
+
+All of them raise ``PeerDied``, ``PeerTimeout`` or ``PeerError`` if a rank is lost or failed, and ``RankMismatch``,
+``InputError`` and ``RoutingError`` on every rank when they start.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from moe_comm.comm.header import Header
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.fp8 import ScaledRows
 
@@ -35,7 +38,7 @@ class IncomingRows(PendingTransfer):
     Attributes:
         rows_RD: The destination. This rank's own rows are complete. Rows of a peer are complete after ``next`` returns
             it, or once ``ready(peer)`` is True; on a GPU, for operations that are then queued on the current stream.
-        scaled: The encoded rows in place of ``rows_RD``, if the header has ``scaled`` and rows are encoded in fp8 in
+        scaled: The encoded rows in place of ``rows_RD``, if the operation has ``scaled`` and rows are encoded in fp8 in
             transfer. Else None, and ``rows_RD`` are not rounded to an fp8 wire dtype.
         handle: The dispatch handle.
     """
@@ -50,12 +53,7 @@ class IncomingRows(PendingTransfer):
 
     @abstractmethod
     def next(self, peers: Sequence[int]) -> int:
-        """Wait until the rows of one of ``peers`` are complete, and return the first such peer.
-
-        Raises:
-            PeerDied, PeerTimeout: a rank died, or did not send in time.
-            PeerError: a rank failed.
-        """
+        """Wait until the rows of one of ``peers`` are complete, and return the first such peer."""
 
 
 class OutgoingRows(PendingTransfer):
@@ -71,13 +69,7 @@ class OutgoingRows(PendingTransfer):
 
     @abstractmethod
     def sum(self, weights_TK: Tensor | None) -> Tensor:
-        """Wait for all rows of this rank's tokens and return their sum, [T, D]. Call it after flags for all peers.
-
-        Raises:
-            RankMismatch: on every rank.
-            PeerDied, PeerTimeout: a rank died, or did not call in time.
-            PeerError: a rank failed.
-        """
+        """Wait for all rows of this rank's tokens and return their sum, [T, D]. Call it after flags for all peers."""
 
 
 class PendingDispatcher(Dispatcher):
@@ -91,24 +83,24 @@ class PendingDispatcher(Dispatcher):
     """Whether collectives of the group can run while rows are in flight."""
 
     @abstractmethod
-    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
-        """Start a dispatch."""
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> IncomingRows:
+        """Start the current operation, a dispatch."""
 
     @abstractmethod
     def rows_by_source(self, incoming: IncomingRows) -> npt.NDArray[np.int64]:
         """Return [W, E], the rows of each rank for each expert, of the dispatch that has just been started."""
 
     @abstractmethod
-    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> OutgoingRows:
         """Start a combine, or the backward of a dispatch, of rows that the caller then computes.
 
         Args:
             rows_RD: uninitialised, from ``empty_rows``.
-            handle, header: of the operation.
+            handle: of the dispatch.
         """
 
     @abstractmethod
     def start_spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[IncomingRows, Tensor | None]:
         """Start the backward of a combine. The gradient of the weights, [T, K], is complete on return."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 

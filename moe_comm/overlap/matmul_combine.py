@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.dispatch.expert_call import grouped
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError

@@ -287,9 +287,9 @@ class Placement:
 
     @cached_property
     def digest(self) -> int:
-        """A hash of all fields but the version (40 bits), and the version (the lowest 16 bits).
+        """40-bit hash of all fields but the version, and 16-bit version.
 
-        The same in every process. ``comm.header.FLAGS`` and it fit into one word. 0 for the contiguous placement of
+        The same in every process. ``Header`` packs it into one word with its flags. 0 for the contiguous placement of
         version 0 without slots for copies.
         """
         if self.is_contiguous and not self.version:

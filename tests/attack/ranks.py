@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_comm.dispatch import Dispatched, Dispatcher, DispatchOptions, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import PeerError
 from moe_comm.topology import ExpertPlacement
 from tests.attack.sequences import DTYPES, Odd, Sequence, Step

@@ -62,8 +62,8 @@ def _corrupt_next_dispatch(dispatcher: Dispatcher, row: int) -> list[str]:
     flips: list[str] = []
     send = dispatcher._send
 
-    def corrupted(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
-        rows_RD, handle = send(x_TD, ids_TK, header)
+    def corrupted(x_TD: Tensor, ids_TK: Tensor) -> Any:
+        rows_RD, handle = send(x_TD, ids_TK)
         if not flips and rows_RD.shape[0] > row:
             rows_RD = rows_RD.clone()
             _flip(rows_RD, row, 1, 9)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement

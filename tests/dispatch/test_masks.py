@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moe_comm.dispatch.slots import masks
-from moe_comm.dispatch.slots.masks import ids_of_mask
+from moe_comm.dispatch.slots.plain import ids_of_mask
 
 
 @pytest.mark.parametrize("native", [True, False])

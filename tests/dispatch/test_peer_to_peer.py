@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError, InputError, PeerTimeout
 from moe_comm.gpu import protocol
 from moe_comm.gpu.arguments import kernel_fields

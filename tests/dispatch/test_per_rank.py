@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_comm.dispatch.per_rank import layout as rank_layouts
-from moe_comm.dispatch.per_rank.layout import SENDER_WORDS, local_slots, rank_layout
+from moe_comm.dispatch import per_rank as rank_layouts
+from moe_comm.dispatch.per_rank import SENDER_WORDS, local_slots, rank_layout
 from moe_comm.topology import ExpertPlacement
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases
 from tests.dispatch.cases import Batch, Case

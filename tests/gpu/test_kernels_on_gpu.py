@@ -7,8 +7,8 @@ import torch
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.local import LocalDispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import Launcher, NativeLauncher, nvrtc_launcher
 from moe_comm.topology import ExpertPlacement

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
 from moe_comm.gpu import operations, protocol
 from moe_comm.gpu.arguments import Words, kernel_fields

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError
 from moe_comm.gpu import launch
 from moe_comm.kernels import expert_mlp_gpu

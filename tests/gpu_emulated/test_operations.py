@@ -14,8 +14,8 @@ import torch.distributed as dist
 import moe_comm
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.local import LocalDispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import KernelError
 from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.gpu.launch import NativeLauncher, starter_of

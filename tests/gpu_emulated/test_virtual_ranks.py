@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.virtual import run_ranks, virtual_ranks
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
-from moe_comm.dispatch.peer_to_peer.virtual import run_ranks, virtual_ranks
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import RoutingError
 from moe_comm.topology import ExpertPlacement
 

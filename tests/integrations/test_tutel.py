@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch.selection.factory import shared_dispatcher
 from moe_comm.errors import MoeCommError
 from moe_comm.integrations.tutel.routed import run_experts
 from tests.pool import RankPool

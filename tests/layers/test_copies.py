@@ -17,7 +17,7 @@ from torch import Tensor
 import moe_comm
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError, PeerDied, RankMismatch
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, gather_state_dict, load_state_dict
 from moe_comm.layers.check.gradients import check_grads

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, ZeroExperts, gather_state_dict, load_state_dict
 from moe_comm.layers.data_parallel import expert_modules, optimizer_state_dict

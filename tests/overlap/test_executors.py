@@ -15,11 +15,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from moe_comm.dispatch import DispatchOptions, make_dispatcher
 from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.backends.native import SharedMemoryDispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, MissingDependency, PeerRaised
 from moe_comm.kernels.activations import activation_of

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions, make_dispatcher
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import InputError, PeerRaised
 from moe_comm.kernels import expert_mlp

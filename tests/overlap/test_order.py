@@ -27,11 +27,10 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.native import NativeIncomingRows, NativeOutgoingRows
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
-from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.backends.native import NativeIncomingRows, NativeOutgoingRows, SharedMemoryDispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import HeapError
 from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of

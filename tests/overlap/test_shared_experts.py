@@ -22,9 +22,8 @@ from moe_comm.comm.group_setup import communicator_of, heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.native import NativeOutgoingRows
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.backends.native import NativeOutgoingRows, SharedMemoryDispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import (
     ConfigError,

@@ -15,7 +15,7 @@ pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm import DispatchOptions, make_dispatcher
 from moe_comm.comm.shared_heap import SharedOptions
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
+from moe_comm.dispatch.backends.native import SharedMemoryDispatcher
 from moe_comm.errors import HeapError
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement

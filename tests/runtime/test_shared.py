@@ -23,7 +23,7 @@ from moe_comm.comm import shared_heap as shared  # noqa: E402
 from moe_comm.comm.group_setup import communicator_of, heap_of  # noqa: E402
 from moe_comm.comm.shared_heap import SEGMENT_PREFIX, SharedOptions  # noqa: E402
 from moe_comm.dispatch.backends.local import LocalDispatcher  # noqa: E402
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # noqa: E402
+from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # noqa: E402
 from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
 from moe_comm.errors import HeapError, PeerDied, PeerError, PeerTimeout, RankMismatch  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402

@@ -30,7 +30,7 @@ from moe_comm.bench.dispatch import mpi_ranks
 from moe_comm.bench.dispatch.bare_copies import BareCopies
 from moe_comm.bench.dispatch.contestants import Contestant, GlooExchange, TimedPhase, TorchPeer, measure
 from moe_comm.dispatch import make_dispatcher
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import Dispatched
 
 GLOO_PEERS = {"torch_gloo": False, "torch_gloo_tuned": True}

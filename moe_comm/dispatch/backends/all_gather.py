@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.comm.header import Header, describe
+from moe_comm.comm.header import describe
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.slots.sums import scale_
@@ -54,36 +54,36 @@ class AllGatherDispatcher(AllToAllDispatcher):
     def own_rows(self, handle: DispatchHandle, sent: int) -> None:
         """Return None, because the collectives record their own bytes."""
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
-        handle = self._gathered(x_TD, ids_TK, header)
-        wire_dtype, routes = self.options.wire_dtypes.of(header.op), handle.state
-        x_PD = self._gather_rows(x_TD, routes.tokens_W, wire_dtype, describe(header))
+        handle = self._gathered(x_TD, ids_TK)
+        wire_dtype, routes = self.options.wire_dtypes.of(self.current.op), handle.state
+        x_PD = self._gather_rows(x_TD, routes.tokens_W, wire_dtype, describe(self.current))
         return x_PD[routes.gathered_R // handle.top_k], handle
 
-    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
-        handle = self._gathered(x_TD, ids_TK, header)
-        wire_dtype, routes = self.options.wire_dtypes.of(header.op), handle.state
-        packed_PX = self._gather_padded(pack(x_TD, wire_dtype), routes.tokens_W, describe(header))
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[ScaledRows, DispatchHandle]:
+        handle = self._gathered(x_TD, ids_TK)
+        wire_dtype, routes = self.options.wire_dtypes.of(self.current.op), handle.state
+        packed_PX = self._gather_padded(pack(x_TD, wire_dtype), routes.tokens_W, describe(self.current))
         return unpack_scaled(take(packed_PX, routes.gathered_R // handle.top_k), wire_dtype, handle.hidden), handle
 
-    def _gathered(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> DispatchHandle:
+    def _gathered(self, x_TD: Tensor, ids_TK: Tensor) -> DispatchHandle:
         """Run the handshake of a dispatch, gather the ids of all ranks, and return a handle with ``GatheredRoutes``."""
-        counts = self._handshake.exchange(header, ids_TK, x_TD.device)
+        counts = self._handshake.exchange(self.current, ids_TK, x_TD.device)
         routes = self._routes(ids_TK, counts)
         # int32 is enough: the handshake has checked the range of the ids.
-        ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, describe(header), fill=-1)
+        ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, describe(self.current), fill=-1)
         own = self.local_experts
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
         order, _ = sums.order(local_PK, len(own))
-        handle = self._handle(x_TD, counts, routes, header)
+        handle = self._routed(x_TD, counts, routes)
         return replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=order[: sum(routes.receive)]))
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        if self.options.deterministic or self.options.wire_dtypes.of(header.op).narrows(handle.dtype):
-            return super()._sum(rows_RD, weights_TK, handle, header)
-        self.check_headers(header, rows_RD.device)
-        description = describe(header)
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
+        if self.options.deterministic or self.options.wire_dtypes.of(self.current.op).narrows(handle.dtype):
+            return super()._sum(rows_RD, weights_TK, handle)
+        self.check_headers(rows_RD.device)
+        description = describe(self.current)
         routes: GatheredRoutes = handle.state
         rows_RD = rows_RD.to(accumulate_dtype(rows_RD.dtype))
         if weights_TK is not None:
@@ -96,13 +96,13 @@ class AllGatherDispatcher(AllToAllDispatcher):
         return total_PD[: handle.num_tokens].to(handle.dtype)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
-        self.check_headers(header, grad_TD.device)
-        description = describe(header)
+        self.check_headers(grad_TD.device)
+        description = describe(self.current)
         routes: GatheredRoutes = handle.state
         weights_R = self._weights(weights_TK, routes, description)
-        grad_PD = self._gather_rows(grad_TD, routes.tokens_W, self.options.wire_dtypes.of(header.op), description)
+        grad_PD = self._gather_rows(grad_TD, routes.tokens_W, self.options.wire_dtypes.of(self.current.op), description)
         grad_RD = take(grad_PD, routes.gathered_R // handle.top_k)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.base import Dispatcher, make_handle
+from moe_comm.comm.header import describe
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
 from moe_comm.dispatch.slots import plain, sums
 from moe_comm.dispatch.slots.sums import scale_, take, weighted_sum
@@ -77,61 +77,56 @@ class AllToAllDispatcher(Dispatcher):
     def _report_stop(self, text: str) -> None:
         self.channel.give_up(text)
 
-    def prepare_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> DispatchHandle:
-        """Run the handshake of a dispatch and compute its routes. No rows move.
+    def prepare_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> DispatchHandle:
+        """Run the handshake of a dispatch and compute its routes. No rows move."""
+        counts = self._handshake.exchange(self.current, ids_TK, x_TD.device)
+        return self._routed(x_TD, counts, self._routes(ids_TK, counts))
 
-        Raises:
-            InputError, RoutingError, RankMismatch: on every rank.
-            PeerDied, PeerTimeout: a rank died, or did not call in time.
-        """
-        counts = self._handshake.exchange(header, ids_TK, x_TD.device)
-        return self._handle(x_TD, counts, self._routes(ids_TK, counts), header)
-
-    def check_headers(self, header: Header, device: torch.device) -> None:
+    def check_headers(self, device: torch.device) -> None:
         """Run the handshake of any operation after dispatch, if operations are ``checked``."""
         if self.options.checked:
-            self._handshake.exchange(header, None, device)
+            self._handshake.exchange(self.current, None, device)
 
-    def send(self, x_TD: Tensor, handle: DispatchHandle, header: Header) -> Tensor:
+    def send(self, x_TD: Tensor, handle: DispatchHandle) -> Tensor:
         """Return [R, D], the rows of this rank's experts, after ``prepare_dispatch``. No autograd."""
         routes: Routes = handle.state
-        wire_dtype = self.options.wire_dtypes.of(header.op)
-        return self._send_rows(x_TD, wire_dtype, routes, describe(header))
+        wire_dtype = self.options.wire_dtypes.of(self.current.op)
+        return self._send_rows(x_TD, wire_dtype, routes, describe(self.current))
 
-    def send_scaled(self, x_TD: Tensor, handle: DispatchHandle, header: Header) -> ScaledRows:
+    def send_scaled(self, x_TD: Tensor, handle: DispatchHandle) -> ScaledRows:
         """Do the same for a dispatch with an fp8 wire dtype, and return the encoded rows."""
-        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(header.op)
+        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(self.current.op)
         packed_SX = sums.copy(pack(x_TD, wire_dtype), routes.place_TK, routes.slot_S)
-        packed_RX = self._to_experts(packed_SX, routes, describe(header))
+        packed_RX = self._to_experts(packed_SX, routes, describe(self.current))
         return unpack_scaled(packed_RX, wire_dtype, handle.hidden)
 
     def own_rows(self, handle: DispatchHandle, sent: int) -> int | None:
         return int(handle.state.send[self.rank])
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
-        handle = self.prepare_dispatch(x_TD, ids_TK, header)
-        return self.send(x_TD, handle, header), handle
+        handle = self.prepare_dispatch(x_TD, ids_TK)
+        return self.send(x_TD, handle), handle
 
-    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
-        handle = self.prepare_dispatch(x_TD, ids_TK, header)
-        return self.send_scaled(x_TD, handle, header), handle
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[ScaledRows, DispatchHandle]:
+        handle = self.prepare_dispatch(x_TD, ids_TK)
+        return self.send_scaled(x_TD, handle), handle
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
         rows_RD = rows_RD.contiguous()
-        self.check_headers(header, rows_RD.device)
-        wire_dtype = self.options.wire_dtypes.of(header.op)
-        rows_SD = self._return_rows(rows_RD, wire_dtype, handle.state, describe(header))
+        self.check_headers(rows_RD.device)
+        wire_dtype = self.options.wire_dtypes.of(self.current.op)
+        rows_SD = self._return_rows(rows_RD, wire_dtype, handle.state, describe(self.current))
         return weighted_sum(rows_SD, handle.state.place_TK, weights_TK)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
-        self.check_headers(header, grad_TD.device)
+        self.check_headers(grad_TD.device)
         routes: Routes = handle.state
-        wire_dtype = self.options.wire_dtypes.of(header.op)
+        wire_dtype = self.options.wire_dtypes.of(self.current.op)
         weights_S = weights_TK.reshape(-1)[routes.slot_S]
-        description = describe(header)
+        description = describe(self.current)
         if rows_RD is None and not wire_dtype.narrows(grad_TD.dtype):
             grad_SD = sums.copy(grad_TD, routes.place_TK, routes.slot_S)
             return self._to_experts(plain.scale(grad_SD, weights_S), routes, description), None
@@ -222,10 +217,10 @@ class AllToAllDispatcher(Dispatcher):
             counts.rows_WE,
         )
 
-    def _handle(self, x_TD: Tensor, counts: Counts, routes: Routes, header: Header) -> DispatchHandle:
+    def _routed(self, x_TD: Tensor, counts: Counts, routes: Routes) -> DispatchHandle:
         own = self.local_experts
         rows_per_expert = tuple(counts.rows_WE[:, own.start : own.stop].sum(0).tolist())
-        return make_handle(header, x_TD, rows_per_expert, sum(routes.receive), counts.num_dropped, routes)
+        return self._handle(x_TD, rows_per_expert, sum(routes.receive), counts.num_dropped, routes)
 
 
 def to_slots(values_S: Tensor, handle: DispatchHandle) -> Tensor:

@@ -1,22 +1,36 @@
-"""Dispatch and combine of CPU tensors in the native core, for ``local`` and ``shared_memory``."""
+"""Backends of CPU tensors whose rows the native core moves: ``local`` and ``shared_memory``.
+
+Dispatch copies each row once, from the caller's tensor to its final position at the owner of its expert. Combine reads
+the output rows of the owners in place. csrc/cpu/communicator.h defines the protocol, csrc/cpu/transfer.h the copies.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_comm.comm.communicator import Communicator
-from moe_comm.comm.header import Header, failure, fault_word
-from moe_comm.dispatch.base import make_handle
-from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingTransfer
-from moe_comm.dispatch.types import DispatchHandle
-from moe_comm.errors import MoeCommError, RoutingError, mark_known
-from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
+from moe_comm.comm.group_setup import heap_of
+from moe_comm.comm.header import failure, fault_word
+from moe_comm.comm.shared_heap import SharedOptions
+from moe_comm.dispatch.arguments import ID_DTYPES
+from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
+from moe_comm.dispatch.operation import Operation
+from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher, PendingTransfer
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.dispatch.wire.wire_dtype import rounded
+from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
+from moe_comm.kernels.fp8 import ScaledRows
+from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, native_is_built, private_heap, warm_rows
 from moe_comm.tensor_memory import address, row_address
+from moe_comm.topology import ExpertPlacement
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -27,62 +41,16 @@ def supported(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in DTYPE_CODES
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` with unit stride inside rows. The stride between rows is arbitrary."""
-    return x if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= 0 else x.contiguous()
-
-
-def _fault_args(header: Header) -> tuple[int, str]:
-    """Return the fault of ``header`` as arguments of the native core."""
-    return (0, "") if header.fault is None else (fault_word(header.fault), str(header.fault))
-
-
-def _spread_args(
-    header: Header,
-    handle: DispatchHandle,
-    grad_TD: Tensor,
-    rows_RD: Tensor | None,
-    weights_TK: Tensor,
-    grad_TK: Tensor | None,
-) -> tuple[Any, ...]:
-    return (
-        header.compared(),
-        header.label,
-        handle.state,
-        *row_address(grad_TD, handle.dtype, (handle.num_tokens, handle.hidden)),
-        *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
-        address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
-        rows_RD is not None,
-        address(grad_TK, torch.float32, (handle.num_tokens, handle.top_k)),
-    )
-
-
 WordsArgs = tuple[int, int, int, int]
-"""Address, width, and strides of the words of slots; zeros without."""
-
-
-def _words_args(words_TKX: Tensor | None, tokens: int, top_k: int) -> tuple[Tensor | None, WordsArgs]:
-    """Return words that the native core reads in place, and its arguments."""
-    if words_TKX is None:
-        return None, (0, 0, 0, 0)
-    if words_TKX.stride(2) != 1:
-        words_TKX = words_TKX.contiguous()
-    width = words_TKX.shape[2]
-    pointer, _ = row_address(words_TKX, torch.float32, (tokens, top_k, width))
-    return words_TKX, (pointer, width, words_TKX.stride(0), words_TKX.stride(1))
-
-
-def _received(capsule: Any, rows: int, words: WordsArgs) -> Tensor | None:
-    if capsule is None:
-        return None
-    return from_capsule(capsule) if rows else torch.empty(0, words[1], dtype=torch.float32, device="cpu")
+"""Address, width, and strides of the words of slots."""
+NO_WORDS = (0, 0, 0, 0)
 
 
 class _NativeTransfer(PendingTransfer):
     """A transfer of the native core."""
 
     _native: _C.PendingReceive | _C.PendingSum
-    _rows: NativeRows
+    _dispatcher: NativeDispatcher
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -91,16 +59,21 @@ class _NativeTransfer(PendingTransfer):
         finally:
             self._native.abandon()  # has no effect after finish
             if not self._native.finished():
-                self._rows.retain(self)
+                self._dispatcher.retain(self)
 
 
 class NativeIncomingRows(_NativeTransfer, IncomingRows):
     """Rows that the native core receives."""
 
     def __init__(
-        self, rows: NativeRows, native: _C.PendingReceive, rows_RD: Tensor, handle: DispatchHandle, *buffers: object
+        self,
+        dispatcher: NativeDispatcher,
+        native: _C.PendingReceive,
+        rows_RD: Tensor,
+        handle: DispatchHandle,
+        *buffers: object,
     ) -> None:
-        self._rows, self._native, self._receive = rows, native, native
+        self._dispatcher, self._native, self._receive = dispatcher, native, native
         self.rows_RD, self.handle = rows_RD, handle
         self._buffers = buffers  # peers may read and write them
 
@@ -114,9 +87,9 @@ class NativeIncomingRows(_NativeTransfer, IncomingRows):
 class NativeOutgoingRows(_NativeTransfer, OutgoingRows):
     """Outputs of experts that peers read through the native core."""
 
-    def __init__(self, native: _C.PendingSum, rows_RD: Tensor, y_TD: Tensor, rows: NativeRows, header: Header) -> None:
+    def __init__(self, dispatcher: NativeDispatcher, native: _C.PendingSum, rows_RD: Tensor, y_TD: Tensor) -> None:
         self._native = self._pending_sum = native
-        self._rows, self._header, self._y_TD = rows, header, y_TD
+        self._dispatcher, self._operation, self._y_TD = dispatcher, dispatcher.current, y_TD
         self._rows_RD = rows_RD  # peers read it
 
     def raise_flag(self, peer: int) -> None:
@@ -128,238 +101,364 @@ class NativeOutgoingRows(_NativeTransfer, OutgoingRows):
     def sum(self, weights_TK: Tensor | None) -> Tensor:
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         try:
-            weights = address(weights_TK, torch.float32, (len(self._y_TD), self._header.top_k))
+            weights = address(weights_TK, torch.float32, (len(self._y_TD), self._operation.top_k))
             self._pending_sum.sum(weights, address(self._y_TD, self._rows_RD.dtype))
-        except self._rows.errors as error:
-            raise self._rows.translated(error, self._header) from None
+        except self._dispatcher.errors as error:
+            raise self._dispatcher.translated(error, self._operation) from None
         return self._y_TD
 
 
-class NativeRows:
-    """The primitives ``_send``, ``_sum`` and ``_spread`` of a ``Dispatcher``, run by the native core's ``Transfer``.
+class NativeDispatcher(Dispatcher):
+    """A dispatcher whose primitives run in the native core, each with one call of its ``Transfer``."""
 
-    Args:
-        expert_offsets: first expert of each rank, and the number of experts.
-        comm: None if this process holds all experts.
-        timeout_s: deadline of waits for a peer.
-    """
+    checks_ids = True  # the native core checks
+    heap: _C.Heap
 
-    def __init__(
-        self,
-        heap: _C.Heap,
-        expert_offsets: tuple[int, ...],
-        rank: int,
-        comm: Communicator | None = None,
-        timeout_s: float = math.inf,
-    ) -> None:
-        core = native()
+    def _open(self, heap: _C.Heap, peers: Communicator | None) -> None:
+        """Move rows through ``heap``. peers: of the ranks that read it; None if this process holds all experts."""
+        core, self._peers = native(), peers
         self.errors = (MoeCommError, core.HandshakeFailed)
-        self._comm, self._timeout_s = comm, timeout_s
-        self.rank = rank
         self.heap = heap
-        self._transfer = core.Transfer(
-            None if comm is None else comm.core, heap, list(expert_offsets), threads=torch.get_num_threads()
-        )
+        offsets, threads = list(self.placement.offsets), torch.get_num_threads()
+        self._transfer = core.Transfer(None if peers is None else peers.core, heap, offsets, threads=threads)
 
-    def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return a block of this rank's heap, which peers read in place."""
+    def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a block of this rank's heap, which peers read in place. Other dtypes and devices get a new tensor."""
+        if device.type != "cpu" or dtype not in DTYPE_CODES:
+            return super().empty_rows(num_rows, width, dtype, device)
         return block(self.heap, num_rows, width, dtype)
 
-    def _set_deadline(self) -> None:
-        if self._comm is not None and self._comm.core_timeout_s != self._timeout_s:
-            self._comm.set_core_timeout(self._timeout_s)
-
-    def start_send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> NativeIncomingRows:
-        """Start ``send``. This rank's own rows are complete on return; rows of peers may be in flight."""
-        tokens, hidden = (x_TD.shape[0], x_TD.shape[1]) if header.fault is None else (0, header.hidden)
-        fault, text = _fault_args(header)
-        if not fault:
-            x_TD = _dense(x_TD)
-            ids_TK = ids_TK.to(torch.int64).contiguous()
-        self._set_deadline()
+    def _run(self, call: Callable[..., Any], *args: Any, read: Tensor | None = None) -> Any:
+        """Call the native core for the current operation. read: rows that peers read in place."""
+        operation, peers = self.current, self._peers
+        if peers is not None and peers.core_timeout_s != self.options.timeout_s:
+            peers.set_core_timeout(self.options.timeout_s)
         try:
-            capsule, state, pending = self._transfer.start_send(
-                header.compared(),
-                header.label,
-                fault,
-                text,
-                *((0, 0) if fault else row_address(x_TD, header.dtype, (tokens, hidden))),
-                0 if fault else address(ids_TK, torch.int64, (tokens, header.top_k)),
-                tokens,
-                header.top_k,
-                hidden,
-                DTYPE_CODES.get(header.dtype, 0),
-            )
-        except self.errors as error:
-            raise self.translated(error, header) from None
-        rows = state.rows
-        rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        handle = make_handle(header, x_TD, state.rows_per_expert, rows, state.dropped, state)
-        return NativeIncomingRows(self, pending, rows_RD, handle, capsule)
+            return call(operation.compared(), operation.label, *args)
+        except BaseException as error:
+            if not isinstance(error, self.errors[1]):  # after a failed handshake no peer reads
+                self.retain(read)
+            if isinstance(error, self.errors):
+                raise self.translated(error, operation) from None
+            raise
 
-    def send(
-        self, x_TD: Tensor, ids_TK: Tensor, header: Header, words_TKX: Tensor | None = None
+    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
+        return self._send_with(x_TD, ids_TK, None)[:2]
+
+    def _send_with(
+        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
     ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
-        """Dispatch with one native call; see ``Dispatcher._send_with``."""
-        if header.fault is not None:
-            with self.start_send(x_TD, ids_TK, header) as incoming:
+        operation = self.current
+        if operation.fault is not None:
+            with self._start_send(x_TD, ids_TK) as incoming:
                 return incoming.rows_RD, incoming.handle, None
         if not x_TD.is_contiguous():
             x_TD = _dense(x_TD)
         if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
             ids_TK = ids_TK.to(torch.int64).contiguous()
-        (tokens, hidden), dtype = x_TD.shape, x_TD.dtype
-        words_TKX, words = _words_args(words_TKX, tokens, header.top_k)
-        self._set_deadline()
-        try:
-            capsule, state, sizes, rows, dropped, received = self._transfer.send(
-                header.compared(),
-                header.label,
-                *row_address(x_TD, dtype),
-                address(ids_TK, torch.int64, (tokens, header.top_k)),
-                (tokens, header.top_k, hidden, DTYPE_CODES[dtype]),
-                words,
-            )
-        except self.errors as error:
-            raise self.translated(error, header) from None
+        (tokens, hidden), dtype, top_k = x_TD.shape, x_TD.dtype, operation.top_k
+        words_TKX, words = (None, NO_WORDS) if words_TKX is None else _words_args(words_TKX, tokens, top_k)
+        capsule, state, sizes, rows, dropped, received = self._run(
+            self._transfer.send,
+            *row_address(x_TD, dtype),
+            address(ids_TK, torch.int64, (tokens, top_k)),
+            (tokens, top_k, hidden, DTYPE_CODES[dtype]),
+            words,
+        )
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        return rows_RD, make_handle(header, x_TD, sizes, rows, dropped, state), _received(received, rows, words)
+        words_RX = None if received is None else _received(received, rows, words)
+        return rows_RD, self._handle(x_TD, sizes, rows, dropped, state), words_RX
 
-    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> NativeOutgoingRows:
-        """Start ``sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""
+    def _start_send(self, x_TD: Tensor, ids_TK: Tensor) -> NativeIncomingRows:
+        """Start ``_send``. This rank's own rows are complete on return; rows of peers may be in flight."""
+        operation = self.current
+        fault = operation.fault is not None
+        tokens, hidden = (0, operation.hidden) if fault else (x_TD.shape[0], x_TD.shape[1])
+        if not fault:
+            x_TD = _dense(x_TD)
+            ids_TK = ids_TK.to(torch.int64).contiguous()
+        capsule, state, pending = self._run(
+            self._transfer.start_send,
+            fault_word(operation.fault),
+            str(operation.fault or ""),
+            *((0, 0) if fault else row_address(x_TD, operation.dtype, (tokens, hidden))),
+            0 if fault else address(ids_TK, torch.int64, (tokens, operation.top_k)),
+            tokens,
+            operation.top_k,
+            hidden,
+            DTYPE_CODES.get(operation.dtype, 0),
+        )
+        rows = state.rows
+        rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
+        handle = self._handle(x_TD, state.rows_per_expert, rows, state.dropped, state)
+        return NativeIncomingRows(self, pending, rows_RD, handle, capsule)
+
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> NativeOutgoingRows:
+        """Start ``_sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""
         # Allocate before the call: an allocation failure after it would not be reported to the peers.
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
-        self._set_deadline()
-        try:
-            pending = self._transfer.start_sum(
-                header.compared(),
-                header.label,
-                *_fault_args(header),
-                handle.state,
-                *((0, 0) if header.fault else row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden))),
-                False,  # computed: the caller fills rows_RD after this call
-            )
-        except self.errors as error:
-            raise self.translated(error, header) from None
-        return NativeOutgoingRows(pending, rows_RD, y_TD, self, header)
+        fault = self.current.fault
+        pending = self._run(
+            self._transfer.start_sum,
+            fault_word(fault),
+            str(fault or ""),
+            handle.state,
+            *((0, 0) if fault else row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden))),
+            False,  # computed: the caller fills rows_RD after this call
+        )
+        return NativeOutgoingRows(self, pending, rows_RD, y_TD)
 
-    def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        """Combine with one native call; see ``Dispatcher._sum``."""
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
         if weights_TK is not None and not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
-        self._sum(rows_RD, weights_TK, y_TD, handle, header)
+        self._sum_into(y_TD, rows_RD, weights_TK, handle, (0, 0, 0))
         return y_TD
 
-    def sum_with(
-        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle, header: Header
+    def _sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor | None, Tensor]:
-        """See ``Dispatcher._sum_with``."""
         y_TD = None
         if rows_RD is not None:
             y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
         words_RX, width = words_RX.contiguous(), words_RX.shape[1]
         words_TKX = torch.empty(handle.num_tokens, handle.top_k, width, dtype=torch.float32, device="cpu")
         words = address(words_RX, torch.float32, (handle.num_rows, width)), width, address(words_TKX, torch.float32)
-        self._sum(rows_RD, None, y_TD, handle, header, words)
+        self._sum_into(y_TD, rows_RD, None, handle, words)
         return y_TD, words_TKX
 
-    def _sum(
+    def _sum_into(
         self,
+        y_TD: Tensor | None,
         rows_RD: Tensor | None,
         weights_TK: Tensor | None,
-        y_TD: Tensor | None,
         handle: DispatchHandle,
-        header: Header,
-        words: tuple[int, int, int] = (0, 0, 0),
+        words: tuple[int, int, int],
     ) -> None:
         """Write sums to ``y_TD``. words: address and width of the rows' words, and address of the slots'."""
         if rows_RD is not None and not rows_RD.is_contiguous():
             rows_RD = _dense(rows_RD)
-        self._set_deadline()
-        try:
-            self._transfer.sum(
-                header.compared(),
-                header.label,
-                handle.state,
-                *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
-                address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
-                address(y_TD, handle.dtype),
-                words,
-            )
-        except BaseException as error:
-            raise self._failed(error, header, rows_RD) from None
-
-    def start_spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
-    ) -> tuple[NativeIncomingRows, Tensor | None]:
-        """Start ``spread``. The gradient of the weights is complete on return."""
-        grad_TD = _dense(grad_TD)
-        rows = None if rows_RD is None else _dense(rows_RD)
-        weights_TK = weights_TK.contiguous()
-        grad_TK = (
-            None if rows is None else torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device="cpu")
+        self._run(
+            self._transfer.sum,
+            handle.state,
+            *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
+            address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
+            address(y_TD, handle.dtype),
+            words,
+            read=rows_RD,
         )
-        self._set_deadline()
-        try:
-            capsule, pending = self._transfer.start_spread(
-                *_spread_args(header, handle, grad_TD, rows, weights_TK, grad_TK)
-            )
-        except self.errors as error:
-            raise self.translated(error, header) from None
-        has_elements = handle.num_rows and handle.hidden
-        grad_RD = from_capsule(capsule) if has_elements else grad_TD.new_empty(handle.num_rows, handle.hidden)
-        return NativeIncomingRows(self, pending, grad_RD, handle, capsule, rows), grad_TK
 
-    def spread(
-        self,
-        grad_TD: Tensor,
-        rows_RD: Tensor | None,
-        weights_TK: Tensor,
-        handle: DispatchHandle,
-        header: Header,
-        words_TKX: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run the backward of combine with one native call; see ``Dispatcher._spread`` and ``_spread_with``."""
-        if not grad_TD.is_contiguous():
-            grad_TD = _dense(grad_TD)
-        if rows_RD is not None and not rows_RD.is_contiguous():
-            rows_RD = _dense(rows_RD)
-        if not weights_TK.is_contiguous():
-            weights_TK = weights_TK.contiguous()
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor | None]:
+        spread = _Spread(grad_TD, rows_RD, weights_TK, handle)
+        capsule, _ = self._run(self._transfer.spread, *spread.args, NO_WORDS, read=spread.rows_RD)
+        return spread.received(capsule), spread.grad_TK
+
+    def _spread_with(
+        self, grad_TD: Tensor, weights_TK: Tensor, words_TKX: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor]:
+        spread = _Spread(grad_TD, None, weights_TK, handle)
         words_TKX, words = _words_args(words_TKX, handle.num_tokens, handle.top_k)
-        grad_TK = (
-            None if rows_RD is None else torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device="cpu")
-        )
-        self._set_deadline()
-        try:
-            capsule, received = self._transfer.spread(
-                *_spread_args(header, handle, grad_TD, rows_RD, weights_TK, grad_TK), words
-            )
-        except BaseException as error:
-            raise self._failed(error, header, rows_RD) from None
-        has_elements = handle.num_rows and handle.hidden
-        grad_RD = from_capsule(capsule) if has_elements else grad_TD.new_empty(handle.num_rows, handle.hidden)
-        return grad_RD, grad_TK, _received(received, handle.num_rows, words)
+        capsule, received = self._run(self._transfer.spread, *spread.args, words)
+        return spread.received(capsule), _received(received, handle.num_rows, words)
+
+    def _start_spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+    ) -> tuple[NativeIncomingRows, Tensor | None]:
+        """Start ``_spread``. The gradient of the weights is complete on return."""
+        spread = _Spread(grad_TD, rows_RD, weights_TK, handle)
+        capsule, pending = self._run(self._transfer.start_spread, *spread.args)
+        grad_RD = spread.received(capsule)
+        return NativeIncomingRows(self, pending, grad_RD, handle, capsule, spread.rows_RD), spread.grad_TK
 
     def retain(self, buffers: object) -> None:
         """Keep memory that peers may still read after an error, so that it is not reused."""
-        if self._comm is not None:
-            self._comm.retained.append(buffers)
+        if self._peers is not None and buffers is not None:
+            self._peers.retained.append(buffers)
 
-    def _failed(self, error: BaseException, header: Header, rows_RD: Tensor | None) -> BaseException:
-        """Return the exception to raise for an operation in which peers read ``rows_RD``."""
-        if not isinstance(error, native().HandshakeFailed):  # after a failed handshake no peer reads
-            self.retain(rows_RD)
-        return self.translated(error, header) if isinstance(error, self.errors) else error
-
-    def translated(self, error: Exception, header: Header) -> Exception:
+    def translated(self, error: BaseException, operation: Operation) -> Exception:
         """Return the exception that every rank raises for ``error`` of the native core. It is marked as known."""
-        result: Exception = error
-        if not isinstance(error, MoeCommError):
+        if isinstance(error, MoeCommError):
+            result: Exception = error
+        else:
             headers: list[bytes] = error.headers  # type: ignore[attr-defined]
-            result = failure(headers, self.rank, header)
+            result = failure(headers, self.rank, operation)
             if len(headers) == 1 and isinstance(result, RoutingError):
                 result = RoutingError(str(result).removeprefix("rank 0: "))
         mark_known(result)
         return result
+
+
+class NativeLocalDispatcher(NativeDispatcher, LocalDispatcher):
+    """``local`` on the CPU: sorts rows in fp32, bf16 or fp16 into reused memory. Other rows use ``LocalDispatcher``."""
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        group: ProcessGroup | None = None,
+        rank: int = 0,
+        options: DispatchOptions | None = None,
+    ) -> None:
+        super().__init__(placement, group, rank, options)
+        self._layout = native().Layout
+        self._open(private_heap(), None)
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
+        if self.current.fault is None and supported(x_TD):
+            return super()._send(x_TD, ids_TK)
+        return LocalDispatcher._send(self, x_TD, ids_TK)
+
+    def _send_with(
+        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
+    ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
+        if self.current.fault is None and supported(x_TD):
+            return super()._send_with(x_TD, ids_TK, words_TKX)
+        return *LocalDispatcher._send(self, x_TD, ids_TK), None
+
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[ScaledRows, DispatchHandle]:
+        if x_TD.is_cpu:  # the handle must be the native core's
+            return Dispatcher._send_scaled(self, x_TD, ids_TK)
+        return LocalDispatcher._send_scaled(self, x_TD, ids_TK)
+
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
+        if isinstance(handle.state, self._layout):
+            return super()._sum(rows_RD, weights_TK, handle)
+        return LocalDispatcher._sum(self, rows_RD, weights_TK, handle)
+
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(handle.state, self._layout):
+            return super()._spread(grad_TD, rows_RD, weights_TK, handle)
+        return LocalDispatcher._spread(self, grad_TD, rows_RD, weights_TK, handle)
+
+    def _spread_with(
+        self, grad_TD: Tensor, weights_TK: Tensor, words_TKX: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(handle.state, self._layout):
+            return super()._spread_with(grad_TD, weights_TK, words_TKX, handle)
+        return Dispatcher._spread_with(self, grad_TD, weights_TK, words_TKX, handle)
+
+    def _sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor | None, Tensor]:
+        if isinstance(handle.state, self._layout):
+            return super()._sum_with(rows_RD, words_RX, handle)
+        return Dispatcher._sum_with(self, rows_RD, words_RX, handle)
+
+
+def local_dispatcher(
+    placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions
+) -> LocalDispatcher:
+    """Return a dispatcher for one rank that holds all experts, with the native core if it is built."""
+    kind = NativeLocalDispatcher if native_is_built() else LocalDispatcher
+    return kind(placement, group, 0, options)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return ``x`` with unit stride inside rows. The stride between rows is arbitrary."""
+    return x if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= 0 else x.contiguous()
+
+
+def _words_args(words_TKX: Tensor, tokens: int, top_k: int) -> tuple[Tensor, WordsArgs]:
+    """Return words that the native core reads in place, and its arguments."""
+    if words_TKX.stride(2) != 1:
+        words_TKX = words_TKX.contiguous()
+    width = words_TKX.shape[2]
+    pointer, _ = row_address(words_TKX, torch.float32, (tokens, top_k, width))
+    return words_TKX, (pointer, width, words_TKX.stride(0), words_TKX.stride(1))
+
+
+def _received(capsule: Any, rows: int, words: WordsArgs) -> Tensor:
+    return from_capsule(capsule) if rows else torch.empty(0, words[1], dtype=torch.float32, device="cpu")
+
+
+class _Spread:
+    """The arguments of ``spread`` of the native core, and the tensors whose addresses they hold."""
+
+    def __init__(self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle) -> None:
+        self.handle = handle
+        self.grad_TD = grad_TD if grad_TD.is_contiguous() else _dense(grad_TD)
+        self.rows_RD = rows_RD if rows_RD is None or rows_RD.is_contiguous() else _dense(rows_RD)
+        self.weights_TK = weights_TK if weights_TK.is_contiguous() else weights_TK.contiguous()
+        self.grad_TK: Tensor | None = None
+        if rows_RD is not None:
+            self.grad_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device="cpu")
+        self.args = (
+            handle.state,
+            *row_address(self.grad_TD, handle.dtype, (handle.num_tokens, handle.hidden)),
+            *row_address(self.rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
+            address(self.weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
+            rows_RD is not None,
+            address(self.grad_TK, torch.float32, (handle.num_tokens, handle.top_k)),
+        )
+
+    def received(self, capsule: Any) -> Tensor:
+        """Return the rows [R, D] that the native core has received."""
+        rows, hidden = self.handle.num_rows, self.handle.hidden
+        return from_capsule(capsule) if rows and hidden else self.grad_TD.new_empty(rows, hidden)
+
+
+class SharedMemoryDispatcher(NativeDispatcher, PendingDispatcher):
+    """Zero-copy transfer between CPU ranks of one host. Construction is collective over ``group``."""
+
+    name = "shared_memory"
+    collectives_in_flight = False
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        group: ProcessGroup,
+        rank: int,
+        options: DispatchOptions | None = None,
+        shared: SharedOptions | None = None,
+    ) -> None:
+        super().__init__(placement, group, rank, options)
+        assert self.comm is not None
+        self.shared = heap_of(self.comm, self.options.timeout_s, shared)
+        self._open(self.shared.heap, self.comm)
+
+    def release(self) -> None:
+        for name in ("shared", "heap", "_transfer"):  # absent if construction failed
+            self.__dict__.pop(name, None)
+
+    def set_step(self, step: int) -> None:
+        """Set the training step that error reports show."""
+        self.shared.communicator.set_step(step)
+
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> IncomingRows:
+        operation = self.current
+        wire_dtype = self.options.wire_dtypes.of(operation.op)
+        if operation.fault is None and not (operation.scaled and wire_dtype.format == "fp8"):
+            x_TD = rounded(x_TD, wire_dtype)
+        return self._start_send(x_TD, ids_TK)
+
+    def rows_by_source(self, incoming: IncomingRows) -> npt.NDArray[np.int64]:
+        return np.frombuffer(incoming.handle.state.counts, np.int64).reshape(self.world, -1)
+
+    def start_spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+    ) -> tuple[IncomingRows, Tensor | None]:
+        grad_TD = rounded(grad_TD, self.options.wire_dtypes.of(self.current.op))
+        return self._start_spread(grad_TD, rows_RD, weights_TK, handle)
+
+    @property
+    def handshakes(self) -> bool:
+        """True: every operation compares headers in shared memory."""
+        return True
+
+    def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
+        shape, ids_shape = x_TD.shape, ids_TK.shape
+        fits = len(shape) == len(ids_shape) == 2 and shape[0] == ids_shape[0] and ids_shape[1] > 0
+        if fits and x_TD.is_cpu and ids_TK.is_cpu and x_TD.dtype in DTYPE_CODES and ids_TK.dtype in ID_DTYPES:
+            return None  # fast path; the native core checks the range of ids when it counts slots
+        if not x_TD.is_cpu or x_TD.dtype not in DTYPE_CODES:
+            return InputError(
+                f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on {x_TD.device}"
+            )
+        return super()._fault(x_TD, ids_TK)
+
+    def own_rows(self, handle: DispatchHandle, sent: int) -> int:
+        own: int = handle.state.own
+        return own

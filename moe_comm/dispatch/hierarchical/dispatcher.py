@@ -43,8 +43,8 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.base import Dispatcher, make_handle
+from moe_comm.comm.header import describe
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.handshake import Counts, Handshake, settings_of
 from moe_comm.dispatch.hierarchical.inside_host import InsideHandle, InsideHost
 from moe_comm.dispatch.hierarchical.rail import ChunkOptions, Rail, gather_ranges
@@ -58,6 +58,7 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     relay_units,
     return_format,
 )
+from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.slots.sums import weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups, rounded_in_groups
@@ -86,9 +87,9 @@ class RelaySide:
     inside: InsideHandle
     place_N: Tensor
 
-    def header(self, header: Header) -> Header:
-        """Return the header of the same operation inside this host."""
-        return replace(header, top_k=self.units.ids_UK.shape[1])
+    def inside_host(self, operation: Operation) -> Operation:
+        """Return the same operation inside this host."""
+        return replace(operation, top_k=self.units.ids_UK.shape[1])
 
     def weights(self, weights_S: Tensor, only_leading: bool) -> Tensor:
         """Return [U, K] weights of the units from those of received slots. ``only_leading``: 1 for all other slots."""
@@ -173,17 +174,18 @@ class HierarchicalDispatcher(Dispatcher):
 
     # --- the three primitives ---
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
-        counts = self._handshake.exchange(header, ids_TK, x_TD.device)
+        operation = self.current
+        counts = self._handshake.exchange(operation, ids_TK, x_TD.device)
         slots_WH = self._slots(counts)
         row_kind = return_format(self.options.deterministic, x_TD.dtype, self.options.wire_dtypes)
         plan = plan_sends(ids_TK, self._experts, slots_WH[self.rank], row_kind)
         copies = torch.tensor(plan.copies_H, dtype=torch.int64, device="cpu").to(self.channel.control_device)
-        copies_WH = [tuple(row) for row in self.channel.all_gather(copies, describe(header)).cpu().tolist()]
+        copies_WH = [tuple(row) for row in self.channel.all_gather(copies, describe(operation)).cpu().tolist()]
         copies_H, slots_H, most_out = self._relayed(copies_WH), self._relayed(slots_WH), self._max_far_count(copies_WH)
-        pending_ids = self._rail.start(plan.ids_CK, plan.copies_H, copies_H, header, "ids")
-        near_tokens, far_tokens = self._start_tokens(x_TD, plan, copies_H, most_out, header)
+        pending_ids = self._rail.start(plan.ids_CK, plan.copies_H, copies_H, operation, "ids")
+        near_tokens, far_tokens = self._start_tokens(x_TD, plan, copies_H, most_out)
         own = self.local_experts
         near_N, far_N = expert_places(counts.rows_WE, own, self.hosts, self._host, x_TD.device)
         rows_RD = warm_rows(near_N.shape[0] + far_N.shape[0], x_TD.shape[1], x_TD.dtype, x_TD.device)
@@ -195,7 +197,7 @@ class HierarchicalDispatcher(Dispatcher):
             units = relay_units(ids_PK.long(), copies_H, slots_H, row_kind)
             x_UD = tokens_at(units.token_U)
             with self._guard():
-                rows_ND, inside = self._inside.send(x_UD, units.ids_UK, replace(header, top_k=units.ids_UK.shape[1]))
+                rows_ND, inside = self._inside.send(x_UD, units.ids_UK, replace(operation, top_k=units.ids_UK.shape[1]))
             rows_RD.index_copy_(0, place_N, rows_ND)
             return RelaySide(copies_H, slots_H, units, inside, place_N)
 
@@ -207,25 +209,25 @@ class HierarchicalDispatcher(Dispatcher):
         most_back = most_out if row_kind == "sums" else self._max_far_count(slots_WH)
         state = RelayHandle(plan, near, far, most_out, most_back)
         rows_per_expert = tuple(counts.rows_WE[:, own.start : own.stop].sum(0).tolist())
-        handle = make_handle(header, x_TD, rows_per_expert, rows_RD.shape[0], counts.num_dropped, state)
+        handle = self._handle(x_TD, rows_per_expert, rows_RD.shape[0], counts.num_dropped, state)
         return rows_RD, handle
 
-    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> NoReturn:
-        fault = header.fault or ConfigError(
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> NoReturn:
+        fault = self.current.fault or ConfigError(
             "hierarchical decodes fp8 rows before it forwards them inside a host, so it cannot return them as values "
             "and scales; dispatch with the wire dtype 'same' or 'bf16', or use all_to_all"
         )
-        self._raise_fault(fault, header)
+        self._raise_fault(fault, self.current)
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        self._check_headers(header, rows_RD.device)
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
+        self._check_headers(rows_RD.device)
         relay: RelayHandle = handle.state
         plan = relay.plan
         # The relay applies the weights of all slots, or of the leading slots; else this rank applies them.
         by_relay = relay.far.units.token_U is None or plan.lead_TK is not None
         near_weights = far_weights = None
         if weights_TK is not None and by_relay:
-            near_weights, far_weights = self._start_weights(weights_TK, relay, header, only_leading=True)
+            near_weights, far_weights = self._start_weights(weights_TK, relay, only_leading=True)
             applied_TK = plan.lead_TK
             weights_TK = None if applied_TK is None else weights_TK.masked_fill(applied_TK, 1.0)
 
@@ -234,20 +236,20 @@ class HierarchicalDispatcher(Dispatcher):
             rows_ND = self._rows_of(side, rows_RD)
             weights_UK = None if weights is None else weights()
             with self._guard():
-                return self._inside.sum(rows_ND, weights_UK, side.inside, side.header(header))
+                return self._inside.sum(rows_ND, weights_UK, side.inside, side.inside_host(self.current))
 
-        receive = self._start_returns(sum_inside(relay.far, far_weights), relay, header)
+        receive = self._start_returns(sum_inside(relay.far, far_weights), relay)
         rows_XD = receive(sum_inside(relay.near, near_weights))
         return weighted_sum(rows_XD, plan.place_TX, weights_TK)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
-        self._check_headers(header, grad_TD.device)
+        self._check_headers(grad_TD.device)
         relay: RelayHandle = handle.state
         plan, near, far = relay.plan, relay.near, relay.far
-        near_weights, far_weights = self._start_weights(weights_TK, relay, header)
-        near_grad, far_grad = self._start_tokens(grad_TD, plan, far.copies_H, relay.most_out, header)
+        near_weights, far_weights = self._start_weights(weights_TK, relay)
+        near_grad, far_grad = self._start_tokens(grad_TD, plan, far.copies_H, relay.most_out)
         grad_RD = warm_rows(handle.num_rows, handle.hidden, grad_TD.dtype, grad_TD.device)
 
         def forward(
@@ -257,8 +259,8 @@ class HierarchicalDispatcher(Dispatcher):
             rows = None if rows_RD is None else self._rows_of(side, rows_RD)
             weights_UK, grad_UD = weights(), grad(side.units.token_U)
             with self._guard():
-                host_header = side.header(header)
-                grad_ND, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, side.inside, host_header)
+                operation = side.inside_host(self.current)
+                grad_ND, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, side.inside, operation)
             return grad_ND, weights_TK if dots_UK is None else dots_UK.flatten()[side.units.slot_S]
 
         near_ND, near_dots_S = forward(near, near_weights, near_grad)
@@ -266,7 +268,7 @@ class HierarchicalDispatcher(Dispatcher):
         far_ND, far_dots_S = forward(far, far_weights, far_grad)
         if rows_RD is None:
             return grad_RD.index_copy_(0, far.place_N, far_ND), None
-        pending_dots = self._rail.start(far_dots_S, far.slots_H, plan.slots_H, header, "weights")
+        pending_dots = self._rail.start(far_dots_S, far.slots_H, plan.slots_H, self.current, "weights")
         grad_RD.index_copy_(0, far.place_N, far_ND)
         dots = near_dots_S.new_zeros(handle.num_tokens * handle.top_k)
         dots[self._rail.own(plan.slot_S, plan.slots_H)] = near_dots_S
@@ -275,9 +277,9 @@ class HierarchicalDispatcher(Dispatcher):
 
     # --- helpers ---
 
-    def _check_headers(self, header: Header, device: torch.device) -> None:
+    def _check_headers(self, device: torch.device) -> None:
         if self.options.checked:
-            self._handshake.exchange(header, None, device)
+            self._handshake.exchange(self.current, None, device)
 
     def _slots(self, counts: Counts) -> PerHost:
         """Return the number of slots of each rank on each host."""
@@ -307,30 +309,30 @@ class HierarchicalDispatcher(Dispatcher):
         return torch.index_select(rows_RD, 0, index_N, out=out_ND)
 
     def _start_weights(
-        self, weights_TK: Tensor, relay: RelayHandle, header: Header, only_leading: bool = False
+        self, weights_TK: Tensor, relay: RelayHandle, only_leading: bool = False
     ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
         """Start sending weights. Return functions that give ``RelaySide.weights`` of the near and of the far side."""
         plan = relay.plan
         weights_S = weights_TK.reshape(-1)[plan.slot_S]
-        pending = self._rail.start(weights_S, plan.slots_H, relay.far.slots_H, header, "weights")
+        pending = self._rail.start(weights_S, plan.slots_H, relay.far.slots_H, self.current, "weights")
         own_S = self._rail.own(weights_S, plan.slots_H)
         return (lambda: relay.near.weights(own_S, only_leading), lambda: relay.far.weights(pending(), only_leading))
 
     def _start_tokens(
-        self, rows_TD: Tensor, plan: SendPlan, copies_H: Ints, max_block_rows: int, header: Header
+        self, rows_TD: Tensor, plan: SendPlan, copies_H: Ints, max_block_rows: int
     ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """Start sending tokens' rows in their wire dtype. ``copies_H`` is the number of tokens received from each host.
 
         Returns two functions of an optional ascending index. They return decoded rows of this host, and received rows
         of other hosts, ordered by host.
         """
-        wire_dtype: WireDtype = self.options.wire_dtypes.of(header.op)
+        wire_dtype: WireDtype = self.options.wire_dtypes.of(self.current.op)
         width, dtype = rows_TD.shape[1], rows_TD.dtype
         near_N = self._rail.own(plan.token_C, plan.copies_H)
         far_N = self._rail.far(plan.token_C, plan.copies_H)
         send_H, receive_H = self._rail.without_own(plan.copies_H), self._rail.without_own(copies_H)
         if wire_dtype.scales == "group":
-            far = self._start_groups(take(rows_TD, far_N), send_H, receive_H, max_block_rows, header)
+            far = self._start_groups(take(rows_TD, far_N), send_H, receive_H, max_block_rows)
             near = partial(rounded_in_groups, take(rows_TD, near_N), wire_dtype)
             return _at_index(near), _at_index(lambda: far(rows_TD.new_empty(0, width)))
         packed_TX = pack(rows_TD, wire_dtype)
@@ -340,7 +342,7 @@ class HierarchicalDispatcher(Dispatcher):
             send_H,
             receive_H,
             max_block_rows * bytes_per_row(width, wire_dtype, dtype),
-            header,
+            self.current,
         )
         empty = rows_TD.new_empty(0, width)
 
@@ -349,32 +351,32 @@ class HierarchicalDispatcher(Dispatcher):
 
         return _at_index(lambda: decode(take(packed_TX, near_N))), receive
 
-    def _start_returns(self, rows_UD: Tensor, relay: RelayHandle, header: Header) -> Callable[[Tensor], Tensor]:
+    def _start_returns(self, rows_UD: Tensor, relay: RelayHandle) -> Callable[[Tensor], Tensor]:
         """Start returning the far side's rows in their wire dtype.
 
         Returns a function that takes the near side's rows and returns all rows of this rank's tokens, ordered by host.
         """
-        wire_dtype: WireDtype = self.options.wire_dtypes.of(header.op)
+        wire_dtype: WireDtype = self.options.wire_dtypes.of(self.current.op)
         width, dtype = rows_UD.shape[1], rows_UD.dtype
         send_H, receive_H = relay.far.units.rows_H, relay.plan.rows_H
         if wire_dtype.scales == "group":
-            receive = self._start_groups(rows_UD, send_H, receive_H, relay.most_back, header)
+            receive = self._start_groups(rows_UD, send_H, receive_H, relay.most_back)
             return lambda own_UD: receive(rounded_in_groups(own_UD, wire_dtype))
         pending = self._rail.start_rows(
             lambda ranges: pack(gather_ranges(rows_UD, ranges), wire_dtype),
             send_H,
             receive_H,
             relay.most_back * bytes_per_row(width, wire_dtype, dtype),
-            header,
+            self.current,
         )
         decode: Callable[[Tensor], Tensor] = partial(unpack, wire_dtype=wire_dtype, hidden=width, dtype=dtype)
         return lambda own_UD: pending.take(decode, rounded(own_UD, wire_dtype))
 
     def _start_groups(
-        self, rows_ND: Tensor, send_H: Ints, receive_H: Ints, max_block_rows: int, header: Header
+        self, rows_ND: Tensor, send_H: Ints, receive_H: Ints, max_block_rows: int
     ) -> Callable[[Tensor], Tensor]:
         """Start sending rows and group scales to other hosts. Return a function that inserts this host's block."""
-        wire_dtype, dtype = self.options.wire_dtypes.of(header.op), rows_ND.dtype
+        wire_dtype, dtype = self.options.wire_dtypes.of(self.current.op), rows_ND.dtype
         far_H = self._rail.without_own(receive_H)
         sent, received = (
             RowGroups.of(np.array(sizes, np.int64), range(self.hosts.count + 1), rows_ND.device)
@@ -382,8 +384,8 @@ class HierarchicalDispatcher(Dispatcher):
         )
         packed_NX, scale_GD = encode_groups(rows_ND, sent, wire_dtype)
         most_bytes = max_block_rows * bytes_per_row(rows_ND.shape[1], wire_dtype, dtype)
-        packed = self._rail.start_rows(partial(gather_ranges, packed_NX), send_H, far_H, most_bytes, header)
-        scales = self._rail.start(scale_GD, sent.per_rank, received.per_rank, header, "rows")
+        packed = self._rail.start_rows(partial(gather_ranges, packed_NX), send_H, far_H, most_bytes, self.current)
+        scales = self._rail.start(scale_GD, sent.per_rank, received.per_rank, self.current, "rows")
 
         def receive(own_PD: Tensor) -> Tensor:
             far_ND = decode_groups(packed.take(lambda rows: rows, packed_NX[:0]), scales(), received, dtype)

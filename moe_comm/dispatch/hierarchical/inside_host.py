@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.communicator import Communicator
-from moe_comm.comm.header import Header
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.local_native import local_dispatcher
-from moe_comm.dispatch.backends.native import supported
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.backends.native import local_dispatcher, supported
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap
+from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.errors import HeapError, PeerError
 from moe_comm.topology import ExpertPlacement
@@ -65,7 +64,7 @@ class InsideHost:
         host_group = comm.subgroup(self._members, options.timeout_s)
         self._plain = AllToAllDispatcher(placement, host_group, local_rank, plain_options)
         if shared:
-            from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # needs the native core
+            from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # needs the native core
 
             try:
                 self._shared = SharedMemoryDispatcher(placement, host_group, local_rank, plain_options)
@@ -81,7 +80,7 @@ class InsideHost:
                 pass
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
-    def send(self, x_UD: Tensor, ids_UK: Tensor, header: Header) -> tuple[Tensor, InsideHandle]:
+    def send(self, x_UD: Tensor, ids_UK: Tensor, operation: Operation) -> tuple[Tensor, InsideHandle]:
         """See ``Dispatcher._send``."""
         if self._plain is None:
             dispatcher = self._alone
@@ -89,31 +88,38 @@ class InsideHost:
             dispatcher = self._shared if self._shared is not None and supported(x_UD) else self._plain
         with self._rank_names():
             try:
-                rows_RD, handle = dispatcher._send(x_UD, ids_UK, header)
+                with dispatcher.running(operation):
+                    rows_RD, handle = dispatcher._send(x_UD, ids_UK)
             except HeapError as error:
                 dispatcher = self._fallback(dispatcher, error)
-                rows_RD, handle = dispatcher._send(x_UD, ids_UK, header)
+                with dispatcher.running(operation):
+                    rows_RD, handle = dispatcher._send(x_UD, ids_UK)
         return rows_RD, InsideHandle(dispatcher, handle, ids_UK)
 
-    def sum(self, rows_RD: Tensor, weights_UK: Tensor | None, inside: InsideHandle, header: Header) -> Tensor:
+    def sum(self, rows_RD: Tensor, weights_UK: Tensor | None, inside: InsideHandle, operation: Operation) -> Tensor:
         """See ``Dispatcher._sum``."""
         with self._rank_names():
             try:
-                return inside.dispatcher._sum(rows_RD, weights_UK, inside.handle, header)
+                with inside.dispatcher.running(operation):
+                    return inside.dispatcher._sum(rows_RD, weights_UK, inside.handle)
             except HeapError as error:
-                dispatcher, handle = self._prepare_retry(inside, rows_RD, header, error)
-                return dispatcher._sum(rows_RD, weights_UK, handle, header)
+                dispatcher = self._fallback(inside.dispatcher, error)
+                with dispatcher.running(operation):
+                    return dispatcher._sum(rows_RD, weights_UK, self._dispatch_again(dispatcher, inside, rows_RD))
 
     def spread(
-        self, grad_UD: Tensor, rows_RD: Tensor | None, weights_UK: Tensor, inside: InsideHandle, header: Header
+        self, grad_UD: Tensor, rows_RD: Tensor | None, weights_UK: Tensor, inside: InsideHandle, operation: Operation
     ) -> tuple[Tensor, Tensor | None]:
         """See ``Dispatcher._spread``."""
         with self._rank_names():
             try:
-                return inside.dispatcher._spread(grad_UD, rows_RD, weights_UK, inside.handle, header)
+                with inside.dispatcher.running(operation):
+                    return inside.dispatcher._spread(grad_UD, rows_RD, weights_UK, inside.handle)
             except HeapError as error:
-                dispatcher, handle = self._prepare_retry(inside, grad_UD, header, error)
-                return dispatcher._spread(grad_UD, rows_RD, weights_UK, handle, header)
+                dispatcher = self._fallback(inside.dispatcher, error)
+                with dispatcher.running(operation):
+                    handle = self._dispatch_again(dispatcher, inside, grad_UD)
+                    return dispatcher._spread(grad_UD, rows_RD, weights_UK, handle)
 
     def _fallback(self, dispatcher: Dispatcher, error: HeapError) -> AllToAllDispatcher:
         if self._plain is None or dispatcher is self._plain:
@@ -121,13 +127,10 @@ class InsideHost:
         _warn(error)
         return self._plain
 
-    def _prepare_retry(
-        self, inside: InsideHandle, rows: Tensor, header: Header, error: HeapError
-    ) -> tuple[AllToAllDispatcher, DispatchHandle]:
-        """Return the dispatcher without shared memory, and its handle of the same dispatch."""
-        dispatcher = self._fallback(inside.dispatcher, error)
-        handle = dispatcher.prepare_dispatch(rows.new_empty(inside.ids_UK.shape[0], 0), inside.ids_UK, header)
-        return dispatcher, replace(handle, hidden=inside.handle.hidden)
+    def _dispatch_again(self, dispatcher: AllToAllDispatcher, inside: InsideHandle, rows: Tensor) -> DispatchHandle:
+        """Return the handle of the same dispatch, of the dispatcher without shared memory."""
+        handle = dispatcher.prepare_dispatch(rows.new_empty(inside.ids_UK.shape[0], 0), inside.ids_UK)
+        return replace(handle, hidden=inside.handle.hidden)
 
     @contextmanager
     def _rank_names(self) -> Iterator[None]:

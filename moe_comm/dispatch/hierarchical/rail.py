@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import Channel, PendingTensor
-from moe_comm.comm.header import Header, describe
+from moe_comm.comm.header import describe
 from moe_comm.comm.registered import registered_memory
 from moe_comm.dispatch.hierarchical.relay_routes import OPS, HostMap, WireBytes
+from moe_comm.dispatch.operation import Operation
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.memory import warm_rows
 
@@ -122,10 +123,10 @@ class Rail:
         """Whether rows of the group's main device were exchanged, which creates the communicator of NCCL."""
 
     def start(
-        self, tensor_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
+        self, tensor_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], operation: Operation, kind: str
     ) -> PendingTensor:
         """Start exchanging the other hosts' blocks of ``tensor_N``. The result has their blocks, in order of host."""
-        return self._start(self.far(tensor_N, send_H), send_H, receive_H, header, kind)
+        return self._start(self.far(tensor_N, send_H), send_H, receive_H, operation, kind)
 
     def start_rows(
         self,
@@ -133,7 +134,7 @@ class Rail:
         send_H: Sequence[int],
         receive_H: Sequence[int],
         most_bytes: int,
-        header: Header,
+        operation: Operation,
     ) -> PendingBlocks:
         """Start exchanging rows in chunks.
 
@@ -152,17 +153,17 @@ class Rail:
             with self._registered():
                 rows_NX = rows_of(self.others(send))
             pending = self._start(
-                rows_NX, [len(rows) for rows in send], [len(rows) for rows in receive], header, "rows"
+                rows_NX, [len(rows) for rows in send], [len(rows) for rows in receive], operation, "rows"
             )
             chunks.append((self.others(receive), pending))
         return PendingBlocks(sum(receive_H), received[self._host], tuple(chunks))
 
     def _start(
-        self, far_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
+        self, far_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], operation: Operation, kind: str
     ) -> PendingTensor:
         """Start an exchange and count its bytes."""
         sent = far_N.shape[0] * far_N[:1].numel() * far_N.element_size()  # far_N may have no rows
-        self.wire_bytes[header.op] += WireBytes(**{kind: sent})
+        self.wire_bytes[operation.op] += WireBytes(**{kind: sent})
         send, receive = [0] * self._hosts.world, [0] * self._hosts.world
         for host, peer in enumerate(self._ranks):
             if host != self._host:
@@ -171,7 +172,7 @@ class Rail:
         if kind == "rows":
             with self._registered() as registered:
                 out = far_N.new_empty(sum(receive), *far_N.shape[1:]) if registered else None
-        pending = self._channel.start_all_to_all(far_N, send, receive, describe(header), out)
+        pending = self._channel.start_all_to_all(far_N, send, receive, describe(operation), out)
         self._has_exchanged |= self._channel.transfer_device(far_N.device).type == self._channel.rows_device.type
         # Wait now on GPUs: NCCL may deadlock if ranks run the kernels of two communicators (this one and the host's) in
         # different orders.

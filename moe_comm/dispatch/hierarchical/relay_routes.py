@@ -46,11 +46,7 @@ class HostMap:
 
     @classmethod
     def of(cls, hosts: Sequence[int]) -> HostMap:
-        """Create the map from one number per rank, equal for ranks of one host.
-
-        Raises:
-            ConfigError: hosts have different numbers of ranks, or ranks of a host are not adjacent.
-        """
+        """Create the map from one number per rank, equal for ranks of one host."""
         count = len(set(hosts))
         per_host = len(hosts) // max(count, 1)
         regular = [hosts[rank // per_host * per_host] for rank in range(len(hosts))] if count else []
@@ -317,9 +313,6 @@ def inter_host_bytes(
         hidden, dtype: of the rows.
         deterministic, wire_dtypes: of ``DispatchOptions``.
         weights_grad: whether the weights need a gradient.
-
-    Raises:
-        ConfigError: see ``HostMap.of``.
     """
     host_map = HostMap.of(hosts)
     experts = host_map.experts(placement)

@@ -105,12 +105,7 @@ def problem_of(devices: Sequence[int], access: Sequence[int]) -> str:
 
 
 def launcher_for(device: torch.device, emulate: bool = False) -> Launcher:
-    """Return the launcher of kernels on ``device``.
-
-    Raises:
-        ConfigError: CPU tensors without ``emulate``.
-        MissingDependency: no kernels for this device.
-    """
+    """Return the launcher of kernels on ``device``."""
     from moe_comm.gpu.launch import NativeLauncher, cuda_launcher  # loads CUDA's libraries
 
     if device.type == "cuda":

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import DISPATCH_FIXED, Header, describe
-from moe_comm.dispatch.arrays import as_tensors
-from moe_comm.dispatch.autograd import dispatch_by
-from moe_comm.dispatch.base import make_handle
+from moe_comm.dispatch.arguments import as_tensors
+from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.low_latency import (
     LowLatencyBuffers,
     LowLatencyHandle,
@@ -100,9 +99,10 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         if self.peer_options.capacity_rows is None:
             raise ConfigError("dispatch_fixed needs PeerToPeerOptions(capacity_rows=...), the same on every rank")
         (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
-        header = self.dispatch_header(x_TD, ids_TK, label, DISPATCH_FIXED, fault=fault)
+        operation = self.dispatch_operation(x_TD, ids_TK, label, DISPATCH_FIXED, fault=fault)
         ends: list[Tensor] = []
-        dispatched = dispatch_by(self, x_TD, lambda x: self._send_fixed(x, ids_TK, header, ends))
+        with self.running(operation):
+            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, ends))
         return FixedDispatched(dispatched.rows_RD, ends[0], dispatched.handle)
 
     def low_latency_dispatch(
@@ -119,17 +119,17 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             HeapError, RankMismatch: in the first call, on every rank.
         """
         (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
-        header = self.dispatch_header(x_TD, ids_TK, label, fault=fault)
-        if header.fault is not None:
-            raise header.fault
-        form = self._form(x_TD, header.op)
+        operation = self.dispatch_operation(x_TD, ids_TK, label, fault=fault)
+        if operation.fault is not None:
+            raise operation.fault
+        form = self._form(x_TD, operation.op)
         x_TD = x_TD.detach()
         x_TD = dense(self._round_rows(x_TD, form) if form.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
-        with KernelOperation(self, header, x_TD, ids_TK):
-            buffers = self._buffers_for(form, max_tokens, header)
-            sent = send_low_latency(self.memory, buffers, x_TD, ids_TK, header, self.options.timeout_s)
-            self.memory.uncombined = describe(header)
+        with KernelOperation(self, operation, x_TD, ids_TK):
+            buffers = self._buffers_for(form, max_tokens, operation)
+            sent = send_low_latency(self.memory, buffers, x_TD, ids_TK, operation)
+            self.memory.uncombined = describe(operation)
             self._stream.use_by_caller(sent.place_TK)
         return sent
 
@@ -161,23 +161,24 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             raise ConfigError("call sent.receive() before low_latency_combine, also on a rank without experts")
         weights_TK = weights_TK.detach().to(torch.float32).contiguous()
         self.memory.uncombined = ""
-        with KernelOperation(self, sent.header, rows_LND, weights_TK):
+        with KernelOperation(self, sent.operation, rows_LND, weights_TK):
             if rows_LND.data_ptr() != sent.results.data_ptr():
                 sent.results.copy_(rows_LND.detach())
             y_TD = sum_low_latency(sent, weights_TK, self._blocks)
             if self.memory.emulated:
-                self.memory.raise_fault(sent.header)
+                self.memory.raise_fault()
             self._stream.use_by_caller(y_TD)
         return y_TD
 
-    def _buffers_for(self, form: RowFormat, max_tokens: int, header: Header) -> LowLatencyBuffers:
+    def _buffers_for(self, form: RowFormat, max_tokens: int, operation: Operation) -> LowLatencyBuffers:
         buffers = self._low_latency_buffers.get((form.hidden, form.dtype, max_tokens))
         if buffers is None:
             if capturing(self.device):
                 what = f"the first low_latency_dispatch of {max_tokens} tokens"
                 self._refuse_capture(what, "call it and its combine once before")
-            header = replace(header, label=f"low latency, {max_tokens} tokens")
-            buffers = make_buffers(self.memory, replace(form, relay=False), max_tokens, header)
+            setup = replace(operation, label=f"low latency, {max_tokens} tokens")
+            buffers = make_buffers(self.memory, replace(form, relay=False), max_tokens, setup)
+            self.memory.current = operation
             self._low_latency_buffers[form.hidden, form.dtype, max_tokens] = buffers
         return buffers
 
@@ -204,26 +205,24 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
     def own_rows(self, handle: DispatchHandle, sent: int) -> int:
         return sent // self.world  # an estimate for balanced routing, because the host may not know the counts
 
-    def _send_fixed(
-        self, x_TD: Tensor, ids_TK: Tensor, header: Header, ends: list[Tensor]
-    ) -> tuple[Tensor, DispatchHandle]:
+    def _send_fixed(self, x_TD: Tensor, ids_TK: Tensor, ends: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
         """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
-        if header.fault is not None:
-            self._refuse(header)
+        if self.current.fault is not None:
+            self._refuse()
         operations, form = self.memory.operations, self._form(x_TD, "dispatch")
         capacity = self.peer_options.capacity_rows or 0
         x_TD = dense(self._round_rows(x_TD, form) if form.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
-        with KernelOperation(self, header, x_TD, ids_TK):
+        with KernelOperation(self, self.current, x_TD, ids_TK):
             try:
                 received = form.allocate(operations.heap, capacity)
             except HeapError as problem:
-                self._raise_no_room(header, problem)
+                self._raise_no_room(problem)
             offer = received.offer._replace(room=capacity)
-            place_TK = self._move_rows(self.packed(header), x_TD, ids_TK, form, offer, capacity)
+            place_TK = self._move_rows(self.packed(self.current), x_TD, ids_TK, form, offer, capacity)
             rows_RD = received.rows()
             ends.append(operations.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
             if self.memory.emulated:
-                self.memory.check(header, ids_TK)
+                self.memory.check(ids_TK)
             self._stream.use_by_caller(rows_RD, place_TK, ends[-1])
-        return rows_RD, make_handle(header, x_TD, (), rows_RD.shape[0], 0, place_TK)
+        return rows_RD, self._handle(x_TD, (), rows_RD.shape[0], 0, place_TK)

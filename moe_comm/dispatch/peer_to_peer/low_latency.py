@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import Header
+from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory
 from moe_comm.dispatch.peer_to_peer.rows import ReceiveBuffer, RowFormat, offset_of
 from moe_comm.errors import ConfigError, HeapError, InputError
@@ -51,13 +52,8 @@ class LowLatencyBuffers:
     results_W5: Tensor
 
 
-def make_buffers(memory: PeerGroupMemory, form: RowFormat, max_tokens: int, header: Header) -> LowLatencyBuffers:
-    """Allocate buffers and exchange their addresses. Collective.
-
-    Raises:
-        ConfigError: ``max_tokens`` out of range, or too large for the shared memory of the GPU.
-        RankMismatch, HeapError: on every rank.
-    """
+def make_buffers(memory: PeerGroupMemory, form: RowFormat, max_tokens: int, operation: Header) -> LowLatencyBuffers:
+    """Allocate buffers and exchange their addresses. Collective."""
     if not 0 < max_tokens <= MOST_TOKENS:
         raise ConfigError(f"max_tokens must be between 1 and {MOST_TOKENS}; got {max_tokens}")
     operations, shape = memory.operations, memory.operations.shape
@@ -73,18 +69,19 @@ def make_buffers(memory: PeerGroupMemory, form: RowFormat, max_tokens: int, head
         results_RD.zero_()
     except HeapError as error:
         problem = error
-    received_W5 = _exchange_offers(memory, header, None if received is None else received.offer)
+    received_W5 = _exchange_offers(memory, operation, None if received is None else received.offer)
     results_offer = None if results_RD is None else Offer(offset_of(operations.heap, results_RD))
-    results_W5 = _exchange_offers(memory, header, results_offer)
+    results_W5 = _exchange_offers(memory, operation, results_offer)
     if received is None or results_RD is None:
         raise problem or HeapError("no room")
     return LowLatencyBuffers(max_tokens, received, results_RD, received_W5, results_W5)
 
 
-def _exchange_offers(memory: PeerGroupMemory, header: Header, offer: Offer | None) -> Tensor:
+def _exchange_offers(memory: PeerGroupMemory, operation: Header, offer: Offer | None) -> Tensor:
     """Return [W, 5], a copy of the offers of all ranks, on the device."""
-    memory.operations.meet(header.pack().tobytes(), offer or Offer(NOWHERE))
-    memory.check(header)
+    memory.current = operation
+    memory.operations.meet(operation.pack().tobytes(), offer or Offer(NOWHERE))
+    memory.check()
     return memory.operations.scratch.offers_W5.clone()
 
 
@@ -97,9 +94,8 @@ class LowLatencyHandle:
 
     memory: PeerGroupMemory
     buffers: LowLatencyBuffers
-    header: Header
+    operation: Operation
     place_TK: Tensor
-    timeout_s: float
     has_received: bool = False
 
     @property
@@ -148,22 +144,19 @@ class LowLatencyHandle:
         operations, shape = self.memory.operations, self.memory.operations.shape
         num_local = shape.own_experts.stop - shape.own_experts.start
         counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=operations.device)
-        operations.begin(self.timeout_s)
+        operations.begin(self.operation.dispatcher.options.timeout_s)
         operations.plan.receive_few(parts_of(shape.experts), words_address(counts_LW))
         self.has_received = True
         if self.memory.emulated:
-            self.memory.raise_fault(self.header)
+            self.memory.current = self.operation
+            self.memory.raise_fault()
         return counts_LW[:num_local]
 
 
 def send_low_latency(
-    memory: PeerGroupMemory, buffers: LowLatencyBuffers, x_TD: Tensor, ids_TK: Tensor, header: Header, timeout_s: float
+    memory: PeerGroupMemory, buffers: LowLatencyBuffers, x_TD: Tensor, ids_TK: Tensor, operation: Operation
 ) -> LowLatencyHandle:
-    """Queue the kernel that sends ``x_TD`` (dense rows) to the experts ``ids_TK`` (dense int64).
-
-    Raises:
-        InputError: more tokens than ``max_tokens``; on this rank only.
-    """
+    """Queue the kernel that sends ``x_TD`` (dense rows) to the experts ``ids_TK`` (dense int64)."""
     form, operations = buffers.received.form, memory.operations
     if x_TD.shape[0] > buffers.max_tokens:
         raise InputError(f"low-latency dispatch takes at most max_tokens={buffers.max_tokens}; got {x_TD.shape[0]}")
@@ -182,7 +175,7 @@ def send_low_latency(
         parts_of(operations.shape.experts),
         *form.words,
     )
-    return LowLatencyHandle(memory, buffers, header, place_TK, timeout_s)
+    return LowLatencyHandle(memory, buffers, operation, place_TK)
 
 
 def sum_low_latency(sent: LowLatencyHandle, weights_TK: Tensor, blocks: int) -> Tensor:

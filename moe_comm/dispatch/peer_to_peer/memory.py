@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import SAME_CALLS, Channel
 from moe_comm.comm.header import Header, describe, failure
 from moe_comm.comm.peers import Peers
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.types import peers_routing_error, routing_error
+from moe_comm.dispatch.types import PeerToPeerOptions, peers_routing_error, routing_error
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import Blocks, mapped_blocks, single_block, symmetric_blocks
 from moe_comm.gpu.launch import Launcher
@@ -93,6 +92,7 @@ class PeerGroupMemory:
 
     operations: state of the protocol.
     emulated: whether kernels run on the CPU. A launch then returns after the kernel has ended.
+    current: the operation that has begun, whose errors ``check`` and ``raise_fault`` raise.
     failed: error after which the group is unusable. uncombined: a low-latency dispatch that has not been combined.
     """
 
@@ -101,6 +101,7 @@ class PeerGroupMemory:
         self.emulated = operations.device.type == "cpu"
         self._order = stream_order(channel.comm.keep if channel is not None else None, operations.device)
         self._timeout_s = 0.0
+        self._idle = self.current = Header("dispatch", 0, 0, torch.float32, 1, operations.shape.experts, False)
         self.failed: PeerError | None = None
         self.uncombined = ""
         self._watch: PeerWatch | None = None
@@ -111,23 +112,19 @@ class PeerGroupMemory:
     def rank(self) -> int:
         return self.operations.shape.rank
 
-    def begin(self, header: Header, timeout_s: float) -> None:
-        """Prepare an operation, whose kernels wait for at most ``timeout_s``. Call it before its first kernel.
-
-        Raises:
-            PeerError: an earlier operation lost a peer, or an unchecked operation on a GPU failed.
-            ConfigError: a low-latency dispatch has not been combined.
-        """
+    def begin(self, operation: Header, timeout_s: float) -> None:
+        """Prepare ``operation``, whose kernels wait for at most ``timeout_s``. Call it before its first kernel."""
+        self.current = operation
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         if self.uncombined:
             raise ConfigError(
-                f"rank {self.rank} begins {describe(header)} between {self.uncombined} and its low_latency_combine; "
+                f"rank {self.rank} begins {describe(operation)} between {self.uncombined} and its low_latency_combine; "
                 "call low_latency_combine first, because the dispatch and its combine are one turn of the protocol"
             )
         if self.operations.plan.failed():
             # An unchecked operation failed. The progress of other ranks is unknown.
-            raise self._mark_unusable(self.error_of(self.operations.report, header, None))
+            raise self._mark_unusable(self.error_of(self.operations.report, None))
         self._timeout_s = timeout_s
         if not self.emulated:
             self._order.enter()
@@ -141,16 +138,12 @@ class PeerGroupMemory:
 
     def end(self) -> None:
         """Finish an operation, after its last kernel is queued or after an error."""
+        self.current = self._idle
         if self._watch is not None and self.emulated:
             self._watch.on = False
 
-    def check(self, header: Header, ids_TK: Tensor | None = None) -> None:
-        """Wait for the last meeting (exchange of headers), and raise its fault or that of a kernel after it.
-
-        Raises:
-            InputError, RoutingError, RankMismatch, HeapError: on every rank. The group remains usable.
-            PeerDied, PeerTimeout: the group is unusable.
-        """
+    def check(self, ids_TK: Tensor | None = None) -> None:
+        """Wait for the last meeting (exchange of headers), and raise its fault or that of a kernel after it."""
         plan = self.operations.plan
         if plan.wait(plan.turn, SLICE_NS) and not plan.failed():  # usually the turn completes in this time
             return
@@ -159,15 +152,15 @@ class PeerGroupMemory:
         except PeerTimeout as error:
             self.failed = error
             raise
-        self.raise_fault(header, ids_TK)
+        self.raise_fault(ids_TK)
 
-    def raise_fault(self, header: Header, ids_TK: Tensor | None = None) -> None:
+    def raise_fault(self, ids_TK: Tensor | None = None) -> None:
         """Raise the fault that the device has reported, if any; see ``check``."""
         if not self.operations.failed:
             return
         report = self.operations.report
         late = report.turn < self.operations.turn  # the fault of an earlier, unchecked operation; see ``begin``
-        error = self.error_of(report, header, None if late else ids_TK)
+        error = self.error_of(report, None if late else ids_TK)
         try:
             if late or isinstance(error, PeerError):
                 raise self._mark_unusable(error)
@@ -181,13 +174,13 @@ class PeerGroupMemory:
         self.failed = error if isinstance(error, PeerError) else PeerError(f"an earlier operation failed: {error}")
         return self.failed
 
-    def error_of(self, report: FaultReport, header: Header, ids_TK: Tensor | None) -> Exception:
+    def error_of(self, report: FaultReport, ids_TK: Tensor | None) -> Exception:
         """Return the exception for ``report``."""
         if report.fault in (TIMED_OUT, ABORTED):
-            return self._lost_peer(report, header)
+            return self._lost_peer(report)
         if report.fault == NO_ROOM:
             return HeapError(
-                f"rank {report.who} has no room for its rows in {describe(header)}; increase "
+                f"rank {report.who} has no room for its rows in {describe(self.current)}; increase "
                 "PeerToPeerOptions.heap_bytes on every rank"
             )
         headers, experts = self.operations.headers, self.operations.shape.experts
@@ -195,25 +188,25 @@ class PeerGroupMemory:
             if not words[FAULT_WORD]:
                 words[-1] = 0  # the last word is not text: see ROOM_WORD of primitives.py
         for rank, words in enumerate(headers):
-            if header.fault is None and words[FAULT_WORD] == BAD_IDS_WORD:
+            if self.current.fault is None and words[FAULT_WORD] == BAD_IDS_WORD:
                 if rank == self.rank and ids_TK is not None:
                     return routing_error(ids_TK, experts)
                 first, value, bad = (int(word) for word in words[FAULT_WORD + 1 : FAULT_WORD + 4])
-                return peers_routing_error(rank, bad, first, value, header.top_k, experts)
-        return failure([words.tobytes() for words in headers], self.rank, header)
+                return peers_routing_error(rank, bad, first, value, self.current.top_k, experts)
+        return failure([words.tobytes() for words in headers], self.rank, self.current)
 
-    def _lost_peer(self, report: FaultReport, header: Header) -> PeerError:
+    def _lost_peer(self, report: FaultReport) -> PeerError:
         peers = None if self.channel is None else self.channel.comm.peers
         dead = [] if peers is None else peers.ended()
         if peers is not None and dead:
             who = ", ".join(peers.describe(rank) for rank in dead)
             return PeerDied(
-                f"rank {self.rank} in {describe(header)}: lost {who}. Restart the ranks; this group is unusable. "
-                f"{SAME_CALLS}."
+                f"rank {self.rank} in {describe(self.current)}: lost {who}. Restart the ranks; this group is "
+                f"unusable. {SAME_CALLS}."
             )
         who = f"rank {report.who}" if peers is None else peers.describe(report.who)
         return PeerTimeout(
-            f"rank {self.rank} in {describe(header)}: waited {self._timeout_s:g} s for {who} to "
+            f"rank {self.rank} in {describe(self.current)}: waited {self._timeout_s:g} s for {who} to "
             f"{_AWAITED.get(report.what, 'send its rows')}; its flag is {report.value}, expected {report.expected}. "
             "The rank hangs, is slow, or took another path through the program; see its stacks (py-spy dump), or "
             f"increase DispatchOptions.timeout_s. This group is unusable. {SAME_CALLS}."
@@ -233,9 +226,6 @@ def shared_peer_memory(
 
     Args:
         channel: of the group, whose ranks have compared ``options``; None without peers.
-
-    Raises:
-        HeapError: a rank has no room; on every rank.
     """
     total = options.heap_bytes or HEAP_BYTES[device.type]
 

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moe_comm.comm.header import Header
-from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, PeerToPeerPrimitives
+from moe_comm.dispatch.operation import Operation
+from moe_comm.dispatch.peer_to_peer.pending import PendingPrimitives
+from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation
 from moe_comm.dispatch.peer_to_peer.rows import offset_of
 from moe_comm.dispatch.pending import IncomingRows
 from moe_comm.dispatch.types import DispatchHandle
@@ -25,21 +26,19 @@ from moe_comm.gpu.protocol import Offer, RowFlags, SlotFlags
 from moe_comm.runtime.memory import DTYPE_CODES
 
 
-class OverlappedPrimitives(PeerToPeerPrimitives):
+class OverlappedPrimitives(PendingPrimitives):
     """The primitives of ``peer_to_peer``, also for operations that run while GEMMs of the caller compute."""
 
-    def start_dispatch_aside(
-        self, x_TD: Tensor, ids_TK: Tensor, header: Header, num_blocks: int | None
-    ) -> IncomingRows:
+    def start_dispatch_aside(self, x_TD: Tensor, ids_TK: Tensor, num_blocks: int | None) -> IncomingRows:
         """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks.
 
         On a GPU the caller's stream then does not wait for this rank's own rows either: ``row_flags`` has flags for
         them too. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``.
         """
-        if header.fault is not None or not self._form(x_TD, header.op).bare:
-            return self.start_dispatch(x_TD, ids_TK, header)
+        if self.current.fault is not None or not self._form(x_TD, self.current.op).bare:
+            return self.start_dispatch(x_TD, ids_TK)
         with self._aside(num_blocks):
-            return self.start_dispatch(x_TD, ids_TK, header)
+            return self.start_dispatch(x_TD, ids_TK)
 
     def row_flags(self) -> RowFlags:
         """Return the flags of the rows of the last dispatch or ``spread_aside``, for kernels that wait for them."""
@@ -56,7 +55,6 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
         rows_RD: Tensor | None,
         weights_TK: Tensor,
         handle: DispatchHandle,
-        header: Header,
         slots: SlotFlags,
         num_blocks: int | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -65,18 +63,14 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
         The gradient of the weights is complete after ``wait_aside``. The caller must call ``end_spread``.
         """
         with self._aside(num_blocks):
-            return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, header, slots)
+            return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, slots)
 
-    def end_spread(self, header: Header) -> None:
-        """End the turn of ``spread_aside``. In emulation, wait for all ranks; on a GPU, the kernel ``done`` does.
-
-        Raises:
-            PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
-        """
+    def end_spread(self, operation: Operation) -> None:
+        """End the turn of ``spread_aside``. In emulation, wait for all ranks; on a GPU, the kernel ``done`` does."""
         if self.memory.emulated:
-            with KernelOperation(self, header):
+            with KernelOperation(self, operation):
                 self.memory.operations.plan.done()
-                self.memory.raise_fault(header)
+                self.memory.raise_fault()
 
     def wait_aside(self) -> None:
         """Make the caller's stream wait for the operations on the separate stream."""
@@ -92,21 +86,15 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
         compute: Callable[[Tensor, RowFlags], None],
         weights_TK: Tensor | None,
         handle: DispatchHandle,
-        header: Header,
     ) -> tuple[Tensor, Tensor]:
         """Run ``_sum`` of rows that a GEMM computes meanwhile: each slice of their columns once it is computed.
 
         Args:
             compute: queues the GEMM on the caller's stream. Its arguments are [R, D], where it writes the rows, and the
                 flags of (slice, owner): it sets those of this rank, at the ranks of the tokens.
-            header: with ``flagged``.
 
         Returns:
             [T, D], the sums, which are complete after ``wait_aside``, and [R, D], the rows.
-
-        Raises:
-            RankMismatch, HeapError: on every rank.
-            PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
         """
         operations, problem = self.memory.operations, None
         rows_RD = torch.empty(0, handle.hidden, dtype=handle.dtype, device=self.device)
@@ -116,19 +104,19 @@ class OverlappedPrimitives(PeerToPeerPrimitives):
             except HeapError as error:
                 problem = error
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        with self._aside(None), KernelOperation(self, header, rows_RD, weights_TK):
+        with self._aside(None), KernelOperation(self, self.current, rows_RD, weights_TK):
             if problem is not None:
-                self._raise_no_room(header, problem)
+                self._raise_no_room(problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=self.device)
-            operations.meet(self.packed(header), Offer(offset_of(operations.heap, rows_RD)))
+            operations.meet(self.packed(self.current), Offer(offset_of(operations.heap, rows_RD)))
             if self.memory.emulated:
-                self.memory.check(header)
+                self.memory.check()
             with self._stream.on_callers():
                 compute(rows_RD, operations.flags("results"))
             operations.sum_slices(handle.state, weights_TK, y_TD, DTYPE_CODES[handle.dtype], self._blocks)
             if self.memory.emulated:
-                self.memory.raise_fault(header)
-            self._check_if_blocking(header)
+                self.memory.raise_fault()
+            self._check_if_blocking()
             self._stream.use_by_caller(y_TD)
         return y_TD, rows_RD
 

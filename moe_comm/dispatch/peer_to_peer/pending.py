@@ -10,20 +10,19 @@ its own rows. In emulation the host reads the flags, so it computes rows of peer
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moe_comm.comm.header import Header
-from moe_comm.dispatch.pending import IncomingRows, OutgoingRows
+from moe_comm.dispatch.operation import Operation
+from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, PeerToPeerPrimitives
+from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
+from moe_comm.gpu.protocol import SAME, Ints
 from moe_comm.kernels.fp8 import ScaledRows
-
-if TYPE_CHECKING:
-    from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
 
 
 class PeerIncomingRows(IncomingRows):
@@ -31,13 +30,12 @@ class PeerIncomingRows(IncomingRows):
 
     def __init__(
         self,
-        dispatcher: PeerToPeerPrimitives,
+        dispatcher: PendingPrimitives,
         rows: Tensor | ScaledRows,
         handle: DispatchHandle,
-        header: Header,
         complete: bool,
     ) -> None:
-        self._dispatcher, self._header, self._complete = dispatcher, header, complete
+        self._dispatcher, self._operation, self._complete = dispatcher, dispatcher.current, complete
         self.handle = handle
         if isinstance(rows, ScaledRows):
             self.scaled = rows
@@ -50,7 +48,7 @@ class PeerIncomingRows(IncomingRows):
         return self._complete or peer in self._awaited or (memory.emulated and memory.operations.received(peer))
 
     def next(self, peers: Sequence[int]) -> int:
-        peer = self._dispatcher.wait_for_one_of(self._header, peers)
+        peer = self._dispatcher.wait_for_one_of(self._operation, peers)
         self._awaited.add(peer)
         return peer
 
@@ -60,16 +58,15 @@ class PeerIncomingRows(IncomingRows):
         self._complete = True
         # After an error, too: the rows of peers must be written before the memory is used again.
         with suppress(*([] if kind is None else [MoeCommError])):
-            self._dispatcher.wait_for_rows(self._header, 0, self._dispatcher.world)
+            self._dispatcher.wait_for_rows(self._operation, 0, self._dispatcher.world)
 
 
 class PeerOutgoingRows(OutgoingRows):
     """Outputs of experts, which peers read after the meeting of ``sum``."""
 
-    def __init__(
-        self, dispatcher: PeerToPeerPrimitives, rows_RD: Tensor, handle: DispatchHandle, header: Header
-    ) -> None:
-        self._dispatcher, self._rows_RD, self._handle, self._header = dispatcher, rows_RD, handle, header
+    def __init__(self, dispatcher: PendingPrimitives, rows_RD: Tensor, handle: DispatchHandle) -> None:
+        self._dispatcher, self._rows_RD, self._handle = dispatcher, rows_RD, handle
+        self._operation = dispatcher.current
 
     def raise_flag(self, peer: int) -> None:
         pass  # the meeting of ``sum`` tells all peers that this rank's rows are complete
@@ -78,7 +75,63 @@ class PeerOutgoingRows(OutgoingRows):
         return True
 
     def sum(self, weights_TK: Tensor | None) -> Tensor:
-        return self._dispatcher.sum_rounded(self._rows_RD, weights_TK, self._handle, self._header)
+        with self._dispatcher.running(self._operation):
+            return self._dispatcher.sum_rounded(self._rows_RD, weights_TK, self._handle)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         pass
+
+
+class PendingPrimitives(PeerToPeerPrimitives, PendingDispatcher):
+    """The primitives of ``peer_to_peer``, also peer by peer."""
+
+    collectives_in_flight = True
+
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> IncomingRows:
+        # Rows that are encoded or relayed complete together.
+        form = self._form(x_TD, self.current.op)
+        wait = self.current.fault is not None or not form.bare
+        rows: Tensor | ScaledRows
+        if self.current.scaled and form.packing != SAME:
+            rows, handle = self._send_scaled(x_TD, ids_TK)
+        else:
+            rows, handle = self._send(x_TD, ids_TK, wait=wait)
+        return PeerIncomingRows(self, rows, handle, complete=wait)
+
+    def rows_by_source(self, incoming: IncomingRows) -> Ints:
+        return self.memory.operations.counts_WE()
+
+    def wait_for_rows(self, operation: Operation, first: int, ranks: int) -> None:
+        """Make the current stream wait for the rows of ``ranks`` ranks of the last dispatch. In emulation, wait."""
+        with KernelOperation(self, operation):
+            self.memory.operations.arrive(first, ranks)
+            if self.memory.emulated:
+                self.memory.raise_fault()
+
+    def wait_for_one_of(self, operation: Operation, peers: Sequence[int]) -> int:
+        """Do so for the rows of one of ``peers``, and return it: the first, or in emulation the first complete one."""
+        with KernelOperation(self, operation):
+            operations, peer = self.memory.operations, peers[0]
+            if self.memory.emulated:
+                end = time.monotonic() + self.options.timeout_s
+                while not (received := [peer for peer in peers if operations.received(peer)]):
+                    if operations.aborted or time.monotonic() > end:
+                        operations.begin(0.0)  # the kernel reports the error at once
+                        break
+                    time.sleep(0)
+                peer = received[0] if received else peer
+            operations.arrive(peer, 1)
+            if self.memory.emulated:
+                self.memory.raise_fault()
+        return peer
+
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> OutgoingRows:
+        if self.current.fault is not None:
+            self._refuse()
+        return PeerOutgoingRows(self, rows_RD, handle)
+
+    def start_spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+    ) -> tuple[IncomingRows, Tensor | None]:
+        grad_RD, grad_TK = self._spread(grad_TD, rows_RD, weights_TK, handle)
+        return PeerIncomingRows(self, grad_RD, handle, complete=True), grad_TK

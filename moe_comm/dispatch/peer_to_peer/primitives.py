@@ -6,8 +6,7 @@ In a meeting, the device exchanges headers, offers (addresses of rows) and count
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import torch
@@ -17,11 +16,10 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, fault_word
-from moe_comm.dispatch.base import make_handle
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory, shared_peer_memory
-from moe_comm.dispatch.peer_to_peer.pending import PeerIncomingRows, PeerOutgoingRows
 from moe_comm.dispatch.peer_to_peer.rows import (
     Reservation,
     RowFormat,
@@ -31,7 +29,6 @@ from moe_comm.dispatch.peer_to_peer.rows import (
     relay_links,
 )
 from moe_comm.dispatch.peer_to_peer.streams import OperationStream
-from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire.group_scales import rounded_in_groups
 from moe_comm.dispatch.wire.wire_dtype import rounded
@@ -50,7 +47,6 @@ from moe_comm.gpu.protocol import (
     SAME,
     WITHOUT_FLAGS,
     GroupShape,
-    Ints,
     Offer,
     Reduction,
     Sending,
@@ -71,7 +67,7 @@ EMULATED_BLOCKS = 4
 RowsT = TypeVar("RowsT", Tensor, ScaledRows)
 
 
-class PeerToPeerPrimitives(PendingDispatcher):
+class PeerToPeerPrimitives(Dispatcher):
     """Dispatch, combine and their backward passes with kernels. Construction is collective over ``group``.
 
     ``state`` of a dispatch handle is a [T, K] tensor: the owner rank and row of each slot, packed as in csrc/layout.h,
@@ -92,7 +88,6 @@ class PeerToPeerPrimitives(PendingDispatcher):
 
     name = "peer_to_peer"
     checks_ids = True  # the count kernel checks
-    collectives_in_flight = True
     packs = True
 
     def __init__(
@@ -165,38 +160,36 @@ class PeerToPeerPrimitives(PendingDispatcher):
             )
         return super()._fault(x_TD, ids_TK)
 
-    def _send(
-        self, x_TD: Tensor, ids_TK: Tensor, header: Header, *, wait: bool = True
-    ) -> tuple[Tensor, DispatchHandle]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, *, wait: bool = True) -> tuple[Tensor, DispatchHandle]:
         """Send rows. Without ``wait``, rows of peers may be in flight afterwards."""
-        return self._send_rows(x_TD, ids_TK, header, Reservation.keep, wait)
+        return self._send_rows(x_TD, ids_TK, Reservation.keep, wait)
 
-    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
-        return self._send_rows(x_TD, ids_TK, header, Reservation.keep_scaled, True)
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[ScaledRows, DispatchHandle]:
+        return self._send_rows(x_TD, ids_TK, Reservation.keep_scaled, True)
 
     def _send_rows(
-        self, x_TD: Tensor, ids_TK: Tensor, header: Header, keep: Callable[[Reservation, int], RowsT], wait: bool
+        self, x_TD: Tensor, ids_TK: Tensor, keep: Callable[[Reservation, int], RowsT], wait: bool
     ) -> tuple[RowsT, DispatchHandle]:
         """Send rows. keep: returns the received rows, and queues the kernels that compute them."""
-        if header.fault is not None:
-            self._refuse(header)
+        if self.current.fault is not None:
+            self._refuse()
         if capturing(self.device):
             self._refuse_capture("dispatch", "use dispatch_fixed")
-        operations, form = self.memory.operations, self._form(x_TD, header.op)
+        operations, form = self.memory.operations, self._form(x_TD, self.current.op)
         if form.rounds and form.packing == SAME:
             x_TD = self._round_rows(x_TD, form)
         x_TD, ids_TK = dense(x_TD), ids_TK.to(torch.int64).contiguous()
-        with KernelOperation(self, header, x_TD, ids_TK):
+        with KernelOperation(self, self.current, x_TD, ids_TK):
             reserved = Reservation(form, operations.heap)
             in_flight = False
             try:
                 room = reserved.num_bytes.to_bytes(8, sys.byteorder)
-                packed = self.packed(header)[: ROOM_WORD * 8] + room
+                packed = self.packed(self.current)[: ROOM_WORD * 8] + room
                 place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity, wait)
-                self.memory.check(header, ids_TK)
+                self.memory.check(ids_TK)
                 in_flight = not wait
                 own_L, rows_W, rooms_W, num_dropped = operations.plan.counted(ROOM_WORD)
-                check_room(form, rows_W, rooms_W, header)
+                check_room(form, rows_W, rooms_W, self.current)
                 rows = keep(reserved, rows_W[self.rank])
             except BaseException:
                 if in_flight:
@@ -206,29 +199,29 @@ class PeerToPeerPrimitives(PendingDispatcher):
             if self._stream.is_separate:
                 tensors = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows,)
                 self._stream.use_by_caller(*tensors, place_TK)
-        handle = make_handle(header, x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK)
+        handle = self._handle(x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK)
         return rows, handle
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        form = self._form(rows_RD, header.op)
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
+        form = self._form(rows_RD, self.current.op)
         if form.rounds:
             rows_RD = self._round_rows(rows_RD, form)
-        return self.sum_rounded(rows_RD, weights_TK, handle, header)
+        return self.sum_rounded(rows_RD, weights_TK, handle)
 
-    def sum_rounded(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+    def sum_rounded(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
         """Run ``_sum`` for rows that are rounded to the wire dtype."""
         heap = self.memory.operations.heap
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         if weights_TK is not None and self.peer_options.fast_combine and handle.top_k > 1 and self.world > 1:
-            return self._sum_reduced(rows_RD, weights_TK, handle, header)
-        with KernelOperation(self, header, rows_RD, weights_TK):
+            return self._sum_reduced(rows_RD, weights_TK, handle)
+        with KernelOperation(self, self.current, rows_RD, weights_TK):
             try:
                 _read_RD, at = readable(heap, rows_RD)
             except HeapError as problem:
-                self._raise_no_room(header, problem)
+                self._raise_no_room(problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.operations.sum(
-                self.packed(header),
+                self.packed(self.current),
                 Offer(at),
                 handle.state,
                 weights_TK,
@@ -236,25 +229,25 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 DTYPE_CODES[handle.dtype],
                 self._blocks,
             )
-            self._check_if_blocking(header)
+            self._check_if_blocking()
             if self._stream.is_separate:
                 self._stream.use_by_caller(y_TD)
         return y_TD
 
-    def _sum_reduced(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, header: Header) -> Tensor:
+    def _sum_reduced(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Tensor:
         """Combine with rows that each rank has reduced to one per token; see ``PeerToPeerOptions.fast_combine``."""
         heap = self.memory.operations.heap
-        with KernelOperation(self, header, rows_RD, weights_TK):
+        with KernelOperation(self, self.current, rows_RD, weights_TK):
             try:
                 read_RD, at = readable(heap, rows_RD)
                 reduced_RD = heap.rows(rows_RD.shape[0], handle.hidden, handle.dtype)
                 links_R2 = heap.rows(rows_RD.shape[0], ROW_LINK_WORDS, torch.int64)
             except HeapError as problem:
-                self._raise_no_room(header, problem)
+                self._raise_no_room(problem)
             links_R2.zero_()  # before the meeting, after which peers write links
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.operations.sum_reduced(
-                self.packed(header),
+                self.packed(self.current),
                 Offer(at, offset_of(heap, reduced_RD), links=offset_of(heap, links_R2)),
                 handle.state,
                 weights_TK,
@@ -268,14 +261,14 @@ class PeerToPeerPrimitives(PendingDispatcher):
                     address(reduced_RD, handle.dtype, device=read_RD.device.type),
                 ),
             )
-            self._check_if_blocking(header)
+            self._check_if_blocking()
             self._stream.use_by_caller(y_TD)
         return y_TD
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
-        return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, header, WITHOUT_FLAGS)
+        return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, WITHOUT_FLAGS)
 
     def _spread_rows(
         self,
@@ -283,23 +276,22 @@ class PeerToPeerPrimitives(PendingDispatcher):
         rows_RD: Tensor | None,
         weights_TK: Tensor,
         handle: DispatchHandle,
-        header: Header,
         slots: SlotFlags,
     ) -> tuple[Tensor, Tensor | None]:
         """Run ``_spread``. With ``slots``, peers may still write rows when it returns."""
-        grad_TD = dense(self._round_rows(grad_TD, self._form(grad_TD, header.op)))
+        grad_TD = dense(self._round_rows(grad_TD, self._form(grad_TD, self.current.op)))
         weights_TK, heap = weights_TK.contiguous(), self.memory.operations.heap
-        with KernelOperation(self, header, grad_TD, rows_RD, weights_TK, *slots):
+        with KernelOperation(self, self.current, grad_TD, rows_RD, weights_TK, *slots):
             try:
                 _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
                 grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
             except HeapError as problem:
-                self._raise_no_room(header, problem)
+                self._raise_no_room(problem)
             dots_TK = None
             if rows_RD is not None:
                 dots_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=grad_TD.device)
             self.memory.operations.spread(
-                self.packed(header),
+                self.packed(self.current),
                 Offer(at, offset_of(heap, grad_RD)),
                 handle.state,
                 weights_TK,
@@ -309,68 +301,9 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 self._blocks,
                 slots,
             )
-            self._check_if_blocking(header)
+            self._check_if_blocking()
             self._stream.use_by_caller(grad_RD, dots_TK)
         return grad_RD, dots_TK
-
-    # --- the same operations, peer by peer ---
-
-    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
-        # Rows that are encoded or relayed complete together.
-        form = self._form(x_TD, header.op)
-        wait = header.fault is not None or not form.bare
-        rows: Tensor | ScaledRows
-        if header.scaled and form.packing != SAME:
-            rows, handle = self._send_scaled(x_TD, ids_TK, header)
-        else:
-            rows, handle = self._send(x_TD, ids_TK, header, wait=wait)
-        return PeerIncomingRows(self, rows, handle, header, complete=wait)
-
-    def rows_by_source(self, incoming: IncomingRows) -> Ints:
-        return self.memory.operations.counts_WE()
-
-    def wait_for_rows(self, header: Header, first: int, ranks: int) -> None:
-        """Make the current stream wait for the rows of ``ranks`` ranks of the last dispatch. In emulation, wait.
-
-        Raises:
-            PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
-        """
-        with KernelOperation(self, header):
-            self.memory.operations.arrive(first, ranks)
-            if self.memory.emulated:
-                self.memory.raise_fault(header)
-
-    def wait_for_one_of(self, header: Header, peers: Sequence[int]) -> int:
-        """Do the same for the rows of one of ``peers``, and return it: the first, or in emulation the first complete.
-
-        Raises:
-            As ``wait_for_rows``.
-        """
-        with KernelOperation(self, header):
-            operations, peer = self.memory.operations, peers[0]
-            if self.memory.emulated:
-                end = time.monotonic() + self.options.timeout_s
-                while not (received := [peer for peer in peers if operations.received(peer)]):
-                    if operations.aborted or time.monotonic() > end:
-                        operations.begin(0.0)  # the kernel reports the error at once
-                        break
-                    time.sleep(0)
-                peer = received[0] if received else peer
-            operations.arrive(peer, 1)
-            if self.memory.emulated:
-                self.memory.raise_fault(header)
-        return peer
-
-    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
-        if header.fault is not None:
-            self._refuse(header)
-        return PeerOutgoingRows(self, rows_RD, handle, header)
-
-    def start_spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
-    ) -> tuple[IncomingRows, Tensor | None]:
-        grad_RD, grad_TK = self._spread(grad_TD, rows_RD, weights_TK, handle, header)
-        return PeerIncomingRows(self, grad_RD, handle, header, complete=True), grad_TK
 
     # --- helpers ---
 
@@ -404,30 +337,31 @@ class PeerToPeerPrimitives(PendingDispatcher):
         """Raise the error of an operation for which the host waits, while a CUDA graph captures the stream."""
         raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
 
-    def _refuse(self, header: Header) -> NoReturn:
+    def _refuse(self) -> NoReturn:
         """Report the fault (invalid input) of this rank in a meeting, so that every rank raises it.
 
         During a CUDA graph capture no meeting can run, so only this rank raises.
         """
-        if header.fault is not None and capturing(self.device):
-            raise header.fault
-        with KernelOperation(self, header):
-            self.memory.operations.meet(self.packed(header), NOTHING)
-            self.memory.check(header)
-        raise header.fault or AssertionError("_refuse was called without a fault")
+        fault = self.current.fault
+        if fault is not None and capturing(self.device):
+            raise fault
+        with KernelOperation(self, self.current):
+            self.memory.operations.meet(self.packed(self.current), NOTHING)
+            self.memory.check()
+        raise fault or AssertionError("_refuse was called without a fault")
 
-    def _raise_no_room(self, header: Header, problem: HeapError) -> NoReturn:
+    def _raise_no_room(self, problem: HeapError) -> NoReturn:
         """Report in a meeting that this rank has no room in its heap, so that every rank raises."""
         if capturing(self.device):
             raise problem  # a captured meeting would run only with the graph, and this error ends the capture
-        self.memory.operations.meet(self.packed(header), Offer(NOWHERE))
-        self.memory.check(header)
+        self.memory.operations.meet(self.packed(self.current), Offer(NOWHERE))
+        self.memory.check()
         raise problem
 
-    def _check_if_blocking(self, header: Header) -> None:
+    def _check_if_blocking(self) -> None:
         """Wait for the meeting and raise its fault: on the CPU, or if ``checked`` is set and no graph is captured."""
         if self.memory.emulated or (self.options.checked and not capturing(self.device)):
-            self.memory.check(header)
+            self.memory.check()
 
     def _round_rows(self, rows_RD: Tensor, form: RowFormat) -> Tensor:
         """Round rows to the wire dtype."""
@@ -452,17 +386,17 @@ class KernelOperation:
     The dispatcher's operation stream is current inside the context. ``used`` are the tensors that the kernels read.
     """
 
-    __slots__ = ("_dispatcher", "_header", "_used")
+    __slots__ = ("_dispatcher", "_operation", "_used")
 
-    def __init__(self, dispatcher: PeerToPeerPrimitives, header: Header, *used: Tensor | None) -> None:
-        self._dispatcher, self._header, self._used = dispatcher, header, used
+    def __init__(self, dispatcher: PeerToPeerPrimitives, operation: Header, *used: Tensor | None) -> None:
+        self._dispatcher, self._operation, self._used = dispatcher, operation, used
 
     def __enter__(self) -> None:
         dispatcher = self._dispatcher
         if dispatcher._stream.is_separate:
             dispatcher._stream.enter(self._used)
         try:
-            dispatcher.memory.begin(self._header, dispatcher.options.timeout_s)
+            dispatcher.memory.begin(self._operation, dispatcher.options.timeout_s)
         except BaseException:
             if dispatcher._stream.is_separate:
                 dispatcher._stream.leave(failed=True)

@@ -92,11 +92,7 @@ class RowFormat:
         return Offer(first, 0, first + rows if self.scales else 0, first + rows + scales if self.relay else 0)
 
     def allocate(self, heap: Heap, num_rows: int) -> ReceiveBuffer:
-        """Allocate a buffer for ``num_rows`` rows.
-
-        Raises:
-            HeapError: no room.
-        """
+        """Allocate a buffer for ``num_rows`` rows."""
         block = heap.block(self.buffer_bytes(num_rows))
         offer = self.offer(block.first, num_rows)
         parts = ((block, max(0, at - block.first)) for at in (offer.rows, offer.scales, offer.links))
@@ -195,9 +191,6 @@ def readable(heap: Heap, rows_RD: Tensor) -> tuple[Tensor, int]:
     """Return ``rows_RD`` in memory that peers can read, and its offset for an ``Offer``; 0 for no rows.
 
     The rows are unchanged, or copied into the heap.
-
-    Raises:
-        HeapError: no room for the copy.
     """
     if not rows_RD.numel():
         return rows_RD, 0
@@ -211,7 +204,7 @@ def offset_of(heap: Heap, rows_RD: Tensor) -> int:
     return heap.offset(rows_RD) if rows_RD.numel() else 0
 
 
-def check_room(form: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], header: Header) -> None:
+def check_room(form: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], operation: Header) -> None:
     """Raise the same ``HeapError`` on every rank if a rank has no room for the rows that it receives.
 
     rows_W: number of rows that each rank receives. rooms_W: bytes of the largest free block of each rank's heap.
@@ -222,7 +215,7 @@ def check_room(form: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], h
     for rank, rows in enumerate(rows_W):
         if (needed := form.buffer_bytes(rows)) > rooms_W[rank]:
             raise HeapError(
-                f"rank {rank} has no room in its heap for {rows} rows in {describe(header)}: they need {needed} bytes "
-                f"and its largest free block has {rooms_W[rank]}. Increase PeerToPeerOptions.heap_bytes on every rank, "
-                "or dispatch fewer tokens at a time"
+                f"rank {rank} has no room in its heap for {rows} rows in {describe(operation)}: they need {needed} "
+                f"bytes and its largest free block has {rooms_W[rank]}. Increase PeerToPeerOptions.heap_bytes on every "
+                "rank, or dispatch fewer tokens at a time"
             )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffic, choose
-from moe_comm.dispatch.types import DispatchOptions
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_rank import rank_and_size, warn_if_alone
 from moe_comm.runtime.memory import native_is_built
@@ -97,7 +98,7 @@ def new_dispatcher(
     if group is None or world == 1:
         if placement is None:
             raise fault or ConfigError("no placement")
-        from moe_comm.dispatch.backends.local_native import local_dispatcher  # loads one backend
+        from moe_comm.dispatch.backends.native import local_dispatcher  # loads one backend
 
         local = local_dispatcher(placement, group, options)
         local.expert_placement = expert_placement
@@ -223,7 +224,7 @@ def _build(
         rows_device = device if device is not None else "cpu" if options.peer_to_peer.emulate else "cuda"
         return PeerToPeerDispatcher(placement, group, rank, options, rows_device)
     if name == "shared_memory":
-        from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # loads one backend
+        from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # loads one backend
 
         return SharedMemoryDispatcher(placement, group, rank, options)
     if name == "hierarchical":
@@ -237,3 +238,81 @@ def _build(
     from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher  # loads one backend
 
     return AllToAllDispatcher(placement, group, rank, options)
+
+
+def shared_dispatcher(
+    num_experts: int,
+    group: ProcessGroup | DeviceMesh | None,
+    device: torch.device,
+    backend: str = "auto",
+    options: DispatchOptions | None = None,
+) -> Dispatcher:
+    """Return the dispatcher over a group, which the first call with these arguments makes. That call is collective.
+
+    Args:
+        group: a process group, or a mesh of one dimension. None: this process has all experts.
+        device, backend, options: see ``make_dispatcher``.
+    """
+    members, options = as_group(group), options or DispatchOptions()
+    if members is None:
+        return new_dispatcher(num_experts, backend=backend, options=options, device=device)
+    dispatchers: dict[object, Dispatcher] = communicator_of(members, options.timeout_s).keep("shared dispatchers", dict)
+    key = num_experts, device.type, backend, options
+    if key not in dispatchers:
+        dispatchers[key] = new_dispatcher(num_experts, members, backend=backend, options=options, device=device)
+    return dispatchers[key]
+
+
+class DeferredDispatcher(Dispatcher):
+    """Placeholder for a dispatcher, without communication or memory. ``connect`` replaces it.
+
+    Args:
+        placement, group, rank, options: arguments of the dispatcher that replaces this one.
+        make: creates that dispatcher for rows on a device. Collective over ``group``.
+    """
+
+    name = "deferred"
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        group: ProcessGroup | None,
+        rank: int,
+        options: DispatchOptions | None,
+        make: Callable[[torch.device | str], Dispatcher],
+    ) -> None:
+        # Pass no group: ranks number the dispatchers of a group, and this one takes part in no operation.
+        super().__init__(placement, None, rank, options)
+        self._group = group
+        self.make = make
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        return self._group
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError("this MoE layer is on the meta device and cannot run; build it on the device it will run on")
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
+        self._refuse()
+
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
+        self._refuse()
+
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor | None]:
+        self._refuse()
+
+
+def connect(dispatcher: Dispatcher, device: torch.device | str) -> Dispatcher:
+    """Return the dispatcher for rows on ``device`` that replaces a deferred one, or ``dispatcher``. Collective.
+
+    Raises:
+        ConfigError, RankMismatch, PeerDied, PeerTimeout: as ``make_dispatcher``.
+    """
+    if not isinstance(dispatcher, DeferredDispatcher):
+        return dispatcher
+    made = dispatcher.make(device)
+    made.has_unknown_experts = dispatcher.has_unknown_experts
+    return made

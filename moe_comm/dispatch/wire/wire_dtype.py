@@ -195,10 +195,6 @@ def encode(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
 
     Returns:
         [R, ``bytes_per_row``] uint8, contiguous; a view of ``rows_RD`` if ``wire_dtype`` does not change them.
-
-    Raises:
-        InputError: not a matrix of floating-point numbers.
-        ConfigError: ``wire_dtype`` has group scales.
     """
     _check_no_group_scales(wire_dtype)
     if rows_RD.dim() != 2 or not rows_RD.is_floating_point():
@@ -238,10 +234,6 @@ def decode(packed_RB: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.d
 
     Returns:
         [R, hidden]. Values saturate at the largest finite number of ``dtype``.
-
-    Raises:
-        InputError: rows of another width.
-        ConfigError: ``wire_dtype`` has group scales.
     """
     _check_no_group_scales(wire_dtype)
     bytes_RB = as_dtype(torch.uint8, packed_RB)

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.per_rank.arguments import Bias, Rows, check_input
-from moe_comm.dispatch.per_rank.layout import expert_places
-from moe_comm.dispatch.per_rank.routes import RankRoutes
+from moe_comm.dispatch.per_rank import Bias, RankRoutes, Rows, check_input, expert_places
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import (

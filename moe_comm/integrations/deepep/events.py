@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.per_rank.exchange import RankExchange
+from moe_comm.dispatch.per_rank import RankExchange
 from moe_comm.errors import ConfigError, InputError
 
 

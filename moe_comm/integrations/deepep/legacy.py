@@ -10,10 +10,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DROPPED, DispatchHandle
-from moe_comm.dispatch.input_faults import ID_DTYPES
-from moe_comm.dispatch.per_rank.arguments import FLOATS, Bias, Rows, check_ids, check_input, checked, unpacked
-from moe_comm.dispatch.per_rank.layout import rank_layout
-from moe_comm.dispatch.per_rank.routes import RankRoutes
+from moe_comm.dispatch.arguments import ID_DTYPES
+from moe_comm.dispatch.per_rank import (
+    FLOATS,
+    Bias,
+    RankRoutes,
+    Rows,
+    check_ids,
+    check_input,
+    checked,
+    rank_layout,
+    unpacked,
+)
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import (
     Config,

@@ -22,7 +22,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from moe_comm.dispatch import Dispatched, Dispatcher, DispatchOptions
-from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch.selection.factory import shared_dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 
 

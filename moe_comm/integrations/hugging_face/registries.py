@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.dispatch.selection.factory import new_dispatcher
-from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch.selection.factory import new_dispatcher, shared_dispatcher
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts

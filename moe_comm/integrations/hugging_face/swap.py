@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts

@@ -24,8 +24,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
 
 from moe_comm.dispatch import DROPPED, DispatchOptions
-from moe_comm.dispatch.selection.shared import shared_dispatcher
-from moe_comm.dispatch.slots.masks import ids_of_mask
+from moe_comm.dispatch.selection.factory import shared_dispatcher
+from moe_comm.dispatch.slots.plain import ids_of_mask
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.topology import ExpertPlacement
 

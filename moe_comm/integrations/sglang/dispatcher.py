@@ -23,10 +23,7 @@ from sglang.srt.runtime_context import get_exec, get_flags, get_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.per_rank.arguments import Rows, check_input, unpacked
-from moe_comm.dispatch.per_rank.exchange import RankExchange
-from moe_comm.dispatch.per_rank.layout import rank_layout
-from moe_comm.dispatch.per_rank.routes import RankRoutes
+from moe_comm.dispatch.per_rank import RankExchange, RankRoutes, Rows, check_input, rank_layout, unpacked
 from moe_comm.errors import ConfigError, InputError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common import token_dispatcher as theirs
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, operators
-from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch.selection.factory import shared_dispatcher
 
 
 class MoeCommTokenDispatcher(theirs.BaseEPTokenDispatcher):  # type: ignore[misc, no-any-unimported, unused-ignore]

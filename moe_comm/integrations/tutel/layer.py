@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.selection.shared import shared_dispatcher
+from moe_comm.dispatch.selection.factory import shared_dispatcher
 from moe_comm.errors import ConfigError, MissingDependency, UnsupportedModel
 from moe_comm.integrations.tutel.routed import run_experts
 

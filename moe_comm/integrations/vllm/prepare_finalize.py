@@ -26,7 +26,7 @@ from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 from vllm.platforms import current_platform
 
 from moe_comm.dispatch import DROPPED
-from moe_comm.dispatch.per_rank.exchange import RankExchange
+from moe_comm.dispatch.per_rank import RankExchange
 from moe_comm.dispatch.types import routing_error
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic
-from moe_comm.dispatch.selection.factory import new_dispatcher, refuse_dispatcher
+from moe_comm.dispatch.selection.factory import DeferredDispatcher, new_dispatcher, refuse_dispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
@@ -72,8 +72,6 @@ def build_dispatcher(
 
     if not on_meta:
         return make_on(device)
-    from moe_comm.dispatch.deferred import DeferredDispatcher  # only "meta" needs it
-
     dispatcher = DeferredDispatcher(slots, group, group_rank(group), options, make_on)
     dispatcher.expert_placement = placement
     return dispatcher

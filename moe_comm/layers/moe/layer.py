@@ -31,9 +31,8 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
-from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.arguments import as_tensors, tokens_fault
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.dispatch.input_faults import tokens_fault
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.autograd import compute_dtype

@@ -18,7 +18,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from moe_comm.dispatch.deferred import connect
+from moe_comm.dispatch.selection.factory import connect
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.attention.rope import RopeTable
 from moe_comm.layers.attention.sequence import Documents

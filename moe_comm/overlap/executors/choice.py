@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import PendingTensor
-from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.autograd import dispatch_by
+from moe_comm.comm.header import describe
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes, to_slots
-from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.checksums import SentChecksums, exchange_checksums
-from moe_comm.dispatch.dispatch_spans import KINDS, record_handle, sent_bytes
+from moe_comm.dispatch.checksums import SentChecksums
+from moe_comm.dispatch.dispatcher import Dispatcher
+from moe_comm.dispatch.operation import KINDS, Operation
 from moe_comm.dispatch.slots.sums import scale_, weighted_sum
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire.wire_dtype import bytes_per_row, pack, unpack, unpack_scaled
@@ -50,13 +49,13 @@ GEMM for each expert. (Measured: at 0.25 MB two chunks are slower than one, at 1
 class ChunkedDispatch(RowDispatch):
     """One dispatch over ``all_to_all``. A segment is a chunk.
 
-    header: this rank's message in the handshake, which compares the ranks' calls before rows move. small: there is one
+    operation: the dispatch, whose header the ranks have compared before rows move. small: there is one
         chunk, smaller than ``overlap.chunk_bytes``; serial execution is faster. overlap: the settings. checksums: of
         the sent rows, if they are checked.
     """
 
     dispatcher: AllToAllDispatcher
-    header: Header
+    operation: Operation
     small: bool
     overlap: Overlap
     checksums: SentChecksums | None = None
@@ -100,18 +99,18 @@ class ChunkedDispatch(RowDispatch):
                 f"shared_memory), with wire dtypes that have scales for each row; got {dispatcher.name} with "
                 f"{dispatcher.options.wire_dtypes}"
             )
-        header = dispatcher.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
-        header = replace(header, weights_grad=weights_grad)
-        with dispatcher.report(header):
-            handle = dispatcher.prepare_dispatch(x_TD, ids_TK, header)
+        operation = dispatcher.dispatch_operation(x_TD, ids_TK, label, scaled=scaled)
+        operation.weights_grad = weights_grad
+        with dispatcher.report(operation), dispatcher.running(operation):
+            handle = dispatcher.prepare_dispatch(x_TD, ids_TK)
         rows_WE = handle.state.rows_WE
         wire_dtype = dispatcher.options.wire_dtypes.of("dispatch")
         row_bytes = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)
         num_bytes = max_sent_rows(rows_WE, dispatcher.placement) * row_bytes // EXPERT_CHUNK_FACTOR
         chunks = overlap.chunks_of(num_bytes)
         small = chunks == 1 and num_bytes < overlap.chunk_bytes
-        checksums = exchange_checksums(dispatcher, x_TD, ids_TK, header)
-        dispatch = cls(dispatcher, handle, chunks, header, small, overlap, checksums=checksums)
+        checksums = dispatcher.exchange_checksums(x_TD, ids_TK, operation)
+        dispatch = cls(dispatcher, handle, chunks, operation, small, overlap, checksums=checksums)
         if isinstance(overlap.chunks, str):
             works = dispatch.works("dispatch_matmul", width)[:1]
             if width_back is not None:
@@ -158,15 +157,15 @@ class ChunkedDispatch(RowDispatch):
 
     def send(self, x_TD: Tensor) -> ChunkedSend:
         """Start to send the tokens' rows to their experts."""
-        return ChunkedSend(self, x_TD, self.header)
+        return ChunkedSend(self, x_TD, self.operation)
 
     def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> ChunkedGradients:
         return ChunkedGradients(self, grad_TD, weights_TK, weights_grad)
 
     def start_return(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> ChunkedReturn:
         # A return that follows a send in the same call needs no handshake of its own.
-        header = self.handshake(op, grads[1]) if after is None else self.next_header(op)
-        return ChunkedReturn(self, header)
+        operation = self.handshake(op, grads[1]) if after is None else self.next_operation(op)
+        return ChunkedReturn(self, operation)
 
     def abort_on_error(self, send: RowSend | None) -> AbstractContextManager[None]:
         return self.dispatcher.abort_on_error(self.handle.label, in_flight=True)
@@ -176,20 +175,21 @@ class ChunkedDispatch(RowDispatch):
 
         def send(x_TD: Tensor) -> tuple[Tensor | ScaledRows, DispatchHandle]:
             rows: Tensor | ScaledRows
-            if self.receives_scaled(self.header):
-                rows = self.dispatcher.send_scaled(x_TD, self.handle, self.header)
-            else:
-                rows = self.dispatcher.send(x_TD, self.handle, self.header)
+            with self.dispatcher.running(self.operation):
+                if self.receives_scaled(self.operation):
+                    rows = self.dispatcher.send_scaled(x_TD, self.handle)
+                else:
+                    rows = self.dispatcher.send(x_TD, self.handle)
             self.check(rows)
-            if self.header.scaled and isinstance(rows, Tensor):
+            if self.operation.scaled and isinstance(rows, Tensor):
                 rows = quantize_rows(rows)
             return rows, self.handle
 
-        return dispatch_by(self.dispatcher, x_TD, send, self.handle.label)
+        return self.dispatcher.dispatch_by(x_TD, send, self.handle.label)
 
-    def receives_scaled(self, header: Header) -> bool:
-        """Return whether ``header`` is of a dispatch whose encoded rows are not decoded."""
-        return header.scaled and self.dispatcher.options.wire_dtypes.of(header.op).format == "fp8"
+    def receives_scaled(self, operation: Operation) -> bool:
+        """Return whether ``operation`` is a dispatch whose encoded rows are not decoded."""
+        return operation.scaled and self.dispatcher.options.wire_dtypes.of(operation.op).format == "fp8"
 
     def check(self, rows: Tensor | ScaledRows) -> None:
         """Compare received rows with their checksums, if there are any."""
@@ -212,18 +212,19 @@ class ChunkedDispatch(RowDispatch):
         position_S = torch.empty_like(slots_S).index_copy_(0, slot_at_S, slots_S)
         return torch.where(routes.place_TK < 0, routes.place_TK, position_S[routes.place_TK.clamp(min=0)])
 
-    def next_header(self, op: str, weights_grad: bool = False) -> Header:
-        """Return the next header of ``op``, without a handshake."""
-        return self.dispatcher.header(op, self.handle, weights_grad)
+    def next_operation(self, op: str, weights_grad: bool = False, fault: MoeCommError | None = None) -> Operation:
+        """Return the next operation ``op``, without a handshake."""
+        return self.dispatcher.operation(op, self.handle, weights_grad, fault=fault)
 
-    def handshake(self, op: str, weights_grad: bool = False) -> Header:
+    def handshake(self, op: str, weights_grad: bool = False, fault: MoeCommError | None = None) -> Operation:
         """Run the handshake of an operation, if it is checked."""
-        header = self.next_header(op, weights_grad)
-        self.dispatcher.check_headers(header, self.handle.device)
-        return header
+        operation = self.next_operation(op, weights_grad, fault)
+        with self.dispatcher.running(operation):
+            self.dispatcher.check_headers(self.handle.device)
+        return operation
 
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
-        self.dispatcher.check_headers(replace(self.next_header(op), fault=fault), self.handle.device)
+        self.handshake(op, fault=fault)
         raise fault
 
     def send_slot_values(self, values_S: Tensor, description: str) -> PendingTensor:
@@ -245,24 +246,24 @@ class ChunkedDispatch(RowDispatch):
 class ChunkedSend(RowSend):
     """Sends the rows of tokens to the experts in chunks, which complete in order."""
 
-    def __init__(self, dispatch: ChunkedDispatch, rows_TD: Tensor, header: Header) -> None:
+    def __init__(self, dispatch: ChunkedDispatch, rows_TD: Tensor, operation: Operation) -> None:
         self._plan, handle = dispatch.chunk_plan, dispatch.handle
-        self._wire_dtype = dispatch.dispatcher.options.wire_dtypes.of(header.op)
+        self._wire_dtype = dispatch.dispatcher.options.wire_dtypes.of(operation.op)
         self._width, self._dtype = rows_TD.shape[1], rows_TD.dtype
         token_S = dispatch.routes.slot_S // handle.top_k
         packed_TX = pack(rows_TD, self._wire_dtype)
-        channel, description = dispatch.dispatcher.channel, describe(header)
-        self._dispatch, self._op, self._next = dispatch, header.op, 0
-        with _span(dispatch, header) as span:
+        channel, description = dispatch.dispatcher.channel, describe(operation)
+        self._dispatch, self._op, self._next = dispatch, operation.op, 0
+        with _span(dispatch, operation) as span:
             self._pending = [
                 channel.start_all_to_all(
                     take(packed_TX, token_S[chunk.send_S]), chunk.send_counts, chunk.receive_counts, description
                 )
                 for chunk in self._plan.chunks
             ]
-            if header.op == "dispatch":
-                record_handle(span, dispatch.dispatcher, handle)
-        if dispatch.receives_scaled(header):
+            if operation.op == "dispatch":
+                dispatch.dispatcher.record_handle(span, handle)
+        if dispatch.receives_scaled(operation):
             self._received_RX = warm_rows(handle.num_rows, packed_TX.shape[1], packed_TX.dtype, rows_TD.device)
             self.scaled = unpack_scaled(self._received_RX, self._wire_dtype, self._width)
         else:
@@ -296,13 +297,13 @@ class ChunkedGradients(ChunkedSend, SentGradients):
     """Sends the gradients of tokens to the experts, where they are multiplied by the routing weights."""
 
     def __init__(self, dispatch: ChunkedDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> None:
-        header = dispatch.handshake("combine backward", weights_grad)
-        self._description = f"{describe(header)}, routing weights"
+        operation = dispatch.handshake("combine backward", weights_grad)
+        self._description = f"{describe(operation)}, routing weights"
         self._scales = dispatch.send_slot_values(weights_TK.reshape(-1)[dispatch.routes.slot_S], self._description)
         self._weights_R: Tensor | None = None
         self._results_RD: Tensor | None = None
         self._dots_R: Tensor | None = None
-        super().__init__(dispatch, grad_TD, header)
+        super().__init__(dispatch, grad_TD, operation)
 
     def start(self, results_RD: Tensor | None) -> None:
         self._results_RD = results_RD
@@ -333,10 +334,13 @@ class ChunkedGradients(ChunkedSend, SentGradients):
 class ChunkedReturn(RowReturn):
     """Returns the results of the experts to the tokens in chunks, which start in order."""
 
-    def __init__(self, dispatch: ChunkedDispatch, header: Header) -> None:
+    def __init__(self, dispatch: ChunkedDispatch, operation: Operation) -> None:
         handle = dispatch.handle
-        self._dispatch, self._header = dispatch, header
-        self._wire_dtype, self._description = dispatch.dispatcher.options.wire_dtypes.of(header.op), describe(header)
+        self._dispatch, self._operation = dispatch, operation
+        self._wire_dtype, self._description = (
+            dispatch.dispatcher.options.wire_dtypes.of(operation.op),
+            describe(operation),
+        )
         self._pending: list[PendingTensor] = []
         self._received_SD: Tensor | None = None
         self.rows_RD = warm_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
@@ -360,7 +364,7 @@ class ChunkedReturn(RowReturn):
         self._pending.append(pending)
 
     def result(self, weights_TK: Tensor | None) -> Tensor:
-        with _span(self._dispatch, self._header):
+        with _span(self._dispatch, self._operation):
             return self._summed(weights_TK)
 
     def _summed(self, weights_TK: Tensor | None) -> Tensor:
@@ -392,10 +396,10 @@ def _works(
     )
 
 
-def _span(dispatch: ChunkedDispatch, header: Header) -> Open:
+def _span(dispatch: ChunkedDispatch, operation: Operation) -> Open:
     handle, dispatcher = dispatch.handle, dispatch.dispatcher
-    nbytes, group = sent_bytes(dispatcher, header.op, handle), group_of(dispatcher.group)
-    return EVENTS.span(KINDS[header.op], header.op, layer=handle.label, group=group, nbytes=nbytes)
+    nbytes, group = dispatcher.sent_bytes(operation.op, handle), group_of(dispatcher.group)
+    return EVENTS.span(KINDS[operation.op], operation.op, layer=handle.label, group=group, nbytes=nbytes)
 
 
 def sends_chunks(dispatcher: Dispatcher) -> bool:

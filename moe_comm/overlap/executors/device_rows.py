@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from moe_comm.comm.header import Header
-from moe_comm.dispatch.autograd import combine_forward, dispatch_backward
-from moe_comm.dispatch.dispatch_spans import dispatch_span
+from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import MoeCommError
 from moe_comm.gpu.protocol import RowFlags, SlotFlags
@@ -99,17 +97,16 @@ class DeviceDispatch(SharedDispatch):
             out_RD = dispatcher.empty_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
             grouped_mm_into(rows_RD, w_END, self.tiles.counts_E, out_RD)
             if weights_TK is None:
-                y_TD = dispatch_backward(dispatcher, out_RD, handle)
+                y_TD = dispatcher.dispatch_backward(out_RD, handle)
             else:
-                y_TD, _ = combine_forward(dispatcher, out_RD, weights_TK, handle, requires_grad)
+                y_TD, _ = dispatcher.combine_forward(out_RD, weights_TK, handle, requires_grad)
             return lambda _: y_TD, out_RD
 
         def compute(out_RD: Tensor, flags: RowFlags) -> None:
             publish_mm.publish_mm_into(rows_RD, w_END, self.tiles, flags, out_RD)
 
-        header = replace(dispatcher.header(op, handle, requires_grad), flagged=True)
-        with dispatcher.report(header), dispatch_span(dispatcher, op, handle.label, handle):
-            sums_TD, results_RD = dispatcher.sum_while(compute, weights_TK, handle, header)
+        with dispatcher.operation(op, handle, requires_grad, flagged=True):
+            sums_TD, results_RD = dispatcher.sum_while(compute, weights_TK, handle)
 
         def wait(_: Tensor | None) -> Tensor:
             dispatcher.wait_aside()
@@ -129,23 +126,23 @@ class FlaggedGradients(SharedGradients):
     def __init__(self, dispatch: DeviceDispatch, grad_TD: Tensor, weights_TK: Tensor) -> None:
         super().__init__(dispatch, grad_TD, weights_TK)
         self._on_device = dispatch
-        self._header: Header | None = None
+        self._operation: Operation | None = None
 
     def start(self, results_RD: Tensor | None) -> None:
         dispatch, handle = self._on_device, self._on_device.handle
         dispatcher = dispatch.dispatcher
-        header = replace(dispatcher.header("combine backward", handle, results_RD is not None), flagged=True)
-        with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
+        operation = dispatcher.operation("combine backward", handle, results_RD is not None, flagged=True)
+        with operation:
             self.rows_RD, self._grad_TK = dispatcher.spread_aside(
-                self._grad_TD, results_RD, self._weights_TK, handle, header, dispatch.slots, dispatch.num_blocks
+                self._grad_TD, results_RD, self._weights_TK, handle, dispatch.slots, dispatch.num_blocks
             )
-        self.flags, self._header = dispatcher.row_flags(), header
+        self.flags, self._operation = dispatcher.row_flags(), operation
 
     def close(self) -> None:
         """End the operation. The rows are complete after the GEMM of ``multiply_arrived``, or after ``wait``."""
-        header, self._header = self._header, None
-        if header is not None:
-            self._on_device.dispatcher.end_spread(header)
+        operation, self._operation = self._operation, None
+        if operation is not None:
+            self._on_device.dispatcher.end_spread(operation)
 
     def wait(self) -> None:
         """End the operation, and make the current stream wait until all ranks have written their rows."""

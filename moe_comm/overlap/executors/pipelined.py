@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.arrays import as_tensors
+from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable

@@ -27,17 +27,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from moe_comm.comm.header import Header
-from moe_comm.dispatch.autograd import dispatch_by
-from moe_comm.dispatch.checksums import exchange_checksums
-from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire.wire_dtype import WireDtype, quantized, rounded
@@ -50,7 +46,7 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 
-StartDispatch = Callable[[Tensor, Tensor, Header], IncomingRows]
+StartDispatch = Callable[[Tensor, Tensor], IncomingRows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +96,10 @@ class SharedDispatch(RowDispatch):
         if not can_pipeline(dispatcher):
             wire_dtypes = dispatcher.options.wire_dtypes
             raise ConfigError(f"overlap needs wire dtypes with scales for each row; got {wire_dtypes}")
-        header = dispatcher.dispatch_header(x_TD, ids_TK, label, scaled=scaled)
-        with dispatcher.report(header), dispatch_span(dispatcher, "dispatch", header.label) as span:
-            incoming = (start or dispatcher.start_dispatch)(x_TD.detach(), ids_TK, header)
-            record_handle(span, dispatcher, incoming.handle)
+        operation = dispatcher.dispatch_operation(x_TD, ids_TK, label, scaled=scaled)
+        with operation:
+            incoming = (start or dispatcher.start_dispatch)(x_TD.detach(), ids_TK)
+            dispatcher.record_handle(operation.span, incoming.handle)
         try:
             handle, placement = incoming.handle, dispatcher.placement
             rows_WE = dispatcher.rows_by_source(incoming)
@@ -112,15 +108,15 @@ class SharedDispatch(RowDispatch):
             sources = ranges_by_source(rows_WE, placement, dispatcher.rank)
 
             # As early as possible: if an expert raises on one rank, the exchange must not wait for that rank.
-            early = exchange_checksums(dispatcher, x_TD, ids_TK, header) if dispatcher.collectives_in_flight else None
+            early = dispatcher.exchange_checksums(x_TD, ids_TK, operation) if dispatcher.collectives_in_flight else None
 
             def check(send: SharedSend) -> None:
                 checksums = early
                 if not dispatcher.collectives_in_flight:
-                    checksums = exchange_checksums(dispatcher, x_TD, ids_TK, header)
+                    checksums = dispatcher.exchange_checksums(x_TD, ids_TK, operation)
                 if checksums is None:
                     return
-                wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
+                wire_dtype = dispatcher.options.wire_dtypes.of(operation.op)
                 if scaled and wire_dtype.format == "fp8":
                     checksums.check(send.quantized(wire_dtype).dequantized(handle.dtype))
                 else:
@@ -150,12 +146,12 @@ class SharedDispatch(RowDispatch):
             wire_dtype = self.dispatcher.options.wire_dtypes.of("dispatch")
             return send.quantized(wire_dtype) if scaled else send.rows_RD, self.handle
 
-        return dispatch_by(self.dispatcher, x_TD, complete, self.handle.label, counted=False)
+        return self.dispatcher.dispatch_by(x_TD, complete, self.handle.label, counted=False)
 
     def dispatch_in_flight(self, send: SharedSend, x_TD: Tensor) -> Tensor:
         """Return the rows of the dispatch, differentiable, before they are complete; see ``SharedSend.close``."""
         rows = send.rows_RD, self.handle
-        return dispatch_by(self.dispatcher, x_TD, lambda _: rows, self.handle.label, counted=False).rows_RD
+        return self.dispatcher.dispatch_by(x_TD, lambda _: rows, self.handle.label, counted=False).rows_RD
 
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
         self.dispatcher.refuse(fault, torch.empty(0, dtype=self.handle.dtype, device="cpu"), label=self.handle.label)
@@ -265,11 +261,8 @@ class SharedGradients(SharedSend, SentGradients):
 
     def start(self, results_RD: Tensor | None) -> None:
         dispatcher, handle = self._dispatch.dispatcher, self._dispatch.handle
-        header = dispatcher.header("combine backward", handle, results_RD is not None)
-        with dispatcher.report(header), dispatch_span(dispatcher, header.op, handle.label, handle):
-            self._incoming, self._grad_TK = dispatcher.start_spread(
-                self._grad_TD, results_RD, self._weights_TK, handle, header
-            )
+        with dispatcher.operation("combine backward", handle, results_RD is not None):
+            self._incoming, self._grad_TK = dispatcher.start_spread(self._grad_TD, results_RD, self._weights_TK, handle)
         self.rows_RD = self._incoming.rows_RD
 
     def start_weight_gradient(self) -> Callable[[], Tensor | None]:
@@ -333,9 +326,8 @@ class SharedReturn(RowReturn):
 
     def _open(self) -> None:
         dispatcher, handle = self._dispatch.dispatcher, self._dispatch.handle
-        header = replace(dispatcher.header(self._op, handle, self._requires_grad), fault=self._fault)
-        with dispatcher.report(header), dispatch_span(dispatcher, self._op, handle.label, handle):
-            self._outgoing = dispatcher.start_sum(self._offered_RD, handle, header)
+        with dispatcher.operation(self._op, handle, self._requires_grad, fault=self._fault):
+            self._outgoing = dispatcher.start_sum(self._offered_RD, handle)
         for segment in self._computed_early:
             self._outgoing.raise_flag(segment)
 

@@ -23,7 +23,7 @@ from typing import ClassVar, NoReturn, Self
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows

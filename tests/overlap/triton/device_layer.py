@@ -13,8 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.types import DispatchOptions
+from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
 from moe_comm.kernels import native
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP

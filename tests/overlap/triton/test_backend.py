@@ -13,8 +13,7 @@ from torch import Tensor
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import make_dispatcher
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.types import DispatchOptions
+from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.overlap import (
     chunked,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatcher import Dispatcher
 from tests.pool import RankPool
 from tests.train.common import SGD, Parts, assert_close, assert_floats, assert_same_training, session, train, whole
 

@@ -87,8 +87,8 @@ class Fault(StepHook):
         send = dispatcher._send
         infinite = self.plan is not None and self.plan.how == "infinite row"
 
-        def damaged(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
-            rows_RD, layout = send(x_TD, ids_TK, header)
+        def damaged(x_TD: Tensor, ids_TK: Tensor) -> Any:
+            rows_RD, layout = send(x_TD, ids_TK)
             if rows_RD.shape[0] and self._due():
                 rows_RD = rows_RD.clone()
                 words_RD = rows_RD.view(torch.int32)
