@@ -83,7 +83,7 @@ def _compare_over_peer_to_peer(rank: int, world: int, arg: Comparison) -> None:
     dispatcher = _peer_to_peer(rank, world, arg[0], wire_dtypes=arg[2])
     _compare(dispatcher, rank, arg)
     gc.collect()
-    assert dispatcher.memory.turns.heap.used == 0
+    assert dispatcher.memory.operations.heap.used == 0
 
 
 def _compare(dispatcher: Dispatcher, rank: int, arg: Comparison) -> None:

@@ -425,7 +425,7 @@ def _no_room(rank: int, world: int, path: Path) -> None:
     x, ids = torch.ones(16, 64), torch.zeros(16, 1, dtype=torch.int64)
     with pytest.raises(HeapError, match="rank 0 has no room"):
         dispatch_rows(dispatcher, x, ids, torch.ones(16, 1), SHARED, width=F)
-    assert dispatcher.memory.turns.heap.used == 0
+    assert dispatcher.memory.operations.heap.used == 0
     assert dispatcher.dispatch(x[:1], ids[:1]).handle.num_rows == (world if rank == 0 else 0)
 
 
