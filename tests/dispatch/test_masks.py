@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moe_comm.dispatch.slots import masks
+from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.slots.plain import ids_of_mask
 
 
@@ -11,7 +11,7 @@ def test_ids_of_a_mask_ascend_and_then_drop(
     tokens: int, num_experts: int, top_k: int, native: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(masks, "on_cpu", lambda *_: False)
+        monkeypatch.setattr(plain, "on_cpu", lambda *_: False)
     generator = torch.Generator().manual_seed(tokens)
     mask_TE = (torch.rand(tokens, num_experts, generator=generator) < 0.3).to(device)
     mask_TE &= mask_TE.cumsum(1) <= top_k
