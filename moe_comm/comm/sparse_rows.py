@@ -59,37 +59,40 @@ def transfer_rows(
     """
     if not transfers:
         return
-    here = [one for one in transfers if one.destination == channel.rank]
+    incoming = [transfer for transfer in transfers if transfer.destination == channel.rank]
     shapes = [tensor.shape[1:] for tensor in tensors]
 
-    def deliver(one: RowTransfer, row: Tensor) -> None:
+    def deliver(transfer: RowTransfer, row: Tensor) -> None:
         parts = row.split([shape.numel() for shape in shapes])
-        receive(one, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        receive(transfer, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
-    if channel.uses_shared_memory(tensors[0]) and _through_memory(channel, transfers, here, tensors, deliver, what):
+    if channel.uses_shared_memory(tensors[0]) and _through_memory(channel, transfers, incoming, tensors, deliver, what):
         return
     width = sum(shape.numel() for shape in shapes)
-    ordered = sorted((one for one in transfers if one.source == channel.rank), key=lambda one: one.destination)
+    ordered = sorted(
+        (transfer for transfer in transfers if transfer.source == channel.rank),
+        key=lambda transfer: transfer.destination,
+    )
     send, receive_sizes = [0] * channel.world, [0] * channel.world
-    for one in ordered:
-        send[one.destination] += width
-    for one in here:
-        receive_sizes[one.source] += width
-    flat = _pack(tensors, [one.source_row for one in ordered])
+    for transfer in ordered:
+        send[transfer.destination] += width
+    for transfer in incoming:
+        receive_sizes[transfer.source] += width
+    flat = _pack(tensors, [transfer.source_row for transfer in ordered])
     # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
     received = Channel(channel.comm, channel.timeout_s).all_to_all(flat.view(-1), send, receive_sizes, what)
-    by_source = iter(received.view(len(here), width))
-    rows = {id(one): next(by_source) for one in sorted(here, key=lambda one: one.source)}
-    for one in here:
-        deliver(one, rows[id(one)])
+    by_source = iter(received.view(len(incoming), width))
+    rows = {id(transfer): next(by_source) for transfer in sorted(incoming, key=lambda transfer: transfer.source)}
+    for transfer in incoming:
+        deliver(transfer, rows[id(transfer)])
 
 
 def _pack(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """Return [len(rows), width], the given rows of all tensors."""
     width = sum(tensor.shape[1:].numel() for tensor in tensors)
     packed = tensors[0].new_empty(len(rows), width)
-    for place, row in enumerate(rows):
-        _join(tensors, row, packed[place])
+    for index, row in enumerate(rows):
+        _join(tensors, row, packed[index])
     return packed
 
 
@@ -100,7 +103,7 @@ def _join(tensors: Sequence[Tensor], row: int, out: Tensor) -> None:
 def _through_memory(
     channel: SharedChannel,
     transfers: Sequence[RowTransfer],
-    here: Sequence[RowTransfer],
+    incoming: Sequence[RowTransfer],
     tensors: Sequence[Tensor],
     deliver: Callable[[RowTransfer, Tensor], None],
     what: str,
@@ -109,18 +112,20 @@ def _through_memory(
     dtype, size = tensors[0].dtype, sum(tensor.shape[1:].numel() for tensor in tensors) * tensors[0].element_size()
     step = aligned_bytes(size)
     by_rank: list[dict[int, int]] = [{} for _ in range(channel.world)]  # rows in the block of each rank
-    for one in transfers:
-        rows = by_rank[one.source]
-        rows.setdefault(one.source_row, len(rows))
+    for transfer in transfers:
+        rows = by_rank[transfer.source]
+        rows.setdefault(transfer.source_row, len(rows))
     own = by_rank[channel.rank]
 
     def fill(block_: Tensor) -> None:
-        for row, place in own.items():
-            _join(tensors, row, block_[place * step : place * step + size].view(dtype))
+        for row, index in own.items():
+            _join(tensors, row, block_[index * step : index * step + size].view(dtype))
 
     def use(read: Read) -> None:
-        for one in here:
-            deliver(one, read(one.source, by_rank[one.source][one.source_row] * step, size).view(dtype))
+        for transfer in incoming:
+            deliver(
+                transfer, read(transfer.source, by_rank[transfer.source][transfer.source_row] * step, size).view(dtype)
+            )
 
     return share_blocks(channel, SharedBlocks(len(own) * step, len(transfers) * size, fill, use), what)
 

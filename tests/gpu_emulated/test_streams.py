@@ -48,25 +48,25 @@ def test_an_operation_runs_on_the_callers_stream_unless_it_has_its_own(current: 
     assert own is not caller and own.waited == [caller] and caller.waited == [own] and current == [caller]
 
 
-def test_the_caller_does_not_wait_for_an_operation_aside(current: list[Stream]) -> None:
+def test_the_caller_does_not_wait_for_an_operation_on_the_side_stream(current: list[Stream]) -> None:
     heap: Any = None
     caller, operations = current[0], OperationStream(CUDA, heap, own=False)
-    operations.run_aside(True)
-    aside = _run(operations, current)
-    assert aside is not caller and aside.waited == [caller] and not caller.waited and current == [caller]
-    assert aside.priority < caller.priority, "a lower number is a higher priority"
-    operations.run_aside(False)
+    operations.use_side_stream(True)
+    side = _run(operations, current)
+    assert side is not caller and side.waited == [caller] and not caller.waited and current == [caller]
+    assert side.priority < caller.priority, "a lower number is a higher priority"
+    operations.use_side_stream(False)
     assert _run(operations, current) is caller and not caller.waited
-    operations.run_aside(True)
-    assert _run(operations, current) is aside
+    operations.use_side_stream(True)
+    assert _run(operations, current) is side
     operations.wait()
-    assert caller.waited == [aside]
+    assert caller.waited == [side]
 
 
 def test_the_callers_stream_can_be_used_within_an_operation(current: list[Stream]) -> None:
     heap: Any = None
     caller, operations = current[0], OperationStream(CUDA, heap, own=False)
-    operations.run_aside(True)
+    operations.use_side_stream(True)
     assert operations.is_separate
     operations.enter(())
     with operations.on_callers():

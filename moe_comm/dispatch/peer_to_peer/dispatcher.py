@@ -122,12 +122,12 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         operation = self.dispatch_operation(x_TD, ids_TK, label, fault=fault)
         if operation.fault is not None:
             raise operation.fault
-        form = self._form(x_TD, operation.op)
+        row_format = self._row_format(x_TD, operation.op)
         x_TD = x_TD.detach()
-        x_TD = dense(self._round_rows(x_TD, form) if form.packing == SAME else x_TD)
+        x_TD = dense(self._round_rows(x_TD, row_format) if row_format.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, operation, x_TD, ids_TK):
-            buffers = self._buffers_for(form, max_tokens, operation)
+            buffers = self._buffers_for(row_format, max_tokens, operation)
             sent = send_low_latency(self.memory, buffers, x_TD, ids_TK, operation)
             self.memory.uncombined = describe(operation)
             self._stream.use_by_caller(sent.place_TK)
@@ -170,16 +170,16 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             self._stream.use_by_caller(y_TD)
         return y_TD
 
-    def _buffers_for(self, form: RowFormat, max_tokens: int, operation: Operation) -> LowLatencyBuffers:
-        buffers = self._low_latency_buffers.get((form.hidden, form.dtype, max_tokens))
+    def _buffers_for(self, row_format: RowFormat, max_tokens: int, operation: Operation) -> LowLatencyBuffers:
+        buffers = self._low_latency_buffers.get((row_format.hidden, row_format.dtype, max_tokens))
         if buffers is None:
             if capturing(self.device):
                 what = f"the first low_latency_dispatch of {max_tokens} tokens"
                 self._refuse_capture(what, "call it and its combine once before")
             setup = replace(operation, label=f"low latency, {max_tokens} tokens")
-            buffers = make_buffers(self.memory, replace(form, relay=False), max_tokens, setup)
+            buffers = make_buffers(self.memory, replace(row_format, relay=False), max_tokens, setup)
             self.memory.current = operation
-            self._low_latency_buffers[form.hidden, form.dtype, max_tokens] = buffers
+            self._low_latency_buffers[row_format.hidden, row_format.dtype, max_tokens] = buffers
         return buffers
 
     def check(self) -> None:
@@ -209,17 +209,17 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
         if self.current.fault is not None:
             self._refuse()
-        operations, form = self.memory.operations, self._form(x_TD, "dispatch")
+        operations, row_format = self.memory.operations, self._row_format(x_TD, "dispatch")
         capacity = self.peer_options.capacity_rows or 0
-        x_TD = dense(self._round_rows(x_TD, form) if form.packing == SAME else x_TD)
+        x_TD = dense(self._round_rows(x_TD, row_format) if row_format.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, self.current, x_TD, ids_TK):
             try:
-                received = form.allocate(operations.heap, capacity)
+                received = row_format.allocate(operations.heap, capacity)
             except HeapError as problem:
                 self._raise_no_room(problem)
             offer = received.offer._replace(room=capacity)
-            place_TK = self._move_rows(self.packed(self.current), x_TD, ids_TK, form, offer, capacity)
+            place_TK = self._move_rows(self.packed(self.current), x_TD, ids_TK, row_format, offer, capacity)
             rows_RD = received.rows()
             ends.append(operations.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
             if self.memory.emulated:

@@ -52,20 +52,22 @@ class LowLatencyBuffers:
     results_W5: Tensor
 
 
-def make_buffers(memory: PeerGroupMemory, form: RowFormat, max_tokens: int, operation: Header) -> LowLatencyBuffers:
+def make_buffers(
+    memory: PeerGroupMemory, row_format: RowFormat, max_tokens: int, operation: Header
+) -> LowLatencyBuffers:
     """Allocate buffers and exchange their addresses. Collective."""
     if not 0 < max_tokens <= MOST_TOKENS:
         raise ConfigError(f"max_tokens must be between 1 and {MOST_TOKENS}; got {max_tokens}")
     operations, shape = memory.operations, memory.operations.shape
-    words = {"hidden": form.hidden, "dtype": DTYPE_CODES[form.dtype], "format": form.packing}
+    words = {"hidden": row_format.hidden, "dtype": DTYPE_CODES[row_format.dtype], "format": row_format.packing}
     check_shared("ll_send", operations.device, f"max_tokens={max_tokens}", max_tokens=max_tokens, **words)
     own = shape.own_experts
     num_rows = (own.stop - own.start) * shape.world * max_tokens
     problem: HeapError | None = None
     received, results_RD = None, None
     try:
-        received = form.allocate(operations.heap, num_rows)
-        results_RD = operations.heap.rows(num_rows, form.hidden, form.dtype)
+        received = row_format.allocate(operations.heap, num_rows)
+        results_RD = operations.heap.rows(num_rows, row_format.hidden, row_format.dtype)
         results_RD.zero_()
     except HeapError as error:
         problem = error
@@ -131,7 +133,7 @@ class LowLatencyHandle:
         """
         received = self.buffers.received
         if received.scale_RS is None:
-            wire_dtype = received.form.wire_dtype.name
+            wire_dtype = received.row_format.wire_dtype.name
             raise ConfigError(f"receive_scaled needs an fp8 wire dtype of dispatch; rows were sent as {wire_dtype!r}")
         return received.scaled(), self._wait()
 
@@ -157,7 +159,7 @@ def send_low_latency(
     memory: PeerGroupMemory, buffers: LowLatencyBuffers, x_TD: Tensor, ids_TK: Tensor, operation: Operation
 ) -> LowLatencyHandle:
     """Queue the kernel that sends ``x_TD`` (dense rows) to the experts ``ids_TK`` (dense int64)."""
-    form, operations = buffers.received.form, memory.operations
+    row_format, operations = buffers.received.row_format, memory.operations
     if x_TD.shape[0] > buffers.max_tokens:
         raise InputError(f"low-latency dispatch takes at most max_tokens={buffers.max_tokens}; got {x_TD.shape[0]}")
     tokens, top_k = ids_TK.shape
@@ -166,33 +168,33 @@ def send_low_latency(
         tokens,
         top_k,
         words_address(ids_TK),
-        form.hidden,
-        DTYPE_CODES[form.dtype],
-        *row_address(x_TD, form.dtype, (tokens, form.hidden), operations.device.type),
+        row_format.hidden,
+        DTYPE_CODES[row_format.dtype],
+        *row_address(x_TD, row_format.dtype, (tokens, row_format.hidden), operations.device.type),
         words_address(buffers.received_W5),
         words_address(place_TK),
         buffers.max_tokens,
         parts_of(operations.shape.experts),
-        *form.words,
+        *row_format.words,
     )
     return LowLatencyHandle(memory, buffers, operation, place_TK)
 
 
 def sum_low_latency(sent: LowLatencyHandle, weights_TK: Tensor, blocks: int) -> Tensor:
     """Queue the sum of each token's results, [T, D]. ``sent.results`` contains this rank's results."""
-    operations, form = sent.memory.operations, sent.buffers.received.form
+    operations, row_format = sent.memory.operations, sent.buffers.received.row_format
     tokens, top_k = sent.place_TK.shape
-    y_TD = torch.empty(tokens, form.hidden, dtype=form.dtype, device=operations.device)
+    y_TD = torch.empty(tokens, row_format.hidden, dtype=row_format.dtype, device=operations.device)
     operations.count_turn()
     operations.plan.sum_few(
         blocks,
         tokens,
         top_k,
-        form.hidden,
-        DTYPE_CODES[form.dtype],
+        row_format.hidden,
+        DTYPE_CODES[row_format.dtype],
         words_address(sent.place_TK),
         address(weights_TK, torch.float32, sent.place_TK.shape, operations.device.type),
-        address(y_TD, form.dtype, device=operations.device.type),
+        address(y_TD, row_format.dtype, device=operations.device.type),
         words_address(sent.buffers.results_W5),
     )
     return y_TD

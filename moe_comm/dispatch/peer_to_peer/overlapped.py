@@ -29,19 +29,19 @@ from moe_comm.runtime.memory import DTYPE_CODES
 class OverlappedPrimitives(PendingPrimitives):
     """The primitives of ``peer_to_peer``, also for operations that run while GEMMs of the caller compute."""
 
-    def start_dispatch_aside(self, x_TD: Tensor, ids_TK: Tensor, num_blocks: int | None) -> IncomingRows:
+    def start_dispatch_on_side_stream(self, x_TD: Tensor, ids_TK: Tensor, num_blocks: int | None) -> IncomingRows:
         """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks.
 
         On a GPU the caller's stream then does not wait for this rank's own rows either: ``row_flags`` has flags for
         them too. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``.
         """
-        if self.current.fault is not None or not self._form(x_TD, self.current.op).bare:
+        if self.current.fault is not None or not self._row_format(x_TD, self.current.op).bare:
             return self.start_dispatch(x_TD, ids_TK)
-        with self._aside(num_blocks):
+        with self._on_side_stream(num_blocks):
             return self.start_dispatch(x_TD, ids_TK)
 
     def row_flags(self) -> RowFlags:
-        """Return the flags of the rows of the last dispatch or ``spread_aside``, for kernels that wait for them."""
+        """Return the flags of the rows of the last dispatch or ``spread_on_side_stream``, for kernels that wait."""
         return self.memory.operations.flags("arrived")
 
     @property
@@ -49,7 +49,7 @@ class OverlappedPrimitives(PendingPrimitives):
         """[W, E] int64 rows of each rank for each expert in the last dispatch, on the device, until the next one."""
         return self.memory.operations.scratch.counts_WE
 
-    def spread_aside(
+    def spread_on_side_stream(
         self,
         grad_TD: Tensor,
         rows_RD: Tensor | None,
@@ -60,19 +60,19 @@ class OverlappedPrimitives(PendingPrimitives):
     ) -> tuple[Tensor, Tensor | None]:
         """Run ``_spread`` on a separate stream, on at most ``num_blocks`` thread blocks. ``row_flags`` has the flags.
 
-        The gradient of the weights is complete after ``wait_aside``. The caller must call ``end_spread``.
+        The gradient of the weights is complete after ``wait_for_side_stream``. The caller must call ``end_spread``.
         """
-        with self._aside(num_blocks):
+        with self._on_side_stream(num_blocks):
             return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, slots)
 
     def end_spread(self, operation: Operation) -> None:
-        """End the turn of ``spread_aside``. In emulation, wait for all ranks; on a GPU, the kernel ``done`` does."""
+        """End ``spread_on_side_stream``. In emulation, wait for all ranks; on a GPU, the kernel ``done`` does."""
         if self.memory.emulated:
             with KernelOperation(self, operation):
                 self.memory.operations.plan.done()
                 self.memory.raise_fault()
 
-    def wait_aside(self) -> None:
+    def wait_for_side_stream(self) -> None:
         """Make the caller's stream wait for the operations on the separate stream."""
         self._stream.wait()
 
@@ -94,7 +94,7 @@ class OverlappedPrimitives(PendingPrimitives):
                 flags of (slice, owner): it sets those of this rank, at the ranks of the tokens.
 
         Returns:
-            [T, D], the sums, which are complete after ``wait_aside``, and [R, D], the rows.
+            [T, D], the sums, which are complete after ``wait_for_side_stream``, and [R, D], the rows.
         """
         operations, problem = self.memory.operations, None
         rows_RD = torch.empty(0, handle.hidden, dtype=handle.dtype, device=self.device)
@@ -104,7 +104,7 @@ class OverlappedPrimitives(PendingPrimitives):
             except HeapError as error:
                 problem = error
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        with self._aside(None), KernelOperation(self, self.current, rows_RD, weights_TK):
+        with self._on_side_stream(None), KernelOperation(self, self.current, rows_RD, weights_TK):
             if problem is not None:
                 self._raise_no_room(problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=self.device)
@@ -121,13 +121,13 @@ class OverlappedPrimitives(PendingPrimitives):
         return y_TD, rows_RD
 
     @contextmanager
-    def _aside(self, num_blocks: int | None) -> Iterator[None]:
+    def _on_side_stream(self, num_blocks: int | None) -> Iterator[None]:
         """Run operations on a separate stream, on at most ``num_blocks`` thread blocks. The caller does not wait."""
         blocks = self._blocks
         self._blocks = min(blocks, num_blocks or blocks)
-        self._stream.run_aside(True)
+        self._stream.use_side_stream(True)
         try:
             yield
         finally:
             self._blocks = blocks
-            self._stream.run_aside(False)
+            self._stream.use_side_stream(False)

@@ -89,10 +89,10 @@ class PendingPrimitives(PeerToPeerPrimitives, PendingDispatcher):
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> IncomingRows:
         # Rows that are encoded or relayed complete together.
-        form = self._form(x_TD, self.current.op)
-        wait = self.current.fault is not None or not form.bare
+        row_format = self._row_format(x_TD, self.current.op)
+        wait = self.current.fault is not None or not row_format.bare
         rows: Tensor | ScaledRows
-        if self.current.scaled and form.packing != SAME:
+        if self.current.scaled and row_format.packing != SAME:
             rows, handle = self._send_scaled(x_TD, ids_TK)
         else:
             rows, handle = self._send(x_TD, ids_TK, wait=wait)

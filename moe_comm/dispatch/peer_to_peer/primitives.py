@@ -132,7 +132,7 @@ class PeerToPeerPrimitives(Dispatcher):
         )
         self._blocks = self.peer_options.num_blocks or _default_blocks(self.device)
         self._pack_header: Callable[..., bytes] = native().pack_header
-        self._forms: dict[tuple[int, torch.dtype, str], RowFormat] = {}
+        self._row_formats: dict[tuple[int, torch.dtype, str], RowFormat] = {}
         self._sendings: dict[tuple[tuple[int, int], bool], Sending] = {}
         self._stream = OperationStream(self.device, self.memory.operations.heap, self.peer_options.own_stream)
 
@@ -175,21 +175,21 @@ class PeerToPeerPrimitives(Dispatcher):
             self._refuse()
         if capturing(self.device):
             self._refuse_capture("dispatch", "use dispatch_fixed")
-        operations, form = self.memory.operations, self._form(x_TD, self.current.op)
-        if form.rounds and form.packing == SAME:
-            x_TD = self._round_rows(x_TD, form)
+        operations, row_format = self.memory.operations, self._row_format(x_TD, self.current.op)
+        if row_format.rounds and row_format.packing == SAME:
+            x_TD = self._round_rows(x_TD, row_format)
         x_TD, ids_TK = dense(x_TD), ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, self.current, x_TD, ids_TK):
-            reserved = Reservation(form, operations.heap)
+            reserved = Reservation(row_format, operations.heap)
             in_flight = False
             try:
                 room = reserved.num_bytes.to_bytes(8, sys.byteorder)
                 packed = self.packed(self.current)[: ROOM_WORD * 8] + room
-                place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity, wait)
+                place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, reserved.offer, reserved.capacity, wait)
                 self.memory.check(ids_TK)
                 in_flight = not wait
                 own_L, rows_W, rooms_W, num_dropped = operations.plan.counted(ROOM_WORD)
-                check_room(form, rows_W, rooms_W, self.current)
+                check_room(row_format, rows_W, rooms_W, self.current)
                 rows = keep(reserved, rows_W[self.rank])
             except BaseException:
                 if in_flight:
@@ -203,9 +203,9 @@ class PeerToPeerPrimitives(Dispatcher):
         return rows, handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
-        form = self._form(rows_RD, self.current.op)
-        if form.rounds:
-            rows_RD = self._round_rows(rows_RD, form)
+        row_format = self._row_format(rows_RD, self.current.op)
+        if row_format.rounds:
+            rows_RD = self._round_rows(rows_RD, row_format)
         return self.sum_rounded(rows_RD, weights_TK, handle)
 
     def sum_rounded(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
@@ -279,7 +279,7 @@ class PeerToPeerPrimitives(Dispatcher):
         slots: SlotFlags,
     ) -> tuple[Tensor, Tensor | None]:
         """Run ``_spread``. With ``slots``, peers may still write rows when it returns."""
-        grad_TD = dense(self._round_rows(grad_TD, self._form(grad_TD, self.current.op)))
+        grad_TD = dense(self._round_rows(grad_TD, self._row_format(grad_TD, self.current.op)))
         weights_TK, heap = weights_TK.contiguous(), self.memory.operations.heap
         with KernelOperation(self, self.current, grad_TD, rows_RD, weights_TK, *slots):
             try:
@@ -312,17 +312,19 @@ class PeerToPeerPrimitives(Dispatcher):
         packed: bytes,
         x_TD: Tensor,
         ids_TK: Tensor,
-        form: RowFormat,
+        row_format: RowFormat,
         offer: Offer,
         capacity: int,
         wait: bool = True,
     ) -> Tensor:
         """Queue the kernels of a dispatch. Return [T, K], which will have the location of each slot's row."""
         operations, place_TK = self.memory.operations, torch.empty_like(ids_TK)
-        links = relay_links(form, operations.heap, offer, capacity, self._blocks) if form.relay else NOT_RELAYED
-        how = self._sendings.get((form.words, wait))
+        links = (
+            relay_links(row_format, operations.heap, offer, capacity, self._blocks) if row_format.relay else NOT_RELAYED
+        )
+        how = self._sendings.get((row_format.words, wait))
         if how is None:
-            how = self._sendings[form.words, wait] = Sending(self._blocks, *form.words, self._bulk, wait)
+            how = self._sendings[row_format.words, wait] = Sending(self._blocks, *row_format.words, self._bulk, wait)
         operations.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
         return place_TK
 
@@ -363,21 +365,21 @@ class PeerToPeerPrimitives(Dispatcher):
         if self.memory.emulated or (self.options.checked and not capturing(self.device)):
             self.memory.check()
 
-    def _round_rows(self, rows_RD: Tensor, form: RowFormat) -> Tensor:
+    def _round_rows(self, rows_RD: Tensor, row_format: RowFormat) -> Tensor:
         """Round rows to the wire dtype."""
-        if not form.rounds:
+        if not row_format.rounds:
             return rows_RD
-        if form.wire_dtype.scales == "group":
-            return rounded_in_groups(rows_RD, form.wire_dtype)
-        return rounded(rows_RD, form.wire_dtype)
+        if row_format.wire_dtype.scales == "group":
+            return rounded_in_groups(rows_RD, row_format.wire_dtype)
+        return rounded(rows_RD, row_format.wire_dtype)
 
-    def _form(self, x_TD: Tensor, op: str) -> RowFormat:
+    def _row_format(self, x_TD: Tensor, op: str) -> RowFormat:
         key = x_TD.shape[1], x_TD.dtype, op
-        form = self._forms.get(key)
-        if form is None:
-            form = RowFormat(x_TD.shape[1], x_TD.dtype, self.options.wire_dtypes.of(op), self.peer_options.relay)
-            self._forms[key] = form
-        return form
+        row_format = self._row_formats.get(key)
+        if row_format is None:
+            row_format = RowFormat(x_TD.shape[1], x_TD.dtype, self.options.wire_dtypes.of(op), self.peer_options.relay)
+            self._row_formats[key] = row_format
+        return row_format
 
 
 class KernelOperation:

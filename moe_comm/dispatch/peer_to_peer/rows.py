@@ -112,7 +112,7 @@ class RowFormat:
 class ReceiveBuffer:
     """A buffer for received rows: encoded rows, their scales and links. ``offer`` has their addresses, for peers."""
 
-    form: RowFormat
+    row_format: RowFormat
     offer: Offer
     rows_RX: Tensor
     scale_RS: Tensor | None
@@ -122,13 +122,13 @@ class ReceiveBuffer:
         """Return [R, D] decoded rows, after they have been received. counts: see ``apply_scales``."""
         if self.scale_RS is None:
             return self.rows_RX
-        form, values_RD = self.form, self.rows_RX[:, : self.form.hidden]
-        return apply_scales(values_RD, self.scale_RS, form.wire_dtype, form.dtype, counts)
+        row_format, values_RD = self.row_format, self.rows_RX[:, : self.row_format.hidden]
+        return apply_scales(values_RD, self.scale_RS, row_format.wire_dtype, row_format.dtype, counts)
 
     def scaled(self) -> ScaledRows:
         """Return the encoded rows, after they have been received. The buffer must have scales."""
         assert self.scale_RS is not None
-        return as_scaled(self.rows_RX[:, : self.form.hidden], self.scale_RS)
+        return as_scaled(self.rows_RX[:, : self.row_format.hidden], self.scale_RS)
 
 
 class Reservation:
@@ -137,15 +137,15 @@ class Reservation:
     Call ``keep`` or ``free``.
     """
 
-    def __init__(self, form: RowFormat, heap: Heap) -> None:
-        self._form, self._heap, self._block = form, heap, heap.reserve()
+    def __init__(self, row_format: RowFormat, heap: Heap) -> None:
+        self._row_format, self._heap, self._block = row_format, heap, heap.reserve()
         first, self.num_bytes = (0, 0) if self._block is None else (self._block.first, self._block.size)
-        if form.bare and form.row_bytes:
-            self.capacity = self.num_bytes // form.row_bytes
+        if row_format.bare and row_format.row_bytes:
+            self.capacity = self.num_bytes // row_format.row_bytes
             self.offer = Offer(first, room=self.capacity)
         else:
-            self.capacity = form.capacity(self.num_bytes)
-            self.offer = form.offer(first, self.capacity)._replace(room=self.capacity)
+            self.capacity = row_format.capacity(self.num_bytes)
+            self.offer = row_format.offer(first, self.capacity)._replace(room=self.capacity)
 
     def free(self) -> None:
         """Free the range, unless rows were kept in it."""
@@ -155,33 +155,33 @@ class Reservation:
 
     def keep(self, num_rows: int) -> Tensor:
         """Return ``num_rows`` received rows, [R, D] and decoded, and free the rest."""
-        block, form = self._block, self._form
-        if not form.bare:
+        block, row_format = self._block, self._row_format
+        if not row_format.bare:
             return self._keep(num_rows).rows()
         assert block is not None
         self._block = None
-        self._heap.shrink(block, num_rows * form.row_bytes)
-        return block.matrix(0, num_rows, form.hidden, form.dtype)
+        self._heap.shrink(block, num_rows * row_format.row_bytes)
+        return block.matrix(0, num_rows, row_format.hidden, row_format.dtype)
 
     def keep_scaled(self, num_rows: int) -> ScaledRows:
         """Return ``num_rows`` received rows as they were encoded, and free the rest. The format must have scales."""
         return self._keep(num_rows).scaled()
 
     def _keep(self, num_rows: int) -> ReceiveBuffer:
-        block, form = self._block, self._form
+        block, row_format = self._block, self._row_format
         assert block is not None
         self._block = None
-        offer, sizes = self.offer, form.part_bytes(num_rows)
+        offer, sizes = self.offer, row_format.part_bytes(num_rows)
         offsets = (max(0, at - block.first) for at in (offer.rows, offer.scales, offer.links))
         ranges = [(offset, size) for offset, size in zip(offsets, sizes, strict=True) if size]
         kept = iter(self._heap.keep(block, *ranges))
         parts = ((next(kept) if size else block, 0) for size in sizes)
-        return ReceiveBuffer(form, offer, *form._tensors(num_rows, *parts))
+        return ReceiveBuffer(row_format, offer, *row_format._tensors(num_rows, *parts))
 
 
-def relay_links(form: RowFormat, heap: Heap, offer: Offer, num_rows: int, blocks: int) -> RelayLinks:
+def relay_links(row_format: RowFormat, heap: Heap, offer: Offer, num_rows: int, blocks: int) -> RelayLinks:
     """Return the arguments of ``fan_out`` on ``blocks`` thread blocks, for at most ``num_rows`` rows at ``offer``."""
-    if not form.relay:
+    if not row_format.relay:
         return NOT_RELAYED
     rows_at, scales_at, links_at = map(heap.address, (offer.rows, offer.scales, offer.links))
     return RelayLinks(rows_at, scales_at, links_at, num_rows, blocks)
@@ -204,16 +204,16 @@ def offset_of(heap: Heap, rows_RD: Tensor) -> int:
     return heap.offset(rows_RD) if rows_RD.numel() else 0
 
 
-def check_room(form: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], operation: Header) -> None:
+def check_room(row_format: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], operation: Header) -> None:
     """Raise the same ``HeapError`` on every rank if a rank has no room for the rows that it receives.
 
     rows_W: number of rows that each rank receives. rooms_W: bytes of the largest free block of each rank's heap.
     """
     most, room = max(rows_W), min(rooms_W)
-    if (form.bare and 0 < most * form.row_bytes <= room) or form.buffer_bytes(most) <= room:
+    if (row_format.bare and 0 < most * row_format.row_bytes <= room) or row_format.buffer_bytes(most) <= room:
         return
     for rank, rows in enumerate(rows_W):
-        if (needed := form.buffer_bytes(rows)) > rooms_W[rank]:
+        if (needed := row_format.buffer_bytes(rows)) > rooms_W[rank]:
             raise HeapError(
                 f"rank {rank} has no room in its heap for {rows} rows in {describe(operation)}: they need {needed} "
                 f"bytes and its largest free block has {rooms_W[rank]}. Increase PeerToPeerOptions.heap_bytes on every "

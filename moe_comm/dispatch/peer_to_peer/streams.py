@@ -27,10 +27,10 @@ class OperationStream:
         self._caller: torch.cuda.Stream | None = None
         self.is_separate = own and device.type == "cuda"
 
-    def run_aside(self, aside: bool) -> None:
+    def use_side_stream(self, side: bool) -> None:
         """Run the operations that follow on a separate stream also without ``own``, and let the caller not wait."""
-        self.is_separate = (aside or self._own) and self._device.type == "cuda"
-        self.caller_waits = not aside
+        self.is_separate = (side or self._own) and self._device.type == "cuda"
+        self.caller_waits = not side
 
     def enter(self, used: tuple[Tensor | None, ...]) -> None:
         """Make the stream current, after the caller's queued work. Keep ``used`` alive until the operation ends."""

@@ -52,7 +52,7 @@ class DeviceDispatch(SharedDispatch):
     ) -> tuple[DeviceDispatch, SharedSend]:
         """Start a dispatch on a separate stream, and list its tiles. Collective; see ``SharedDispatch.open``."""
         blocks = arrived_mm.sending_blocks(x_TD.device, overlap.programs)
-        start = partial(dispatcher.start_dispatch_aside, num_blocks=blocks)
+        start = partial(dispatcher.start_dispatch_on_side_stream, num_blocks=blocks)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, start=start)
         try:
             flags, experts, counts_WE = dispatcher.row_flags(), dispatcher.local_experts, dispatcher.device_counts_WE
@@ -109,7 +109,7 @@ class DeviceDispatch(SharedDispatch):
             sums_TD, results_RD = dispatcher.sum_while(compute, weights_TK, handle)
 
         def wait(_: Tensor | None) -> Tensor:
-            dispatcher.wait_aside()
+            dispatcher.wait_for_side_stream()
             return sums_TD
 
         return wait, results_RD
@@ -133,7 +133,7 @@ class FlaggedGradients(SharedGradients):
         dispatcher = dispatch.dispatcher
         operation = dispatcher.operation("combine backward", handle, results_RD is not None, flagged=True)
         with operation:
-            self.rows_RD, self._grad_TK = dispatcher.spread_aside(
+            self.rows_RD, self._grad_TK = dispatcher.spread_on_side_stream(
                 self._grad_TD, results_RD, self._weights_TK, handle, dispatch.slots, dispatch.num_blocks
             )
         self.flags, self._operation = dispatcher.row_flags(), operation
@@ -147,7 +147,7 @@ class FlaggedGradients(SharedGradients):
     def wait(self) -> None:
         """End the operation, and make the current stream wait until all ranks have written their rows."""
         self.close()
-        self._on_device.dispatcher.wait_aside()
+        self._on_device.dispatcher.wait_for_side_stream()
 
     def abort(self, error: BaseException) -> None:
         with suppress(MoeCommError):
@@ -155,7 +155,7 @@ class FlaggedGradients(SharedGradients):
 
     def start_weight_gradient(self) -> Callable[[], Tensor | None]:
         def wait() -> Tensor | None:
-            self._on_device.dispatcher.wait_aside()
+            self._on_device.dispatcher.wait_for_side_stream()
             return self._grad_TK
 
         return wait
