@@ -47,7 +47,7 @@ class HookedLauncher(NativeLauncher):
     """Runs kernels on the CPU, and calls ``before`` with the name of each."""
 
     def __init__(self, before: Callable[[str], None]) -> None:
-        super().__init__("host")
+        super().__init__("cpu")
         self._host, self._before = self.starter, before
         self.starter = native_core().P2pStarter.python(self._start)
 
