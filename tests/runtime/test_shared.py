@@ -113,18 +113,18 @@ def test_names_are_random_and_removed_when_all_ranks_have_attached(pool2: RankPo
 
 def die_in_setup(rank: int, world: int, call: int) -> str:
     """Rank 1 is killed in collective number ``call`` of the group setup."""
-    calls, gather = iter(range(10)), shared._gather_text
+    calls, gather = iter(range(10)), shared.gather_texts
 
-    def gather_or_die(text: str, group: Any) -> list[str]:
+    def gather_or_die(*args: Any) -> list[str]:
         if next(calls) == call and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return gather(text, group)
+        return gather(*args)
 
-    shared._gather_text = gather_or_die
+    shared.gather_texts = gather_or_die
     try:
         return repr(caught(lambda: dispatcher(rank, world)))
     finally:
-        shared._gather_text = gather
+        shared.gather_texts = gather
 
 
 @pytest.mark.parametrize("call", [0, 1, 2])
