@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_
 PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test hosts hosts-install sglang vllm adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
+.PHONY: help install build train test hosts hosts-install docs-install sglang vllm adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
@@ -145,13 +145,13 @@ format: $(STAMP)
 # The pages' generated parts are checked by make test; the site shows the outputs that make notebooks has left.
 DOCS_READY = $(BIN)/python -c 'import ipykernel, matplotlib, mkdocs, mkdocstrings, nbclient' 2> /dev/null \
   || $(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS),docs]'
-docs: build
+docs-install: build
 	@$(DOCS_READY)
+docs: docs-install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m benchmarks.check_site build/site
 
-notebooks: build
-	@$(DOCS_READY)
+notebooks: docs-install
 	$(TEST_ENV) $(BIN)/python -m benchmarks.run_notebooks docs/tutorials build/tutorials
 
 gpu-script: build

@@ -124,7 +124,7 @@ def test_two_ranks_return_their_results_by_rank(monkeypatch: pytest.MonkeyPatch)
 
 def test_signal_handlers_of_this_process_are_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
-    launch(os.getppid, (), 2)
+    launch(os.getppid, (), 2, preload=FORKED)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -307,7 +307,9 @@ def signal_when_ready(folder: Path, kind: signal.Signals) -> threading.Thread:
 def test_ranks_that_finish_at_a_signal_return_their_results(tmp_path: Path, restarts: int) -> None:
     """Torch's agent would wait 30 s for finished ranks that wait for each other, and kill them."""
     thread = signal_when_ready(tmp_path, signal.SIGTERM)
-    assert launch(stop_at_signal, (str(tmp_path), "finishes"), ranks=2, restarts=restarts) == ["finished"] * 2
+    preload = FORKED if restarts else ()
+    results = launch(stop_at_signal, (str(tmp_path), "finishes"), ranks=2, restarts=restarts, preload=preload)
+    assert results == ["finished"] * 2
     thread.join()
 
 
@@ -321,7 +323,7 @@ def test_a_signal_at_which_ranks_do_not_finish_raises_interrupted(
     """Ctrl-C always raises. Ranks that the signal ended are not restarted."""
     thread = signal_when_ready(tmp_path, kind)
     with pytest.raises(Interrupted, match=f"stopped by {kind.name}") as caught:
-        launch(stop_at_signal, (str(tmp_path), how), ranks=2, restarts=restarts)
+        launch(stop_at_signal, (str(tmp_path), how), ranks=2, restarts=restarts, preload=FORKED if restarts else ())
     assert caught.value.number == kind
     thread.join()
 
@@ -356,7 +358,7 @@ def test_forked_ranks_that_fail_are_restarted_and_named(tmp_path: Path) -> None:
         launch(fail, ("killed",), ranks=2, preload=preload)
 
 
-@pytest.mark.parametrize(("how", "preload"), [("waits", ("torch",)), ("finishes", ("torch",)), ("finishes", ())])
+@pytest.mark.parametrize(("how", "preload"), [("waits", ("torch",)), ("finishes", ())])
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, preload: tuple[str, ...]) -> None:
     """Forked and spawned ranks, including ranks that finish their work first and cannot return the result."""
     started = tmp_path / "started"
@@ -391,7 +393,7 @@ def test_a_stopped_rank_does_not_delay_the_error_of_another_rank(
 ) -> None:
     monkeypatch.setattr(agent, "ENDING_S", 0.1)
     with pytest.raises(InputError, match="rank 1: the rows are wrong"):
-        launch(stop_or_fail, (str(tmp_path / "failed"),), ranks=2)
+        launch(stop_or_fail, (str(tmp_path / "failed"),), ranks=2, preload=FORKED)
     assert time.time() - (tmp_path / "failed").stat().st_mtime < 25, "torch's agent waits 30 s"
 
 
