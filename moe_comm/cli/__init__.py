@@ -24,8 +24,6 @@ from moe_comm.runtime.launch import Interrupted
 from moe_comm.runtime.printing import printable
 
 USAGE_ERROR = 2
-# typer raises click's own exceptions, from whichever copy of click it carries.
-_ClickError: type[Exception] = typer.BadParameter.mro()[2]
 
 app = typer.Typer(
     name="moe-comm",
@@ -87,9 +85,6 @@ def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name
     cpu_guard.apply()
     try:
         code = command(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
-    except _ClickError as error:
-        # The message contains the option and click's "Did you mean". It is empty if help was shown.
-        return _fail(name, error.format_message().replace("Value error, ", ""), USAGE_ERROR)  # type: ignore[attr-defined]
     except (ConfigError, MissingDependency) as error:
         return _fail(name, error, USAGE_ERROR)
     except Interrupted as error:
@@ -102,6 +97,12 @@ def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name
         if error.filename is None:
             raise
         return _fail(name, f"{error.filename}: {error.strerror}", USAGE_ERROR)
+    except Exception as error:
+        # Errors of click, of which typer may carry its own copy. The message contains the option and click's "Did you
+        # mean". It is empty if help was shown.
+        if not hasattr(error, "format_message"):
+            raise
+        return _fail(name, error.format_message().replace("Value error, ", ""), USAGE_ERROR)
     if code == 128 + signal.SIGINT:  # typer's exit code for an interrupt
         return _fail(name, "interrupted", code)
     return code if isinstance(code, int) else 0

@@ -18,7 +18,7 @@ from moe_comm.comm.peers import Peers, Process
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.shared_heap import SharedHeap, SharedOptions
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
-from moe_comm.runtime.group_rank import rank_and_size
+from moe_comm.runtime.groups import rank_and_size
 from moe_comm.runtime.memory import native_is_built
 
 if TYPE_CHECKING:

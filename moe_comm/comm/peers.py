@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from moe_comm.runtime.host import host_key_int64
+from moe_comm.runtime.groups import host_key_int64
 
 STORE_TIMEOUT_S = 2.0
 GAVE_UP = "gave up"

@@ -17,7 +17,7 @@ from types import ModuleType
 from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, HeapError
-from moe_comm.runtime.host import host_key
+from moe_comm.runtime.groups import host_key
 from moe_comm.runtime.memory import native
 
 SEGMENT_PREFIX = "moe_comm"

@@ -142,7 +142,7 @@ class Heap:
         return HeapBlock(self._memory, first, size, streams)
 
     def shrink(self, block: HeapBlock, num_bytes: int) -> None:
-        """Keep the first ``num_bytes`` of a block from ``reserve``, without tensors over it, and free the rest."""
+        """Keep the first ``num_bytes`` of a block from ``reserve`` that no tensor uses yet, and free the rest."""
         kept = (num_bytes + ALIGN - 1) // ALIGN * ALIGN
         if kept < block.size:
             self._release(block.first + kept, block.size - kept)
@@ -154,7 +154,7 @@ class Heap:
         """Replace ``block`` by blocks for ``ranges``, and free the rest.
 
         Args:
-            block: from ``reserve``, without tensors over it.
+            block: from ``reserve``. No tensor may use it yet.
             ranges: (offset in the block, bytes), in ascending order. Offsets are multiples of ``ALIGN``.
         """
         streams, start, end = self._streams.pop(block.first), block.first, block.first + block.size

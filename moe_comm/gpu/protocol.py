@@ -44,9 +44,6 @@ COUNT_BLOCKS = 256
 """Approximate number of thread blocks of count, at most one per token."""
 MOST_SLOTS = 512
 """Maximum number of slots of a chunk. They are held in shared memory, and each is compared with all others."""
-REPORT_WORDS = ("turn", "fault", "who", "what", "expected", "value", "rows", "dropped", "overflow", "bad")
-"""Fields of ``FaultReport``. After a timeout, ``who`` is the awaited rank; its flag ``value`` is below ``expected``."""
-
 Ints = npt.NDArray[np.int64]
 
 
@@ -84,9 +81,11 @@ class GroupShape:
         return round_up(8 * (exchanged + flags * world))
 
 
-@dataclass(frozen=True)
-class FaultReport:
-    """Result of the last turn, written by the device. The fields are those of Report in csrc/cuda/args.h."""
+class FaultReport(NamedTuple):
+    """Result of the last operation, written by the device. The fields are those of Report in csrc/cuda/args.h.
+
+    After a timeout, ``who`` is the awaited rank; its flag ``value`` is below ``expected``.
+    """
 
     turn: int
     fault: int
@@ -98,6 +97,9 @@ class FaultReport:
     dropped: int
     overflow: int
     bad: int
+
+
+REPORT_WORDS = FaultReport._fields
 
 
 class Offer(NamedTuple):

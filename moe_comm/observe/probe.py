@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.group_rank import group_of
+from moe_comm.runtime.groups import group_of
 from moe_comm.runtime.seconds import seconds_of
 
 PROBE_BYTES = 256 << 10

@@ -16,10 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from moe_comm.runtime.events import Open
 from moe_comm.runtime.fork_safe import add_lock
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_PENDING = 8192
 """Maximum number of spans whose GPU times are unknown. Further spans get no GPU times."""
@@ -27,26 +30,16 @@ RENEW_MS = 1000.0
 """Maximum age of the reference. Single precision then has a resolution of a tenth of a microsecond."""
 
 
-class DeviceEvent(Protocol):
-    """The interface of ``torch.cuda.Event(enable_timing=True)``."""
-
-    def record(self) -> Any: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end_event: Any, /) -> float: ...
-
-
 @dataclass
 class _Queued:
     """An event, and the time when the CPU queued it."""
 
-    event: DeviceEvent
+    event: torch.cuda.Event
     queued_ns: int
 
 
 class QueuedTimes:
-    """A ``DeviceClock`` for one device with events, and any number of its streams.
+    """Measures work that is queued on one device and any number of its streams, without waiting for it.
 
     Args:
         make: returns a new event.
@@ -55,25 +48,28 @@ class QueuedTimes:
 
     _lock: threading.Lock
 
-    def __init__(self, make: Callable[[], DeviceEvent], capturing: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, make: Callable[[], torch.cuda.Event], capturing: Callable[[], bool] = lambda: False) -> None:
         self._make, self._capturing = make, capturing
-        self._free: list[DeviceEvent] = []
+        self._free: list[torch.cuda.Event] = []
         self._begun: dict[int, _Queued] = {}
         self._pending: deque[tuple[Open, _Queued, _Queued]] = deque()
-        self._reference: DeviceEvent | None = None
+        self._reference: torch.cuda.Event | None = None
         self._reference_ns = 0.0
         add_lock(self, "_lock")
 
     def begun(self, span: Open) -> None:
+        """Work that is queued from now on belongs to ``span``."""
         if len(self._pending) + len(self._begun) < MOST_PENDING and not self._capturing():
             self._begun[id(span)] = self._queue()
 
     def ended(self, span: Open) -> None:
+        """The work of ``span`` is queued. When it has completed, its times go to ``span.put_device``."""
         begin_event = self._begun.pop(id(span), None)
         if begin_event is not None and not self._capturing():
             self._pending.append((span, begin_event, self._queue()))
 
     def poll(self) -> None:
+        """Process completed work."""
         with self._lock:
             while self._pending and self._pending[0][2].event.query():
                 seen_ns = time.monotonic_ns()
@@ -100,7 +96,7 @@ class QueuedTimes:
         if self._reference is None:
             self._reference, self._reference_ns = queued.event, float(queued.queued_ns)
             return self._reference_ns
-        distance_ms = self._reference.elapsed_time(queued.event)
+        distance_ms: float = self._reference.elapsed_time(queued.event)
         at_ns = self._reference_ns + 1e6 * distance_ms
         correction_ns = max(queued.queued_ns - at_ns, 0.0) + min(seen_ns - at_ns, 0.0)
         self._reference_ns += correction_ns

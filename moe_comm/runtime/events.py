@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from moe_comm.runtime import memory_server
 from moe_comm.runtime.event_layout import (
@@ -72,7 +72,6 @@ else:
 __all__ = [
     "COMMUNICATION",
     "EVENTS",
-    "DeviceClock",
     "EventRecorder",
     "Meter",
     "Open",
@@ -89,19 +88,6 @@ def start_ticks(pid: int | None = None) -> int:
         return 0
 
 
-class DeviceClock(Protocol):
-    """Measures work that is queued on a device, without waiting for it; see ``runtime.device_clock``."""
-
-    def begun(self, span: Open) -> None:
-        """Work that is queued from now on belongs to ``span``."""
-
-    def ended(self, span: Open) -> None:
-        """The work of ``span`` is queued. When it has completed, its times go to ``span.put_device``."""
-
-    def poll(self) -> None:
-        """Process completed work."""
-
-
 class EventRecorder(SpanRecorder):
     """Records the spans of a rank. Any thread may record.
 
@@ -111,9 +97,9 @@ class EventRecorder(SpanRecorder):
     Attributes:
         step, micro: step and micro-batch of new spans; set by the training loop and the pipeline.
         enabled: if False, a span only costs an attribute look-up. Without the native core, it is always False.
-        device: clock for spans on a GPU, or None.
+        device: ``device_clock.QueuedTimes`` for spans on a GPU, or None.
         skew_ns: offset from this host's wall clock to that of rank 0's host; set by ``moe_comm.observe.rank_log``.
-        group_texts: ranks of process groups, cached by ``group_names``.
+        group_texts: ranks of process groups, cached by ``groups.group_of``.
     """
 
     _buffer: memoryview

@@ -20,7 +20,7 @@ from moe_comm.comm.agree import agree
 from moe_comm.errors import PeerDied, PeerTimeout, RankMismatch
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.group_rank import group_of
+from moe_comm.runtime.groups import group_of
 
 POLL_S = 0.5
 """Seconds between two polls in ``run_on_some``."""

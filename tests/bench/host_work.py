@@ -79,7 +79,7 @@ def dispatch() -> DispatchResult:
     import torch.distributed as dist
 
     from moe_comm.dispatch import make_dispatcher
-    from moe_comm.runtime.host import host_key
+    from moe_comm.runtime.groups import host_key
     from moe_comm.runtime.launch import init_ranks
     from tests.dispatch import cases, workers
     from tests.dispatch.workers import Job

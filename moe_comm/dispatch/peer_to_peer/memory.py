@@ -37,7 +37,7 @@ from moe_comm.gpu.protocol import (
     GroupShape,
     blocks_bytes,
 )
-from moe_comm.runtime.host import host_key_int64
+from moe_comm.runtime.groups import host_key_int64
 
 WATCH_INTERVAL_S = 0.25
 """Interval of checks that peer processes are alive, while kernels may wait for them."""

@@ -31,7 +31,7 @@ from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.parallel.collectives import channel_of, group_rank, group_size
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from moe_comm.runtime.group_rank import warn_if_alone
+from moe_comm.runtime.groups import warn_if_alone
 from moe_comm.topology import Sharding
 
 ATTENTION_CLASSES = (

@@ -37,7 +37,7 @@ from moe_comm.layers.parallel.collectives import channel_of, gather_values, grou
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_input
 from moe_comm.layers.parallel.module import ParallelModule
-from moe_comm.runtime.group_rank import warn_if_alone
+from moe_comm.runtime.groups import warn_if_alone
 
 Columns = dict[str, int]
 """Number of segments in which each column-parallel linear of a block is sharded."""

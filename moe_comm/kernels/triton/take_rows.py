@@ -52,7 +52,7 @@ def take_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def take_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
-    """Return [R, D], the rows of ``x_ND`` at ``index_R``; zeros where the index is -1. No autograd: see ``permute``.
+    """Return [R, D], the rows of ``x_ND`` at ``index_R``; zeros where the index is -1. No autograd.
 
     Args:
         x_ND: [N, D] of any dtype; dense rows, any row stride.

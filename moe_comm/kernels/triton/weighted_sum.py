@@ -64,7 +64,7 @@ def weighted_sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Return [T, D], the weighted sum of each token's rows, in their dtype. No autograd: see ``unpermute``.
+    """Return [T, D], the weighted sum of each token's rows, in their dtype. No autograd.
 
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.

@@ -60,7 +60,7 @@ from moe_comm.layers.parallel.recompute import recomputing
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.group_rank import warn_if_alone
+from moe_comm.runtime.groups import warn_if_alone
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from moe_comm.overlap.options import CHUNKED, Overlap
 from moe_comm.overlap.tuning.choose import choose
 from moe_comm.overlap.tuning.cost import DIRECTIONS, OperatorWork
 from moe_comm.runtime.events import EVENTS, Open
-from moe_comm.runtime.group_rank import group_of
+from moe_comm.runtime.groups import group_of
 from moe_comm.runtime.memory import take, warm_rows
 
 EXPERT_CHUNK_FACTOR = 4

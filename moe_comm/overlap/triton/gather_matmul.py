@@ -99,7 +99,7 @@ def await_rows_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class TritonGather:
-    """The gather of rows [S, D] of all ranks in one turn.
+    """One fused all-gather + matmul call, over rows [S, D] of each rank.
 
     offset: bytes from the start of the turn's data. flag: index of the first flag among the turn's flags.
     """

@@ -71,7 +71,7 @@ def matmul_scatter_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class TritonScatter:
-    """The sum over ranks of rows [S, N] in one turn, at the start of its data and flags."""
+    """One fused matmul + reduce-scatter call: the sum over ranks of rows [S, N]."""
 
     memory: SymmetricMemory
     turn: KernelTurn

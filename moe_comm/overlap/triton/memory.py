@@ -1,10 +1,10 @@
-"""Symmetric memory: a block of equal size on each rank that the kernels of all ranks write to, and its turns.
+"""Symmetric memory: a block of equal size on each rank that the kernels of all ranks write to.
 
     one rank's block    int64 words                                          bytes, for the operator
                         entered [W] │ calls [4, W] │ flags, even turn │ odd │ data, even turn │ data, odd turn
 
-``peers_W`` holds the addresses of all ranks' blocks as seen from this rank. A *turn* is one call of an operator. All
-ranks number their turns in the same way. Even and odd turns have separate flags and data:
+``peers_W`` holds the addresses of all ranks' blocks as seen from this rank. A *turn* is one call of an operator, as in
+csrc/cuda. All ranks number them in the same way. Even and odd turns have separate flags and data:
 
     entering turn n     a rank notifies all: it has completed turn n - 1, and which operation it runs next
                         (``entered``, ``calls``)
@@ -39,7 +39,7 @@ from moe_comm.gpu.blocks import ALIGN, Blocks, mapped_blocks, round_up, single_b
 from moe_comm.gpu.order import stream_order
 from moe_comm.kernels.triton.device import INTERPRETED
 from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
-from moe_comm.runtime.host import host_key_int64
+from moe_comm.runtime.groups import host_key_int64
 
 MIN_DATA_BYTES = 1 << 14
 """Minimum size of the data of one half."""

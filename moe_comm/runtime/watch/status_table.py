@@ -36,7 +36,7 @@ import torch.distributed as dist
 from moe_comm.errors import HeapError
 from moe_comm.runtime.event_layout import LONG, RECORDS, fence, region_bytes
 from moe_comm.runtime.events import start_ticks
-from moe_comm.runtime.host import host_key
+from moe_comm.runtime.groups import host_key
 
 PAGE = 4096
 FAULT_BYTES = 1 << 20

@@ -30,7 +30,7 @@ from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.collectives import channel_of, gather_dim, scatter_sum
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.runtime.gemm import gemm_flops
-from moe_comm.runtime.host import host_key
+from moe_comm.runtime.groups import host_key
 from moe_comm.runtime.launch import within_quota
 from moe_comm.runtime.memory import native_is_built
 from moe_comm.train.parallel.compress import GradientReducer

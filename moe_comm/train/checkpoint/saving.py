@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup, checkpoint as dcp
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.group_rank import group_of
+from moe_comm.runtime.groups import group_of
 from moe_comm.runtime.seconds import seconds_of
 from moe_comm.runtime.untrusted import DEEPEST, parse_object, shown
 from moe_comm.train.checkpoint import folder as folders

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from moe_comm.layers.parallel.collectives import channel_of, scatter_sum
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.group_rank import group_of
+from moe_comm.runtime.groups import group_of
 from moe_comm.train.parallel.bucket_schedule import Lane, Transfer
 
 # Newer versions of torch renamed the functions and warn about the old names.

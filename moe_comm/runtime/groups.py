@@ -1,10 +1,13 @@
-"""Rank and size of a process group that a caller passed. All such groups are checked here."""
+"""Process groups that callers passed: rank and size, which are checked here, their numbers in spans, and hosts."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 import warnings
 from functools import lru_cache
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -77,3 +80,20 @@ def group_of(group: ProcessGroup | None) -> int:
             return NO_NAME
         EVENTS.group_texts[group] = text
     return EVENTS.name(text)
+
+
+def host_key() -> str:
+    """Return a key that is equal for processes with the same /dev/shm, kernel and pid namespace."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/dev/shm").st_dev))
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError as error:
+        parts.append(f"unknown: {error.errno}")
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+def host_key_int64() -> int:
+    """Return ``host_key`` as a number that fits int64."""
+    return int(host_key(), 16) >> 2
