@@ -67,11 +67,6 @@ class PassOrder:
     def stages(self) -> int:
         return self.pp * self.virtual
 
-    def stage_rank(self) -> Ints:
-        """Return the rank of each stage, [stages]."""
-        plan = StagePlan(self.pp, self.virtual, self.style, (0,) * self.stages)
-        return np.array([plan.rank_of(stage) for stage in range(self.stages)], dtype=np.int64)
-
     def of_rank(self, rank: int) -> list[tuple[PassKind, int, int]]:
         """Return (kind, stage, micro-batch) of the passes of a rank, in order."""
         on_rank = self.rank == rank

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.config import Recompute
-from moe_plan.model.mapping import Dispatcher, OverlapMode, ShardingMode
+from moe_comm.topology.parallel import ShardingMode
+from moe_plan.model.mapping import Dispatcher, OverlapMode
 
 FOLDER = Path(__file__).parent / "published"
 MAX_BYTES = 2**20

@@ -6,16 +6,22 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from moe_comm.cli.options import JsonOut, echo, load
 from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.layers.transformer.config import Recompute
+from moe_comm.topology.parallel import ShardingMode
+from moe_comm.topology.pipeline import ScheduleName
+from moe_comm.topology.rebalance import PlacementKind
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from moe_plan.machine.hardware import Cluster
     from moe_plan.model.load import ExpertLoads
     from moe_plan.search.request import PlanCandidate, PlanRequest
     from moe_plan.search.search import SearchResult
@@ -28,51 +34,9 @@ MOST, LONGEST = 1 << 20, 1 << 30
 """Upper bounds of accelerators and sequences, and of tokens per sequence."""
 
 
-class PlanDtype(StrEnum):
-    bf16 = "bf16"
-    fp8 = "fp8"
-    fp32 = "fp32"
-
-
-class OverlapOption(StrEnum):
-    none = "none"
-    outer = "outer"
-    inter = "inter"
-    all = "all"
-
-
-class RecomputeOption(StrEnum):
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-class ScheduleOption(StrEnum):
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved_1f1b = "interleaved_1f1b"
-    zero_bubble = "zero_bubble"
-    zbv = "zbv"
-    dualpipev = "dualpipev"
-
-
-class ShardingOption(StrEnum):
-    replicate = "replicate"
-    zero1 = "zero1"
-    fsdp = "fsdp"
-
-
-class PlacementOption(StrEnum):
-    fixed = "fixed"
-    relocate = "relocate"
-    replicate = "replicate"
-
-
-class DispatcherOption(StrEnum):
-    auto = "auto"
-    all_to_all = "all_to_all"
-    all_gather = "all_gather"
-    hierarchical = "hierarchical"
+Dtype = Literal["bf16", "fp8", "fp32"]
+Overlap = Literal["none", "outer", "inter", "all"]
+AnyDispatcher = Literal["auto", "all_to_all", "all_gather", "hierarchical"]
 
 
 def _option(
@@ -93,7 +57,7 @@ def plan(
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, max=MOST, help="Sequences per step.")] = None,
-    dtype: Annotated[PlanDtype, typer.Option(help="Dtype of matrix products.")] = PlanDtype.bf16,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of matrix products.")] = "bf16",
     mapping: Annotated[
         str | None, _option("Mapping to predict, such as tp=2,pp=8,ep=8; without it, search.", "KEY=N,...")
     ] = None,
@@ -102,7 +66,7 @@ def plan(
         _option("Distribute experts independently of attention, or in dp.", flags="--folded/--coupled", by="both"),
     ] = None,
     overlap: Annotated[
-        OverlapOption | None, _option("Overlap of gradients (outer), transfers (inter), tiles (all).", by="none")
+        Overlap | None, _option("Overlap of gradients (outer), transfers (inter), tiles (all).", by="none")
     ] = None,
     capacity_factor: Annotated[
         float | None,
@@ -116,7 +80,7 @@ def plan(
         Path | None, _option("Use the expert loads of a run instead of an imbalance.", "RUN", by="--imbalance")
     ] = None,
     placement: Annotated[
-        PlacementOption | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
+        PlacementKind | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
     ] = None,
     slots: Annotated[int | None, _option("Copies of experts per rank, to replicate.", by="1", min=1)] = None,
     rematerialize: Annotated[
@@ -124,17 +88,15 @@ def plan(
     ] = False,
     host_size: Annotated[int | None, _option("Accelerators per host.", by="the hardware's", min=1, max=MOST)] = None,
     micro_batch: Annotated[int | None, _option("Sequences per micro-batch.", by="the fastest", min=1)] = None,
-    recompute: Annotated[RecomputeOption | None, _option("Activations to recompute.", by="the least that fits")] = None,
+    recompute: Annotated[Recompute | None, _option("Activations to recompute.", by="the least that fits")] = None,
     sharding: Annotated[
-        ShardingOption | None, _option("Sharding of weights and optimizer.", by="search: all, --mapping: zero1")
+        ShardingMode | None, _option("Sharding of weights and optimizer.", by="search: all, --mapping: zero1")
     ] = None,
     schedule: Annotated[
-        ScheduleOption | None,
+        ScheduleName | None,
         _option("Pipeline schedule.", by="search: all but gpipe, --mapping: 1f1b, or interleaved by vpp"),
     ] = None,
-    dispatcher: Annotated[
-        DispatcherOption, typer.Option(help="Dispatch backend; auto: the fastest.")
-    ] = DispatcherOption.auto,
+    dispatcher: Annotated[AnyDispatcher, typer.Option(help="Dispatch backend; auto: the fastest.")] = "auto",
     top: Annotated[int | None, _option("Number of mappings to report of a search.", by="10", min=1)] = None,
     slow: Annotated[
         list[str] | None, _option("Simulate a rank that is slower by this factor; repeatable.", "RANK=FACTOR")
@@ -152,75 +114,72 @@ def plan(
     """Choose a mapping of a model to accelerators, which need not be present, and predict the cost of a step."""
     outputs = _Outputs(json_out, config_out, trace, page, tuple(slow or ()))
     outputs.check()
-    needed: dict[str, object] = {"--model": model, "--gpus": gpus, "--hardware": hardware, "--seq-len": seq_len}
-    needed["--global-batch"] = global_batch
+    needed = {
+        "--model": model,
+        "--gpus": gpus,
+        "--hardware": hardware,
+        "--seq-len": seq_len,
+        "--global-batch": global_batch,
+    }
     if calibrate:
-        other_options: dict[str, object] = {
-            "--mapping": mapping,
-            "--top": top,
-            "--slow": slow,
-            "--config": config_out,
-            "--trace": trace,
-            "--page": page,
-        }
-        _measure_only(needed | other_options)
-    if not calibrate and ranks is not None:
-        raise ConfigError("--ranks applies to --calibrate; --gpus is the number of accelerators to plan for")
-    if calibrate:
+        other = {"--mapping": mapping, "--top": top, "--slow": slow, "--config": config_out, "--trace": trace}
+        if used := [name for name, value in {**needed, **other, "--page": page}.items() if value is not None]:
+            raise ConfigError(f"--calibrate cannot be combined with {used[0]}")
         _calibrate(ranks or RANKS, hardware_file, json_out)
+        return
+    if ranks is not None:
+        raise ConfigError("--ranks applies to --calibrate; --gpus is the number of accelerators to plan for")
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ConfigError(f"--capacity-factor must be a finite number above 0; got {capacity_factor}")
+    if imbalance is not None and not 1 <= imbalance < math.inf:
+        raise ConfigError(f"--imbalance must be a finite number of at least 1; got {imbalance}")
+    if mapping is not None and top is not None:
+        raise ConfigError("--top applies to a search; --mapping predicts one mapping")
+    if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
+        raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
+
+    from moe_plan.model.load import Workload
+    from moe_plan.search.request import PlanRequest
+    from moe_plan.search.space import PartialMapping
+
+    workload = Workload.assumed(seq_len, dtype, capacity_factor, imbalance)
+    if loads is not None:
+        workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, slots, rematerialize, imbalance))
+    elif placement is not None or slots is not None or rematerialize:
+        raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
+    shape = load("moe_comm.train.plan_config", "train").model_named(model)
+    request = PlanRequest(shape, _cluster(hardware, hardware_file, gpus, host_size), workload, global_batch)
+    settings = {
+        "micro_batch": micro_batch,
+        "recompute": recompute,
+        "sharding": sharding,
+        "overlap": overlap,
+        "schedule": schedule,
+        "dispatcher": None if dispatcher == "auto" else dispatcher,
+    }
+    fixed: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if mapping is None:
+        _search(request, folded, fixed, top or TOP, outputs)
     else:
-        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-            raise ConfigError(f"--capacity-factor must be a finite number above 0; got {capacity_factor}")
-        if imbalance is not None and not 1 <= imbalance < math.inf:
-            raise ConfigError(f"--imbalance must be a finite number of at least 1; got {imbalance}")
-        if mapping is not None and top is not None:
-            raise ConfigError("--top applies to a search; --mapping predicts one mapping")
-        if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
-            raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
-        workload = load("moe_plan.model.load", "train").Workload.assumed(
-            seq_len, dtype.value, capacity_factor, imbalance
-        )
-        if loads is not None:
-            workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, slots, rematerialize, imbalance))
-        elif placement is not None or slots is not None or rematerialize:
-            raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
-        request = load("moe_plan.search.request", "train").PlanRequest(
-            load("moe_comm.train.plan_config", "train").model_named(model),
-            _cluster(hardware, hardware_file, gpus, host_size),
-            workload,
-            global_batch,
-        )
-        options: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}
-        options |= {"overlap": overlap, "schedule": schedule}
-        options["dispatcher"] = None if dispatcher is DispatcherOption.auto else dispatcher
-        fixed = {name: getattr(value, "value", value) for name, value in options.items() if value is not None}
-        if mapping is None:
-            _search(request, folded, fixed, top or TOP, outputs)
-        else:
-            partial = load("moe_plan.search.space", "train").PartialMapping(mapping, coupled=folded is False, **fixed)
-            outputs.write(request, partial.candidate(request))
+        outputs.write(request, PartialMapping(mapping, coupled=folded is False, **fixed).candidate(request))
 
 
 def _loads(
-    run: Path, placement: PlacementOption | None, slots: int | None, rematerialize: bool, imbalance: float | None
+    run: Path, placement: PlacementKind | None, slots: int | None, rematerialize: bool, imbalance: float | None
 ) -> ExpertLoads:
     """Return the recorded loads of a run with a placement."""
+    from moe_plan.model.load import ExpertLoads
+    from moe_plan.whatif.placement import read_loads, real_experts
+
     if imbalance is not None:
         raise ConfigError("--loads replaces --imbalance; pass one of them")
-    kind = (placement or PlacementOption.fixed).value
-    if slots is not None and kind != "replicate":
+    copies = placement == "replicate"
+    if slots is not None and not copies:
         raise ConfigError("--slots applies to --placement replicate")
-    if rematerialize and kind != "replicate":
+    if rematerialize and not copies:
         raise ConfigError("--rematerialize applies to --placement replicate")
-    recorded = load("moe_plan.whatif.placement", "train")
-    result: ExpertLoads = load("moe_plan.model.load", "train").ExpertLoads.of(
-        recorded.read_loads(run),
-        kind,
-        (slots or 1) if kind == "replicate" else 0,
-        recorded.real_experts(run),
-        rematerialize,
-    )
-    return result
+    number = (slots or 1) if copies else 0
+    return ExpertLoads.of(read_loads(run), placement or "fixed", number, real_experts(run), rematerialize)
 
 
 @dataclass(frozen=True)
@@ -236,32 +195,27 @@ class _Outputs:
     def check(self) -> None:
         """Check all paths before the computation. Raises OSError if a file cannot be written."""
         for path in (self.json, self.config, self.trace, self.page):
-            load("moe_comm.bench.common.report", "bench").check_writable(None if path is None else str(path))
+            _report().check_writable(None if path is None else str(path))
 
     def write(self, request: PlanRequest, candidate: PlanCandidate, result: SearchResult | None = None) -> None:
         """Print and write the requested outputs about ``candidate``, and the search that found it."""
-        report, text = load("moe_comm.bench.common.report", "bench"), load("moe_comm.cli.plan_text", "train")
-        output = load("moe_plan.search.plan_json", "train").plan_json(request, candidate, result)
-        simulated = self._simulated(request, candidate)
+        from moe_comm.cli import plan_text
+        from moe_plan.search.plan_json import plan_json
+        from moe_plan.step.simulate import parse_slow, simulate
+
+        output = plan_json(request, candidate, result)
+        simulated = simulate(request.model(candidate.mapping), parse_slow(self.slow)) if self.slow else None
         if simulated is not None:
             output["slow"] = {"step_s": simulated.seconds, "slowdown": simulated.slowdown}
-        report.write_json(output, self.json)
+        _report().write_json(output, self.json)
         to_stderr = self.json == "-"
         if result is not None:
-            text.show(lambda width: text.search_parts(request, result, width), to_stderr)
-        text.show(lambda _: text.mapping_parts(request, candidate, headed=result is None), to_stderr)
+            plan_text.show(lambda width: plan_text.search_parts(request, result, width), to_stderr)
+        plan_text.show(lambda _: plan_text.mapping_parts(request, candidate, headed=result is None), to_stderr)
         if simulated is not None:
             echo(f"with {', '.join(self.slow)}: {simulated}", err=to_stderr)
         for path in self._files(request, candidate, result, simulated):
             echo(f"wrote {path} ({path.stat().st_size / 2**20:.2f} MiB)", err=to_stderr)
-
-    def _simulated(self, request: PlanRequest, candidate: PlanCandidate) -> SimulatedStep | None:
-        """Return the simulated step, if slow ranks were requested."""
-        if not self.slow:
-            return None
-        module = load("moe_plan.step.simulate", "train")
-        result: SimulatedStep = module.simulate(request.model(candidate.mapping), module.parse_slow(self.slow))
-        return result
 
     def _files(
         self,
@@ -271,55 +225,63 @@ class _Outputs:
         simulated: SimulatedStep | None,
     ) -> Iterator[Path]:
         if self.config is not None:
-            toml: str = load("moe_comm.train.plan_config", "train").train_config(request, candidate)
-            load("moe_comm.runtime.safe_files", "train").write_file(self.config, toml)
+            from moe_comm.runtime.safe_files import write_file
+
+            plan_config = load("moe_comm.train.plan_config", "train")
+            write_file(self.config, plan_config.train_config(request, candidate))
             yield self.config
-            for difference in load("moe_comm.train.plan_config", "train").differences(request, candidate):
+            for difference in plan_config.differences(request, candidate):
                 echo(f"{self.config}: {difference}", err=self.json == "-")
         if self.trace is None and self.page is None:
             return
-        timeline = load("moe_plan.pages.timeline", "train").timeline(request.model(candidate.mapping))
+        from moe_plan.pages.plan_page import write_page
+        from moe_plan.pages.timeline import timeline, write_trace
+
+        step = timeline(request.model(candidate.mapping))
         if self.trace is not None:
-            load("moe_plan.pages.timeline", "observe").write_trace(timeline, self.trace)
+            write_trace(step, self.trace)
             yield self.trace
         if self.page is not None:
-            candidates = (candidate,) if result is None else result.best
-            write = load("moe_plan.pages.plan_page", "observe").write_page
-            write(request, candidate, timeline, candidates, self.page, simulated)
+            write_page(request, candidate, step, (candidate,) if result is None else result.best, self.page, simulated)
             yield self.page
 
 
+def _report() -> ModuleType:
+    return load("moe_comm.bench.common.report", "bench")
+
+
 def _search(request: PlanRequest, folded: bool | None, fixed: dict[str, Any], top: int, outputs: _Outputs) -> None:
-    search, space = (
-        load("moe_plan.search.search", "train"),
-        load("moe_plan.search.space", "train").SearchSpace,
-    )
-    result: SearchResult = search.search(request, space.of(folded=folded, **fixed), keep=top)
+    from moe_comm.cli import plan_text
+    from moe_plan.search.plan_json import plan_json
+    from moe_plan.search.preference import common_mappings, preferred
+    from moe_plan.search.search import search
+    from moe_plan.search.space import SearchSpace
+
+    result = search(request, SearchSpace.of(folded=folded, **fixed), keep=top)
     if result.best:
-        preference = load("moe_plan.search.preference", "train")
-        common = preference.common_mappings(request, {"folded": folded, **fixed})
-        result = replace(result, best=preference.preferred(result.best), common=common)
+        common = common_mappings(request, {"folded": folded, **fixed})
+        result = replace(result, best=preferred(result.best), common=common)
         outputs.write(request, result.best[0], result)
         return
     nearest = request.candidate(result.nearest[0].mapping)
-    output = load("moe_plan.search.plan_json", "train").plan_json(request, nearest, result)
-    load("moe_comm.bench.common.report", "bench").write_json(output, outputs.json)
-    raise MoeCommError(load("moe_comm.cli.plan_text", "train").nothing_fits(request, result))
+    _report().write_json(plan_json(request, nearest, result), outputs.json)
+    raise MoeCommError(plan_text.nothing_fits(request, result))
 
 
-def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None) -> Any:
+def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None) -> Cluster:
     """Return the cluster with a name, from a description, or as measured on this machine."""
-    table = load("moe_plan.machine.hardware_table", "train")
-    if hardware == table.THIS_MACHINE:
+    from moe_plan.machine.hardware_table import THIS_MACHINE, cluster_named
+
+    if hardware == THIS_MACHINE:
         measured = file or _measured_path()
         if not measured.is_file():
             raise ConfigError(
                 f"{measured}: this machine has not been measured; run: moe-comm plan --calibrate --ranks N"
             )
-        return table.cluster_named(str(measured), gpus, host_size)
+        return cluster_named(str(measured), gpus, host_size)
     if file is not None:
-        raise ConfigError(f"--hardware-file applies to {table.THIS_MACHINE}; use --hardware FILE for a description")
-    return table.cluster_named(hardware, gpus, host_size)
+        raise ConfigError(f"--hardware-file applies to {THIS_MACHINE}; use --hardware FILE for a description")
+    return cluster_named(hardware, gpus, host_size)
 
 
 def _measured_path() -> Path:
@@ -327,22 +289,17 @@ def _measured_path() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_comm" / "hardware.json"
 
 
-def _measure_only(excluded: dict[str, object]) -> None:
-    """Raise ConfigError if ``--calibrate`` is combined with one of the ``excluded`` options."""
-    used = [name for name, value in excluded.items() if value is not None]
-    if used:
-        raise ConfigError(f"--calibrate cannot be combined with {used[0]}")
-
-
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:
+    from moe_comm.cli import plan_text
+    from moe_plan.machine.hardware_file import save, to_json
+
     path = file or _measured_path()
-    load("moe_comm.bench.common.report", "bench").check_writable(str(path))
-    description = load("moe_plan.machine.hardware_file", "train")
+    _report().check_writable(str(path))
     cluster = load("moe_comm.bench.calibrate.machine", "train").calibrate(
         ranks, say=lambda text: echo(f"measuring {text}", err=True)
     )
-    description.save(cluster, path)
-    load("moe_comm.bench.common.report", "bench").write_json(description.to_json(cluster), json_out)
-    for line in load("moe_comm.cli.plan_text", "train").cluster_lines(cluster):
+    save(cluster, path)
+    _report().write_json(to_json(cluster), json_out)
+    for line in plan_text.cluster_lines(cluster):
         echo(line, err=json_out == "-")
     echo(f"wrote {path}; use it with: moe-comm plan --hardware this-machine ...", err=json_out == "-")

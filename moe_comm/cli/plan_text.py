@@ -13,8 +13,8 @@ from moe_plan.machine.hardware import Cluster
 from moe_plan.model.mapping import Mapping
 from moe_plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, place, runners_up
 from moe_plan.search.preference import CLOSE, STEP_ERROR, is_equal, why_slower
-from moe_plan.search.request import PlanCandidate, PlanRequest
-from moe_plan.search.search import SearchResult, changes
+from moe_plan.search.request import PlanCandidate, PlanRequest, changes_that_fit
+from moe_plan.search.search import SearchResult
 from moe_plan.step.blocks import LINKS
 
 WIDTH = 160
@@ -190,7 +190,7 @@ def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[Renderabl
     )
     if not candidate.fit:
         lines.add_row("", f"[bold red]does not fit[/]: {candidate.fit.missing / GB:.1f} GB too much")
-        options = changes(request, candidate.mapping)
+        options = changes_that_fit(request, candidate.mapping)
         for change in options:
             lines.add_row("", escape(f"would fit with {change.what}: {change.fit.fullest.total / GB:.1f} GB"))
         if not options:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Literal
 
 from moe_comm.errors import ConfigError
 
@@ -29,6 +30,8 @@ ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 """Axes of the attention grid, fastest first."""
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 """Axes of the expert grid, fastest first."""
+ShardingMode = Literal["replicate", "zero1", "fsdp"]
+"""How the ranks that hold the same parameters share weights, gradients and optimizer state."""
 
 
 @dataclass(frozen=True)

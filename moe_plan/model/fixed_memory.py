@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 
 from moe_comm.layers.transformer.shape import MASTER, Block, ModelShape, Weight
 from moe_comm.topology import ParallelConfig, shard_slice
-from moe_plan.model.mapping import ShardingMode
+from moe_comm.topology.parallel import ShardingMode
 
 Optimizer = Literal["adamw", "sgd", "lamb", "muon"]
 

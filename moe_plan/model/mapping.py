@@ -21,11 +21,11 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.config import Recompute
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig
+from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import can_split, stages_per_rank
 from moe_plan.machine.collectives import GroupSpan, check_integer
 from moe_plan.machine.hardware import Cluster
 
-ShardingMode = Literal["replicate", "zero1", "fsdp"]
 OverlapMode = Literal["none", "outer", "chunks", "inter", "all"]
 Dispatcher = Literal["all_to_all", "all_gather", "hierarchical"]
 """Dispatch backends that the planner models."""

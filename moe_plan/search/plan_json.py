@@ -13,8 +13,8 @@ from typing import Any
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping
 from moe_plan.search.preference import STEP_ERROR, is_equal, why_slower
-from moe_plan.search.request import Fit, MappingChange, PlanCandidate, PlanRequest
-from moe_plan.search.search import SearchResult, changes
+from moe_plan.search.request import Fit, MappingChange, PlanCandidate, PlanRequest, changes_that_fit
+from moe_plan.search.search import SearchResult
 from moe_plan.step.blocks import LINKS
 from moe_plan.step.step import StepPrediction
 
@@ -56,7 +56,9 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
         "bytes": {
             link: {name: sent[link] for name, sent in candidate.step.sent.items() if sent[link]} for link in LINKS
         },
-        "would_fit": [_change(request, one) for one in ([] if candidate.fit else changes(request, candidate.mapping))],
+        "would_fit": [
+            _change(request, one) for one in ([] if candidate.fit else changes_that_fit(request, candidate.mapping))
+        ],
     }
     if search is not None:
         result["candidates"] = [

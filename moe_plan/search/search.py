@@ -26,7 +26,7 @@ from moe_comm.topology.pipeline import can_split
 from moe_plan.model.mapping import Dispatcher, Mapping, OverlapMode
 from moe_plan.search.bound import BoundedStepModel, PassBounds
 from moe_plan.search.request import Fit, MappingChange, PlanCandidate, PlanRequest, changes_that_fit
-from moe_plan.search.space import PipelineShape, SearchSpace, Storage, host_of
+from moe_plan.search.space import PipelineShape, SearchSpace, Storage
 
 KEPT = 10
 """Default number of mappings in a result."""
@@ -98,23 +98,9 @@ def search(
                 return result
     if result is None:
         raise ConfigError(_nothing_runs(request, replace(space, wide=True), rejected))
-    nearest = tuple(replace(near, changes=changes(request, near.mapping)) for near in result.nearest)
+    nearest = tuple(replace(near, changes=changes_that_fit(request, near.mapping)) for near in result.nearest)
     gpus = gpus_that_fit(request, result.space)
     return replace(result, nearest=nearest, gpus=gpus, seconds=time.perf_counter() - started)
-
-
-def changes(request: PlanRequest, mapping: Mapping) -> tuple[MappingChange, ...]:
-    """Return changes that would make ``mapping`` fit, see ``fit.changes_that_fit``."""
-    return changes_that_fit(
-        request.shape,
-        mapping,
-        request.load,
-        request.global_batch,
-        request.cluster.accelerator,
-        policy=request.policy,
-        reserve=request.reserve,
-        host=host_of(request),
-    )
 
 
 def gpus_that_fit(request: PlanRequest, space: SearchSpace | None = None, limit_s: float = 5.0) -> int | None:

@@ -30,6 +30,7 @@ from typing import Any, get_args
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.config import Recompute
 from moe_comm.topology import ParallelConfig
+from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import check_micro_batches, find_schedule
 from moe_plan.machine.collectives import check_integer
 from moe_plan.model.mapping import (
@@ -39,7 +40,6 @@ from moe_plan.model.mapping import (
     Mapping,
     OverlapMode,
     PlacedMapping,
-    ShardingMode,
     inapplicable,
 )
 from moe_plan.search.request import PlanCandidate, PlanRequest, divisors, indivisible
@@ -163,7 +163,7 @@ class SearchSpace:
         ``rejected`` counts rejected degrees by reason; attention degrees count once if experts make no difference.
         """
         rejected = Counter() if rejected is None else rejected
-        shape, gpus, host = request.shape, request.cluster.gpus, host_of(request)
+        shape, gpus, host = request.shape, request.cluster.gpus, request.host
         for tp in divisors(gpus):
             for cp in divisors(gpus // tp):
                 why = self._refuses(request, ParallelConfig(tp=tp, cp=cp), host)
@@ -237,12 +237,6 @@ class SearchSpace:
             aligned = self.wide or not host % block or not block % host
             if aligned and indivisible(shape, ParallelConfig(dp=etp, etp=etp), load, host) is None:
                 yield ParallelConfig(p.tp, p.cp, p.dp, p.pp, ep, etp)
-
-
-def host_of(request: PlanRequest) -> int:
-    """Return the largest block of consecutive ranks that is on one host for every aligned start."""
-    cluster = request.cluster
-    return cluster.gpus if cluster.gpus <= cluster.host_size else math.gcd(cluster.gpus, cluster.host_size)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -12,7 +12,7 @@ Every rank runs its own computation, slowed by its own factor. Ranks wait for ea
     pipeline 1   cell 1       cell 1       cell 1          pipeline, at the gradient sums, all its replicas
 
 The ranks of a cell synchronize in every pass. One replay of the pipeline's graph, with a lane of durations for each
-distinct pipeline, therefore replays all ranks. ``every_rank`` builds the tasks of each rank for small worlds.
+distinct pipeline, therefore replays all ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from numpy.typing import ArrayLike
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ParallelConfig
-from moe_plan.arrays import Floats, Ints
-from moe_plan.step.replay import TaskGraph, replay
+from moe_plan.arrays import Floats
+from moe_plan.step.replay import replay
 from moe_plan.step.step import StepModel
 from moe_plan.step.step_details import StepDetails, TailOperation, step_details
 
@@ -276,81 +276,3 @@ def _busy(
         else:
             compute_W = compute_W + operation.seconds * slow_W
     return compute_W, moving_W
-
-
-# ---- a task graph with every rank, to check the replay by cells
-
-
-def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) -> TaskGraph:
-    """Return the tasks of every rank of the world. Their replay takes the time of the step.
-
-    The tasks of a rank are: one for the computation of each pass and one for its transfers, which is a collective of
-    the cell; transfers between positions; and tail operations, which are collectives of groups. There is one stream per
-    rank for each kind: compute, transfers, sent activations, sent gradients, and tail.
-    """
-    details, world = step_details(model), _World.of(model)
-    order, passes, hops = details.order, len(details.order), len(details.sender)
-    pipelines, pp = world.parallel.stage, order.pp
-    slow_W, links_W = factors(slow, world.size), factors(links, world.size)
-    slow_PJ = slow_W.reshape(pp, pipelines)
-    slowest_PJ = [world.spread(world.slowest(one)).reshape(pp, pipelines) for one in (slow_W, links_W)]
-    compute = details.compute[order.stage, order.kind][:, None] * slow_PJ[order.rank]
-    waits = _pass_seconds(details, slowest_PJ[0], slowest_PJ[1])[1]
-    hop_seconds = _hop_seconds(details, slowest_PJ[1])
-
-    # Task numbers: [passes or transfers, pipelines], one block after the other.
-    pipeline = np.arange(pipelines)
-    computes = np.arange(passes)[:, None] * pipelines + pipeline
-    sync_tasks = computes + passes * pipelines
-    sends = 2 * passes * pipelines + np.arange(hops)[:, None] * pipelines + pipeline
-    rank = order.rank[:, None] * pipelines + pipeline
-    follows = np.flatnonzero(order.rank[1:] == order.rank[:-1])
-    before = [computes, sync_tasks[follows]]
-    after = [sync_tasks, computes[follows + 1]]
-    tasks = details.tasks
-    for source, target in zip(tasks.before.tolist(), tasks.after.tolist(), strict=True):
-        before.append(sync_tasks[source] if source < passes else sends[source - passes])
-        after.append(computes[target] if target < passes else sends[target - passes])
-    lane = tasks.stream[passes:, None]
-    stream = [rank, world.size + rank, np.where(lane < 0, -1, (lane + pp) * pipelines + pipeline)]
-    collective = [np.full_like(rank, -1), np.arange(passes)[:, None] * world.cells + pipeline // world.cell]
-    collective.append(np.full_like(sends, -1))
-    tail = _tail_tasks(details, world, slow_W, links_W, 4 * world.size, passes * world.cells)
-    first = (2 * passes + hops) * pipelines
-    if len(tail[0]):
-        ends = np.full(pp, 0)
-        np.maximum.at(ends, order.rank, np.arange(passes))
-        before.append(sync_tasks[ends])
-        after.append(first + np.arange(world.size).reshape(pp, pipelines))
-    return TaskGraph(
-        np.concatenate([one.ravel() for one in (compute, waits, hop_seconds, tail[0])]),
-        np.concatenate([one.ravel() for one in (*stream, tail[1])]),
-        np.concatenate([one.ravel() for one in before]),
-        np.concatenate([one.ravel() for one in after]),
-        np.concatenate([one.ravel() for one in (*collective, tail[2])]),
-    )
-
-
-def _tail_tasks(
-    details: StepDetails, world: _World, slow_W: Floats, links_W: Floats, stream: int, collective: int
-) -> tuple[Floats, Ints, Ints]:
-    """Return durations, streams and collectives of the tail, [tail operations * world]."""
-    ranks = np.arange(world.size)
-    duration, collectives = [np.empty(0)], [np.empty(0, dtype=np.int64)]
-    for operation in details.tail:
-        if operation.axis:
-            shape = world.shape(operation.axis)
-            number = np.arange(shape[0] * shape[2]).reshape(shape[0], 1, shape[2])
-            collectives.append(collective + np.broadcast_to(number, shape).reshape(-1))
-            duration.append(_exposed_seconds(operation, world.latest(operation.axis, links_W)))
-            collective += shape[0] * shape[2]
-        else:
-            collectives.append(np.full(world.size, -1))
-            duration.append(operation.seconds * slow_W)
-    streams = np.tile(stream + ranks, len(details.tail))
-    return np.concatenate(duration), streams, np.concatenate(collectives)
-
-
-def simulate_every_rank(model: StepModel, slow: Factors = None, links: Factors = None) -> float:
-    """Return the seconds of a step by replaying every rank. The result equals that of ``simulate``."""
-    return float(replay(every_rank(model, slow, links)).span)

@@ -7,7 +7,8 @@ from typing import Any
 
 from moe_comm.bench.common.settings import LinkGbit, Rounds, Seed, Warmup, check_sizes
 from moe_comm.errors import ConfigError
-from moe_plan.model.mapping import Mapping, ShardingMode
+from moe_comm.topology.parallel import ShardingMode
+from moe_plan.model.mapping import Mapping
 
 MODEL_KEYS = ("hidden", "layers", "heads", "kv_heads", "experts", "top_k", "ffn", "vocab")
 

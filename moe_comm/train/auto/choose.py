@@ -27,6 +27,7 @@ from moe_comm.dispatch.wire.wire_dtype import WireDtypeName, WireDtypes, bytes_p
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig
+from moe_comm.topology.parallel import ShardingMode
 from moe_comm.train.auto.rates import DTYPES, measure_cluster, rates_text
 from moe_comm.train.config import CHOSEN, TrainConfig
 from moe_comm.train.plan_config import DTYPES as DTYPE_NAMES, parallel_settings
@@ -35,7 +36,7 @@ from moe_comm.train.sections import ParallelSection
 from moe_plan.machine.hardware import Cluster
 from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.load import Workload
-from moe_plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping, ShardingMode
+from moe_plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping
 from moe_plan.model.memory import MemoryPolicy
 from moe_plan.search.preference import why_slower
 from moe_plan.search.request import RESERVE, PlanCandidate, PlanRequest, divisors

@@ -25,7 +25,7 @@ from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
 from moe_comm.train.loop.build import overlaps_experts
-from moe_plan.machine.hardware_table import H100
+from moe_plan.machine.hardware_table import H100, cluster_named
 from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.files import model_named
 from moe_plan.model.fixed_memory import StageContents
@@ -33,7 +33,7 @@ from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping, hosts_reached
 from moe_plan.model.memory import MemoryPolicy, PositionMemory, _Buffers, fullest, memory
 from moe_plan.orders import in_flight_peaks, pass_order
-from moe_plan.search.request import Fit, MappingChange, changes_that_fit, fits
+from moe_plan.search.request import Fit, PlanRequest, changes_that_fit, fits
 from tests.plan.pipelines import peak_held
 from tests.pool import RankPool
 
@@ -148,7 +148,7 @@ def test_activations_in_flight_equal_those_of_the_pass_order(schedule: str, virt
     result = memory(EVEN, mapping, SEQ, 8)
     plain = _Buffers.of(EVEN, mapping, SEQ, 2, None)
     for rank in range(4):
-        if rank != order.stage_rank()[-1]:
+        if rank != (0 if order.style == "v" else 3):  # the rank of the last stage
             buffers = plain.at(StageContents(0, 24 // 4, int(rank == 0), 0), virtual)
             assert result[rank].activations + result[rank].buffers - buffers == pytest.approx(peak[rank], rel=1e-6)
 
@@ -301,7 +301,7 @@ def test_an_unsplit_schedule_is_proposed_if_a_split_backward_does_not_fit() -> N
     held = {one: fullest(memory(shape, one, SEQ, 256)).total for one in (plain, mapping)}
     assert held[plain] < held[mapping]
     reserve = H100.memory_bytes - held[plain]
-    changes = changes_that_fit(shape, mapping, SEQ, 256, H100, reserve=reserve)
+    changes = changes_that_fit(PlanRequest(shape, cluster_named("h100", 128), SEQ, 256, reserve=reserve), mapping)
     assert ("schedule 1f1b", plain) in {(one.what, one.mapping) for one in changes}
     assert not any(one.what.startswith("vpp") for one in changes), "V schedules have exactly two stages per rank"
 
@@ -348,7 +348,8 @@ def test_missing_bytes_and_the_largest_term_are_reported() -> None:
 
 def test_proposed_changes_modify_one_setting_and_fit() -> None:
     shape, mapping = model_named("llama3-8x70b"), Mapping.parse("tp=8,ep=8", 256, coupled=True, recompute="full")
-    result: tuple[MappingChange, ...] = changes_that_fit(shape, mapping, SEQ, 256, H100)
+    request = PlanRequest(shape, cluster_named("h100", 256), SEQ, 256)
+    result = changes_that_fit(request, mapping)
     assert {change.what for change in result} >= {"sharding fsdp", "pp 2"}
     for change in result:
         assert fits(memory(shape, change.mapping, SEQ, 256), H100) == change.fit
@@ -358,9 +359,7 @@ def test_proposed_changes_modify_one_setting_and_fit() -> None:
         assert sum(before[name] != after[name] for name in before) == 1
     # Eight key heads are not divisible by 16, and a micro-batch of one sequence cannot be smaller.
     assert not [change for change in result if change.what.startswith(("tp", "micro-batch"))]
-    smaller = changes_that_fit(
-        shape, replace(mapping, micro_batch=8, sharding="fsdp", recompute="none"), SEQ, 256, H100
-    )
+    smaller = changes_that_fit(request, replace(mapping, micro_batch=8, sharding="fsdp", recompute="none"))
     assert "recompute full" in {change.what for change in smaller}
 
 
@@ -370,8 +369,9 @@ def test_another_dispatcher_is_proposed_if_it_fits() -> None:
         fullest(memory(shape, replace(mapping, dispatcher=one), SEQ, 64, host=8)).total
         for one in ("all_to_all", "hierarchical")
     )
+    cluster = cluster_named("h100", 64)
     tight = replace(H100, memory_bytes=(least + most) // 2 + (4 << 30))
-    result = changes_that_fit(shape, mapping, SEQ, 64, tight, host=8)
+    result = changes_that_fit(PlanRequest(shape, replace(cluster, accelerator=tight), SEQ, 64), mapping)
     (one,) = [change for change in result if change.what == "dispatcher all_to_all"]
     assert one.fit and one.mapping == replace(mapping, dispatcher="all_to_all")
 

@@ -13,8 +13,8 @@ from moe_plan.model.files import model_named
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import RECOMPUTE, Mapping
 from moe_plan.search.bound import BoundedStepModel, PassBounds
-from moe_plan.search.request import PlanCandidate, PlanRequest
-from moe_plan.search.search import changes, search
+from moe_plan.search.request import PlanCandidate, PlanRequest, changes_that_fit
+from moe_plan.search.search import search
 from moe_plan.search.space import PartialMapping, SearchSpace
 
 SMALL = ModelShape("small", 6, 512, 8, 4, 64, 4096, 8, 2, 1024, dense_layers=1, dense_ffn=2048)
@@ -166,7 +166,7 @@ def test_without_a_fitting_mapping_changes_outside_the_space_are_proposed() -> N
     result = search(plan_request, SearchSpace(recompute=("none",), sharding=("replicate",), micro_batches=(32,)))
     assert not result.best and result.nearest[0].changes
     assert all(change.fit for one in result.nearest for change in one.changes)
-    assert changes(plan_request, result.nearest[0].mapping) == result.nearest[0].changes
+    assert changes_that_fit(plan_request, result.nearest[0].mapping) == result.nearest[0].changes
 
 
 def test_a_batch_that_is_too_small_is_rejected_with_the_smallest_dp() -> None:

@@ -135,11 +135,11 @@ def test_divisors() -> None:
 
 
 def test_two_changes_are_proposed_if_one_is_not_sufficient() -> None:
-    shape, load, h100 = model_named("mixtral-8x22b"), Workload(4096), cluster_named("h100").accelerator
+    shape, load, h100 = model_named("mixtral-8x22b"), Workload(4096), cluster_named("h100", 64)
     mapping = Mapping.parse("ep=8", 64, micro_batch=2, sharding="replicate")
-    result = changes_that_fit(shape, mapping, load, 256, h100, host=8)
+    result = changes_that_fit(PlanRequest(shape, h100, load, 256), mapping)
     assert result
     for change in result:
         assert " and " in change.what and change.fit
-        assert change.fit == fits(memory(shape, change.mapping, load, 256), h100)
+        assert change.fit == fits(memory(shape, change.mapping, load, 256), h100.accelerator)
         assert 8 % change.mapping.parallel.tp == 0

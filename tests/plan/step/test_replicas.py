@@ -23,8 +23,8 @@ from moe_plan.model.load import ExpertLoads, Workload
 from moe_plan.model.mapping import Mapping, PlacedMapping
 from moe_plan.model.memory import PositionMemory
 from moe_plan.search.plan_json import plan_json
-from moe_plan.search.request import PlanRequest
-from moe_plan.search.search import changes, search
+from moe_plan.search.request import PlanRequest, changes_that_fit
+from moe_plan.search.search import search
 from moe_plan.search.space import PartialMapping, SearchSpace
 from moe_plan.step.step import StepModel
 from tests.pool import RankPool
@@ -173,7 +173,7 @@ def test_fewer_replicas_are_proposed_if_memory_is_missing() -> None:
     both = [request.fit(Mapping.parse(f"dp=8{text}", 8, sharding="fsdp")) for text in ("", ",replicas=2")]
     between = (both[0].fullest.total + both[1].fullest.total) // 2
     small = replace(request, reserve=where.accelerator.memory_bytes - between)
-    found = changes(small, Mapping.parse("dp=8,replicas=2", 8, sharding="fsdp"))
+    found = changes_that_fit(small, Mapping.parse("dp=8,replicas=2", 8, sharding="fsdp"))
     assert "replicas 1" in [change.what for change in found] and all(change.fit for change in found)
 
 
