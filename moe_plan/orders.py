@@ -199,7 +199,6 @@ def _dualpipev(pp: int, virtual: int, micro_batches: int) -> _Arrays:
 
 
 def _v_ranks(pp: int, codes: list[list[int]], *, queued: bool = False) -> _Arrays:
-    """Return the passes of all ranks from their codes, see ``_v_rank``."""
     parts = [_v_rank(rank, pp, np.array(code), queued=queued) for rank, code in enumerate(codes)]
     rank_, kind, stage, micro = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return rank_, kind, stage, micro

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.plan_validation import operators
 from benchmarks.plan_validation.published import OperatorCase, Row, StepCase, Table, tables
 from moe_comm.errors import ConfigError
 from moe_plan.machine import fused
@@ -38,7 +39,7 @@ CONSTANTS: dict[str, float] = {
     "h100.efficiency.bf16": H100.efficiency["bf16"],
     "l20.inside.reach": PCIE_4.reach,
     "l20.inside.one_sided": PCIE_4.one_sided,
-    "fused.ADDS.reach": fused.ADDS.reach,
+    "fused.ADDS.reach": operators.ADDS.reach,
     "fused.GROUPED": fused.GROUPED,
     "h100.sustained": H100.sustained,
     "weights.SLOW_RING": SLOW_RING,
@@ -219,7 +220,7 @@ def predict_operator(case: OperatorCase, machine: str) -> float:
         return moved
     if case.transport in ("none", "serial"):
         return alone + moved
-    build = fused.gather_gemm if case.pattern == "gather product" else fused.gemm_scatter
+    build = operators.gather_gemm if case.pattern == "gather product" else operators.gemm_scatter
     return build(cluster, span, product, _transport(case)).seconds
 
 
@@ -240,12 +241,12 @@ def _experts(case: OperatorCase, cluster: Cluster, size: int) -> float:
         transfer_s = collective(num_bytes, span).seconds
         return local * per_expert_s + 2 * gpu.launch_s + gpu.memory_seconds(4 * ordered) + transfer_s
     if is_dispatch:
-        return fused.dispatch_gemm(cluster, span, product, num_bytes, "gather", _transport(case)).seconds
-    return fused.gemm_combine(cluster, span, product, num_bytes, "scatter", _transport(case)).seconds
+        return operators.dispatch_gemm(cluster, span, product, num_bytes, "gather", _transport(case)).seconds
+    return operators.gemm_combine(cluster, span, product, num_bytes, "scatter", _transport(case)).seconds
 
 
 def _transport(case: OperatorCase) -> Transport:
-    return fused.TRANSPORTS[case.transport]
+    return operators.TRANSPORTS[case.transport]
 
 
 def _checked(table: Table, predict_step: PredictStep | None) -> list[CheckedRow]:

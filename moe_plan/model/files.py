@@ -281,7 +281,6 @@ def _dense_layers(read: _Reader, layers: int) -> int:
 
 
 def _shared_ffn(read: _Reader, kind: str, ffn: int, family: FamilyDefaults) -> int:
-    """Return the total width of the shared experts of a layer."""
     if kind == "qwen2_moe":
         return read.count(("shared_expert_intermediate_size",))
     width, number = read.optional(*_SHARED_FFN), read.optional(*_SHARED)

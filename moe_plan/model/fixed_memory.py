@@ -157,7 +157,6 @@ class FixedMemoryModel:
         return shard.fixed(sharding, self.partial and fsdp)
 
     def _is_whole(self, weight: Weight) -> bool:
-        """Return whether FSDP leaves the weight to ZeRO-1."""
         return self.sharding == "fsdp" and self.copies and _is_expert(weight)
 
     def _local(self, weight: Weight) -> tuple[int, ...]:

@@ -195,7 +195,6 @@ def _layout(
 
 
 def _tokens(mapping: Mapping, load: Workload) -> float:
-    """Return the tokens of a micro-batch on one rank."""
     return mapping.micro_batch * load.seq_len / (mapping.parallel.cp * mapping.parallel.tp)
 
 

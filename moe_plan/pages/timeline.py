@@ -186,7 +186,6 @@ def _tail(details: StepDetails) -> list[TimelineSlice]:
 
 
 def _operators(model: StepModel, details: StepDetails) -> dict[tuple[int, int], list[_OperatorSlice]]:
-    """Return the operators of each stage's passes, by kind."""
     seconds_of_pass: dict[tuple[int, int], float] = {}
     order = details.order
     for stage, kind, seconds in zip(order.stage.tolist(), order.kind.tolist(), details.seconds.tolist(), strict=False):

@@ -166,8 +166,6 @@ class _Trades:
 
 
 class _Search:
-    """One run over one space."""
-
     def __init__(
         self, request: PlanRequest, space: SearchSpace, keep: int, deadline: float, rejected: Counter[str]
     ) -> None:
@@ -268,7 +266,6 @@ class _Search:
             self._replay(bounded)
 
     def _replayed(self) -> dict[Key, PlanCandidate]:
-        """Return the replayed mappings in the queue."""
         replayed = [candidate for _, _, candidate in self._queue if isinstance(candidate, PlanCandidate)]
         replayed.sort(key=lambda candidate: -candidate.step.seconds)  # of equal keys, the fastest is assigned last
         return {_key(candidate.mapping): candidate for candidate in replayed}

@@ -252,7 +252,6 @@ class Operators:
         return Gemm(rows, n, k, self.load.dtype, groups)
 
     def _cut_block(self, name: str, block: Block) -> list[BlockOperations]:
-        """Return the operations of a feed-forward block that is sharded by tp."""
         tp, tokens = self._parallel.tp, self.group_tokens
         weights = block.products(name)
         up = next(weight for weight in weights if weight.name == "up")

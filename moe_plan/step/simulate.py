@@ -175,7 +175,6 @@ class _World:
         return result
 
     def spread(self, of_PC: Floats) -> Floats:
-        """Broadcast [positions, cells] to [world]."""
         result: Floats = np.repeat(of_PC.reshape(-1), self.cell)
         return result
 
@@ -193,7 +192,6 @@ class _World:
 
 
 def _after_tail(world: _World, operation: TailOperation, end_W: Floats, slow_W: Floats, links_W: Floats) -> Floats:
-    """Return the end of a tail operation on each rank."""
     if not operation.axis:
         result: Floats = end_W + operation.seconds * slow_W
         return result
@@ -210,7 +208,6 @@ def _exposed_seconds(operation: TailOperation, links: Floats) -> Floats:
 
 
 def _lanes_per_replay(details: StepDetails) -> int:
-    """Return the number of pipelines to replay at once."""
     return max(1, _NUMBERS // len(details.tasks))
 
 

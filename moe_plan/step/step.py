@@ -210,7 +210,6 @@ class StepModel:
 
     @cached_property
     def _hop(self) -> CollectiveCost:
-        """Cost of sending a micro-batch from one stage to the next."""
         if self.placed.mapping.parallel.pp == 1:
             return NO_COST
         rows = self.operators.tokens * self.operators.row_bytes
@@ -420,7 +419,6 @@ def neighbours(stages: StagePlan) -> Floats:
 
 @lru_cache(maxsize=1024)
 def _position_stages(stages: StagePlan) -> tuple[list[int], ...]:
-    """Return the stages of each pipeline position."""
     return tuple(list(stages.stages_of(rank)) for rank in range(stages.pp))
 
 

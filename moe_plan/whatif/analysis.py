@@ -254,8 +254,6 @@ class _Steps:
 
 
 class _Replays:
-    """Replays of one graph with different durations."""
-
     def __init__(self, graph: TraceGraph) -> None:
         self._graph = graph
         self._plan: ReplayPlan = prepare(make_tasks(graph))
@@ -322,6 +320,5 @@ def _least_of_places(places: Mapping[str, Ints], by_place: Mapping[str, tuple[fl
 
 
 def _worst_ranks(ranks: Ints, score_R: Floats) -> list[int]:
-    """Return the ranks with the largest S."""
     count = -(-len(ranks) * int(100 * WORST) // 100)
     return [int(rank) for rank in ranks[np.lexsort((ranks, -score_R))[:count]]]

@@ -170,7 +170,6 @@ class _Builder:
     _streams: int = 0
 
     def add_step(self, step: int, ranks: Sequence[list[SpanSlice]]) -> None:
-        """Add a step, given the slices of each rank."""
         zero = min(slices[0].begin for slices in ranks)
         self._slices, self._first = ranks, []
         for rank, slices in enumerate(ranks):
@@ -219,7 +218,6 @@ class _Builder:
         )
 
     def _add_rank(self, step: int, rank: int, slices: list[SpanSlice], zero: int) -> None:
-        """Add the slices of a rank on a new stream."""
         stage = rank // self.mapping.stage
         occurrences: dict[tuple[object, ...], int] = defaultdict(int)
         for item in slices:

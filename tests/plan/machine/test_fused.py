@@ -7,22 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from benchmarks.plan_validation.operators import ADDS, UNITS, dispatch_gemm, gather_gemm, gemm_combine, gemm_scatter
 from moe_comm.errors import ConfigError
-from moe_plan.machine.fused import (
-    ADDS,
-    COPIES,
-    STORES,
-    SYNC_S,
-    UNITS,
-    Gemm,
-    Transport,
-    dispatch_gemm,
-    fused,
-    gather_gemm,
-    gemm_combine,
-    gemm_scatter,
-    overlapped,
-)
+from moe_plan.machine.fused import COPIES, STORES, SYNC_S, Gemm, Transport, fused, overlapped
 from moe_plan.machine.hardware_table import cluster_named
 
 H100 = cluster_named("h100")
