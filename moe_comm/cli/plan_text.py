@@ -11,7 +11,7 @@ from rich.table import Table
 from moe_comm.runtime.printing import make_console
 from moe_plan.machine.hardware import Cluster
 from moe_plan.model.mapping import Mapping
-from moe_plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, place, runners_up
+from moe_plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, place_among, runners_up
 from moe_plan.search.preference import CLOSE, STEP_ERROR, is_equal, why_slower
 from moe_plan.search.request import PlanCandidate, PlanRequest, changes_that_fit
 from moe_plan.search.search import SearchResult
@@ -51,13 +51,13 @@ def heading(request: PlanRequest) -> str:
     )
 
 
-def mapping_parts(request: PlanRequest, one: PlanCandidate, headed: bool = True) -> Iterator[RenderableType]:
+def mapping_parts(request: PlanRequest, candidate: PlanCandidate, headed: bool = True) -> Iterator[RenderableType]:
     """Yield the report of one mapping. ``headed``: include the request."""
     yield heading(request) if headed else ""
-    yield from _lines(request, one)
-    yield _breakdown(one)
-    if one.step.sent:
-        yield _bytes(one)
+    yield from _lines(request, candidate)
+    yield _breakdown(candidate)
+    if candidate.step.sent:
+        yield _bytes(candidate)
 
 
 def search_parts(request: PlanRequest, result: SearchResult, width: int = WIDTH) -> Iterator[RenderableType]:
@@ -73,7 +73,7 @@ def search_parts(request: PlanRequest, result: SearchResult, width: int = WIDTH)
         table.add_column("why it is slower")
     rows = [(str(rank), *row) for rank, row in enumerate(runners_up(result.best), 1)]
     for one in result.common:
-        if place(one, result.best) is None:
+        if place_among(one, result.best) is None:
             rows.append((f">{len(result.best)}", one, f"common: {why_slower(result.best[0], one)}"))
     for rank, candidate, why in rows:
         step, total = candidate.step, candidate.fit.fullest.total

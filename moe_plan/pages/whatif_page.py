@@ -95,7 +95,7 @@ def _summary(analysis: WhatIf) -> list[dict[str, Any]]:
 def _places(analysis: WhatIf) -> list[dict[str, Any]]:
     places = [
         {"name": name, "labels": [f"{name} {index}" for index in range(len(values))], "values": list(values)}
-        for name, values in analysis.by_place.items()
+        for name, values in analysis.by_coordinate.items()
         if len(values) > 1
     ]
     places += [

@@ -69,7 +69,7 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
             {
                 **_candidate(request, one),
                 "equal": is_equal(one, search.best),
-                "place": place(one, search.best),
+                "place": place_among(one, search.best),
                 "why_slower": why_slower(search.best[0], one),
             }
             for one in search.common
@@ -85,9 +85,9 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
     return result
 
 
-def place(one: PlanCandidate, best: Sequence[PlanCandidate]) -> int | None:
+def place_among(candidate: PlanCandidate, best: Sequence[PlanCandidate]) -> int | None:
     """Return the place of a mapping among the best of a search, from 1. None: after them."""
-    return next((at for at, other in enumerate(best, 1) if other.mapping == one.mapping), None)
+    return next((at for at, other in enumerate(best, 1) if other.mapping == candidate.mapping), None)
 
 
 def runners_up(best: Sequence[PlanCandidate]) -> Iterator[tuple[PlanCandidate, str | None]]:

@@ -47,7 +47,7 @@ class Worker:
     """
 
     rank: int
-    places: Mapping[str, int]
+    coordinates: Mapping[str, int]
     slowdown: float
 
 
@@ -57,13 +57,12 @@ class WhatIf:
 
     measured_S, replayed_S, ideal_S: seconds of each step: measured, T and T_ideal. with_gaps_S: replay with gaps, which
         equals the measurement if the graph is correct.
-    by_operation: S_x by kind of operation, the largest first. by_place: S_x of each coordinate, by dimension. by_group:
-        S_x of each group of ranks along a dimension ("tp", "cp", "ep", "etp"). ranks: the workers.
-    worker_DP: [DP, PP], the smaller S of the two coordinates. worst_ranks: the ranks that M_W fixes.
-    slowest_ranks_share, last_stage_share: M_W and M_S; NaN if T equals T_ideal.
-    even_S: T with balanced routing, NaN if unknown.
+    by_operation: S_x by kind of operation, the largest first. by_coordinate: S_x of each coordinate, by dimension.
+    by_group: S_x of each group of ranks along a dimension ("tp", "cp", "ep", "etp"). ranks: the workers. worker_DP:
+    [DP, PP], the smaller S of the two coordinates. worst_ranks: the ranks that M_W fixes. slowest_ranks_share,
+    last_stage_share: M_W and M_S; NaN if T equals T_ideal. even_S: T with balanced routing, NaN if unknown.
     correlation: Pearson's, between forward and backward passes of the same micro-batch. Near 1 if their durations
-        depend on their work; NaN if unknown.
+    depend on their work; NaN if unknown.
     """
 
     steps: tuple[int, ...]
@@ -72,7 +71,7 @@ class WhatIf:
     replayed_S: Floats
     ideal_S: Floats
     by_operation: Mapping[str, float]
-    by_place: Mapping[str, tuple[float, ...]]
+    by_coordinate: Mapping[str, tuple[float, ...]]
     by_group: Mapping[str, Mapping[tuple[int, ...], float]]
     ranks: tuple[Worker, ...]
     worker_DP: Floats
@@ -158,32 +157,36 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     kinds = np.array([operation_of(name) for name in table.names])[table.name_N]
     ranks, first, of_rank_N = np.unique(table.rank_N, return_index=True, return_inverse=True)
     of_rank_N = of_rank_N.reshape(-1)
-    places = {dimension: place_N[first] for dimension, place_N in table.places.items()}
+    coordinates = {dimension: coordinate_N[first] for dimension, coordinate_N in table.coordinates.items()}
     lanes: dict[tuple[str, object], Bools] = {("operation", str(kind)): kinds == kind for kind in np.unique(kinds)}
-    for dimension, place_N in table.places.items():
-        lanes |= {(dimension, place): place_N == place for place in range(int(place_N.max()) + 1)}
+    for dimension, coordinate_N in table.coordinates.items():
+        lanes |= {
+            (dimension, coordinate): coordinate_N == coordinate for coordinate in range(int(coordinate_N.max()) + 1)
+        }
     if len(ranks) <= MOST_RANKS:
         lanes |= {("rank", int(rank)): table.rank_N == rank for rank in ranks}
-    groups = {dimension: _groups(ranks, places, dimension) for dimension in _SIDES if dimension in places}
+    groups = {dimension: _groups(ranks, coordinates, dimension) for dimension in _SIDES if dimension in coordinates}
     for dimension, members in groups.items():
         lanes |= {(f"{dimension} group", group): np.isin(table.rank_N, group) for group in members}
     slowdown_of = replays.slowdowns(lanes)
-    by_place = {
-        dimension: tuple(slowdown_of[dimension, place] for place in range(int(place_N.max()) + 1))
-        for dimension, place_N in table.places.items()
+    by_coordinate = {
+        dimension: tuple(slowdown_of[dimension, coordinate] for coordinate in range(int(coordinate_N.max()) + 1))
+        for dimension, coordinate_N in table.coordinates.items()
     }
     score_R = np.array([slowdown_of.get(("rank", int(rank)), np.inf) for rank in ranks])
     if not np.isfinite(score_R).all():
-        score_R = _least_of_places(places, by_place)
-    worker_DP = np.minimum.outer(np.array(by_place.get("dp", (np.inf,))), np.array(by_place.get("pp", (np.inf,))))
+        score_R = _least_of_coordinates(coordinates, by_coordinate)
+    worker_DP = np.minimum.outer(
+        np.array(by_coordinate.get("dp", (np.inf,))), np.array(by_coordinate.get("pp", (np.inf,)))
+    )
     worst = _worst_ranks(ranks, score_R)
     shares = replays.recovered_shares(
         [np.isin(table.rank_N, worst)]
-        + ([table.places["pp"] == table.places["pp"].max()] if "pp" in table.places else [])
+        + ([table.coordinates["pp"] == table.coordinates["pp"].max()] if "pp" in table.coordinates else [])
     )
     by_operation = {str(kind): value for (what, kind), value in slowdown_of.items() if what == "operation"}
     workers = (
-        Worker(int(rank), {dimension: int(at[index]) for dimension, at in places.items()}, float(score_R[index]))
+        Worker(int(rank), {dimension: int(at[index]) for dimension, at in coordinates.items()}, float(score_R[index]))
         for index, rank in enumerate(ranks)
     )
     steps = tuple(int(step) for step in table.steps)
@@ -194,7 +197,7 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
         replays.replayed_S,
         replays.ideal_S,
         dict(sorted(by_operation.items(), key=lambda item: -item[1])),
-        by_place,
+        by_coordinate,
         {
             key: {group: slowdown_of[f"{key} group", group] for group in members}
             for key, members in groups.items()
@@ -297,9 +300,9 @@ class _Replays:
         return np.concatenate(parts)
 
 
-def _groups(ranks: Ints, places: Mapping[str, Ints], dimension: str) -> list[tuple[int, ...]]:
+def _groups(ranks: Ints, coordinates: Mapping[str, Ints], dimension: str) -> list[tuple[int, ...]]:
     """Return the groups of ranks along ``dimension``; none if there is one group or too many."""
-    others = [places[other] for other in _SIDES[dimension] if other in places and other != dimension]
+    others = [coordinates[other] for other in _SIDES[dimension] if other in coordinates and other != dimension]
     if not others:
         return []
     _, group_R = np.unique(np.stack(others, axis=1), axis=0, return_inverse=True)
@@ -310,12 +313,12 @@ def _groups(ranks: Ints, places: Mapping[str, Ints], dimension: str) -> list[tup
     return [tuple(ranks[group_R == group].tolist()) for group in range(count)]
 
 
-def _least_of_places(places: Mapping[str, Ints], by_place: Mapping[str, tuple[float, ...]]) -> Floats:
+def _least_of_coordinates(coordinates: Mapping[str, Ints], by_coordinate: Mapping[str, tuple[float, ...]]) -> Floats:
     """Return the smallest S of each rank's coordinates, in dimensions with several of them, [R]."""
-    score_R = np.full(len(next(iter(places.values()))), np.inf)
-    for dimension, place_R in places.items():
-        if len(by_place[dimension]) > 1:
-            score_R = np.minimum(score_R, np.array(by_place[dimension])[place_R])
+    score_R = np.full(len(next(iter(coordinates.values()))), np.inf)
+    for dimension, coordinate_R in coordinates.items():
+        if len(by_coordinate[dimension]) > 1:
+            score_R = np.minimum(score_R, np.array(by_coordinate[dimension])[coordinate_R])
     return score_R
 
 

@@ -36,7 +36,7 @@ def even_seconds(graph: TraceGraph, rows_N: Ints, moving: Sequence[str]) -> Floa
     table = graph.table
     even_N = graph.value_N.copy()
     names = np.array(table.names)[table.name_N]
-    group_N = table.places["pp"] * (int(table.rank_N.max()) + 1) + table.places.get("edp", 0)
+    group_N = table.coordinates["pp"] * (int(table.rank_N.max()) + 1) + table.coordinates.get("edp", 0)
     experts = np.isin(names, EXPERTS)
     if experts.any():
         keys = np.stack([graph.class_N, table.step_N, table.micro_N, group_N], axis=1)[experts]

@@ -149,8 +149,9 @@ def _mapping(world: int, mapping: dict[str, int]) -> ParallelConfig:
 class _Builder:
     """Collects the operations of successive steps, and their dependencies.
 
-    rows: the columns of ``TraceTable`` except places, with times in seconds after the step began. The following lists
-    have one entry per row, as in ``TraceGraph``. phase: of ``SpanSlice``. routed: rows of experts, or ``UNKNOWN``.
+    rows: the columns of ``TraceTable`` except coordinates, with times in seconds after the step began. The following
+    lists have one entry per row, as in ``TraceGraph``. phase: of ``SpanSlice``. routed: rows of experts, or
+    ``UNKNOWN``.
     """
 
     mapping: ParallelConfig
@@ -199,12 +200,12 @@ class _Builder:
         )
         edges = np.array(self.edges, dtype=np.int64).reshape(-1, 2)
         of_rank = [self.mapping.place(one) for one in range(self.mapping.world)]
-        places = {
+        coordinates = {
             dimension: np.array([index[dimension] for index in of_rank])[rank]
             for dimension in ("pp", "dp", "tp", "cp", "ep", "etp", "edp")
             if dimension in ("pp", "dp") or self.mapping.sizes[dimension] > 1
         }
-        table = TraceTable(tuple(self.names), name, step, micro, chunk, rank, begin, end, moves, nbytes, places)
+        table = TraceTable(tuple(self.names), name, step, micro, chunk, rank, begin, end, moves, nbytes, coordinates)
         balanced = self.mapping.pp > 1
         return TraceGraph.make(
             table,

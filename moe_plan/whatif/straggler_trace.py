@@ -60,7 +60,7 @@ MOST_ROW_BYTES = 1 << 10
 
 @dataclass(frozen=True)
 class StragglerTrace:
-    """A trace as read. table: has places "dp" and "pp". sequence_N, model_chunk_N: ``seq_id`` and ``gmc``."""
+    """A trace as read. table: has coordinates "dp" and "pp". sequence_N, model_chunk_N: ``seq_id`` and ``gmc``."""
 
     table: TraceTable
     sequence_N: Ints
@@ -177,7 +177,7 @@ def _check_sizes(path: Path, file: Any, size: int) -> None:
 
 
 def _check_workers(table: TraceTable, path: Path) -> None:
-    dp_N, pp_N = table.places["dp"], table.places["pp"]
+    dp_N, pp_N = table.coordinates["dp"], table.coordinates["pp"]
     workers = (int(dp_N.max()) + 1) * (int(pp_N.max()) + 1)
     _, step_N = np.unique(table.step_N, return_inverse=True)
     count = len(np.unique((step_N * (dp_N.max() + 1) + dp_N) * (pp_N.max() + 1) + pp_N))
@@ -215,9 +215,9 @@ def straggler_graph(trace: StragglerTrace) -> TraceGraph:
 
 def _workers(table: TraceTable) -> Ints:
     """Return the number of each operation's step and worker, [N]."""
-    dp, pp = (int(table.places[name].max()) + 1 for name in ("dp", "pp"))
+    dp, pp = (int(table.coordinates[name].max()) + 1 for name in ("dp", "pp"))
     _, step_N = np.unique(table.step_N, return_inverse=True)
-    return np.asarray((step_N * dp + table.places["dp"]) * pp + table.places["pp"], dtype=np.int64)
+    return np.asarray((step_N * dp + table.coordinates["dp"]) * pp + table.coordinates["pp"], dtype=np.int64)
 
 
 def _streams(table: TraceTable) -> Ints:
@@ -242,8 +242,8 @@ class _Builder:
         self.after: list[int] = []
         self._table = table
         self._sequence_N, self._model_chunk_N = sequence_N, model_chunk_N
-        self._pp = int(table.places["pp"].max()) + 1
-        self._dp = int(table.places["dp"].max()) + 1
+        self._pp = int(table.coordinates["pp"].max()) + 1
+        self._dp = int(table.coordinates["dp"].max()) + 1
         chunks = int(table.chunk_N.max()) + 1
         self._last_chunk = max(self._pp * chunks - 1, 0)
         self._overlapped = SEPARATE in table.names
@@ -254,10 +254,10 @@ class _Builder:
         table = self._table
         names = [table.names[at] for at in table.name_N[begin:end]]
         by_name: dict[str, list[int]] = defaultdict(list)
-        for place, name in enumerate(names, begin):
-            by_name[name].append(place)
+        for operation, name in enumerate(names, begin):
+            by_name[name].append(operation)
         compute = sorted(by_name[FORWARD] + by_name[BACKWARD])
-        step, dp, pp = (int(of[begin]) for of in (table.step_N, table.places["dp"], table.places["pp"]))
+        step, dp, pp = (int(of[begin]) for of in (table.step_N, table.coordinates["dp"], table.coordinates["pp"]))
         for direction, passes in (("forward", by_name[FORWARD]), ("backward", by_name[BACKWARD])):
             for verb in ("send", "recv"):
                 self._transfers(direction, verb, by_name[f"{direction}-{verb}"], passes, (step, dp, pp))
@@ -265,12 +265,12 @@ class _Builder:
         self._gathers(by_name)
         self._tail(by_name, compute)
         for name in (GATHER, SCATTER, SEPARATE):
-            for number, place in enumerate(by_name[name]):
-                self._collectives[step, name, pp, number].append(place)
-        for place in by_name[EMBEDDING]:
-            self._collectives[step, EMBEDDING, dp].append(place)
-        for place in by_name[CLIP]:
-            self._collectives[step, CLIP].append(place)
+            for number, operation in enumerate(by_name[name]):
+                self._collectives[step, name, pp, number].append(operation)
+        for operation in by_name[EMBEDDING]:
+            self._collectives[step, EMBEDDING, dp].append(operation)
+        for operation in by_name[CLIP]:
+            self._collectives[step, CLIP].append(operation)
 
     def collectives(self) -> Ints:
         """Return the collective of each operation, [N], -1 for none.
@@ -281,14 +281,14 @@ class _Builder:
         collective_N = np.full(len(self._table), -1)
         expected = {GATHER: self._dp, SCATTER: self._dp, SEPARATE: self._dp, CLIP: self._dp * self._pp, EMBEDDING: 2}
         expected[EMBEDDING] = min(self._pp, 2)
-        for number, (key, places) in enumerate(self._collectives.items()):
+        for number, (key, operations) in enumerate(self._collectives.items()):
             count = expected.get(str(key[1]), 2)
-            if len(places) != count:
+            if len(operations) != count:
                 raise CorruptFile(
                     f"step {key[0]}: expected {count} operations in the collective {key[1]}, {key[2:]}; the trace has "
-                    f"{len(places)}"
+                    f"{len(operations)}"
                 )
-            collective_N[places] = number
+            collective_N[operations] = number
         return collective_N
 
     def _edge(self, before: int, after: int) -> None:
@@ -296,7 +296,7 @@ class _Builder:
         self.after.append(after)
 
     def _transfers(
-        self, direction: str, verb: str, places: list[int], passes: list[int], worker: tuple[int, int, int]
+        self, direction: str, verb: str, operations: list[int], passes: list[int], worker: tuple[int, int, int]
     ) -> None:
         """Connect receives with following passes, and sends with preceding ones. Both ends form a collective.
 
@@ -306,10 +306,10 @@ class _Builder:
         # The profiler also records transfers that were not executed: late receives and early sends.
         if passes and verb == "recv":
             latest = table.begin_N[passes].max() + _SAME_S
-            executed = [place for place in places if table.begin_N[place] <= latest]
+            executed = [operation for operation in operations if table.begin_N[operation] <= latest]
         else:
             earliest = table.end_N[passes].min() - _SAME_S if passes else 0.0
-            executed = [place for place in places if passes and table.end_N[place] >= earliest]
+            executed = [operation for operation in operations if passes and table.end_N[operation] >= earliest]
         skipped = len(passes) - len(executed)
         if executed and skipped not in (0, 1):
             raise CorruptFile(
@@ -319,31 +319,31 @@ class _Builder:
         first = skipped if verb == "recv" else 0
         stage_step = 1 if (direction == "forward") == (verb == "send") else -1
         number = 0
-        for place, pass_index in zip(executed, range(first, len(passes)), strict=False):
+        for operation, pass_index in zip(executed, range(first, len(passes)), strict=False):
             if verb == "send":
-                self._edge(passes[pass_index], place)
+                self._edge(passes[pass_index], operation)
             else:
-                self._edge(place, passes[pass_index])
+                self._edge(operation, passes[pass_index])
                 if pass_index:
-                    self._edge(passes[pass_index - 1], place)
+                    self._edge(passes[pass_index - 1], operation)
             other = int(self._model_chunk_N[passes[pass_index]]) + stage_step
             if 0 <= other <= self._last_chunk:  # otherwise the transfer has no peer and was not executed
                 sender = pp if verb == "send" else (pp + stage_step) % self._pp
-                self._collectives[step, direction, dp, sender, number].append(place)
+                self._collectives[step, direction, dp, sender, number].append(operation)
                 number += 1
 
     def _prefetch(self, by_name: dict[str, list[int]], compute: list[int]) -> None:
         """Let the first receive of gradients depend on the pass before the forward pass that it overlaps with."""
         if by_name[BACKWARD] and by_name["backward-recv"]:
-            place = compute.index(by_name[BACKWARD][0])
-            if place >= 2:
-                self._edge(compute[place - 2], by_name["backward-recv"][0])
+            at = compute.index(by_name[BACKWARD][0])
+            if at >= 2:
+                self._edge(compute[at - 2], by_name["backward-recv"][0])
 
     def _gathers(self, by_name: dict[str, list[int]]) -> None:
         """Let the first forward pass of each model chunk depend on the gather of its parameters."""
         chunk_N = self._table.chunk_N
-        for chunk, gather in {int(chunk_N[place]): place for place in by_name[GATHER]}.items():
-            use = next((place for place in by_name[FORWARD] if chunk in (int(chunk_N[place]), -1)), None)
+        for chunk, gather in {int(chunk_N[operation]): operation for operation in by_name[GATHER]}.items():
+            use = next((operation for operation in by_name[FORWARD] if chunk in (int(chunk_N[operation]), -1)), None)
             if use is not None:
                 self._edge(gather, use)
 
@@ -357,10 +357,10 @@ class _Builder:
             return
         if self._overlapped:
             chunk_N = self._table.chunk_N
-            for chunk, place in {int(chunk_N[at]): at for at in reversed(scatters)}.items():
+            for chunk, operation in {int(chunk_N[scatter]): scatter for scatter in reversed(scatters)}.items():
                 passes = [at for at in by_name[BACKWARD] if chunk in (int(chunk_N[at]), -1)]
                 if passes:
-                    self._edge(passes[-1], place)
+                    self._edge(passes[-1], operation)
             if by_name[NORMS]:
                 self._edge(scatters[-1], by_name[NORMS][0])
             return

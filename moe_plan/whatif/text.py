@@ -14,7 +14,7 @@ from moe_plan.whatif.analysis import WhatIf
 
 TRUSTED = 0.05
 """Replays with a larger error are not reliable (arXiv 2505.05713, section 3)."""
-OPERATIONS, PLACES = 8, 4
+OPERATIONS, COORDINATES = 8, 4
 """Number of lines of each kind; the JSON has all."""
 ROWS, COLUMNS = 16, 16
 """Size of a heat map in text; the page shows all."""
@@ -46,21 +46,23 @@ def stage_heat(analysis: WhatIf) -> HeatMap:
     slowdown = analysis.worker_DP.T.copy()
     if len(analysis.ranks) == dp * pp:
         for worker in analysis.ranks:
-            slowdown[worker.places.get("pp", 0), worker.places.get("dp", 0)] = worker.slowdown
+            slowdown[worker.coordinates.get("pp", 0), worker.coordinates.get("dp", 0)] = worker.slowdown
     return HeatMap(tuple(f"pp {at}" for at in range(pp)), tuple(f"dp {at}" for at in range(dp)), slowdown)
 
 
 def rank_heat(analysis: WhatIf) -> HeatMap | None:
     """Return data-parallel ranks by other coordinates (tp, cp, pp); None if stages and dp identify ranks."""
-    rest = [name for name in ("pp", "cp", "tp") if any(worker.places.get(name, 0) for worker in analysis.ranks)]
+    rest = [name for name in ("pp", "cp", "tp") if any(worker.coordinates.get(name, 0) for worker in analysis.ranks)]
     if not set(rest) - {"pp"}:
         return None
-    named = {worker.rank: tuple(worker.places[name] for name in rest) for worker in analysis.ranks}
-    rows = {places: row for row, places in enumerate(sorted(set(named.values())))}
+    named = {worker.rank: tuple(worker.coordinates[name] for name in rest) for worker in analysis.ranks}
+    rows = {coordinates: row for row, coordinates in enumerate(sorted(set(named.values())))}
     slowdown = np.full((len(rows), analysis.worker_DP.shape[0]), np.nan)
     for worker in analysis.ranks:
-        slowdown[rows[named[worker.rank]], worker.places.get("dp", 0)] = worker.slowdown
-    labels = tuple(", ".join(f"{name} {at}" for name, at in zip(rest, places, strict=True)) for places in rows)
+        slowdown[rows[named[worker.rank]], worker.coordinates.get("dp", 0)] = worker.slowdown
+    labels = tuple(
+        ", ".join(f"{name} {at}" for name, at in zip(rest, coordinates, strict=True)) for coordinates in rows
+    )
     return HeatMap(labels, tuple(f"dp {at}" for at in range(slowdown.shape[1])), slowdown)
 
 
@@ -79,13 +81,13 @@ def summary(analysis: WhatIf) -> dict[str, Any]:
         "replay_error": analysis.replay_error,
         "graph_error": analysis.graph_error,
         "by_operation": dict(analysis.by_operation),
-        "by_place": {name: list(values) for name, values in analysis.by_place.items()},
+        "by_place": {name: list(values) for name, values in analysis.by_coordinate.items()},
         "by_group": {
             name: [{"ranks": list(ranks), "slowdown": value} for ranks, value in groups.items()]
             for name, groups in analysis.by_group.items()
         },
         "by_rank": [
-            {"rank": worker.rank, **worker.places, "slowdown": worker.slowdown}
+            {"rank": worker.rank, **worker.coordinates, "slowdown": worker.slowdown}
             for worker in sorted(analysis.ranks, key=lambda worker: worker.rank)
         ],
         "worker": analysis.worker_DP.tolist(),
@@ -121,7 +123,9 @@ def text(analysis: WhatIf) -> str:
     if len(analysis.steps) > 1 and slow.max() >= SLOW:
         lines.append(
             f"slowdown by step: {slow.min():.3f} to {slow.max():.3f}, median {np.median(slow):.3f}; slowest: "
-            + "  ".join(f"{analysis.steps[at]}: {slow[at]:.3f}" for at in np.argsort(-slow, kind="stable")[:PLACES])
+            + "  ".join(
+                f"{analysis.steps[at]}: {slow[at]:.3f}" for at in np.argsort(-slow, kind="stable")[:COORDINATES]
+            )
         )
     # Names come from files and must not contain terminal control characters.
     names = {"".join(one if one.isprintable() else "?" for one in name): name for name in analysis.by_operation}
@@ -129,10 +133,10 @@ def text(analysis: WhatIf) -> str:
     shown = [(name[:80], value) for name, value in slowest if value >= SLOW][:OPERATIONS]
     lines.append("slowdown by kind of operation, with only the measured durations of that kind (1.000: no cost)")
     lines += [f"  {value:6.3f}  {name}" for name, value in shown] or ["  no kind of operation alone costs 1%"]
-    if places := _places(analysis):
+    if coordinate_lines := _slowest_coordinates(analysis):
         lines.append("slowdown by coordinate, with only the measured durations of its ranks (largest first)")
-        lines += places
-    stages = len(analysis.by_place.get("pp", ()))
+        lines += coordinate_lines
+    stages = len(analysis.by_coordinate.get("pp", ()))
     for share, subject in (
         (analysis.slowest_ranks_share, f"fixing the slowest ranks ({', '.join(map(str, analysis.worst_ranks[:8]))})"),
         (analysis.last_stage_share if stages > 1 else math.nan, "fixing the last pipeline stage"),
@@ -144,12 +148,12 @@ def text(analysis: WhatIf) -> str:
     return "\n".join(lines)
 
 
-def _places(analysis: WhatIf) -> list[str]:
+def _slowest_coordinates(analysis: WhatIf) -> list[str]:
     """Return the slowest coordinates of each dimension, and slow ranks and groups."""
     reported: set[tuple[float, ...]] = set()
     lines = []
     named: list[tuple[str, Sequence[tuple[object, float]]]] = [
-        (f"by {name}", tuple(enumerate(values))) for name, values in analysis.by_place.items()
+        (f"by {name}", tuple(enumerate(values))) for name, values in analysis.by_coordinate.items()
     ]
     named += [
         (f"by {name} group", tuple((f"({', '.join(map(str, ranks[:8]))})", one) for ranks, one in groups.items()))
@@ -157,8 +161,8 @@ def _places(analysis: WhatIf) -> list[str]:
     ]
     named.append(("by rank", tuple((worker.rank, worker.slowdown) for worker in analysis.ranks)))
     for name, values in named:
-        slowest = sorted(values, key=lambda one: -one[1])[:PLACES]
-        parts = [f"{place}: {value:.3f}" for place, value in slowest if value >= SLOW]
+        slowest = sorted(values, key=lambda one: -one[1])[:COORDINATES]
+        parts = [f"{coordinate}: {value:.3f}" for coordinate, value in slowest if value >= SLOW]
         key = tuple(value for _, value in values)
         if parts and len(values) > 1 and key not in reported:  # skip the same ranks under another name
             lines.append(f"  {name}  {'  '.join(parts)}")

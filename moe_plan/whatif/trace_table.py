@@ -25,7 +25,7 @@ class TraceTable:
     names: kinds of operations. name_N: index in ``names``. micro_N: micro-batch or -1. chunk_N: model chunk (virtual
     stage) of the rank or -1. rank_N: the worker. begin_N, end_N: seconds on one clock; each step may have its own zero.
     moves_N: whether the operation transfers data between ranks. nbytes_N: bytes sent to other ranks, 0 if unknown.
-    places: [N] coordinates of the rank by dimension ("pp", "dp", "tp", "ep", ...).
+    coordinates: [N] coordinates of the rank by dimension ("pp", "dp", "tp", "ep", ...).
     """
 
     names: tuple[str, ...]
@@ -38,7 +38,7 @@ class TraceTable:
     end_N: Floats
     moves_N: Bools
     nbytes_N: Ints
-    places: Mapping[str, Ints]
+    coordinates: Mapping[str, Ints]
 
     def __len__(self) -> int:
         return len(self.name_N)
@@ -54,14 +54,18 @@ class TraceTable:
 
     def take(self, chosen: Ints) -> TraceTable:
         """Return the operations with these indices, in this order."""
-        columns = [column.name for column in fields(self) if column.name not in ("names", "places")]
+        columns = [column.name for column in fields(self) if column.name not in ("names", "coordinates")]
         arrays = {name: getattr(self, name)[chosen] for name in columns}
-        return TraceTable(self.names, places={key: place_N[chosen] for key, place_N in self.places.items()}, **arrays)
+        return TraceTable(
+            self.names,
+            coordinates={key: coordinate_N[chosen] for key, coordinate_N in self.coordinates.items()},
+            **arrays,
+        )
 
     def measured_S(self) -> Floats:
         """Return the seconds of each step, from the first begin to the last end on any rank."""
-        _, place_N = np.unique(self.step_N, return_inverse=True)
-        return _extreme(np.maximum, self.end_N, place_N, -np.inf) - _extreme(np.minimum, self.begin_N, place_N, np.inf)
+        _, group_N = np.unique(self.step_N, return_inverse=True)
+        return _extreme(np.maximum, self.end_N, group_N, -np.inf) - _extreme(np.minimum, self.begin_N, group_N, np.inf)
 
 
 @dataclass(frozen=True)
@@ -140,13 +144,13 @@ def ideal_seconds(graph: TraceGraph) -> Floats:
     kinds = graph.balance_N
     if (kinds < 0).all():
         return ideal_N
-    stages = int(table.places["pp"].max()) + 1
+    stages = int(table.coordinates["pp"].max()) + 1
     for kind in np.unique(kinds[kinds >= 0]):
         of_kind = kinds == kind
-        work_P = np.bincount(table.places["pp"][of_kind], ideal_N[of_kind], stages)
+        work_P = np.bincount(table.coordinates["pp"][of_kind], ideal_N[of_kind], stages)
         with np.errstate(divide="ignore"):
             factor_P = np.where(work_P > 0, work_P.mean() / work_P, 1.0)
-        ideal_N[of_kind] *= factor_P[table.places["pp"][of_kind]]
+        ideal_N[of_kind] *= factor_P[table.coordinates["pp"][of_kind]]
     return ideal_N
 
 
@@ -158,8 +162,8 @@ def _medians(value_N: Floats, class_N: Ints, count_L: Ints) -> Floats:
 
 
 def _gaps(table: TraceTable, stream_N: Ints, before_D: Ints, after_D: Ints) -> Floats:
-    _, place_N = np.unique(table.step_N, return_inverse=True)
-    ready_N = _extreme(np.minimum, table.begin_N, place_N, np.inf)[place_N]
+    _, group_N = np.unique(table.step_N, return_inverse=True)
+    ready_N = _extreme(np.minimum, table.begin_N, group_N, np.inf)[group_N]
     order = np.argsort(stream_N, kind="stable")
     same = stream_N[order][1:] == stream_N[order][:-1]
     later, earlier = order[1:][same], order[:-1][same]
@@ -168,7 +172,7 @@ def _gaps(table: TraceTable, stream_N: Ints, before_D: Ints, after_D: Ints) -> F
     return np.maximum(table.begin_N - ready_N, 0.0)
 
 
-def _extreme(extremum: np.ufunc, value_N: Floats, place_N: Ints, start: float, count: int | None = None) -> Floats:
-    result = np.full(int(place_N.max()) + 1 if count is None else count, start)
-    extremum.at(result, place_N, value_N)
+def _extreme(extremum: np.ufunc, value_N: Floats, group_N: Ints, start: float, count: int | None = None) -> Floats:
+    result = np.full(int(group_N.max()) + 1 if count is None else count, start)
+    extremum.at(result, group_N, value_N)
     return result

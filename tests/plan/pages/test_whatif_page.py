@@ -58,7 +58,8 @@ def test_a_large_heat_map_is_truncated_in_text(result: WhatIf) -> None:
     at = lines.index("slowdown by worker")
     assert len(lines) == at + 6 and lines[at + 5].startswith("pp 1, tp 1") and "▓" in lines[at + 5]
     many = tuple(
-        replace(result.ranks[0], rank=rank, places={"pp": 0, "dp": rank // 20, "tp": rank % 20}) for rank in range(400)
+        replace(result.ranks[0], rank=rank, coordinates={"pp": 0, "dp": rank // 20, "tp": rank % 20})
+        for rank in range(400)
     )
     wide = replace(result, ranks=many, worker_DP=np.ones((20, 1)))
     lines = text(wide).splitlines()

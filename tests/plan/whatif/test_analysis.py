@@ -53,7 +53,7 @@ def test_the_ideal_step_has_mean_compute_and_median_transfer_times() -> None:
     assert result.ideal_S == pytest.approx([2.25, 2.25])  # forwards of 1.5, sums of 0.5, 0.5, 1 and 1
     assert result.slowdown == pytest.approx(5.5 / 4.5)
     assert result.by_operation == pytest.approx({"forward-compute": (3.75 + 1.75) / 4.5, "sum": (2 + 2.5) / 4.5})
-    assert result.by_place["dp"] == pytest.approx((4.75 / 4.5, (3.75 + 2.5) / 4.5))
+    assert result.by_coordinate["dp"] == pytest.approx((4.75 / 4.5, (3.75 + 2.5) / 4.5))
     assert result.worst_ranks == (1,)
     assert result.slowest_ranks_share == pytest.approx((5.5 - (2.25 + 2.5)) / (5.5 - 4.5))
 
@@ -67,7 +67,7 @@ def test_without_slow_ranks_no_time_is_wasted() -> None:
 def test_results_do_not_depend_on_the_number_of_variants_per_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = what_if(graph(ROWS))
     monkeypatch.setattr(whatif, "_CELLS", 1)
-    assert what_if(graph(ROWS)).by_place == at_once.by_place
+    assert what_if(graph(ROWS)).by_coordinate == at_once.by_coordinate
 
 
 def test_a_collective_that_ends_before_another_rank_enters_takes_no_time() -> None:
@@ -79,7 +79,7 @@ def test_a_collective_that_ends_before_another_rank_enters_takes_no_time() -> No
 def test_balancing_work_between_stages_keeps_its_sum() -> None:
     trace_table = table([(0, 0, 0, rank, 0.0, end) for rank, end in ((0, 2.0), (1, 4.0), (2, 9.0))])
     trace_table = TraceTable(
-        **{**vars(trace_table), "places": {"dp": trace_table.rank_N * 0, "pp": trace_table.rank_N}}
+        **{**vars(trace_table), "coordinates": {"dp": trace_table.rank_N * 0, "pp": trace_table.rank_N}}
     )
     none = np.zeros(0, dtype=np.int64)
     separate = np.arange(3)

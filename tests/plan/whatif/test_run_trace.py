@@ -116,7 +116,7 @@ def test_the_slowdown_is_relative_to_balanced_expert_times() -> None:
     assert answer.by_operation["experts"] == pytest.approx(21 / 19)
     assert answer.by_operation["attention"] == pytest.approx(1)
     assert answer.worst_ranks == (1,)
-    assert answer.by_place["ep"] == pytest.approx((1, 21 / 19))
+    assert answer.by_coordinate["ep"] == pytest.approx((1, 21 / 19))
     assert answer.slowest_ranks_share == pytest.approx(1)
     # With balanced routing, experts take 8 ms instead of 10 ms, and ranks send 150 bytes instead of 100 and 200. Then
     # dispatch takes 0.75 ms instead of 1 ms, and combine 1.5 ms instead of 2 ms.
