@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology.pipeline import StagePlan, Style, check_micro_batches, find_schedule, stages_per_rank
+from moe_comm.topology.pipeline import StagePlan, check_micro_batches, find_schedule, stages_per_rank
 from moe_plan.arrays import Ints
 
 
@@ -50,11 +50,9 @@ class PassOrder:
     rank: the pipeline coordinate. kind: a ``PassKind``. stage: 0 to pp * virtual - 1. micro: the micro-batch.
     """
 
-    schedule: str
     pp: int
     virtual: int
     micro_batches: int
-    style: Style
     rank: Ints
     kind: Ints
     stage: Ints
@@ -66,14 +64,6 @@ class PassOrder:
     @property
     def stages(self) -> int:
         return self.pp * self.virtual
-
-    def of_rank(self, rank: int) -> list[tuple[PassKind, int, int]]:
-        """Return (kind, stage, micro-batch) of the passes of a rank, in order."""
-        on_rank = self.rank == rank
-        result = zip(
-            self.kind[on_rank].tolist(), self.stage[on_rank].tolist(), self.micro[on_rank].tolist(), strict=True
-        )
-        return [(PassKind(kind), stage, micro) for kind, stage, micro in result]
 
 
 @lru_cache(maxsize=256)
@@ -95,12 +85,11 @@ def pass_order(schedule: str, pp: int, micro_batches: int, virtual: int | None =
         raise ConfigError(f"pp must be at least 1; got {pp}")
     virtual = stages_per_rank(schedule, pp, virtual)
     check_micro_batches(schedule, pp, micro_batches)
-    style = find_schedule(schedule).style if pp > 1 else "loop"
     make = _sequential if pp == 1 else _MAKERS[schedule]
     arrays = make(pp, virtual, micro_batches)
     for array in arrays:
         array.setflags(write=False)
-    return PassOrder(schedule, pp, virtual, micro_batches, style, *arrays)
+    return PassOrder(pp, virtual, micro_batches, *arrays)
 
 
 # ---- the orders. Each maker returns (rank, kind, stage, micro).
@@ -262,7 +251,7 @@ def in_flight_peaks(schedule: str, pp: int, virtual: int, micro_batches: int) ->
         return ((((micro_batches,), (0,)),),) * pp
     enough = _FULL * pp if micro_batches > _FULL * pp and not micro_batches % pp else micro_batches
     order = pass_order(schedule, pp, enough, virtual)
-    plan = StagePlan(pp, virtual, order.style, (0,) * order.stages)
+    plan = StagePlan(pp, virtual, find_schedule(schedule).style, (0,) * order.stages)
     peaks = []
     for rank in range(pp):
         on_rank = order.rank == rank

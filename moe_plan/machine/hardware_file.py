@@ -9,15 +9,16 @@ optional. A missing or unknown field raises an error that names it.
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.safe_files import write_file
 from moe_comm.runtime.untrusted import read_bounded
-from moe_plan.machine.collectives import Link
-from moe_plan.machine.hardware import Accelerator, Cluster, GemmTile, Pod
+from moe_plan.machine.hardware import Cluster
 
 FORMAT, VERSION = "moe_comm hardware", 1
 LONGEST = 2**20
@@ -27,19 +28,6 @@ LEAST, MOST = 1e-30, 1e24
 is a million times the rates of existing machines. No sum over a step overflows in this range."""
 
 T = TypeVar("T")
-_MEMBERS: dict[tuple[type, str], type] = {
-    (Cluster, "accelerator"): Accelerator,
-    (Cluster, "inside"): Link,
-    (Cluster, "between"): Link,
-    (Cluster, "across"): Link,
-    (Cluster, "pods"): Pod,
-    (Pod, "link"): Link,
-    (Accelerator, "tiles"): GemmTile,
-}
-_LISTS = {(Cluster, "pods"), (Accelerator, "tiles")}
-_RATES = {(Accelerator, "flops"), (Accelerator, "efficiency")}
-_TEXTS = {(Accelerator, "name"), (Link, "name")}
-_FLAGS = {(Cluster, "direct")}
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
@@ -88,40 +76,33 @@ def _parse(kind: type[T], data: Any, where: str) -> T:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; expected {', '.join(known)}")
     if missing := [name for name, entry in known.items() if name not in data and entry.default is MISSING]:
         raise ConfigError(f"{where}: {missing[0]!r} is missing")
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        key = f"{where}.{name}"
-        member = _MEMBERS.get((kind, name))
-        if member is None:
-            values[name] = _parse_value(kind, name, value, key)
-        elif (kind, name) in _LISTS:
-            if not isinstance(value, list):
-                raise ConfigError(f"{key}: expected a list, got {type(value).__name__}")
-            values[name] = tuple(_parse(member, item, f"{key}[{i}]") for i, item in enumerate(value))
-        else:
-            optional = value is None and known[name].default is None
-            values[name] = None if optional else _parse(member, value, key)
+    types = get_type_hints(kind)
+    values = {name: _parse_value(types[name], value, f"{where}.{name}") for name, value in data.items()}
     try:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _parse_value(kind: type, name: str, value: Any, key: str) -> Any:
-    """Check a string, a boolean, numbers by dtype, or a number, whichever the field holds."""
-    if (kind, name) in _TEXTS:
-        if not isinstance(value, str) or not value or not value.isprintable():
-            raise ConfigError(f"{key}: expected a printable string, got {value!r}")
-        return value
-    if (kind, name) in _FLAGS:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key}: expected true or false, got {value!r}")
-        return value
-    if (kind, name) in _RATES:
+def _parse_value(kind: Any, value: Any, key: str) -> Any:
+    """Return a field of type ``kind`` from JSON."""
+    if is_dataclass(kind):
+        return _parse(kind, value, key)  # type: ignore[arg-type]
+    if get_origin(kind) is UnionType:
+        return None if value is None else _parse_value(get_args(kind)[0], value, key)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{key}: expected a list, got {type(value).__name__}")
+        return tuple(_parse_value(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if get_origin(kind) is Mapping:
         if not isinstance(value, dict):
             raise ConfigError(f"{key}: expected numbers by dtype, got {type(value).__name__}")
         return {dtype: _number(rate, f"{key}.{dtype}") for dtype, rate in value.items()}
-    return _number(value, key)
+    if kind is str and not (isinstance(value, str) and value and value.isprintable()):
+        raise ConfigError(f"{key}: expected a printable string, got {value!r}")
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{key}: expected true or false, got {value!r}")
+    return value if kind in (str, bool) else _number(value, key)
 
 
 def _number(value: Any, key: str) -> int | float:
