@@ -6,7 +6,7 @@ The imbalance is a number, or the rows of the busiest rank with recorded expert 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -86,8 +86,8 @@ class ExpertLoads:
     ) -> ExpertLoads:
         """Return a sample of the recorded loads of a run, of its first ``experts`` experts, by layer and step."""
         chosen = list(loads.values())[:: -(-len(loads) // LAYERS) or 1]
-        steps = tuple(tuple(tuple(load[:experts]) for load in _last(one.values())) for one in chosen)
-        return cls(steps, kind, slots, rematerialize=rematerialize)
+        sample = tuple(tuple(tuple(load[:experts]) for load in list(steps.values())[-STEPS:]) for steps in chosen)
+        return cls(sample, kind, slots, rematerialize=rematerialize)
 
     @property
     def experts(self) -> int:
@@ -103,10 +103,6 @@ class ExpertLoads:
         copies = self.placed(ranks).copies
         shared = -(-self.experts // ranks) + copies
         return shared if self.rematerialize and shared < layers * copies else 0
-
-
-def _last(steps: Iterable[Loads]) -> list[Loads]:
-    return list(steps)[-STEPS:]
 
 
 @lru_cache(maxsize=1024)

@@ -91,14 +91,10 @@ def _flat(action: Any) -> list[tuple[PassKind, int, int]]:
 def test_the_order_equals_that_of_torch(name: str, pp: int, micro_batches: int, virtual: int) -> None:
     order = pass_order(name, pp, micro_batches, virtual)
     expected = torch_orders(name, pp, micro_batches, virtual)
-    passes = [
-        list(
-            zip(
-                *(column[order.rank == rank].tolist() for column in (order.kind, order.stage, order.micro)), strict=True
-            )
-        )
-        for rank in range(pp)
-    ]
+    columns = [column.tolist() for column in (order.rank, order.kind, order.stage, order.micro)]
+    passes: list[list[tuple[PassKind, int, int]]] = [[] for _ in range(pp)]
+    for rank, kind, stage, micro in zip(*columns, strict=True):
+        passes[rank].append((PassKind(kind), stage, micro))
     assert passes == expected
 
 
