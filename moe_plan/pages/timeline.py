@@ -34,8 +34,8 @@ from moe_comm.observe.trace import Arrows
 from moe_comm.runtime.safe_files import write_file
 from moe_plan.orders import PassKind
 from moe_plan.step.operators import Operation
+from moe_plan.step.simulate import StepDetails, step_details
 from moe_plan.step.step import StepModel
-from moe_plan.step.step_details import StepDetails, step_details
 
 MAX_SLICES = 200_000
 STREAMS = (

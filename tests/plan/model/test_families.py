@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from moe_comm.errors import ConfigError
-from moe_plan.model.families import FAMILIES, REFUSED
-from moe_plan.model.files import shape_of_hugging_face
+from moe_plan.model.files import FAMILIES, REFUSED, shape_of_hugging_face
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,9 +9,8 @@ from moe_comm.errors import ConfigError
 from moe_plan.arrays import Floats, Ints
 from moe_plan.step import simulate as simulation
 from moe_plan.step.replay import TaskGraph, replay
-from moe_plan.step.simulate import factors, parse_slow, simulate
+from moe_plan.step.simulate import StepDetails, factors, parse_slow, simulate
 from moe_plan.step.step import StepModel
-from moe_plan.step.step_details import StepDetails
 from tests.plan.step.test_step import model
 
 SMALL = {
