@@ -72,9 +72,9 @@ def search_parts(request: PlanRequest, result: SearchResult, width: int = WIDTH)
     if width >= WIDE:
         table.add_column("why it is slower")
     rows = [(str(rank), *row) for rank, row in enumerate(runners_up(result.best), 1)]
-    for one in result.common:
-        if place_among(one, result.best) is None:
-            rows.append((f">{len(result.best)}", one, f"common: {why_slower(result.best[0], one)}"))
+    for candidate in result.common:
+        if place_among(candidate, result.best) is None:
+            rows.append((f">{len(result.best)}", candidate, f"common: {why_slower(result.best[0], candidate)}"))
     for rank, candidate, why in rows:
         step, total = candidate.step, candidate.fit.fullest.total
         table.add_row(

@@ -57,22 +57,23 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
             link: {name: sent[link] for name, sent in candidate.step.sent.items() if sent[link]} for link in LINKS
         },
         "would_fit": [
-            _change(request, one) for one in ([] if candidate.fit else changes_that_fit(request, candidate.mapping))
+            _change(request, change)
+            for change in ([] if candidate.fit else changes_that_fit(request, candidate.mapping))
         ],
     }
     if search is not None:
         result["candidates"] = [
-            {**_candidate(request, one), "equal": is_equal(one, search.best), "why_slower": why}
-            for one, why in runners_up(search.best)
+            {**_candidate(request, other), "equal": is_equal(other, search.best), "why_slower": why}
+            for other, why in runners_up(search.best)
         ]
         result["common"] = [
             {
-                **_candidate(request, one),
-                "equal": is_equal(one, search.best),
-                "place": place_among(one, search.best),
-                "why_slower": why_slower(search.best[0], one),
+                **_candidate(request, other),
+                "equal": is_equal(other, search.best),
+                "place": place_among(other, search.best),
+                "why_slower": why_slower(search.best[0], other),
             }
-            for one in search.common
+            for other in search.common
         ]
         result["search"] = {
             "tried": search.tried,

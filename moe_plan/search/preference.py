@@ -98,7 +98,7 @@ STEP_ERROR = 0.08
 
 def is_equal(candidate: PlanCandidate, candidates: Sequence[PlanCandidate]) -> bool:
     """Return whether the step of ``candidate`` is within ``STEP_ERROR`` of that of the fastest candidate."""
-    return candidate.step.seconds <= (1 + STEP_ERROR) * min(one.step.seconds for one in candidates)
+    return candidate.step.seconds <= (1 + STEP_ERROR) * min(other.step.seconds for other in candidates)
 
 
 def is_full(candidate: PlanCandidate) -> bool:
@@ -115,10 +115,10 @@ def preferred(candidates: Sequence[PlanCandidate]) -> tuple[PlanCandidate, ...]:
     return tuple(
         sorted(
             candidates,
-            key=lambda one: (
-                not is_equal(one, candidates),
-                is_equal(one, candidates) and is_full(one),
-                one.step.seconds,
+            key=lambda candidate: (
+                not is_equal(candidate, candidates),
+                is_equal(candidate, candidates) and is_full(candidate),
+                candidate.step.seconds,
             ),
         )
     )

@@ -154,11 +154,13 @@ class _Trades:
         Without a pipeline, the largest micro-batch is also tried, because fsdp takes less memory in a step with one
         micro-batch.
         """
-        eligible = [one for one in self.shapes if micro_batch in (None, one[2])]
+        eligible = [shape for shape in self.shapes if micro_batch in (None, shape[2])]
         smallest = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(eligible)}
         lean = sorted(smallest.values(), key=eligible.index)
         # hierarchical takes more memory than all_to_all.
-        names = tuple(one for one in self.dispatchers if one != "hierarchical" or "all_to_all" not in self.dispatchers)
+        names = tuple(
+            name for name in self.dispatchers if name != "hierarchical" or "all_to_all" not in self.dispatchers
+        )
         recompute, overlap = space.recompute[-1], space.overlap[0]
         for schedule, virtual, size in dict.fromkeys(lean + (eligible[-1:] if p.pp == 1 else [])):
             for (sharding, replicas), name in product(reversed(self.storages), names):

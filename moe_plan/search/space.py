@@ -99,7 +99,7 @@ class SearchSpace:
             object.__setattr__(self, name, tuple(allowed for allowed in values if allowed in value))
         for name in ("micro_batches", "virtual", "ep"):
             value = getattr(self, name)
-            if value is not None and not (value and all(type(one) is int and one >= 1 for one in value)):
+            if value is not None and not (value and all(type(number) is int and number >= 1 for number in value)):
                 raise ConfigError(f"{name} must be integers of at least 1, or None; got {value!r}")
         if self.replicas is not None:
             check_integer("search space", replicas=self.replicas)
@@ -144,7 +144,9 @@ class SearchSpace:
                 span = PlacedMapping(Mapping(parallel), request.cluster).spans["dp_cp"]
                 hosts = span.hosts if 1 < span.fewest == span.most else 1
                 numbers = (hosts, 1) if self.replicas is None else (self.replicas,)
-                result += [(sharding, one) for one in dict.fromkeys(numbers) if request.replicates(parallel, one)]
+                result += [
+                    (sharding, number) for number in dict.fromkeys(numbers) if request.replicates(parallel, number)
+                ]
             elif self.replicas in (None, 1):
                 result.append((sharding, 1))
         return tuple(result)
