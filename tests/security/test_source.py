@@ -38,7 +38,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "moe_comm/cli/options.py": {"importlib.import_module": "names of our own modules, written in the commands"},
     "moe_comm/runtime/versions.py": {"import_module": "Megatron-Core's version, written in the file"},
     "moe_comm/bench/layer/peers.py": {"import_module": "packages to compare with, written in the file"},
-    "moe_comm/bench/layer/peers.py": {"import_module": "the package to compare with, written in the file"},
     "moe_comm/bench/train/peers.py": {"import_module": "packages to compare with, written in the file"},
     "moe_comm/bench/dispatch/mpi_ranks.py": {"import_module": "mpi4py, written in the file"},
     "moe_comm/bench/hosts/ranks.py": {

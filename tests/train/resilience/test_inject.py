@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile
-from moe_comm.observe.faults import fault_outcomes
-from moe_comm.observe.faults import read_injections
+from moe_comm.observe.faults import fault_outcomes, read_injections
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines
 from moe_comm.train import run
 from moe_comm.train.checkpoint import CheckpointReader, latest
