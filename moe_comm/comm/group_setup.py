@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm import communicator
-from moe_comm.comm.agree import compare
+from moe_comm.comm.agree import agree, compare, gather_texts
 from moe_comm.comm.channel import AbortOnError, Channel
 from moe_comm.comm.communicator import CollectiveOptions, Communicator
 from moe_comm.comm.peers import Peers, Process
@@ -92,6 +92,17 @@ def _channel(comm: Communicator) -> SharedChannel:
             text = f"{error}; collectives use the group's backend, which is slower"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
     return channel
+
+
+def agree_in(
+    group: ProcessGroup | None, outcome: str | Exception, what: str, otherwise: type[MoeCommError]
+) -> list[str]:
+    """Run ``agree`` over the ranks of ``group``; None: this process alone. what: description of the exchange."""
+
+    def gather(text: str) -> list[str]:
+        return [text] if group is None else gather_texts(channel_of(group), what, text)
+
+    return agree(outcome, gather, otherwise)
 
 
 def abort_on_error(label: str, *groups: ProcessGroup | None, in_flight: bool = False) -> AbortOnError:

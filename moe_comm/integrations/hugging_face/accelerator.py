@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_comm.comm.agree import agree, gather_texts
-from moe_comm.comm.group_setup import channel_of
+from moe_comm.comm.group_setup import agree_in
 from moe_comm.errors import CheckpointError, ConfigError, UnsupportedModel
 from moe_comm.layers.data_parallel import (
     clip_grad_norm_,
@@ -88,12 +87,7 @@ def write_on(writes: bool, write: Callable[[], None], target: str) -> None:
             write()
         except Exception as error:
             outcome = error
-    group = dist.group.WORLD
-
-    def gather(text: str) -> list[str]:
-        return [text] if group is None else gather_texts(channel_of(group), f"writing {target}", text)
-
-    agree(outcome, gather, CheckpointError)
+    agree_in(dist.group.WORLD, outcome, f"writing {target}", CheckpointError)
 
 
 class _HandlesExperts:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_comm.comm.group_setup import agree_in
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
@@ -41,17 +41,13 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
     if _global_rank(dispatcher, 0) != 0:
         return
     full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True)
-    failure: Exception | None = None
+    outcome: str | Exception = ""
     if dispatcher.rank == 0:
         try:
             type(model).save_pretrained(model, folder, state_dict=full, **kwargs)
         except Exception as error:
-            failure = error
-    failed = _any_rank(failure is not None, dispatcher, model)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise ConfigError(f"rank 0 could not write the model to {folder}; see the error of rank 0")
+            outcome = error
+    agree_in(dispatcher.group, outcome, f"writing the model to {folder}", ConfigError)
 
 
 def gather_full(local: Tensor, sharding: Sharding, group: dist.ProcessGroup | None, name: str) -> Tensor:
@@ -80,12 +76,3 @@ def _global_rank(dispatcher: Dispatcher, rank: int) -> int:
     if dispatcher.group is None:
         return dist.get_rank() if dist.is_initialized() else 0
     return dist.get_global_rank(dispatcher.group, rank)
-
-
-def _any_rank(flag: bool, dispatcher: Dispatcher, model: nn.Module) -> bool:
-    if dispatcher.world == 1:
-        return flag
-    device = next(model.parameters()).device
-    flags = torch.tensor([int(flag)], dtype=torch.int64, device=device)
-    dist.all_reduce(flags, group=dispatcher.group)
-    return bool(flags.item())
