@@ -409,18 +409,23 @@ class Dispatcher(Operations):
             fault = scaled_fault(x_TD)
         if fault is None and self.options.checksums:
             fault = self.corruption.fault()
-        return self._new_operation(
+        return Operation(
             op,
+            self.calls.next(self._ordinal),
             x_TD.shape[-1] if x_TD.dim() else 0,
             x_TD.dtype,
             ids_TK.shape[-1] if ids_TK.dim() else 0,
-            requires_grad=x_TD.requires_grad and torch.is_grad_enabled(),
-            label=label,
-            fault=fault,
-            scaled=scaled,
+            self.num_experts,
+            x_TD.requires_grad and torch.is_grad_enabled(),
+            label,
+            fault,
+            ordinal=self._ordinal,
             maker=self.maker,
+            calls=self.calls,
+            scaled=scaled,
             placement=0 if self.expert_placement is None else self.expert_placement.digest,
             trained=self.trained,
+            dispatcher=self,
         )
 
     def _rounded(self, rows_RD: Tensor) -> Tensor:
