@@ -221,19 +221,19 @@ def run(tune: Tune, threads: int) -> list[Measurement]:
         if case.channel not in rates_by_channel:
             rates_by_channel[case.channel] = measure_rates(case.channel, context.dtype, device, max(tune.rounds, 3))
         rates = rates_by_channel[case.channel]
-        place = place_of(case.channel, rates, device)
-        result += [_measure(case, direction, tune, rates, place) for direction in DIRECTIONS]
+        env = place_of(case.channel, rates, device)
+        result += [_measure(case, direction, tune, rates, env) for direction in DIRECTIONS]
     return result
 
 
 def candidates(
-    operator: str, rows: int, rates: GroupRates, place: TuningEnvironment, device: torch.device
+    operator: str, rows: int, rates: GroupRates, env: TuningEnvironment, device: torch.device
 ) -> list[OverlapChoice]:
     """Return the choices to measure, one chunk first. ``rows`` is the number of rows per rank."""
     if rates.shared and operator in IN_PLACE:
         return [OverlapChoice(), OverlapChoice(SHARED, 2)] if rows > TILE else [OverlapChoice()]
     result = [OverlapChoice(CHUNKED, chunks) for chunks in CHUNKS if chunks == 1 or chunks <= -(-rows // TILE)]
-    if on_gpus(device) and place.hosts == 1 and operator in FUSED:
+    if on_gpus(device) and env.hosts == 1 and operator in FUSED:
         max_programs = torch.cuda.get_device_properties(device).multi_processor_count // 2
         result += [OverlapChoice(TRITON, programs=programs) for programs in PROGRAMS if programs <= max_programs]
     return result
@@ -246,10 +246,10 @@ def overlap_of(choice: OverlapChoice) -> Overlap:
     return Overlap(choice.chunks, 1, backend="auto" if choice.backend == SHARED else "chunked")
 
 
-def _measure(case: TuneCase, direction: str, tune: Tune, rates: GroupRates, place: TuningEnvironment) -> Measurement:
+def _measure(case: TuneCase, direction: str, tune: Tune, rates: GroupRates, env: TuningEnvironment) -> Measurement:
     work = case.work(direction)
     device = case.context.device
-    choices = candidates(case.operator, case.rows, rates, place, device)
+    choices = candidates(case.operator, case.rows, rates, env, device)
     calls = {str(choice): _synchronized(_call(case, direction, overlap_of(choice)), device) for choice in choices}
     times = slowest_ms(calls, tune.warmup, tune.rounds)
     load, serial = work.load(), times[str(choices[0])]
@@ -261,7 +261,7 @@ def _measure(case: TuneCase, direction: str, tune: Tune, rates: GroupRates, plac
     best = min(range(len(tried)), key=lambda i: tried[i].ms)
     wins = sum(one < other for one, other in zip(times[str(tried[best].choice)], serial, strict=True))
     better = tried[best].beats(tried[0]) and wins >= WINS * len(serial)
-    return Measurement(work, place, tried, best if better else 0)
+    return Measurement(work, env, tried, best if better else 0)
 
 
 def _call(case: TuneCase, direction: str, overlap: Overlap) -> Callable[[], Any]:

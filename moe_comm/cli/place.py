@@ -111,8 +111,10 @@ def _tables(study: PlacementStudy) -> list[Table]:
             values = (line.ratio_before, line.ratio_after, realised)
             text = f"switch: {line.reason}" if line.switched else f"keep: {line.reason}"
             decisions.add_row(layer.layer, str(line.step), *(f"{value:.3f}" for value in values), text)
-        for one, result in zip(study.settings, layer.replays, strict=True):
-            reason = result.decisions[-1][1].reason if result.decisions else f"the run has less than {one.every} steps"
-            numbers = (str(one.every), str(one.window), str(one.slots), f"{one.threshold:g}", f"{result.ratio:.3f}")
-            replays.add_row(layer.layer, one.kind, *numbers, str(result.switches), reason)
+        for replay, result in zip(study.settings, layer.replays, strict=True):
+            reason = (
+                result.decisions[-1][1].reason if result.decisions else f"the run has less than {replay.every} steps"
+            )
+            numbers = (str(replay.every), str(replay.window), str(replay.slots), f"{replay.threshold:g}")
+            replays.add_row(layer.layer, replay.kind, *numbers, f"{result.ratio:.3f}", str(result.switches), reason)
     return [layers, *([decisions] if decisions.row_count else []), replays]

@@ -54,7 +54,7 @@ _SEND, _RECEIVE = "send ", "receive "
 class Release:
     """A slice drawn within the span at index ``place``: its part after another rank arrived. An arrow points to it."""
 
-    place: int
+    index: int
     begin_ns: int
     name: str
     arrow: int
@@ -101,37 +101,37 @@ def arrows(spans: list[SpanLine]) -> Arrows:
 
 def _draw_returns(spans: list[SpanLine], result: Arrows) -> None:
     pending: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.kind == "compute" or span.group:  # the span of the operation itself, not of its waits
             key = (span.rank, span.step, span.micro, span.layer)
             if span.name in _RETURN_OF:
-                pending[(*key, _RETURN_OF[span.name])].append(place)
+                pending[(*key, _RETURN_OF[span.name])].append(index)
             elif sources := pending.get((*key, span.name)):
-                result.draw(sources.pop(0), place)
+                result.draw(sources.pop(0), index)
 
 
 def _draw_calls(spans: list[SpanLine], result: Arrows) -> None:
     calls: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.call:
-            calls[span.kind, tuple(span.group), span.call, span.step][span.rank] = place
+            calls[span.kind, tuple(span.group), span.call, span.step][span.rank] = index
     for members in calls.values():
         last = max(members.values())  # in order of beginning
-        for place in members.values():
-            if place != last:
-                result.release(last, place, spans, f"rank {spans[last].rank} arrived")
+        for index in members.values():
+            if index != last:
+                result.release(last, index, spans, f"rank {spans[last].rank} arrived")
 
 
 def _draw_transfers(spans: list[SpanLine], result: Arrows) -> None:
     sent: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.kind == "transfer" and span.name.startswith(_SEND):
-            sent[span.step, span.micro, span.layer, span.name.removeprefix(_SEND), span.rank, span.peer].append(place)
-    for place, span in enumerate(spans):
+            sent[span.step, span.micro, span.layer, span.name.removeprefix(_SEND), span.rank, span.peer].append(index)
+    for index, span in enumerate(spans):
         if span.kind == "transfer" and span.name.startswith(_RECEIVE):
             message = span.name.removeprefix(_RECEIVE)
             if sources := sent.get((span.step, span.micro, span.layer, message, span.peer, span.rank)):
-                result.release(sources.pop(0), place, spans, f"rank {span.peer} sent")
+                result.release(sources.pop(0), index, spans, f"rank {span.peer} sent")
 
 
 def build(lines: Iterable[SpanLine], hosts: Mapping[int, str]) -> bytes:
@@ -144,7 +144,7 @@ def build(lines: Iterable[SpanLine], hosts: Mapping[int, str]) -> bytes:
         host = hosts.get(rank, "")
         process = builder.process(rank + 1, f"rank {rank}" + (f" ({host})" if host else ""), host)
         tracks.update({(rank, name): builder.track(process, name, order) for order, name in enumerate(TRACKS)})
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         builder.add(
             Slice(
                 tracks[span.rank, _track(span)],
@@ -153,12 +153,12 @@ def build(lines: Iterable[SpanLine], hosts: Mapping[int, str]) -> bytes:
                 _begin(span),
                 _end(span),
                 _args(span),
-                tuple(drawn.out[place]),
-                tuple(drawn.into[place]),
+                tuple(drawn.out[index]),
+                tuple(drawn.into[index]),
             )
         )
     for release in drawn.releases:
-        span = spans[release.place]
+        span = spans[release.index]
         track = tracks[span.rank, _track(span)]
         builder.add(Slice(track, release.name, span.kind, release.begin_ns, _end(span), arrows_in=(release.arrow,)))
     return builder.data()

@@ -127,10 +127,10 @@ def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
     hosts = ["?"] * len(ranks)
     probes = []
     for (step, rank), line in line_of.items():
-        place = row_of[step], column_of[rank]
+        cell = row_of[step], column_of[rank]
         for name, part in parts.items():
-            part[place] = getattr(line, name)
-        waits[place], rows[place] = line.communication, line.rows
+            part[cell] = getattr(line, name)
+        waits[cell], rows[cell] = line.communication, line.rows
         for peer, seconds in line.links.items():
             sender = int(peer) if peer.isascii() and peer.isdigit() and len(peer) < 10 else -1
             if sender in column_of and np.isfinite(seconds):

@@ -47,17 +47,17 @@ def accelerator_of(by_rank: Sequence[RankMeasurements], ranks_per_core: float) -
         by_rank: measurements of every rank.
         ranks_per_core: number of ranks per core, at least 1.
     """
-    slowdowns = [one.together / one.seconds for rank in by_rank for one in rank.passes if one.together]
+    slowdowns = [sample.together / sample.seconds for rank in by_rank for sample in rank.passes if sample.together]
     share = max(ranks_per_core, median(slowdowns)) if slowdowns else ranks_per_core
     rates = {name: _best(by_rank, name) for name in by_rank[0].products}
     tile, fill = _tile(by_rank, rates["fp32"])
-    memory = STATE_BYTES * UPDATED / _mean(one.update for one in by_rank)
+    memory = STATE_BYTES * UPDATED / _mean(sample.update for sample in by_rank)
     forward, backward = _attention(by_rank, rates["fp32"])
     accelerator = Accelerator(
         NAME,
         flops=rates,
         efficiency=dict.fromkeys(rates, 1.0),
-        memory_bytes=min(one.memory_bytes for one in by_rank),
+        memory_bytes=min(sample.memory_bytes for sample in by_rank),
         memory_bytes_per_s=memory,
         units=1,
         tiles=(GemmTile(tile, tile),),
@@ -94,23 +94,23 @@ def shape_of(sizes: dict[str, int]) -> ModelShape:
     )
 
 
-def pass_seconds(accelerator: Accelerator, one: MeasuredPass) -> float:
+def pass_seconds(accelerator: Accelerator, sample: MeasuredPass) -> float:
     """Return the predicted seconds of forward and backward of a micro-batch on one rank."""
     single = Cluster(accelerator, 1, 1, Link("none", 1e9, 0.0, 1.0), Link("none", 1e9, 0.0, 1.0))
-    mapping = Mapping(ParallelConfig(), micro_batch=one.sequences, sharding="replicate")
-    load = Workload(one.seq_len, "fp32")
-    step = StepModel(shape_of(MODELS[one.model]), PlacedMapping(mapping, single), load, one.sequences).predict()
+    mapping = Mapping(ParallelConfig(), micro_batch=sample.sequences, sharding="replicate")
+    load = Workload(sample.seq_len, "fp32")
+    step = StepModel(shape_of(MODELS[sample.model]), PlacedMapping(mapping, single), load, sample.sequences).predict()
     return step.seconds - step.breakdown["optimizer"]
 
 
 def _best(by_rank: Sequence[RankMeasurements], name: str) -> float:
     """Return the FLOP/s of the fastest GEMM, averaged over ranks."""
-    return fmean(max(2 * m * k * n / seconds for m, k, n, seconds in one.products[name]) for one in by_rank)
+    return fmean(max(2 * m * k * n / seconds for m, k, n, seconds in sample.products[name]) for sample in by_rank)
 
 
 def _tile(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[int, int]:
     """Return tile size and additional K per tile with which the GEMM times are predicted best."""
-    gemms = [one for rank in by_rank for one in rank.products["fp32"]]
+    gemms = [sample for rank in by_rank for sample in rank.products["fp32"]]
 
     def error(rows: int, fill: int) -> float:
         total = 0.0
@@ -125,8 +125,8 @@ def _tile(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[int, int]:
 
 def _attention(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[float, float]:
     forward, backward = [], []
-    for one in by_rank:
-        for length, forward_s, backward_s in one.attention:
+    for sample in by_rank:
+        for length, forward_s, backward_s in sample.attention:
             flops = 4 * HEADS * HEAD_DIM * length * (length + 1) / 2
             forward.append(flops / forward_s / rate)
             backward.append(2.5 * flops / backward_s / rate)
@@ -141,27 +141,27 @@ def _grouped(accelerator: Accelerator, by_rank: Sequence[RankMeasurements]) -> f
         for m, width, inner in ((each, n, k), (each, k, n), (k, n, each)):
             dense += accelerator.gemm_seconds(m, width, inner, "fp32", groups) - accelerator.launch_s
     passes = accelerator.memory_seconds(8 * rows * WIDTH * BYTES["fp32"])
-    return min(dense / max(_mean(one.experts for one in by_rank) - passes, LEAST_S), 1.0)
+    return min(dense / max(_mean(sample.experts for sample in by_rank) - passes, LEAST_S), 1.0)
 
 
 def _with_passes(accelerator: Accelerator, by_rank: Sequence[RankMeasurements]) -> Accelerator:
     """Return ``accelerator`` with the launch time and the cost of gradient accumulation fitted to model passes."""
     passes = [
-        replace(first, seconds=_mean(one.passes[place].seconds for one in by_rank))
-        for place, first in enumerate(by_rank[0].passes)
+        replace(first, seconds=_mean(sample.passes[index].seconds for sample in by_rank))
+        for index, first in enumerate(by_rank[0].passes)
     ]
 
     def seconds(launch: float, accumulate: float) -> list[float]:
         candidate = replace(accelerator, launch_s=launch, accumulate=accumulate)
-        return [pass_seconds(candidate, one) for one in passes]
+        return [pass_seconds(candidate, sample) for sample in passes]
 
     # A prediction is linear in both numbers, so three predictions determine all others.
     base, with_launch, with_accumulate = seconds(LEAST_S, 0.0), seconds(1.0, 0.0), seconds(LEAST_S, 1.0)
 
     def errors(launch: float, accumulate: float) -> list[float]:
         return [
-            math.log((base_s + launch * (launch_s - base_s) + accumulate * (accumulate_s - base_s)) / one.seconds)
-            for base_s, launch_s, accumulate_s, one in zip(base, with_launch, with_accumulate, passes, strict=True)
+            math.log((base_s + launch * (launch_s - base_s) + accumulate * (accumulate_s - base_s)) / sample.seconds)
+            for base_s, launch_s, accumulate_s, sample in zip(base, with_launch, with_accumulate, passes, strict=True)
         ]
 
     launch, accumulate = nearest(errors, (accelerator.launch_s, 3.0))

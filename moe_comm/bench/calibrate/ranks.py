@@ -242,7 +242,7 @@ def _moves(rank: int, world: int) -> list[MeasuredTransfer]:
                 groups.append(pair)
     results: list[MeasuredTransfer] = []
     for group in groups:
-        results += [one for rows in ROWS for one in measure_rows(group, rows, WINDOWS)]
+        results += [transfer for rows in ROWS for transfer in measure_rows(group, rows, WINDOWS)]
         results += [measure_sum(group, elements, WINDOWS) for elements in SUMMED]
         _barrier()
     return results

@@ -89,12 +89,12 @@ def runs(ranks: int) -> list[tuple[int, str]]:
     return results
 
 
-def step_seconds(cluster: Cluster, one: CalibrationStep) -> float:
+def step_seconds(cluster: Cluster, sample: CalibrationStep) -> float:
     """Return the predicted seconds of a calibration step."""
-    mapping = Mapping.parse(one.mapping, cluster.gpus, micro_batch=SEQUENCES, sharding="replicate")
-    load = Workload(LENGTH, "fp32", imbalance=one.imbalance)
+    mapping = Mapping.parse(sample.mapping, cluster.gpus, micro_batch=SEQUENCES, sharding="replicate")
+    load = Workload(LENGTH, "fp32", imbalance=sample.imbalance)
     batch = SEQUENCES * MICRO_BATCHES * mapping.parallel.dp
-    return StepModel(shape_of(MODELS[one.model]), PlacedMapping(mapping, cluster), load, batch).predict().seconds
+    return StepModel(shape_of(MODELS[sample.model]), PlacedMapping(mapping, cluster), load, batch).predict().seconds
 
 
 def within_steps(cluster: Cluster, steps: Sequence[CalibrationStep]) -> Cluster:
@@ -105,7 +105,9 @@ def within_steps(cluster: Cluster, steps: Sequence[CalibrationStep]) -> Cluster:
         return replace(cluster, accelerator=accelerator, start_s=cluster.start_s + extra_start_s)
 
     def errors(sustained: float, extra_start_s: float) -> list[float]:
-        return [math.log(step_seconds(with_values(sustained, extra_start_s), one) / one.seconds) for one in steps]
+        return [
+            math.log(step_seconds(with_values(sustained, extra_start_s), sample) / sample.seconds) for sample in steps
+        ]
 
     # Squared errors: with absolute errors, the pattern search would stop at a ridge of these correlated numbers.
     return with_values(*nearest(errors, (1.0, max(cluster.start_s, LEAST_S) if cluster.gpus > 1 else LEAST_S), power=2))
@@ -115,7 +117,7 @@ def measure_steps() -> list[CalibrationStep]:
     """Measure on this rank. Collective over the default process group, which is created if there is none."""
     torch.set_num_threads(1)
     with init_ranks("cpu", TIMEOUT_S) as ranks, contextlib.ExitStack() as stack:
-        return _measure_interleaved([(*one, _trainer(*one, stack)) for one in runs(ranks.world)])
+        return _measure_interleaved([(*sample, _trainer(*sample, stack)) for sample in runs(ranks.world)])
 
 
 def _measure_interleaved(trained: Sequence[tuple[int, str, Any]]) -> list[CalibrationStep]:
@@ -136,7 +138,7 @@ def _measure_interleaved(trained: Sequence[tuple[int, str, Any]]) -> list[Calibr
             barrier()
             seconds[index].append(time.perf_counter() - start)
             loads[index].append(report.load.slots)
-    medians = torch.tensor([median(one[WARM:]) for one in seconds], dtype=torch.float32, device="cpu")
+    medians = torch.tensor([median(sample[WARM:]) for sample in seconds], dtype=torch.float32, device="cpu")
     if world > 1:
         dist.all_reduce(medians, dist.ReduceOp.MAX)
     results = []

@@ -64,15 +64,15 @@ def unavailable_reason() -> str:
 
 def _controller() -> tuple[Path, int, Path]:
     """Return the root of the cgroups that limit processor time, their version, and the cgroup of this process."""
-    own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    cgroups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mount, kind, options, *_ = line.split()
         root = Path(mount)
         if kind == "cgroup" and "cpu" in options.split(","):
-            path = next((path for _, names, path in own if "cpu" in names.split(",")), "/")
+            path = next((path for _, names, path in cgroups if "cpu" in names.split(",")), "/")
             return root, 1, root / path.lstrip("/")
         if kind == "cgroup2" and "cpu" in (root / "cgroup.subtree_control").read_text().split():
-            return root, 2, root / next((path for _, names, path in own if not names), "/").lstrip("/")
+            return root, 2, root / next((path for _, names, path in cgroups if not names), "/").lstrip("/")
     raise ConfigError("cannot limit the processor time of ranks: no cgroup controller 'cpu' is mounted")
 
 

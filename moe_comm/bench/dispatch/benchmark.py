@@ -281,4 +281,4 @@ def measure_all(settings: list[DispatchBench]) -> list[dict[str, Any]]:
 
 
 def _run_each(settings: list[DispatchBench], threads: int) -> list[dict[str, Any]]:
-    return [run(one, threads) for one in settings]
+    return [run(case, threads) for case in settings]

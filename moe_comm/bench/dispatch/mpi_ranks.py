@@ -80,7 +80,7 @@ def run_mpi(settings: list[DispatchBench], threads: int) -> list[Summary]:
     """
     with tempfile.TemporaryDirectory(prefix="moe_comm_bench_") as folder:
         task, result = Path(folder, "task.json"), Path(folder, "result.json")
-        write_file(task, json.dumps([one.to_dict() for one in settings]))
+        write_file(task, json.dumps([case.to_dict() for case in settings]))
         command = [str(mpiexec()), "-n", str(settings[0].ranks), "-hosts", "localhost", "-iface", "lo"]
         command += [sys.executable, "-m", __name__, str(task), str(result)]
         try:
@@ -97,7 +97,7 @@ def run_mpi(settings: list[DispatchBench], threads: int) -> list[Summary]:
             raise RuntimeError(f"mpiexec did not exit within {TIMEOUT_S:g} s") from None
         if done.returncode or not result.exists():
             raise RuntimeError(f"mpiexec exited with code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
-        return [{(name, phase): stats for name, phase, stats in one} for one in json.loads(result.read_text())]
+        return [{(name, phase): stats for name, phase, stats in case} for case in json.loads(result.read_text())]
 
 
 def run_rank(settings: DispatchBench, mpi: Any) -> Summary:
@@ -122,9 +122,9 @@ def main(task: str, result: str) -> None:
     mpi = import_module("mpi4py.MPI")
     rank, ranks = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
     try:
-        settings = [DispatchBench.from_dict(one) for one in json.loads(Path(task).read_text())]
+        settings = [DispatchBench.from_dict(case) for case in json.loads(Path(task).read_text())]
         with pinned(rank, ranks):
-            summaries = [run_rank(one, mpi) for one in settings]
+            summaries = [run_rank(case, mpi) for case in settings]
     except BaseException:
         # The other ranks would wait forever in a collective.
         traceback.print_exc()
@@ -132,7 +132,7 @@ def main(task: str, result: str) -> None:
         mpi.COMM_WORLD.Abort(1)
         raise
     if rank == 0:
-        flat = [[(name, phase, stats) for (name, phase), stats in one.items()] for one in summaries]
+        flat = [[(name, phase, stats) for (name, phase), stats in case.items()] for case in summaries]
         write_file(Path(result), json.dumps(flat))
 
 

@@ -157,7 +157,9 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
         WrongAnswer: a layer has other bits than the fixed one.
     """
     layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *PEERS)]
-    deciding: dict[str, _Contestant] = {one.name: one for one in layers if one.name in bench.kinds}
+    deciding: dict[str, _Contestant] = {
+        contestant.name: contestant for contestant in layers if contestant.name in bench.kinds
+    }
     clock = Clock(bench.device)
     say("measuring the time of a row, of a move and of a copy")
     costs = _costs(layers[0], deciding.get(REPLICATE), clock)
@@ -170,19 +172,19 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     def before(step: int) -> None:
         nonlocal ids_TK
         if step == bench.warmup:
-            for one in layers:  # the times of switches remain
+            for contestant in layers:  # the times of switches remain
                 for phase in ("forward", "backward", "total"):
-                    clock.times[one.name, phase] = []
-                one.published_bytes = 0
+                    clock.times[contestant.name, phase] = []
+                contestant.published_bytes = 0
         if step % bench.every == 0:
             until = min(step + bench.every, last + 1)
             say(f"steps {step + 1} to {until} of {bench.warmup} (discarded) + {bench.steps}")
         ids_TK = bench.ids(step, dist.get_rank())
         loads.append(bench.loads(step))
 
-    def measure(one: _Contestant, _: int) -> None:
-        one.step(ids_TK, clock)
-        one.window.add(loads[-1])
+    def measure(contestant: _Contestant, _: int) -> None:
+        contestant.step(ids_TK, clock)
+        contestant.window.add(loads[-1])
 
     def after(step: int) -> None:
         nonlocal checked, packed_copies
@@ -203,12 +205,15 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
         # No warm-up here: its times are removed above, but not those of its switches.
         run_rounds(layers, measure, clock, 0, last + 1, collect_s=math.inf, before=before, after=after)
         by_rank = gather(dict(clock.times))
-        rows_by_rank = gather({one.name: (one.received, one.published_bytes) for one in layers})
+        rows_by_rank = gather({layer.name: (layer.received, layer.published_bytes) for layer in layers})
     finally:
-        for one in layers:
-            one.layer.dispatcher.close()
+        for contestant in layers:
+            contestant.layer.dispatcher.close()
     fixed_s = sum(slowest(by_rank, FIXED))
-    rows = {one.name: _row(one, by_rank, [ranks[one.name] for ranks in rows_by_rank], fixed_s) for one in layers}
+    rows = {
+        contestant.name: _row(contestant, by_rank, [ranks[contestant.name] for ranks in rows_by_rank], fixed_s)
+        for contestant in layers
+    }
     ours = rows[RELOCATE]
     peers: dict[str, Any] = {name: rows[name] for name in PEERS}
     if bench.slots:
@@ -223,7 +228,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
         "checked_steps": checked,
         "contestants": {name: row for name, row in rows.items() if name not in PEERS},
         "peers": peers,
-        "decisions": [decision for one in deciding.values() for decision in one.decisions],
+        "decisions": [decision for contestant in deciding.values() for decision in contestant.decisions],
         "seconds_per_row": costs.per_row,
         "seconds_to_move": costs.to_move,
         "seconds_to_publish": costs.to_publish,
@@ -261,42 +266,44 @@ def _costs(fixed: _Contestant, copying: _Contestant | None, clock: Clock) -> Cos
     return Costs(seconds / rows, median(slowest(by_rank, fixed.name, "trial")), per_copy)
 
 
-def _seconds_of_copies(one: _Contestant, clock: Clock) -> float:
+def _seconds_of_copies(contestant: _Contestant, clock: Clock) -> float:
     """Measure the seconds in which each rank publishes and reduces one copy."""
-    bench, first = one.bench, one.layer.placement
+    bench, first = contestant.bench, contestant.layer.placement
     per_rank = bench.experts // bench.ranks
     owners = [
         (home,) if expert % per_rank else (home, (home + 1) % bench.ranks) for expert, home in enumerate(first.homes)
     ]
-    one.layer.relocate(first.with_owners(owners))
-    copies = one.layer.copies
+    contestant.layer.relocate(first.with_owners(owners))
+    copies = contestant.layer.copies
     assert copies is not None
     for step in range(TRIALS):
-        one.begin(bench.ids(step, dist.get_rank()))
-        one.y_TD = one.layer(one.x_TD, one.routing)
-        one.y_TD.backward(one.grad_TD)
-        clock.measure(one.name, ("reduce", copies.reduce), ("publish", copies.publish))
-    one.layer.relocate(first)
+        contestant.begin(bench.ids(step, dist.get_rank()))
+        contestant.y_TD = contestant.layer(contestant.x_TD, contestant.routing)
+        contestant.y_TD.backward(contestant.grad_TD)
+        clock.measure(contestant.name, ("reduce", copies.reduce), ("publish", copies.publish))
+    contestant.layer.relocate(first)
     by_rank = gather(dict(clock.times))
     clock.clear()
-    return median(slowest(by_rank, one.name))
+    return median(slowest(by_rank, contestant.name))
 
 
 def _check(layers: list[_Contestant]) -> None:
     """Compare the bits of the last step of all layers with those of the first."""
     expected = layers[0].results()
-    for one in layers[1:]:
-        wrong = [name for name, digest in one.results().items() if expected.get(name) != digest]
+    for contestant in layers[1:]:
+        wrong = [name for name, digest in contestant.results().items() if expected.get(name) != digest]
         found = [f"{name} of rank {rank}" for rank, names in enumerate(gather(wrong)) for name in names]
         if found:
-            raise WrongAnswer(f"{one.name}: other bits than with fixed experts: {', '.join(found[:4])}")
+            raise WrongAnswer(f"{contestant.name}: other bits than with fixed experts: {', '.join(found[:4])}")
 
 
-def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], int]], fixed_s: float) -> dict[str, Any]:
+def _row(
+    contestant: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], int]], fixed_s: float
+) -> dict[str, Any]:
     """of_ranks: received rows in each step, and published bytes, of each rank."""
-    steps = list(zip(*(received for received, _ in of_ranks), strict=True))[-one.bench.steps :]
-    steps_s = slowest(by_rank, one.name)
-    moves_s = slowest(by_rank, one.name, "move") if (one.name, "move") in by_rank[0] else []
+    steps = list(zip(*(received for received, _ in of_ranks), strict=True))[-contestant.bench.steps :]
+    steps_s = slowest(by_rank, contestant.name)
+    moves_s = slowest(by_rank, contestant.name, "move") if (contestant.name, "move") in by_rank[0] else []
     return {
         "step_ms": median(steps_s) * 1e3,
         "step_min_ms": min(steps_s) * 1e3,
@@ -304,10 +311,10 @@ def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], i
         "move_ms": median(moves_s) * 1e3 if moves_s else None,
         "speedup": fixed_s / (sum(steps_s) + sum(moves_s)),
         "busiest_over_mean": _ratio(steps),
-        "switches": one.switches,
-        "moved_experts": one.moved_experts,
-        "moved_bytes": one.moved_bytes,
-        "published_bytes": sum(sent for _, sent in of_ranks) // one.bench.steps,
+        "switches": contestant.switches,
+        "moved_experts": contestant.moved_experts,
+        "moved_bytes": contestant.moved_bytes,
+        "published_bytes": sum(sent for _, sent in of_ranks) // contestant.bench.steps,
     }
 
 

@@ -117,7 +117,7 @@ class PlacementBench(BatchShape):
     def popularity(self, step: int) -> list[float]:
         """Return the weight of each expert in a step."""
         rng = random.Random(self.seed)
-        weights = [(place + 1) ** -self.zipf for place in range(self.experts)]
+        weights = [(index + 1) ** -self.zipf for index in range(self.experts)]
         rng.shuffle(weights)
         for _ in range(step // self.drift if self.drift else 0):
             a, b = rng.sample(range(self.experts), 2) if self.experts > 1 else (0, 0)
@@ -159,20 +159,20 @@ def eplb_replicas(loads_E: list[int], world: int, slots: int) -> list[list[int]]
     """Return the experts of each rank's replicas by EPLB, with ``slots`` more on each rank than its share of experts.
 
     Each spare slot goes to the expert with the most rows per replica. Replicas by descending rows then go to the rank
-    with the least rows that has room. An expert can be on a rank twice, and no replica is its home.
+    with the least rows that has a free slot. An expert can be on a rank twice, and no replica is its home.
     """
     counts = [1] * len(loads_E)
     for _ in range(slots * world):
-        counts[max(range(len(loads_E)), key=lambda one: loads_E[one] / counts[one])] += 1
-    room, totals = [len(loads_E) // world + slots] * world, [0.0] * world
+        counts[max(range(len(loads_E)), key=lambda expert: loads_E[expert] / counts[expert])] += 1
+    free, totals = [len(loads_E) // world + slots] * world, [0.0] * world
     packed: list[list[int]] = [[] for _ in range(world)]
     replicas = [(load / count, expert) for expert, (load, count) in enumerate(zip(loads_E, counts, strict=True))]
-    for rows, expert in sorted(replicas, key=lambda one: -one[0]):
+    for rows, expert in sorted(replicas, key=lambda replica: -replica[0]):
         for _ in range(counts[expert]):
-            rank = min((rank for rank in range(world) if room[rank]), key=lambda one: totals[one])
+            rank = min((rank for rank in range(world) if free[rank]), key=totals.__getitem__)
             packed[rank].append(expert)
             totals[rank] += rows
-            room[rank] -= 1
+            free[rank] -= 1
     return packed
 
 

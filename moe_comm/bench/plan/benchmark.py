@@ -143,12 +143,12 @@ def _rank(bench: PlanBench, cases: tuple[PlanCase, ...], folder: str) -> list[Me
         stats = summarize([times for times, _ in by_rank])
         measured = []
         for index, mapping_run in enumerate(mapping_runs):
-            one = stats[str(index), "step"]
+            step_stats = stats[str(index), "step"]
             communication, processor = (fmean(by_mapping[index][part] for _, by_mapping in by_rank) for part in (0, 1))
             measured.append(
                 MeasuredStep(
-                    seconds=one["median_ms"] / 1e3,
-                    fastest=one["min_ms"] / 1e3,
+                    seconds=step_stats["median_ms"] / 1e3,
+                    fastest=step_stats["min_ms"] / 1e3,
                     losses=tuple(report.loss for report in mapping_run.reports),
                     loads=mapping_run.reports[-1].load.slots,
                     communication=communication,

@@ -37,7 +37,7 @@ from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.bench.plan.benchmark import calibrated
 from moe_comm.bench.plan.settings import PlanBench
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
-from moe_comm.bench.train.own_loop import MoeCommTraining, OneProcessTraining, predicted_ms, write_trace
+from moe_comm.bench.train.moe_comm_training import MoeCommTraining, OneProcessTraining, predicted_ms, write_trace
 from moe_comm.bench.train.peers import PEERS
 from moe_comm.bench.train.settings import LR, OWN, RIVALS, TrainBench
 from moe_comm.errors import ConfigError
@@ -119,7 +119,7 @@ class _ContestantRun:
             if contestant is None:
                 clock.measure(self.name, ("step", lambda: None))
             else:
-                phases = [("lead", partial(contestant.step, one)) for one in lead]
+                phases = [("lead", partial(contestant.step, earlier)) for earlier in lead]
                 if lead:
                     phases.append(("prepare", partial(contestant.prepare, step)))
                 contestant.prepare(number * each)
@@ -206,29 +206,29 @@ def run(
         for contestant_run in contestant_runs:
             if bench.hosts > 1:
                 contestant_run.measure_compute(clock, bench.steps)
-        own_loops = {one.name: one.contestant for one in contestant_runs if isinstance(one.contestant, MoeCommTraining)}
-        own_loops.pop(OneProcessTraining.name, None)
+        trainings = {run.name: run.contestant for run in contestant_runs if isinstance(run.contestant, MoeCommTraining)}
+        trainings.pop(OneProcessTraining.name, None)
         each = bench.steps_per_round
         breakdowns = {
-            name: _breakdown([step_report.times for step_report in own_loop.reports[each - 1 :: each][bench.warmup :]])
-            for name, own_loop in own_loops.items()
+            name: _breakdown([step_report.times for step_report in training.reports[each - 1 :: each][bench.warmup :]])
+            for name, training in trainings.items()
         }
-        traffic = {one.name: one.traffic[bench.warmup :] for one in contestant_runs}
-        spans = [one.spans for one in contestant_runs if one.name in own_loops]
+        traffic = {run.name: run.traffic[bench.warmup :] for run in contestant_runs}
+        spans = [run.spans for run in contestant_runs if run.name in trainings]
         by_rank = gather((dict(clock.times), median(rates[bench.warmup :]), breakdowns, traffic, spans))
     if trace is not None and ranks.is_first:
         write_trace(list(zip(*(spans for *_, spans in by_rank), strict=True)), bench.ranks_per_host, trace)
     stats = summarize([times for times, *_ in by_rank])
     peak = sum(rate for _, rate, *_ in by_rank)
     rows = {name: _row(bench, stats[name, "step"], flops, peak) for name in names}
-    for name, own_loop in own_loops.items():
+    for name, training in trainings.items():
         rows[name]["step"] = _mean([breakdowns[name] for _, _, breakdowns, *_ in by_rank])
         if bench.hosts > 1 or bench.variants or cluster is not None:
-            rows[name] |= {"mapping": own_loop.degrees, "backend": own_loop.backend}
-        if own_loop.config.placement.kind != "fixed":
-            rows[name]["placement"] = own_loop.placement
+            rows[name] |= {"mapping": training.degrees, "backend": training.backend}
+        if training.config.placement.kind != "fixed":
+            rows[name]["placement"] = training.placement
         if cluster is not None:
-            rows[name]["predicted_ms"] = predicted_ms(inputs, own_loop, cluster)
+            rows[name]["predicted_ms"] = predicted_ms(inputs, training, cluster)
     if bench.hosts > 1:
         first_ranks = by_rank[:: bench.ranks_per_host]
         for name in names:
@@ -264,8 +264,8 @@ def run(
 def _make_inputs(bench: TrainBench, ranks: Ranks, folder: str | None, stack: contextlib.ExitStack) -> ContestantInputs:
     """Return the inputs of the peers. The first rank writes a folder with the initial weights."""
     if folder is None:
-        own = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)) if ranks.is_first else ""
-        folder = ranks.broadcast_text(own)
+        created = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)) if ranks.is_first else ""
+        folder = ranks.broadcast_text(created)
     config = bench.config()
     config = config.model_copy(update={"data": config.data.model_copy(update={"cache": folder})})
     corpus = open_corpus(config, ranks)
@@ -354,8 +354,8 @@ def _breakdown(times: list[StepTimes]) -> dict[str, Any]:
 
 def _mean(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of the breakdowns of all ranks."""
-    mean: dict[str, Any] = {part: fmean(one[part] for one in ranks) for part in PARTS}
-    mean["seconds"] = {part: fmean(one["seconds"][part] for one in ranks) for part in (*PARTS, "total")}
+    mean: dict[str, Any] = {part: fmean(breakdown[part] for breakdown in ranks) for part in PARTS}
+    mean["seconds"] = {part: fmean(breakdown["seconds"][part] for breakdown in ranks) for part in (*PARTS, "total")}
     return mean
 
 

@@ -129,11 +129,11 @@ def read_ranks(path: Path, notes: list[str]) -> RankLines:
                     if not (0 <= line.step < 2**53 and 0 <= line.rank < 2**31):
                         raise ValueError("the step or rank is out of range")
                     values = [number(getattr(line, name)) for name in RANK_VALUES]
-                    place = index.setdefault(line.rank, len(index))
-                    if place == len(hosts):
+                    position = index.setdefault(line.rank, len(index))
+                    if position == len(hosts):
                         hosts.append(line.host[:200])
-                    file_rows.append([number(line.step), place, number(line.begin_s), *values])
-                    sums.add(line, place)
+                    file_rows.append([number(line.step), position, number(line.begin_s), *values])
+                    sums.add(line, position)
                 except ValueError:
                     bad += 1
         except OSError as error:
@@ -147,7 +147,7 @@ def read_ranks(path: Path, notes: list[str]) -> RankLines:
 def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _Sums) -> RankLines:
     """Build the table with ranks in rank order."""
     order = sorted(index)
-    new_index = {index[rank]: place for place, rank in enumerate(order)}
+    new_index = {index[rank]: position for position, rank in enumerate(order)}
     table = np.concatenate([np.zeros((0, 3 + len(RANK_VALUES))), *rows])
     renumber = np.array([new_index[old] for old in range(len(order))], dtype=np.int64)
     steps = np.array([max(sums.lines.get(index[rank], 0), 1) for rank in order], dtype=np.float64)
@@ -168,13 +168,13 @@ def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _S
         sent=by_kind(sums.sent),
         waits=by_kind(sums.waits),
         peers={
-            (new_index[place], new_index[index[peer]]): nbytes / max(sums.lines[place], 1)
-            for (place, peer), nbytes in sums.peers.items()
+            (new_index[position], new_index[index[peer]]): nbytes / max(sums.lines[position], 1)
+            for (position, peer), nbytes in sums.peers.items()
             if peer in index
         },
         probes={
-            (new_index[index[peer]], new_index[place]): seconds / max(sums.probed[place, peer], 1)
-            for (place, peer), seconds in sums.probes.items()
+            (new_index[index[peer]], new_index[position]): seconds / max(sums.probed[position, peer], 1)
+            for (position, peer), seconds in sums.probes.items()
             if peer in index
         },
     )
@@ -191,16 +191,16 @@ class _Sums:
         self.probes: dict[tuple[int, int], float] = defaultdict(float)
         self.probed: Counter[tuple[int, int]] = Counter()
 
-    def add(self, line: RankStep, place: int) -> None:
-        self.lines[place] += 1
+    def add(self, line: RankStep, position: int) -> None:
+        self.lines[position] += 1
         for sums, values in ((self.sent, line.sent), (self.waits, line.waits)):
             for kind, value in values.items():
                 if kind in sums or len(sums) < 16:
-                    sums.setdefault(kind[:40], defaultdict(float))[place] += number(value)
+                    sums.setdefault(kind[:40], defaultdict(float))[position] += number(value)
         for pairs, values in ((self.peers, line.peers), (self.probes, line.links)):
             for name, value in values.items():
                 if name.isdecimal() and len(name) < 10:
-                    pair = (place, int(name))
+                    pair = (position, int(name))
                     if pair in pairs or len(pairs) < MOST_CELLS:
                         pairs[pair] += number(value)
                         self.probed[pair] += pairs is self.probes

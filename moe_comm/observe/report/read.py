@@ -227,16 +227,16 @@ def _layers(loads: Mapping[float, Mapping[str, Any]]) -> tuple[Floats, dict[str,
         listed = loads[step].get("layers")
         if not isinstance(listed, list):
             listed = list(range(max([len(item) for item in loads[step].values() if isinstance(item, list)], default=0)))
-        places[step] = [place if isinstance(place, int) and 0 <= place < MOST_LAYERS else -1 for place in listed]
+        places[step] = [layer if isinstance(layer, int) and 0 <= layer < MOST_LAYERS else -1 for layer in listed]
     count = 1 + max([max(layers_of_step, default=-1) for layers_of_step in places.values()], default=-1)
     layers = {name: np.full((len(steps), count), np.nan) for name in HEALTH}
     across = {name: np.full((len(steps), 2), np.nan) for name in HEALTH}
     for row, step in enumerate(steps):
         for name in HEALTH:
             values = loads[step].get(name)
-            for place, value in zip(places[step], values if isinstance(values, list) else [], strict=False):
-                if place >= 0:
-                    layers[name][row, place] = number(value)
+            for layer, value in zip(places[step], values if isinstance(values, list) else [], strict=False):
+                if layer >= 0:
+                    layers[name][row, layer] = number(value)
             across_values = loads[step].get("across")
             pair = across_values.get(name) if isinstance(across_values, dict) else None
             if isinstance(pair, list) and len(pair) == 2:

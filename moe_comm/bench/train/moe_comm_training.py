@@ -101,8 +101,8 @@ class MoeCommTraining(TrainContestant):
             after = [line.ratio_after if line.switched else line.ratio_before for line in decided[-1].decisions]
             ratios = {"before": fmean(line.ratio_before for line in decided[0].decisions), "after": fmean(after)}
         return {
-            "switches": sum(bool(one.layers) for one in decided),
-            "moved_bytes": sum(one.moved_bytes for one in decided),
+            "switches": sum(bool(switch.layers) for switch in decided),
+            "moved_bytes": sum(switch.moved_bytes for switch in decided),
             "busiest_over_mean": ratios,
         }
 
@@ -156,13 +156,13 @@ def write_trace(steps: Sequence[Sequence[Sequence[SpanLine]]], ranks_per_host: i
     write_file(Path(out), trace.build(lines, hosts))
 
 
-def predicted_ms(inputs: ContestantInputs, own_loop: MoeCommTraining, cluster: Cluster) -> float | None:
+def predicted_ms(inputs: ContestantInputs, training: MoeCommTraining, cluster: Cluster) -> float | None:
     """Return the predicted time of a step with the expert loads of the last step, in ms.
 
     None if the planner does not model the configuration: a given number of chunks, interleaved micro-batches, or
     experts that move between ranks.
     """
-    config, parallel = own_loop.config, own_loop.parallel
+    config, parallel = training.config, training.parallel
     p = config.parallel
     moves = config.placement.kind != "fixed"
     if p.overlap_chunks not in (None, 0, "auto") or p.interleave or moves:
@@ -179,8 +179,8 @@ def predicted_ms(inputs: ContestantInputs, own_loop: MoeCommTraining, cluster: C
         pipeline=pipeline,
         overlap="chunks" if p.overlap_chunks else "none",
         # The other backends send each row to the rank of its expert, as all_to_all does.
-        dispatcher=own_loop.backend if own_loop.backend in get_args(Dispatcher) else "all_to_all",  # type: ignore[arg-type]
+        dispatcher=training.backend if training.backend in get_args(Dispatcher) else "all_to_all",  # type: ignore[arg-type]
     )
-    rows = own_loop.reports[-1].load.slots
+    rows = training.reports[-1].load.slots
     load = replace(workload(config, shape), imbalance=imbalance(rows, parallel.ep))
     return StepModel(shape, PlacedMapping(mapping, cluster), load, config.data.batch).predict().seconds * 1e3
