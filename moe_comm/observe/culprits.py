@@ -41,10 +41,6 @@ def culprits(
 
     Args:
         steps: first and last step of a single window; None: all steps, in windows of ``size``.
-
-    Raises:
-        InputError: the run has no rank records.
-        CorruptFile: a record is corrupted.
     """
     results = [
         Culprit(Diagnosis(KINDS[fault.kind], tuple(fault.ranks), 1.0, 1.0, 0.0, fault.what), fault.step, fault.step)

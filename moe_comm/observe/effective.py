@@ -87,9 +87,6 @@ def effective_time(run: Path, end_s: float | None = None) -> EffectiveTime | Non
     Args:
         run: the run folder.
         end_s: end of the run in seconds since 1970; None: the time when the last step was written.
-
-    Raises:
-        CorruptFile: ``attempts.jsonl`` is corrupted.
     """
     attempts = list(read_lines(run / ATTEMPTS, Attempt))
     if not attempts:

@@ -120,11 +120,7 @@ class Injection:
 
 
 def parse(text: str) -> FaultSpec:
-    """Parse a fault specification "kind:key=value,key=value".
-
-    Raises:
-        ConfigError: the specification is invalid.
-    """
+    """Parse a fault specification "kind:key=value,key=value"."""
     kind, _, options = text.strip().partition(":")
     if kind not in KINDS:
         raise ConfigError(f"fault {text!r}: unknown kind {kind!r}{_suggest(kind, KINDS)}; known: {', '.join(KINDS)}")

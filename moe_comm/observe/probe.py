@@ -62,9 +62,6 @@ class Probe:
         """Return the seconds of a message from the first rank of each other host, by rank. Collective.
 
         Ranks that do not probe return {}.
-
-        Raises:
-            RuntimeError: an error of the backend: a host failed or exceeded the timeout.
         """
         if not self.takes_part:
             return {}

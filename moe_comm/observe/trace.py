@@ -175,11 +175,6 @@ def write_trace(run: Path, out: Path, steps: tuple[int, int] | None = None, *, f
 
     Returns:
         The number of spans.
-
-    Raises:
-        ConfigError: there are no spans.
-        CorruptFile: a file of the run is corrupted.
-        MissingDependency: ``perfetto`` is not installed.
     """
     check_package()
     if not run.is_dir():

@@ -41,9 +41,6 @@ class LinkProbes:
         """Return the H probing ranks, and [P, H, H] seconds from sender to receiver in P steps; NaN without a probe.
 
         The P steps are the last ones with probes, as many as the size limit allows.
-
-        Raises:
-            InputError: there are too many ranks.
         """
         ends, at_M = np.unique(self.at_N3[:, 1:], return_inverse=True)
         steps, index_N = np.unique(self.at_N3[:, 0], return_inverse=True)
@@ -105,10 +102,6 @@ def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
     Args:
         lines: the step lines.
         stage: pipeline stage of each rank of the run; (): no pipeline.
-
-    Raises:
-        InputError: there are no lines.
-        CorruptFile: almost all steps of almost all ranks are missing.
     """
     line_of = {(line.step, line.rank): line for line in lines}
     if not line_of:
@@ -146,12 +139,7 @@ def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
 
 
 def read_window(run: Path) -> Window:
-    """Read all steps of the run folder ``run``.
-
-    Raises:
-        InputError: it has no step records.
-        CorruptFile: a record is corrupted.
-    """
+    """Read all steps of the run folder ``run``."""
     stage: list[int] = []
     for attempt in records.read_lines(run / records.ATTEMPTS, Attempt):
         pp = attempt.mapping.get("pp", 1)

@@ -52,10 +52,6 @@ def calibrate(
 
     Returns:
         The description of the cluster, for ``hardware_file.save``. Rates are those of one rank while all ranks work.
-
-    Raises:
-        ConfigError: the numbers of ranks and hosts do not match.
-        RankFailed: a rank raised an exception or was killed.
     """
     if ranks < 1 or hosts < 1 or ranks % hosts:
         raise ConfigError(f"ranks must be a positive multiple of hosts; got {ranks} ranks and {hosts} hosts")

@@ -118,9 +118,6 @@ def run(settings: DispatchBench, threads: int = 1) -> dict[str, Any]:
     Args:
         settings: settings; ``ranks`` must be the size of the group.
         threads: number of threads of this rank.
-
-    Raises:
-        WrongAnswer: the result of a contestant differs from plain torch.
     """
     rank = dist.get_rank()
     group = dist.group.WORLD if settings.ranks > 1 else None

@@ -142,9 +142,6 @@ def check(runners: list[ContestantRun]) -> dict[str, float]:
 
     Returns:
         By contestant, the largest Frobenius norm of a difference over the norm of the first contestant's result.
-
-    Raises:
-        WrongAnswer: the results of two contestants differ by more than ``allowed_error``.
     """
     errors: dict[str, float] = {}
     reference: dict[str, Tensor] = {}
@@ -178,11 +175,7 @@ def make_inputs(settings: LayerBench, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
-    """Run the benchmark on this rank and return the result, the same on every rank. Collective over the default group.
-
-    Raises:
-        WrongAnswer: the results of two contestants differ.
-    """
+    """Run the benchmark on this rank and return the result, the same on every rank. Collective."""
     rank = dist.get_rank()
     names, skipped = select_contestants(settings)
     x_TD, grad_TD = make_inputs(settings, rank)

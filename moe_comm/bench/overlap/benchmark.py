@@ -115,9 +115,6 @@ def main(
         bench: settings of the benchmark.
         json_out: file for the JSON object; ``-`` is standard output.
         trace, png: files for timelines, as a Perfetto trace and as a picture.
-
-    Raises:
-        MissingDependency: the package that writes ``trace`` or ``png`` is not installed.
     """
 
     def measure() -> dict[str, Any]:

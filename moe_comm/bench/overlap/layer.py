@@ -92,11 +92,7 @@ class OverlapLayerContest:
         self.narrow = layers.ContestantRun(Overlapped(settings_of(bench, TILE), rank, bench), *inputs)
 
     def check(self) -> None:
-        """Compare the results: serial and overlapped in bits, Hugging Face's with a tolerance. Collective.
-
-        Raises:
-            WrongAnswer: the results differ.
-        """
+        """Compare the results: serial and overlapped in bits, Hugging Face's with a tolerance. Collective."""
         results = []
         for name in (Serial.name, Overlapped.name):
             runner = self.runners[name]

@@ -83,9 +83,6 @@ def session(config: TrainConfig, **options: Any) -> Iterator[Session]:
     Args:
         config: configuration of the run.
         options: arguments of ``Trainer``.
-
-    Raises:
-        ConfigError: the mapping is not valid for the model or the ranks.
     """
     ranks = Ranks.make()
     mesh = ParallelMesh(config.parallel.mapping(ranks.world))

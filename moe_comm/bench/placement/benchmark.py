@@ -151,11 +151,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
-    """Run the benchmark on this rank and return the result, the same on every rank. Collective.
-
-    Raises:
-        WrongAnswer: a layer has other bits than the fixed one.
-    """
+    """Run the benchmark on this rank and return the result, the same on every rank. Collective."""
     layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *PEERS)]
     deciding: dict[str, _Contestant] = {
         contestant.name: contestant for contestant in layers if contestant.name in bench.kinds

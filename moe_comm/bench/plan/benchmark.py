@@ -82,10 +82,6 @@ def measure(bench: PlanBench, cases: Sequence[PlanCase], folder: Path) -> list[M
         bench: settings.
         cases: mappings to measure.
         folder: cache folder of the prepared text.
-
-    Raises:
-        ConfigError: the hosts cannot be created.
-        RankFailed: a rank raised an exception or was killed.
     """
     ((ranks, count),) = {(case.ranks, case.hosts) for case in cases}
     arguments = (bench, tuple(cases), str(folder))
@@ -171,12 +167,7 @@ def predict(bench: PlanBench, case: PlanCase, cluster: Cluster, slots_LE: Sequen
 
 
 def run(bench: PlanBench) -> dict[str, Any]:
-    """Calibrate, measure and predict. Return the JSON object of ``moe-comm bench plan``.
-
-    Raises:
-        ConfigError: a mapping is not valid for the model or the batch.
-        RankFailed: a rank raised an exception or was killed.
-    """
+    """Calibrate, measure and predict. Return the JSON object of ``moe-comm bench plan``."""
     reason = unavailable_reason() if any(case.hosts > 1 for case in bench.cases) else ""
     skipped = {f"{case} on {case.hosts} hosts": reason for case in bench.cases if reason and case.hosts > 1}
     groups: dict[tuple[int, int], list[PlanCase]] = {}

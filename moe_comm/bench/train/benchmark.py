@@ -167,9 +167,6 @@ def run(
         folder: folder for the weights and the text, which all ranks can read. None: rank 0 creates a temporary one.
         trace: file for a Perfetto trace of the last step of each configuration of this library.
         cluster: description of this machine with these ranks, for predictions. None: no predictions.
-
-    Raises:
-        WrongAnswer: the losses of two contestants differ.
     """
     names, skipped = select_contestants(bench)
     ranks = Ranks.make()
@@ -369,10 +366,6 @@ def main(
         json_out: file for the JSON object; ``-`` is standard output.
         trace: file for a Perfetto trace of one step of each configuration of this library.
         predict: calibrate this machine first, and predict the step of each configuration of this library.
-
-    Raises:
-        MissingDependency: the package that writes ``trace`` is not installed.
-        WrongAnswer: the losses of two contestants differ.
     """
 
     def measure() -> dict[str, Any] | None:

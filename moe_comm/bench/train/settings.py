@@ -48,11 +48,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse ``NAME:KEY=VALUE,KEY=VALUE``. A comma inside a value is allowed if no ``KEY=`` follows it.
-
-        Raises:
-            ConfigError: the text does not have this form.
-        """
+        """Parse ``NAME:KEY=VALUE,KEY=VALUE``. A comma inside a value is allowed if no ``KEY=`` follows it."""
         name, _, rest = text.partition(":")
         overrides = tuple(re.split(r",(?=[\w.]+=)", rest))
         if not re.fullmatch(r"[\w.-]+", name) or not all(re.match(r"[\w.]+=", override) for override in overrides):
@@ -70,9 +66,6 @@ class TrainBench:
         batch: sequences per rank and step.
         settings: overrides of the ``TrainConfig`` of this library. They must be under ``FREE_KEYS``.
         variants: further configurations of this library, which start from ``settings``.
-
-    Raises:
-        ConfigError: a size is out of range, a name is unknown or not unique, or a setting is invalid.
     """
 
     ranks: int = 2
@@ -128,11 +121,7 @@ class TrainBench:
         return (OWN, *(variant.name for variant in self.variants))
 
     def config(self, name: str | None = None) -> TrainConfig:
-        """Return the configuration with one of ``own_names``, or that of the peers for None.
-
-        Raises:
-            ConfigError: an override is invalid, or changes what is trained.
-        """
+        """Return the configuration with one of ``own_names``, or that of the peers for None."""
         from moe_comm.train import config as configuration  # imports torch
 
         if name is None:

@@ -25,9 +25,6 @@ PROBE_BYTES = 1 << 18
 def spread_lines(path: Path, most: int) -> Iterator[bytes]:
     """Yield about ``most`` evenly sampled complete lines of a file, including the first and last, or all if there are
     fewer. A last line without newline is skipped.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size

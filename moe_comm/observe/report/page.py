@@ -106,11 +106,7 @@ PANELS = (
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the page of one run, or comparing two, from the results of ``panels``.
-
-    Raises:
-        MissingDependency: plotly is not installed.
-    """
+    """Return the page of one run, or comparing two, from the results of ``panels``."""
     names = " and ".join(str(run["name"]) for run in runs)
     return document(
         _asset("page.html"),
@@ -127,9 +123,6 @@ def document(template: str, scripts: Mapping[str, str], **texts: str) -> str:
     """Return ``template`` filled with ``texts``, ``scripts`` by name, Plotly, and the shared script and style.
 
     The content security policy allows only these scripts. The template also has $policy, $style, $plotly and $draw.
-
-    Raises:
-        MissingDependency: plotly is not installed.
     """
     scripts = {"plotly": plotly_script(), "draw": _asset("draw.js"), **scripts}
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())

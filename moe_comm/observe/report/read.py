@@ -90,11 +90,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the available files of the run folder ``path``.
-
-    Raises:
-        ConfigError: the folder does not exist, or has no file of a run.
-    """
+    """Read the available files of the run folder ``path``."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; pass a run folder, such as runs/train-20260101-120000")
     names = (records.METRICS, records.RANKS, records.LOADS, records.ATTEMPTS, records.FAULTS, records.RESOLVED)
