@@ -11,31 +11,30 @@ Ranks are started as by ``moe-comm train``, with one thread each. More ranks tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from moe_comm.bench.calibrate.fit import accelerator_of
 from moe_comm.bench.calibrate.ranks import RankMeasurements, measure
 from moe_comm.bench.calibrate.steps import CalibrationStep, measure_steps, within_steps
+from moe_comm.bench.common.ranks import launch_ranks
+from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import available_cores, launch
 from moe_plan.machine.collectives import Link
 from moe_plan.machine.hardware import Cluster
 from moe_plan.machine.link_fit import between_of, inside_of
 
+TIMEOUT_S = 600.0
 LOOPBACK = Link("memory of one rank", 1e9, 0.0, 1.0)
 """Placeholder for a link that a cluster does not have."""
-OnHosts = Callable[[Callable[..., Any], Sequence[Any]], list[Any]]
-"""Runs a function in one rank on each host and returns the results by rank."""
 
 
 def calibrate(
     ranks: int,
     *,
-    on_hosts: OnHosts | None = None,
     hosts: int = 1,
-    link: str = "link between hosts",
+    link_gbit: float = 1.0,
     host: Cluster | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Cluster:
@@ -43,10 +42,8 @@ def calibrate(
 
     Args:
         ranks: number of ranks, over all hosts.
-        on_hosts: runs the ranks that measure the link between hosts, for example ``run_on_hosts`` with its last
-            arguments bound. None: one host.
-        hosts: number of hosts of the cluster. Must be 1 without ``on_hosts``.
-        link: name of the link in the description.
+        hosts: number of hosts of the cluster; several are simulated, with links of ``link_gbit`` Gbit/s.
+        link_gbit: rate of each link.
         host: description of ``ranks`` ranks on one host that was measured before. Only the link is measured then.
         say: receives progress messages.
 
@@ -55,18 +52,18 @@ def calibrate(
     """
     if ranks < 1 or hosts < 1 or ranks % hosts:
         raise ConfigError(f"ranks must be a positive multiple of hosts; got {ranks} ranks and {hosts} hosts")
-    if (hosts > 1) != (on_hosts is not None):
-        raise ConfigError(f"on_hosts requires hosts > 1, and hosts > 1 requires on_hosts; got {hosts} hosts")
+    if hosts > 1 and (problem := unavailable_reason()):
+        raise ConfigError(f"cannot create {hosts} hosts: {problem}")
     log = say or (lambda text: None)
     if host is not None and host.gpus != ranks:
         raise ConfigError(f"host has {host.gpus} ranks; expected {ranks}")
     cluster = host or _calibrate_host(ranks, log)
-    if on_hosts is not None:
+    if hosts > 1:
         log(f"transfers between {hosts} hosts")
-        by_host: list[RankMeasurements] = on_hosts(measure, (("moves",),))
+        by_host: list[RankMeasurements] = launch_ranks(measure, (("moves",),), hosts, hosts, link_gbit, TIMEOUT_S)
         transfers = [transfer for rank in by_host for transfer in rank.moves]
         # The hosts are on this machine and share its cores.
-        between = between_of(cluster, transfers, link, spare_cores=available_cores() >= 2 * ranks)
+        between = between_of(cluster, transfers, f"{link_gbit:g} Gbit/s", spare_cores=available_cores() >= 2 * ranks)
         cluster = replace(cluster, host_size=ranks // hosts, between=between)
     return cluster
 

@@ -16,7 +16,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,18 +34,13 @@ from moe_comm.bench.common.clock import Clock, gather, summarize
 from moe_comm.bench.common.interleave import run_rounds
 from moe_comm.bench.common.ranks import launch_ranks, run_benchmark, say
 from moe_comm.bench.common.report import NOISY
-from moe_comm.bench.hosts.namespaces import Hosts, unavailable_reason
-from moe_comm.bench.hosts.ranks import run_on_hosts
+from moe_comm.bench.hosts.namespaces import unavailable_reason
+from moe_comm.bench.parity.training import session
 from moe_comm.bench.plan.settings import MODEL_KEYS, PlanBench, PlanCase
 from moe_comm.runtime.launch import init_ranks
-from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
-from moe_comm.train.loop.build import architecture_of, build
-from moe_comm.train.loop.feed import CorpusFeed
-from moe_comm.train.loop.job import open_corpus
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import StepReport
-from moe_comm.train.ranks import Ranks
 from moe_plan.machine.hardware import Cluster
 from moe_plan.machine.hardware_file import to_json
 from moe_plan.model.load import Workload
@@ -92,21 +87,8 @@ def measure(bench: PlanBench, cases: Sequence[PlanCase], folder: Path) -> list[M
 class _MappingRun:
     """The trainer of one mapping."""
 
-    def __init__(
-        self, bench: PlanBench, case: PlanCase, folder: str, ranks: Ranks, stack: contextlib.ExitStack
-    ) -> None:
-        config = configuration.load(None, [*bench.overrides(case), f"data.cache={folder}"])
-        corpus = open_corpus(config, ranks)
-        mesh = ParallelMesh(config.parallel.mapping(ranks.world))
-        train_state = build(config, architecture_of(config, corpus.vocab_size), mesh)
-        data = config.data
-        feed = stack.enter_context(
-            CorpusFeed(corpus, mesh, config.parallel.context, data.micro_batches, config.run.steps)
-        )
-        for stage in train_state.stages:
-            stack.callback(stage.close)  # type: ignore[arg-type]
-        stack.callback(train_state.runner.close)
-        self.trainer = Trainer(config, train_state, feed, ranks)
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         self.reports: list[StepReport] = []
         self.processor: list[float] = []
 
@@ -120,8 +102,8 @@ def _rank(bench: PlanBench, cases: tuple[PlanCase, ...], folder: str) -> list[Me
     """Measure on this rank. Collective."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with init_ranks("cpu", TIMEOUT_S), contextlib.ExitStack() as stack:
-        ranks = Ranks.make()
-        mapping_runs = [_MappingRun(bench, case, folder, ranks, stack) for case in cases]
+        configs = [configuration.load(None, [*bench.overrides(case), f"data.cache={folder}"]) for case in cases]
+        mapping_runs = [_MappingRun(stack.enter_context(session(config)).trainer) for config in configs]
         clock = Clock()
 
         def measure_step(mapping_run: _MappingRun, step: int) -> None:
@@ -180,7 +162,9 @@ def run(bench: PlanBench) -> dict[str, Any]:
         for (ranks, hosts), cases in groups.items():
             where = f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
             say(f"{where}: calibrating")
-            cluster = calibrated(bench, ranks, hosts, calibrations.get(ranks))
+            cluster = calibrate(
+                ranks, hosts=hosts, link_gbit=bench.link_gbit, host=calibrations.get(ranks) if hosts > 1 else None
+            )
             calibrations[ranks] = cluster
             say(f"{where}: {len(cases)} mappings")
             results.append(_group(bench, cases, cluster, measure(bench, cases, Path(folder))))
@@ -198,18 +182,6 @@ def run(bench: PlanBench) -> dict[str, Any]:
         "settings": bench.to_dict(),
         "command": shlex.join(sys.argv),
     }
-
-
-def calibrated(bench: PlanBench, ranks: int, hosts: int, host: Cluster | None = None) -> Cluster:
-    """Calibrate this machine with ``ranks`` ranks. ``host`` is an earlier calibration with one host."""
-    if hosts == 1:
-        return calibrate(ranks)
-    with Hosts(hosts, bench.link_gbit) as namespaces:
-
-        def on_hosts(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-            return run_on_hosts(function, args, namespaces, 1, TIMEOUT_S)
-
-        return calibrate(ranks, on_hosts=on_hosts, hosts=hosts, link=f"{bench.link_gbit:g} Gbit/s", host=host)
 
 
 def _group(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from moe_comm.bench.calibrate.machine import calibrate
 from moe_comm.bench.common import report
 from moe_comm.bench.common.clock import Clock, Stats, gather, summarize, times_of
 from moe_comm.bench.common.inputs import WrongAnswer
@@ -34,8 +35,6 @@ from moe_comm.bench.common.ranks import (
     say,
 )
 from moe_comm.bench.hosts.namespaces import interface_bytes
-from moe_comm.bench.plan.benchmark import calibrated
-from moe_comm.bench.plan.settings import PlanBench
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
 from moe_comm.bench.train.moe_comm_training import MoeCommTraining, OneProcessTraining, predicted_ms, write_trace
 from moe_comm.bench.train.peers import PEERS
@@ -371,7 +370,7 @@ def main(
     def measure() -> dict[str, Any] | None:
         if predict:
             say("calibrating this machine")
-        cluster = calibrated(PlanBench(link_gbit=bench.link_gbit), bench.ranks, bench.hosts) if predict else None
+        cluster = calibrate(bench.ranks, hosts=bench.hosts, link_gbit=bench.link_gbit) if predict else None
         work = partial(run, trace=trace, cluster=cluster)
         return on_ranks(work, bench, bench.ranks, "cpu") if bench.hosts == 1 else _on_hosts(work, bench)
 

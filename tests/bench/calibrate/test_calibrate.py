@@ -220,8 +220,7 @@ def test_ranks_time_the_same_training_steps(pool: RankPool) -> None:
     ("ranks", "arguments", "message"),
     [
         (0, {}, "positive multiple of hosts"),
-        (3, {"hosts": 2, "on_hosts": lambda function, args: []}, "multiple of hosts"),
-        (4, {"hosts": 2}, "requires on_hosts"),
+        (3, {"hosts": 2}, "multiple of hosts"),
         (2, {"host": HOST}, "has 4 ranks; expected 2"),
     ],
 )
