@@ -294,6 +294,11 @@ PROGRESS = "progress.jsonl"
 class FaultOutcome:
     """Detection and recovery of a fault, in seconds after the injection (NaN: never). noticed: the detecting event.
 
+    injected.jsonl    kill, step 5 ──┐ detected: by the first fault record or start of the ranks after it
+    faults.jsonl      died         ◀─┤
+    attempts.jsonl    start        ◀─┤
+    progress.jsonl    step 6 ended ◀─┘ recovered: at the first end of a later step
+
     The first event between injection and recovery counts as the detection. Faults in quick succession can share events.
     """
 

@@ -64,7 +64,11 @@ class PermuteHandle:
 
 
 class Permute:
-    """Dispatch and combine over an ``Exchange``.
+    """Dispatch and combine over an ``Exchange``, as in torchtitan and Hugging Face. Combine reverses the steps.
+
+    sender:    x_TD ─index_select─▶ rows by (expert, token, slot)
+                                        │ all-to-all
+    receiver:                           └▶ by (source, expert, ...) ─cat of blocks─▶ by (expert, source, ...)
 
     Args:
         exchange: the all-to-all.

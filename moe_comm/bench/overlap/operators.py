@@ -1,6 +1,6 @@
-"""``dispatch_matmul`` and ``matmul_combine`` in ``bench overlap``.
+"""The four operators of ``bench overlap``.
 
-The serial form uses dispatch or combine of the same dispatcher, and its backward, before or after the GEMMs of all
+The serial form of the expert operators uses dispatch or combine of the same dispatcher, and its backward, before or after the GEMMs of all
 experts. ``comm`` therefore includes the gathers around a transfer. In backward, the GEMMs are an autograd node between
 those of the dispatcher, as in a layer without the operator. The GEMMs write into warm memory as the operators do,
 because page faults would take longer than the GEMMs.

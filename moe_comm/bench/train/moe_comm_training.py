@@ -1,4 +1,4 @@
-"""The training loop of this library as a contestant: on all ranks, and in one process."""
+"""The training loop of this library as a contestant: on all ranks, and in one process; its trace and prediction."""
 
 from __future__ import annotations
 
