@@ -1,9 +1,9 @@
 """The four operators of ``bench overlap``.
 
-The serial form of the expert operators uses dispatch or combine of the same dispatcher, and its backward, before or after the GEMMs of all
-experts. ``comm`` therefore includes the gathers around a transfer. In backward, the GEMMs are an autograd node between
-those of the dispatcher, as in a layer without the operator. The GEMMs write into warm memory as the operators do,
-because page faults would take longer than the GEMMs.
+The serial form of the expert operators uses dispatch or combine of the same dispatcher, and its backward, before or
+after the GEMMs of all experts. ``comm`` therefore includes the gathers around a transfer. In backward, the GEMMs are an
+autograd node between those of the dispatcher, as in a layer without the operator. The GEMMs write into warm memory as
+the operators do, because page faults would take longer than the GEMMs.
 """
 
 from __future__ import annotations
