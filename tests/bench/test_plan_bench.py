@@ -82,7 +82,7 @@ def test_errors_and_regret_follow_from_the_times(
         return replace(predict(bench, case, where, slots), seconds=predicted[str(case)])
 
     monkeypatch.setattr(plan_bench, "measure", steps)
-    monkeypatch.setattr(plan_bench, "calibrated", lambda bench, ranks, hosts, host: cluster(ranks))
+    monkeypatch.setattr(plan_bench, "calibrate", lambda ranks, **options: cluster(ranks))
     monkeypatch.setattr(plan_bench, "predict", predict_fixed_times)
     main(TINY, str(tmp_path / "plan.json"))
     result = json.loads((tmp_path / "plan.json").read_text())
