@@ -1,4 +1,4 @@
-"""Inputs that broke other libraries and that no other test covers. docs/design.md has the whole list."""
+"""Inputs that broke other libraries and that no other test covers. tests/security/inputs.md has the whole list."""
 
 from __future__ import annotations
 
