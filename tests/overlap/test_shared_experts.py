@@ -366,14 +366,14 @@ def _fail_in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
     ids = _routing("random", rank, 2 * world)
     leaves = {name: value.requires_grad_() for name, value in _leaves(rank, 2, ids).items()}
     calls: list[str] = []
-    header = dispatcher.header
+    start = dispatcher.operation
     expert_mm = expert_mlp.expert_mm
     current = "dispatch"
 
-    def record_phase(op: str, *args: Any) -> Any:
+    def record_phase(op: str, *args: Any, **fields: Any) -> Any:
         nonlocal current
         current = op
-        return header(op, *args)
+        return start(op, *args, **fields)
 
     def gemm(*args: Any) -> None:
         calls.append(current)
@@ -385,7 +385,7 @@ def _fail_in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
 
     expected = ZeroDivisionError if rank == 1 else PeerDied if failure == "dies" else PeerError
     with (  # noqa: PT012
-        mock.patch.object(dispatcher, "header", record_phase),
+        mock.patch.object(dispatcher, "operation", record_phase),
         mock.patch.object(expert_mlp, "expert_mm", gemm),
         pytest.raises(expected, match="in a product" if rank == 1 else "rank 1"),
     ):
