@@ -86,6 +86,7 @@ def check_faults(config: Any) -> None:
 
 def train_rank(config: Any) -> int:
     """Run a rank. Return the signal that ended the run; 0: none."""
+    load("moe_comm.train", "train").check_packages()
     with init_ranks(None, config.parallel.timeout_s) as ranks:
         if ranks.restarts:
             # Restarted ranks continue the run of the previous attempt: the one that ``resume`` names, or the newest.

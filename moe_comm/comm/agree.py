@@ -52,7 +52,7 @@ def agree(
 
 def gather_texts(channel: Channel, description: str, text: str) -> list[str]:
     """Return each rank's ``text``. Collective."""
-    raw = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+    raw = bytearray(text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
     sent = torch.frombuffer(raw, dtype=torch.uint8).to(channel.control_device)
     rows = channel.all_gather(sent, description).cpu().numpy()
     return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]

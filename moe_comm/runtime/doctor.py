@@ -33,7 +33,7 @@ MIN_TORCH = (2, 11)
 SHM_COMFORT_BYTES = 1 << 30
 EXTRAS = {
     "hf": ("transformers", "safetensors", "tokenizers"),
-    "train": ("pydantic", "tensorboard"),
+    "train": ("tensorboard",),
     "observe": ("plotly", "perfetto"),
     "bench": ("pytest_benchmark", "mpi4py", "plotly"),
 }

@@ -14,7 +14,14 @@ from pathlib import Path
 from moe_comm.errors import MissingDependency, pip_install
 from moe_comm.train.result import RunResult
 
-REQUIRED = ("pydantic", "rich", "safetensors", "tensorboard", "tokenizers", "transformers")
+REQUIRED = ("safetensors", "tensorboard", "tokenizers", "transformers")
+
+
+def check_packages() -> None:
+    """Raise MissingDependency if a package of the extra ``train`` is not installed."""
+    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependency(f"training requires {', '.join(missing)}; install with: {pip_install('train')}")
 
 
 def run(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunResult:
@@ -33,9 +40,7 @@ def run(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunRes
         NonFiniteLoss: raised on all ranks; the newest checkpoint contains the last finite weights.
         PeerError: another rank failed.
     """
-    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingDependency(f"training requires {', '.join(missing)}; install with: {pip_install('train')}")
+    check_packages()
     # Imports the packages of the extra, which takes seconds.
     from moe_comm.train.config import load
     from moe_comm.train.loop.job import run_config

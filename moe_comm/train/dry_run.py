@@ -25,6 +25,7 @@ from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.shape import FAMILY, MASTER, ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture
+from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import StagePlan, can_split, check_micro_batches
 from moe_comm.train.architecture import family_of
 from moe_comm.train.auto.choose import choose, described, resolved
@@ -43,7 +44,7 @@ from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.optim.optimizers import takes
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
-from moe_comm.train.sections import OptimizerOptions, Strategy
+from moe_comm.train.sections import OptimizerOptions
 from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
 from moe_plan.model.memory import peak_saved
@@ -245,7 +246,7 @@ class _ParameterStorage:
     rematerialize: the layers share memory for the experts and copies of one layer.
     """
 
-    strategy: Strategy
+    strategy: ShardingMode
     replicas: int
     itemsize: int
     optimizer: OptimizerOptions
@@ -281,7 +282,7 @@ class _ParameterStorage:
             total = replace(total, weights=total.resident + root + sum(sorted(gathered.values())[-2:]))
         return total
 
-    def _strategy_of(self, sharding: Sharding) -> Strategy:
+    def _strategy_of(self, sharding: Sharding) -> ShardingMode:
         return "zero1" if self.strategy == "fsdp" and sharding.expert and self.slots else self.strategy
 
     def _shard_of(self, name: str, sharding: Sharding, place: Coordinates, sizes: Coordinates) -> ParameterShard:

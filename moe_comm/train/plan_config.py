@@ -78,7 +78,7 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
 
     The configuration can be trained unchanged; it uses text that is shipped with Python.
     """
-    from moe_comm.train.config import TrainConfig  # pydantic, of an optional extra
+    from moe_comm.train.config import TrainConfig  # imports pydantic, which the planner does not need
 
     mapping = candidate.mapping
     sections: dict[str, Table[str, object]] = {
@@ -215,8 +215,8 @@ def _model(request: PlanRequest) -> dict[str, object]:
 
 def _check_model(request: PlanRequest, section: object) -> None:
     """Raise ``ConfigError`` if ``section`` builds a model of another shape, or with too few ids for any tokenizer."""
-    from moe_comm.train.architecture import transformer_config  # pydantic, of an optional extra
-    from moe_comm.train.data.tokenizer import ByteTokenizer  # of an optional extra
+    from moe_comm.train.architecture import transformer_config  # imports pydantic
+    from moe_comm.train.data.tokenizer import ByteTokenizer  # tokenizers, of an optional extra
 
     shape = request.shape
     built = ModelShape.of(transformer_config(section, shape.vocab, request.load.seq_len))  # type: ignore[arg-type]

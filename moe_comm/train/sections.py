@@ -11,13 +11,13 @@ from moe_comm.dispatch.wire.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
+from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.placement_replay import ReplaySettings
 from moe_comm.train.section_base import MOST, Section
 
 MOST_LAYERS, MOST_EXPERTS, MOST_RANKS, MOST_STEPS = 1 << 12, 1 << 14, 1 << 20, 1 << 20
 """Largest accepted number of layers, of experts, of ranks, and of steps in a window."""
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
-Strategy = Literal["replicate", "zero1", "fsdp"]
 GradientOverlap = Literal["auto", "on", "off"]
 
 
@@ -218,7 +218,7 @@ class DataParallelOptions(Section):
             except with FSDP, which gathers all weights of a block for one pass of both micro-batches.
     """
 
-    sharding: Strategy = "replicate"
+    sharding: ShardingMode = "replicate"
     dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     compress: bool = False
     overlap_gradients: GradientOverlap = "auto"

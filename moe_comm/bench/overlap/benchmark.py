@@ -117,13 +117,15 @@ def main(
         trace, png: files for timelines, as a Perfetto trace and as a picture.
     """
 
+    timelines: list[TimelineStep] = []
+
     def measure() -> dict[str, Any]:
         def task(links: list[float]) -> tuple[OverlapBench, float, bool]:
             # The ranks of a host share its link.
             return bench, min(links) * 1e9 / 8 / bench.ranks_per_host, bool(trace or png)
 
         (measured, steps), links = on_hosts(run, task, bench.hosts, bench.ranks_per_host, bench.link_gbit)
-        write_timelines(steps, trace, png)
+        timelines.extend(steps)
         worst = slowest(measured["results"])
         settings = asdict(bench)
         return {"benchmark": "overlap", **measured, **worst, "link_gbit_measured": links, "settings": settings}
@@ -131,7 +133,9 @@ def main(
     for out in (trace, png):
         report.check_writable(out)
     check_packages(trace, png)
-    return run_benchmark(measure, tables, json_out)
+    result = run_benchmark(measure, tables, json_out)
+    write_timelines(timelines, trace, png)  # after the results are stored
+    return result
 
 
 MESSAGES = (

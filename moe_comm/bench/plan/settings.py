@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_comm.bench.common.settings import LinkGbit, Rounds, Seed, Warmup, check_sizes
 from moe_comm.errors import ConfigError
 from moe_comm.topology.parallel import ShardingMode
-from moe_plan.model.mapping import Mapping
+
+if TYPE_CHECKING:
+    from moe_plan.model.mapping import Mapping
 
 MODEL_KEYS = ("hidden", "layers", "heads", "kv_heads", "experts", "top_k", "ffn", "vocab")
 
@@ -36,6 +38,8 @@ class PlanCase:
 
     def parsed(self) -> Mapping:
         """Return the parsed mapping. Raises ``ConfigError`` if the degrees do not match the number of ranks."""
+        from moe_plan.model.mapping import Mapping  # imports numpy, which every command would load
+
         return Mapping.parse(self.mapping, self.ranks, micro_batch=self.micro_batch, sharding=self.sharding)
 
     def __str__(self) -> str:

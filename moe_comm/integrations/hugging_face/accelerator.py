@@ -79,7 +79,8 @@ def write_on(writes: bool, write: Callable[[], None], target: str) -> None:
     """Call ``write`` on the ranks where ``writes`` is true, and wait for it on all ranks. Collective.
 
     Raises:
-        CheckpointError: writing failed on another rank. That rank raises its original exception.
+        CheckpointError: writing failed on another rank, or an error of this library with its class. That rank raises
+            its original exception.
     """
     outcome: str | Exception = ""
     if writes:

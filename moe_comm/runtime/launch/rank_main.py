@@ -196,9 +196,9 @@ def _end_with_launcher(interrupt: bool) -> threading.Event:
     return returned
 
 
-_OURS = str(Path(__file__).parents[2]) + "/"
+_OURS = tuple(f"{Path(__file__).parents[3] / name}/" for name in ("moe_comm", "moe_plan"))
 _INSTALLED = (
-    _OURS,
+    *_OURS,
     *(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen ",
 )

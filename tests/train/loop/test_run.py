@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_comm.cli import run as command
+from moe_comm.cli.train import train_rank
 from moe_comm.errors import ConfigError, MissingDependency, NonFiniteLoss, RankMismatch
 from moe_comm.train import RunResult, run
 from moe_comm.train.checkpoint import CheckpointReader, latest
@@ -374,11 +375,14 @@ def test_an_invalid_folder_or_text_is_a_config_error_on_every_rank(
     assert all("nowhere.txt" in message for message in messages)
 
 
-def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [run, train_rank])
+def test_missing_packages_are_named_with_their_extra(
+    start: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     with pytest.raises(MissingDependency, match=r"tensorboard; install with: pip install '\.\[train\]'"):
-        run(None)
+        start(None)
 
 
 def test_a_sample_is_reproducible_and_has_the_requested_length(settings: list[str]) -> None:
