@@ -101,7 +101,7 @@ def test_errors_and_regret_follow_from_the_times(
     ("make", "message"),
     [
         (lambda: PlanCase(3, "dp=3,ep=3", hosts=2), "must be a multiple of hosts"),
-        (lambda: PlanCase(2, "tp=4"), "4"),
+        (lambda: PlanBench(cases=(PlanCase(2, "tp=4"),)), "4"),
         (lambda: PlanBench(steps=0), "steps must be at least 1"),
         (lambda: PlanBench(cases=()), "must not be empty"),
     ],

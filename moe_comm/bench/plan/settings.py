@@ -34,7 +34,6 @@ class PlanCase:
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks % self.hosts:
             raise ConfigError(f"ranks must be a multiple of hosts; got {self.ranks} ranks and {self.hosts} hosts")
-        self.parsed()
 
     def parsed(self) -> Mapping:
         """Return the parsed mapping. Raises ``ConfigError`` if the degrees do not match the number of ranks."""
@@ -107,6 +106,8 @@ class PlanBench:
         check_sizes(self)
         if not self.cases:
             raise ConfigError("cases must not be empty")
+        for case in self.cases:
+            case.parsed()
 
     @property
     def tokens(self) -> int:
