@@ -12,5 +12,4 @@ from moe_comm.train.parallel.strategy import DataParallel as DataParallel
 from moe_comm.train.sections import (
     DataParallelOptions as DataParallelOptions,
     GradientOverlap as GradientOverlap,
-    Strategy as Strategy,
 )
