@@ -55,13 +55,12 @@ from moe_comm.layers.data_parallel.sync import (
     prepare_fsdp as prepare_fsdp,
     sync_gradients as sync_gradients,
 )
-from moe_comm.layers.moe.call import DispatchStats as DispatchStats
 from moe_comm.layers.moe.config import (
     MoEConfig as MoEConfig,
     MoEGroups as MoEGroups,
 )
 from moe_comm.layers.moe.experts import Experts as Experts
-from moe_comm.layers.moe.layer import MoELayer as MoELayer
+from moe_comm.layers.moe.layer import DispatchStats as DispatchStats, MoELayer as MoELayer
 from moe_comm.layers.moe.losses import scale_aux_like as scale_aux_like
 from moe_comm.layers.moe.router import (
     Router as Router,

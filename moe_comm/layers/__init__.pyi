@@ -28,7 +28,6 @@ from moe_comm.layers.data_parallel.state import (
     gather_state_dict as gather_state_dict,
     load_state_dict as load_state_dict,
 )
-from moe_comm.layers.moe.call import DispatchStats as DispatchStats
 from moe_comm.layers.moe.config import (
     MoEConfig as MoEConfig,
     MoEGroups as MoEGroups,
@@ -37,7 +36,7 @@ from moe_comm.layers.moe.experts import (
     Experts as Experts,
     ExpertSlice as ExpertSlice,
 )
-from moe_comm.layers.moe.layer import MoELayer as MoELayer
+from moe_comm.layers.moe.layer import DispatchStats as DispatchStats, MoELayer as MoELayer
 from moe_comm.layers.moe.load import (
     LayerLoad as LayerLoad,
     take_loads as take_loads,

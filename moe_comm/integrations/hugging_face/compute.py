@@ -1,22 +1,19 @@
-"""One expert-parallel forward of an experts module of transformers, for ``swap_moe`` and both registries."""
+"""Calls of an experts module of transformers, for ``swap_moe`` and both registries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.types import INVALID_LOGITS
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
-from moe_comm.kernels.autograd import compute_dtype, without_autocast
+from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
-from moe_comm.overlap.executors.choice import dispatch_rows
-from moe_comm.overlap.options import Overlap
+from moe_comm.layers.moe.expert_parallel import ExpertParallel
 
 
 def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:
@@ -24,38 +21,26 @@ def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:
     return x_TD.to(compute_dtype(x_TD) if torch.is_autocast_enabled(x_TD.device.type) else weight.dtype)
 
 
-def expert_layer(
-    dispatcher: Dispatcher,
+def start_call(
+    parallel: ExpertParallel,
+    experts: nn.Module,
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    run: Callable[[ExpertCall], Tensor],
-    overlap: Overlap | None = None,
     *,
     width: int = 0,
-    label: str = "",
-    scaled: bool = False,
-) -> Tensor:
-    """Return the weighted sum of the expert outputs of each token, [T, D]. Collective over the dispatcher's group.
-
-    Args:
-        x_TD: tokens in the dtype of the experts.
-        ids_TK: global expert ids; -1 drops a slot.
-        weights_TK: routing weights, any floating dtype.
-        run: computes the rows of the call, with autocast disabled.
-        overlap, width, label, scaled: see ``dispatch_rows``. With ``overlap`` or ``scaled``, ``run`` must call
-            ``ExpertCall.compute``.
+    fp8: bool = False,
+) -> ExpertCall:
+    """Dispatch the rows of a call of an experts module; see ``ExpertParallel.start_call``. Collective.
 
     Raises:
         RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
     """
-    x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
-    with dispatcher.abort_on_error(label):
+    dispatcher = parallel.dispatcher
+    x_TD, ids_TK, weights_TK = dispatcher.readable(parallel.label, x=x_TD, ids=ids_TK, weights=weights_TK)
+    with dispatcher.abort_on_error(parallel.label):
         ids_TK = mark_invalid(ids_TK, weights_TK)
-    call = dispatch_rows(dispatcher, x_TD, ids_TK, weights_TK, overlap, width=width, label=label, scaled=scaled)
-    with call.abort_on_error(), without_autocast(x_TD):
-        rows = run(call)
-    return call.combine(rows)
+    return parallel.start_call(experts, x_TD, ids_TK, weights_TK, width=width, fp8=fp8)
 
 
 def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -69,19 +54,18 @@ def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     return torch.where(finite_T, ids_TK, INVALID_LOGITS)
 
 
-def run_experts(layout: ExpertsLayout, weights: Any, call: ExpertCall, gemm_dtype: GemmDtype = "same") -> Tensor:
-    """Run the local experts of a module on the rows of ``call``.
+def expert_mlp(layout: ExpertsLayout, weights: Any, dtype: torch.dtype, gemm_dtype: GemmDtype = "same") -> ExpertMLP:
+    """Return the experts of a module for rows of ``dtype``.
 
     Args:
         layout: storage layout of the weights. Its ``num_experts`` may be larger than the number of local experts.
         weights: object whose attributes are the parameters of ``layout``, as local tensors.
         gemm_dtype: see ``Experts.gemm_dtype``.
     """
-    cast = {name: getattr(weights, name).to(call.rows.dtype) for name in layout.parameters}
+    cast = {name: getattr(weights, name).to(dtype) for name in layout.parameters}
     w13, w2 = cast["gate_up_proj"], cast["down_proj"]
     if layout.transposed:
         # Views: the GEMMs accept any strides, and autograd returns the gradients in transformers' layout.
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     tensors = w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias")
-    mlp = ExpertMLP(tensors, layout.activation, gemm_dtype=gemm_dtype)
-    return call.compute(call.rows, call.handle.rows_per_expert, mlp)
+    return ExpertMLP(tensors, layout.activation, gemm_dtype=gemm_dtype)

@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.selection.factory import new_dispatcher, shared_dispatcher
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
+from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, start_call
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
+from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
+from moe_comm.layers.moe.expert_parallel import ExpertParallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 NAMES: dict[str, GemmDtype] = {"moe_comm": "same", "moe_comm_fp8": "fp8"}
 """Names in the registries, and the operands of the experts' forward GEMMs (``Experts.gemm_dtype``)."""
 
-# Layout and dispatcher of each module. Not an attribute of the module, which must stay copyable and picklable.
-_local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, Dispatcher]] = WeakKeyDictionary()
+# Of each module. Not an attribute of the module, which must stay copyable and picklable.
+_local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, ExpertParallel]] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -85,20 +86,22 @@ def experts_forward(
         ConfigError: fp8 does not support the hidden size.
         RoutingError: weights are NaN or infinite, or ids are out of range.
     """
-    layout, dispatcher = _local_experts(self)
+    layout, parallel = _local_experts(self)
     if getattr(self, "_is_expert_parallel", True):  # 5.16 has no such flag
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, DROPPED)
     check_gemm_dtype(gemm_dtype, layout.hidden)
     x_TD = expert_input(hidden_states, self.gate_up_proj)
-    run = partial(run_experts, layout, self, gemm_dtype=gemm_dtype)
-    y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, run, scaled=gemm_dtype == "fp8")
-    return y_TD.to(hidden_states.dtype)
+    call = start_call(parallel, self, x_TD, top_k_index, top_k_weights, fp8=gemm_dtype == "fp8")
+    with call.abort_on_error(), without_autocast(x_TD):
+        mlp = expert_mlp(layout, self, call.rows.dtype, gemm_dtype)
+        out_RD = call.compute(call.rows, call.handle.rows_per_expert, mlp)
+    return call.combine(out_RD).to(hidden_states.dtype)
 
 
-def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
+def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, ExpertParallel]:
     if module not in _local:
         layout = read_layout(module)
-        _local[module] = layout, new_dispatcher(layout.num_experts)
+        _local[module] = layout, ExpertParallel(new_dispatcher(layout.num_experts))
     return _local[module]
 
 
@@ -126,6 +129,7 @@ def _ep_implementation(gemm_dtype: GemmDtype) -> type:
             self.num_experts: int = local * ep_mesh.size()
             self.layout: ExpertsLayout | None = None
             self.layout_supported = True
+            self.parallel: ExpertParallel | None = None
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             num_tokens = hidden_states.shape[0]
@@ -137,8 +141,13 @@ def _ep_implementation(gemm_dtype: GemmDtype) -> type:
                     for t in (hidden_states, top_k_index, top_k_weights)
                 )
             dispatcher = shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
-            x_TD, scaled = self._input(hidden_states), gemm_dtype == "fp8"
-            y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, self._run, scaled=scaled)
+            if self.parallel is None or self.parallel.dispatcher is not dispatcher:
+                self.parallel = ExpertParallel(dispatcher)
+            x_TD, fp8 = self._input(hidden_states), gemm_dtype == "fp8"
+            call = start_call(self.parallel, self.experts, x_TD, top_k_index, top_k_weights, fp8=fp8)
+            with call.abort_on_error(), without_autocast(x_TD):
+                out_RD = self._run(call)
+            y_TD = call.combine(out_RD)
             if self.tp_mesh.size() == 1:
                 return y_TD
             hidden = y_TD.shape[1]
@@ -160,9 +169,10 @@ def _ep_implementation(gemm_dtype: GemmDtype) -> type:
             return x_TD if self.layout is None else expert_input(x_TD, self.experts.gate_up_proj)
 
         def _run(self, call: ExpertCall) -> Tensor:
-            if self.layout is not None:
-                return run_experts(self.layout, self.experts, call, gemm_dtype)
             rows_RD, rows_per_expert = call.rows, call.handle.rows_per_expert
+            if self.layout is not None:
+                mlp = expert_mlp(self.layout, self.experts, rows_RD.dtype, gemm_dtype)
+                return call.compute(rows_RD, rows_per_expert, mlp)
             if not rows_RD.shape[0]:
                 # Some forwards do not accept zero rows. Pass one row of zeros, whose gradients are zeros.
                 zero_row = rows_RD.sum(dim=0, keepdim=True)

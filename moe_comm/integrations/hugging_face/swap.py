@@ -27,22 +27,20 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.arguments import as_tensors
-from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
+from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, start_call
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.integrations.hugging_face.padding import PaddingMask
+from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
-from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
-from moe_comm.layers.data_parallel.attach import gradients_of
+from moe_comm.layers.data_parallel import ExpertShard, expert_modules, prepare_ddp
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
-from moe_comm.layers.moe.slots import SlotTable
+from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.parallel.collectives import group_size
-from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement, Sharding, Split
 
@@ -62,7 +60,7 @@ _HOOKS = (
 )
 
 
-class EPExperts(ParallelModule):
+class EPExperts(ExpertParallel):
     """The local experts of one MoE block, with the forward signature of transformers' experts modules.
 
     Parameters keep transformers' names and layouts. Dimension 0 holds only the experts whose home is this rank, in the
@@ -86,29 +84,19 @@ class EPExperts(ParallelModule):
         overlap: Overlap | None = None,
         replicated: Callable[[], nn.Parameter | None] = lambda: None,
     ) -> None:
-        super().__init__()
+        super().__init__(dispatcher, overlap, label)
         self.layout = layout
-        self.dispatcher = dispatcher
-        self.label, self.overlap = label, overlap
         self.num_experts = layout.num_experts
-        placement = dispatcher.expert_placement or Placement.of_layout(dispatcher.placement)
-        self.placement, self.local_experts = placement, placement.experts_of(dispatcher.rank)
-        homes = placement.homes_of(dispatcher.rank)
+        homes = self.placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
             self.register_parameter(name, _local_slice(getattr(experts, name), homes, dispatcher.world))
-        self._slots = SlotTable.of(placement, 1)
         for hooks in _HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
         self._is_full_backward_hook = experts._is_full_backward_hook
         self.training = experts.training
-        if dispatcher.group is not None and dispatcher.world > 1:
-            over_ep = Split.of_experts(placement)
-            shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
-            place, sizes = {"ep": dispatcher.rank, "etp": 0}, {"ep": dispatcher.world, "etp": 1}
-            shards = ExpertShards(dispatcher.group, shardings, place, sizes)
-            dispatcher.has_unknown_experts = False
-            attach_experts(self, shards, replicated, label)
-            self.copies = ExpertCopies.of(self, shards, placement, label)
+        over_ep = Split.of_experts(self.placement)
+        shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
+        self.attach(self, shardings, replicated)
 
     @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -125,15 +113,13 @@ class EPExperts(ParallelModule):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
-        gradients = gradients_of(self)
-        fault = self._prepare_copies()  # collective, so before any check
-        if gradients is not None:
-            fault = adapter_fault(self, self.label) or fault
+        fault = self.publish_if_due(self)
         if fault is not None:
             self.dispatcher.refuse(fault, label=self.label)
         hidden_states, top_k_index, top_k_weights = self.dispatcher.readable(
             self.label, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
         )
+        fp8 = self.gemm_dtype == "fp8"
         with self.dispatcher.abort_on_error(self.label):
             try:
                 real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
@@ -142,24 +128,15 @@ class EPExperts(ParallelModule):
             if real is not None:
                 top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
             x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
-            if gradients is not None:
-                self.dispatcher.trained = gradients.trained(self, top_k_weights)
-            if self._slots is not None:
-                top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
-        y_TD = expert_layer(
-            self.dispatcher,
-            x_TD,
-            top_k_index,
-            top_k_weights,
-            self._run,
-            self.overlap,
-            width=self.layout.ffn,
-            label=self.label,
-            scaled=self.gemm_dtype == "fp8",
-        )
-        if self.copies is not None:
-            self.copies.materialize_in_backward(y_TD)
-        y_TD = y_TD.to(hidden_states.dtype)
+        call = start_call(self, self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8)
+        with call.abort_on_error(), without_autocast(x_TD):
+            rows_per_expert, copies = self.prepare_experts(self, call), self.copies
+            stacks = copies is not None and len(rows_per_expert) == copies.num_slots
+            weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
+            mlp = expert_mlp(self.layout, weights, call.rows.dtype, self.gemm_dtype)
+            out_RD = call.compute(call.rows, rows_per_expert, mlp)
+            self.follow_backward(self, call, out_RD)
+        y_TD = call.combine(out_RD).to(hidden_states.dtype)
         return y_TD if real is None else real.spread(y_TD)
 
     def check_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -173,29 +150,12 @@ class EPExperts(ParallelModule):
         if fault is None and not (x.dim() and x.is_floating_point()):
             fault = InputError(f"hidden_states must be floating-point tokens [..., D]; got {x.dtype} {tuple(x.shape)}")
         if fault is not None:
-            self._prepare_copies()  # as the other ranks do before they dispatch
+            self.publish_if_due(self)  # as the other ranks do before they dispatch
             self.dispatcher.refuse(fault, label=self.label)
-
-    def _prepare_copies(self) -> MoeCommError | None:
-        """Publish the copies of experts if that is due, and allocate them. Return the error of this rank."""
-        if self.copies is None:
-            return None
-        fault = self.copies.publish_if_due()
-        if fault is None:
-            self.copies.materialize()
-        return fault
-
-    def _run(self, call: ExpertCall) -> Tensor:
-        weights = self if self.copies is None else SimpleNamespace(**self.copies.stacked())
-        return run_experts(self.layout, weights, call, gemm_dtype=self.gemm_dtype)
 
     def publish_copies(self) -> int:
         """Send the weights of experts to the ranks that hold copies; see ``MoELayer.publish_copies``. Collective."""
         return 0 if self.copies is None else self.copies.publish()
-
-    def shared_by_copies(self) -> list[Any]:
-        """Return the dispatcher."""
-        return [self.dispatcher]
 
     def extra_repr(self) -> str:
         local = self.local_experts

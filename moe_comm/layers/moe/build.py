@@ -104,16 +104,10 @@ def build_modules(
     return router, experts, shared
 
 
-def check_parts(
-    router: Router, experts: Experts, dispatcher: Dispatcher, placement: Placement, layout: ExpertPlacement
-) -> None:
-    """Raise ConfigError unless the parts of a layer are for the same experts.
-
-    Args:
-        placement: of the complete experts.
-        layout: the experts of the expert-parallel ranks, by the dispatcher.
-    """
+def check_parts(router: Router, experts: Experts, dispatcher: Dispatcher, placement: Placement) -> None:
+    """Raise ConfigError unless the parts of a layer are for the same experts. placement: of the complete experts."""
     part = getattr(experts, "part", ExpertSlice())
+    layout = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.count])
     if layout.sliced(part.count) != dispatcher.placement or dispatcher.rank % part.count != part.index:
         raise ConfigError(
             f"slice {part.index} of {part.count} of the experts of rank {dispatcher.rank} does not match the "

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_comm.dispatch.expert_call import run_mlp
+from moe_comm.dispatch.expert_call import ExpertCall, run_mlp
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autograd import cast_parameter
@@ -17,9 +17,6 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.topology import Placement, Sharding, Split
-
-Compute = Callable[[Tensor, Sequence[int], ExpertMLP], Tensor]
-"""Callable (rows, rows_per_expert, mlp) that returns the experts' outputs."""
 
 
 @dataclass(frozen=True)
@@ -165,22 +162,25 @@ class Experts(nn.Module):
             f"activation={self.activation.name}, bias={self.b13 is not None}{part}"
         )
 
-    def forward(self, rows_RD: Tensor, rows_per_expert: Sequence[int], compute: Compute = run_mlp) -> Tensor:
+    def forward(self, rows_RD: Tensor, rows_per_expert: Sequence[int], call: ExpertCall | None = None) -> Tensor:
         """Run each expert on its rows.
 
         Args:
             rows_RD: [R, D], grouped by expert.
             rows_per_expert: E row counts; their sum is R. With slots for copies, a count for each slot, or only for the
                 E experts if no slot has a copy.
-            compute: runs the expert MLP. An executor passes ``ExpertCall.compute``.
+            call: the call of a layer that dispatched the rows; None: the rows are those of this rank alone.
 
         Returns:
-            [R, D] in the dtype of the rows, or autocast's; or the result of ``compute``.
+            [R, D] in the dtype of the rows, or autocast's; or the result of ``ExpertCall.compute``.
 
         Raises:
             InputError: shapes or dtypes do not match.
         """
-        return compute(rows_RD, rows_per_expert, self.mlp_for(rows_RD, len(rows_per_expert)))
+        mlp = self.mlp_for(rows_RD, len(rows_per_expert))
+        if call is None:
+            return run_mlp(rows_RD, rows_per_expert, mlp)
+        return call.compute(rows_RD, rows_per_expert, mlp)
 
     def mlp_for(self, rows: Tensor, slots: int = 0) -> ExpertMLP:
         """Return the parameters in the dtype in which ``rows`` are computed.

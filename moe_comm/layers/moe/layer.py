@@ -19,9 +19,8 @@ as an expert: it sends a token to all slices of the token's experts, and combine
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,21 +29,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
+from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.dispatch.arguments import as_tensors, tokens_fault
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
-from moe_comm.errors import InputError, MoeCommError
+from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import compute_dtype
-from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
+from moe_comm.layers.data_parallel.attach import gradients_of
 from moe_comm.layers.data_parallel.copies import ExpertCopies
-from moe_comm.layers.data_parallel.expert_shard import ExpertShards
-from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
+from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
 from moe_comm.layers.moe.build import agree_on_seed, build_dispatcher, build_modules, check_parts
-from moe_comm.layers.moe.call import DispatchStats, MoECall
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
+from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
 from moe_comm.layers.moe.padding import RealTokens, mask_fault
@@ -54,14 +52,12 @@ from moe_comm.layers.moe.router import Router, Routing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import channel_of, group_size
-from moe_comm.layers.parallel.interleave import Steps, finish
-from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputing
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.groups import warn_if_alone
-from moe_comm.topology import ExpertPlacement, Placement, Sharding
+from moe_comm.topology import Placement, Sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,7 +65,39 @@ if TYPE_CHECKING:
 __all__ = ["MoEConfig", "MoELayer"]
 
 
-class MoELayer(ParallelModule):
+@dataclass(frozen=True)
+class DispatchStats:
+    """Statistics of the (token, slot) pairs of one call. Summed over all ranks, etp * sent equals received.
+
+    Attributes:
+        slots: T * K of this rank.
+        sent: slots that were dispatched to an expert. The other slots were dropped, or have no real expert.
+        received: rows that this rank received for its experts or expert slices.
+        dropped: slots that the capacity dropped, a scalar tensor; None without capacity.
+    """
+
+    slots: int
+    sent: int
+    received: int
+    dropped: Tensor | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Tokens:
+    """The real tokens of a call, and their routing.
+
+    identity_T1: summed weights of each token's identity experts. real: None without padding.
+    """
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    identity_T1: Tensor | None
+    real: RealTokens | None
+    aux_loss: Tensor | None
+
+
+class MoELayer(ExpertParallel):
     """Mixture-of-Experts layer over the ranks of an expert-parallel group; replaces a feed-forward block.
 
     Each rank passes its own tokens (any number, including zero) and receives their outputs. All ranks of the group must
@@ -127,31 +155,20 @@ class MoELayer(ParallelModule):
         label: str = "",
         overlap: Overlap | Literal["auto"] | None = None,
     ) -> None:
-        super().__init__()
+        part = getattr(experts, "part", ExpertSlice())
+        super().__init__(dispatcher, overlap, label, part)
         self.router, self.experts, self.shared = router, experts, shared
-        self.dispatcher = dispatcher
         self.capacity = capacity
         self.zero_experts = router.config.zero_experts
-        self.label, self.overlap = label, Overlap.of(overlap)
         self.beside = (0, 0)
-        self.in_flight_hook: Callable[[], None] | None = None
         self.aux_scale: float | Tensor | None = None
         self.num_dropped: Tensor | None = None
         self.dispatch_stats: DispatchStats | None = None
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
         self.register_buffer("dropped_total", dropped, persistent=False)
-        part = getattr(experts, "part", ExpertSlice())
-        layout = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.count])
-        self.placement = dispatcher.expert_placement or Placement.of_layout(layout)
-        self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.count, "etp": part.index}
-        self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
-        check_parts(router, experts, dispatcher, self.placement, layout)
-        self._slots = SlotTable.of(self.placement, part.count)
-        if dispatcher.group is not None and dispatcher.world > 1:
-            shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
-            dispatcher.has_unknown_experts = False
-            attach_experts(experts, shards, partial(replicated_parameter, router, "weight"), label)
-            experts.copies = ExpertCopies.of(experts, shards, self.placement, label)
+        check_parts(router, experts, dispatcher, self.placement)
+        shardings = experts.shardings_over(self.placement)
+        if self.attach(experts, shardings, partial(replicated_parameter, router, "weight")):
             prepare_ddp(self)
 
     @classmethod
@@ -206,14 +223,6 @@ class MoELayer(ParallelModule):
     def copies(self) -> ExpertCopies | None:
         """Copies of experts on other ranks than their homes; None without slots for copies."""
         return getattr(self.experts, "copies", None)
-
-    @property
-    def local_experts(self) -> tuple[int, ...]:
-        """Global ids of the real experts that this rank holds, complete or as slices, in the order of their rows.
-
-        The experts of the parameters come first, then copies.
-        """
-        return self.placement.experts_of(self.place["ep"])
 
     def shardings(self) -> dict[str, Sharding]:
         """Return the sharding of each expert parameter by name in this layer; other parameters are replicated."""
@@ -279,7 +288,7 @@ class MoELayer(ParallelModule):
         """
         self.check_placement(placement)
         self.placement = self.dispatcher.expert_placement = placement
-        self._slots = SlotTable.of(placement, self.sizes["etp"])
+        self.slots = SlotTable.of(placement, self.sizes["etp"])
         gradients = gradients_of(self.experts)
         if gradients is not None:
             gradients.shards = replace(gradients.shards, shardings=self.experts.shardings_over(placement))
@@ -291,7 +300,6 @@ class MoELayer(ParallelModule):
             self.copies.set_placement(placement)
 
     def shared_by_copies(self) -> list[Any]:
-        """Return the objects that communicate with other processes."""
         return [self.dispatcher, self.router.group, self.router.sequence_group]
 
     def extra_repr(self) -> str:
@@ -328,7 +336,14 @@ class MoELayer(ParallelModule):
             InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        return finish(self._steps(x, routing, token_index, mask))
+        with self.dispatcher.abort_on_error(self.label):
+            tokens = self._route(x, routing, token_index, mask)
+        call = self._dispatch(tokens)
+        with call.abort_on_error():
+            shared_TD = None if self.shared is None else self.shared(tokens.x_TD)
+            out_RD = self._run_experts(call)
+        y_TD = call.combine(out_RD)
+        return self._add_branches(y_TD, shared_TD, tokens).view(x.shape)
 
     @torch._disable_dynamo
     def begin(
@@ -344,73 +359,80 @@ class MoELayer(ParallelModule):
         and backward. Otherwise no transfer is in flight between the calls. Arguments, results and errors are those of
         ``forward``.
         """
-        return MoECall(self._steps(x, routing, token_index, mask, in_parts=True))
+        with self.dispatcher.abort_on_error(self.label):
+            tokens = self._route(x, routing, token_index, mask, interleaved=True)
+        call = self._dispatch(tokens)
+        call.complete()  # the caller uses the group before ``compute``
+        return MoECall(self, x.shape, tokens, call)
 
-    def _steps(
+    def _route(
         self,
         x: Tensor,
         routing: Routing | None,
         token_index: Tensor | None,
         mask: Tensor | None,
-        in_parts: bool = False,
-    ) -> Steps[Tensor]:
-        """Run one call. Yields where other work can hide transfers: after dispatch, and after the experts.
+        interleaved: bool = False,
+    ) -> _Tokens:
+        """Check the arguments of a call, and choose the slots of its real tokens."""
+        x = self._readable(x, routing, token_index, mask, interleaved)
+        x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), None if mask is None else RealTokens.of(mask)
+        index_T = None if token_index is None else token_index.reshape(-1)
+        if real is not None:
+            x_TD, routing = real.take(x_TD), None if routing is None else real.take_routing(routing)
+            index_T = real.take(index_T) if index_T is not None and index_T.shape == real.mask_N.shape else index_T
+        if routing is None:
+            arguments = {} if real is None else {"mask_N": real.mask_N}  # a router of the caller may not have it
+            routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1, **arguments)
+        ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
+        return _Tokens(x_TD, ids_TK, weights_TK, identity_T1, real, routing.aux_loss)
 
-        in_parts: the caller uses the group between the steps, so the dispatch must not occupy it.
-        """
-        with self.dispatcher.abort_on_error(self.label):
-            x = self._readable(x, routing, token_index, mask, in_parts)
-            x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), RealTokens.of(mask)
-            index_T = None if token_index is None else token_index.reshape(-1)
-            if real is not None:
-                x_TD, routing = real.take(x_TD), None if routing is None else real.take_routing(routing)
-                index_T = real.take(index_T) if index_T is not None and index_T.shape == real.mask_N.shape else index_T
-            if routing is None:
-                arguments = {} if real is None else {"mask_N": real.mask_N}  # a router of the caller may not have it
-                routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1, **arguments)
-            ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
-            cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
-        call = self._dispatch(cast_TD, ids_TK, weights_TK)
-        self._record_stats(call.handle)
-        if in_parts:
-            call.complete()
-        self._add_hook(call.rows)
-        yield
-        copies = self._used_copies(call)
-        with call.abort_on_error():
-            if copies is not None:
-                copies.materialize()
-            shared_TD = None if self.shared is None else self.shared(x_TD)
-            with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
-                # Call the module, so that its hooks run: FSDP gathers the weights in one.
-                rows = self.experts(call.rows, self._computed(call), call.compute)
-            self._add_hook(rows)
-            if copies is not None:  # after the hook, in which other layers may use the stack
-                copies.materialize_in_backward(rows)
-        yield
-        y_TD = call.combine(rows)
-        if identity_T1 is not None and self.zero_experts.identity:
-            y_TD = (y_TD.to(identity_T1.dtype) + identity_T1 * x_TD.to(y_TD.dtype)).to(y_TD.dtype)
+    def _dispatch(self, tokens: _Tokens) -> ExpertCall:
+        """Dispatch the rows, in autocast's dtype if autocast is on."""
+        x_TD, width = tokens.x_TD, getattr(self.shared, "ffn", 0)
+        if torch.is_autocast_enabled(x_TD.device.type):
+            x_TD = x_TD.to(compute_dtype(x_TD))
+        call = self.start_call(
+            self.experts,
+            x_TD,
+            tokens.ids_TK,
+            tokens.weights_TK,
+            width=self.experts.ffn,
+            fp8=getattr(self.experts, "gemm_dtype", "same") == "fp8",
+            beside=(width + self.beside[0], self.beside[1]),
+        )
+        etp, handle = self.sizes["etp"], call.handle
+        slots = handle.num_tokens * handle.top_k // etp
+        dropped = None if self.capacity is None else self.num_dropped
+        self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+        if self.in_flight_hook is not None:
+            self.call_in_backward(call.rows)
+        return call
+
+    def _run_experts(self, call: ExpertCall) -> Tensor:
+        with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
+            rows_per_expert = self.prepare_experts(self.experts, call)
+            # Call the module, so that its hooks run: FSDP gathers the weights in one.
+            out_RD: Tensor = self.experts(call.rows, rows_per_expert, call)
+        self.follow_backward(self.experts, call, out_RD)
+        return out_RD
+
+    def _add_branches(self, y_TD: Tensor, shared_TD: Tensor | None, tokens: _Tokens) -> Tensor:
+        """Add identity experts, the shared expert and the auxiliary loss; return zeros for padding."""
+        if tokens.identity_T1 is not None and self.zero_experts.identity:
+            identity_TD = tokens.identity_T1 * tokens.x_TD.to(y_TD.dtype)
+            y_TD = (y_TD.to(tokens.identity_T1.dtype) + identity_TD).to(y_TD.dtype)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
-        if routing.aux_loss is not None and routing.aux_loss.requires_grad:
-            y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale, self._aux_loss_factor())
-        return (y_TD if real is None else real.spread(y_TD)).view(x.shape)
-
-    def _add_hook(self, rows: Tensor) -> None:
-        """Call ``in_flight_hook`` in backward before the operator that returned ``rows``."""
-        hook = self.in_flight_hook
-        if hook is not None and rows.requires_grad:
-            rows.register_hook(lambda _: hook())
+        aux_loss = tokens.aux_loss
+        if aux_loss is not None and aux_loss.requires_grad:
+            y_TD = attach_loss(y_TD, aux_loss, self.aux_scale, self._aux_loss_factor())
+        return y_TD if tokens.real is None else tokens.real.spread(y_TD)
 
     def _readable(
-        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None, in_parts: bool
+        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None, interleaved: bool
     ) -> Tensor:
         """Return ``x`` with its values in memory, or raise the error of invalid arguments on all ranks."""
-        copies = getattr(self.experts, "copies", None)  # without the call of a property
-        fault: MoeCommError | None = None if copies is None else copies.publish_if_due(later=in_parts)
-        if self.dispatcher.world > 1:
-            fault = adapter_fault(self.experts, self.label) or fault
+        fault = self.publish_if_due(self.experts, later=interleaved)
         given = routing is not None
         (x,), unusable = as_tensors(x=x)
         if unusable is None:
@@ -418,7 +440,7 @@ class MoELayer(ParallelModule):
         if unusable is None and routing is not None:
             _, unusable = as_tensors(ids=routing.ids_TK, weights=routing.weights_TK)
             routing = routing if unusable is None else None
-        if unusable is None:
+        if unusable is None and mask is not None:
             unusable = mask_fault(mask, x, routing)
         fault = fault or unusable
         if fault is not None:
@@ -443,44 +465,7 @@ class MoELayer(ParallelModule):
             )
             if self.training and not recomputing():
                 self.dropped_total += self.num_dropped
-        if self._slots is not None:
-            ids_TK, weights_TK = self._slots(ids_TK, weights_TK)
         return ids_TK, weights_TK, identity_T1
-
-    def _dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertCall:
-        overlap, scaled = self.overlap, getattr(self.experts, "gemm_dtype", "same") == "fp8"
-        if (gradients := gradients_of(self.experts)) is not None:
-            self.dispatcher.trained = gradients.trained(self.experts, weights_TK)
-        if overlap is None:
-            return ExpertCall.start(self.dispatcher, x_TD, ids_TK, weights_TK, self.label, scaled)
-        from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors
-
-        shared = getattr(self.shared, "ffn", 0)
-        top_k = ids_TK.shape[1]
-        return dispatch_rows(
-            self.dispatcher,
-            x_TD,
-            ids_TK,
-            weights_TK,
-            overlap,
-            width=self.experts.ffn,
-            beside=(beside_columns(shared + self.beside[0], top_k), beside_columns(self.beside[1], top_k)),
-            label=self.label,
-            scaled=scaled,
-        )
-
-    def _computed(self, call: ExpertCall) -> tuple[int, ...]:
-        """Return the rows of the slots to compute with: without the slots for copies while there is no copy."""
-        rows_per_expert, homes = call.handle.rows_per_expert, self.placement.homes_per_rank[self.place["ep"]]
-        empty = call.skips_empty_slots and homes and not self.placement.has_copies
-        return rows_per_expert[:homes] if empty else rows_per_expert
-
-    def _used_copies(self, call: ExpertCall) -> ExpertCopies | None:
-        """Return the copies if a rank may compute with their slots. Equal on all ranks, unlike ``_computed``."""
-        copies = getattr(self.experts, "copies", None)  # without the call of a property
-        if copies is None or (call.skips_empty_slots and not self.placement.has_copies):
-            return None
-        return copies  # type: ignore[no-any-return]
 
     def _aux_loss_factor(self) -> int:
         """Return the factor that compensates the mean over ranks that DDP and FSDP2 take of the auxiliary gradients.
@@ -506,8 +491,35 @@ class MoELayer(ParallelModule):
             return None
         return channel_of(group)
 
-    def _record_stats(self, handle: DispatchHandle) -> None:
-        etp = self.sizes["etp"]
-        slots = handle.num_tokens * handle.top_k // etp
-        dropped = None if self.capacity is None else self.num_dropped
-        self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+
+class MoECall:
+    """A pending call of an ``MoELayer``, returned by ``MoELayer.begin``. Each rank calls ``compute``, then ``result``:
+
+        call = layer.begin(x)     dispatch starts
+        ...                       other work: attention of another micro-batch, a parallel dense branch
+        call.compute()            shared expert, while rows are in flight; then the experts
+        ...                       other work
+        y = call.result()         results are combined
+
+    In backward, autograd runs the same operators in reverse order, so the other work hides the transfers there as well.
+    """
+
+    def __init__(self, layer: MoELayer, shape: torch.Size, tokens: _Tokens, call: ExpertCall) -> None:
+        self._layer, self._shape, self._tokens, self._call = layer, shape, tokens, call
+        self._computed: tuple[Tensor | None, Tensor] | None = None
+
+    def compute(self) -> None:
+        """Run the shared expert, and the experts on the rows as they complete; start to send the results."""
+        layer = self._layer
+        with self._call.abort_on_error():
+            shared_TD = None if layer.shared is None else layer.shared(self._tokens.x_TD)
+            self._computed = shared_TD, layer._run_experts(self._call)
+
+    def result(self) -> Tensor:
+        """Return what ``MoELayer.forward`` returns."""
+        if self._computed is None:
+            raise RuntimeError("MoECall.result was called before MoECall.compute")
+        shared_TD, out_RD = self._computed
+        y_TD = self._layer._add_branches(self._call.combine(out_RD), shared_TD, self._tokens).view(self._shape)
+        del self._computed, self._tokens, self._call  # the caller may keep this object longer than their memory
+        return y_TD
