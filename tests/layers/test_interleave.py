@@ -22,8 +22,9 @@ from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, ParallelMesh
+from moe_comm.topology.parallel import ShardingMode
 from moe_comm.train.config import load
-from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
+from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.parallel.zero import clear_gradient, compute_in
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Accumulation
@@ -340,7 +341,7 @@ class Times(nn.Module):
         return tuple(map(self.loss, hidden, targets))
 
 
-def _reduced(rank: int, world: int, arg: tuple[Strategy, bool]) -> list[Tensor]:
+def _reduced(rank: int, world: int, arg: tuple[ShardingMode, bool]) -> list[Tensor]:
     """Return the gradients of two steps. Only the second micro-batch of each pair uses ``second``."""
     strategy, interleave = arg
     model, mesh = Times(), ParallelMesh(ParallelConfig(dp=world))
@@ -361,7 +362,7 @@ def _reduced(rank: int, world: int, arg: tuple[Strategy, bool]) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
 def test_a_parameter_that_only_the_second_micro_batch_uses_is_reduced_beside_backward(
-    strategy: Strategy, pool2: RankPool
+    strategy: ShardingMode, pool2: RankPool
 ) -> None:
     sequential, in_turns = (pool2.run(_reduced, (strategy, interleave)) for interleave in (False, True))
     for expected, actual in zip(sequential, in_turns, strict=True):

@@ -10,8 +10,9 @@ import torch
 
 from moe_comm.layers.transformer.config import Recompute
 from moe_comm.topology import ParallelConfig
+from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import SCHEDULES
-from moe_comm.train.parallel import Strategy, fsdp_collectives
+from moe_comm.train.parallel import fsdp_collectives
 from moe_comm.train.parallel.fsdp_collectives import UnitCollectives
 from tests.layers.transfers import record_transfers
 from tests.pool import RankPool
@@ -44,7 +45,7 @@ def test_pairs_in_a_pipeline(case: Case, pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
-def test_pairs_in_a_pipeline_whose_gradients_are_reduced_beside_it(strategy: Strategy, pool4: RankPool) -> None:
+def test_pairs_in_a_pipeline_whose_gradients_are_reduced_beside_it(strategy: ShardingMode, pool4: RankPool) -> None:
     case = Case(PP2_EP2, strategy=strategy, gradients="on")
     assert pool4.run(differing, (case, 1)) == [[]] * 4
 
@@ -115,7 +116,7 @@ def _overlap(rank: int, world: int, case: Case) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("strategy", ["replicate", "fsdp"])
 def test_attention_in_a_stage_overlaps_with_transfers_of_the_other_micro_batch(
-    strategy: Strategy, pool4: RankPool
+    strategy: ShardingMode, pool4: RankPool
 ) -> None:
     """With FSDP, a layer ends when both micro-batches are complete, so its first attention overlaps nothing."""
     case = Case(PP2_EP2, config=EXPERTS_ONLY, strategy=strategy)

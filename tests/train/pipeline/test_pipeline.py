@@ -14,7 +14,8 @@ from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.runtime import events
 from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
-from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
+from moe_comm.topology.parallel import ShardingMode
+from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline import SCHEDULES, Accumulation
 from moe_comm.train.pipeline.stage import Stage
 from tests.pool import RankPool
@@ -90,7 +91,7 @@ def test_fsdp_inside_stages_reduces_gradients_once(schedule: str, pool4: RankPoo
         for strategy in ("replicate", "zero1", "fsdp")
     ],
 )
-def test_gradients_are_reduced_beside_the_schedule(schedule: str, strategy: Strategy, pool4: RankPool) -> None:
+def test_gradients_are_reduced_beside_the_schedule(schedule: str, strategy: ShardingMode, pool4: RankPool) -> None:
     case = Case(schedule, dp=2, strategy=strategy, tie=True, overlap="on")
     check(case, pool4.run(train, case))
 
