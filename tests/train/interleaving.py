@@ -15,7 +15,8 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
-from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap, Strategy
+from moe_comm.topology.parallel import ShardingMode
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap
 from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
 from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
 
@@ -37,7 +38,7 @@ class Case:
     micro_batches: int | None = None
     config: TransformerConfig = FOUR_LAYERS
     recompute: Recompute = "none"
-    strategy: Strategy = "replicate"
+    strategy: ShardingMode = "replicate"
     gradients: GradientOverlap = "auto"
     dtype: torch.dtype | None = None
     overlap: Overlap | None = OVERLAP

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.parallel import GradientOverlap, Strategy
+from moe_comm.topology.parallel import ShardingMode
+from moe_comm.train.parallel import GradientOverlap
 from moe_comm.train.pipeline import ActivationShape, MicroBatch, StagePlan, make_runner, plan_stages
 
 VOCAB, HIDDEN, FFN, EXPERTS, LENGTH = 19, 8, 12, 4, 6
@@ -42,7 +43,7 @@ class Case:
     dense: tuple[int, ...] = (1,)
     tie: bool = False
     batch: int = 2
-    strategy: Strategy = "replicate"
+    strategy: ShardingMode = "replicate"
     overlap: GradientOverlap = "auto"
 
     @property
