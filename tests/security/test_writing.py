@@ -29,13 +29,15 @@ WRITING = {
 }
 METHODS = {"write_text", "write_bytes", "unlink", "rename", "replace", "open", "touch", "savefig", "tofile"}
 """Methods of paths and of others that write or delete files."""
-OWNERS = re.compile(r"(os|shutil|ChunkedDispatch|SharedDispatch|Corpus|self|self\._steps|self\._spans|writer|.*\.heap)")
+OWNERS = re.compile(
+    r"(os|shutil|ChunkedDispatch|SharedDispatch|Corpus|self|self\._steps|self\._spans|writer|parameter|.*\.heap)"
+)
 """Objects that have methods of these names, and are no paths."""
 ALLOWED = {
     "bench/common/machine.py": "files of the kernel",
     "bench/common/processor_quota.py": "files of the kernel",
     "bench/hosts/ranks.py": "descriptors that ranks inherit",
-    "bench/overlap/timeline_files.py": "a picture, to a file of safe_files",
+    "bench/overlap/timeline.py": "a picture, to a file of safe_files",
     "gpu/nvrtc.py": "a new file in the cache of compiled kernels, which is renamed",
     "integrations/hugging_face/trainer.py": "torch.save to a file of safe_files",
     "integrations/hugging_face/weights.py": "a new folder",
