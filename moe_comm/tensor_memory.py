@@ -40,7 +40,7 @@ def in_memory(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is None:
             continue
-        if _keys_of(x).raw_repr() & _SPECIAL or x.layout is not torch.strided:  # mkldnn has no key of its own
+        if _keys_of(x).raw_repr() & _SPECIAL or x.layout is not torch.strided:  # mkldnn has no separate key
             return False
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             return False

@@ -30,8 +30,8 @@ def agree(
 ) -> list[str]:
     """Return the outcome of each rank, or raise on every rank if the outcome of a rank is an error. Collective.
 
-    A rank with an error raises it. The other ranks raise the error of the first such rank: an error of this library
-    with its class, another one as ``otherwise``.
+    A rank with an error raises it. The other ranks raise the error of the first such rank: with the same class if it is
+    an error of this library, else with the class ``otherwise``.
 
     Args:
         gather: returns the text of each rank. Collective.

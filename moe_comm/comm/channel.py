@@ -337,7 +337,7 @@ class Channel:
 class AbortOnError:
     """Context manager that calls ``abort`` for an exception that leaves its block.
 
-    A class, because ``contextmanager`` takes several calls more.
+    It is a class because ``contextmanager`` would add several Python calls to each operation.
     """
 
     __slots__ = ("_abort",)

@@ -131,7 +131,7 @@ def _through_memory(
 
 
 BLOCK_ALIGN = 64
-"""Alignment of what ``Read`` returns, in bytes: that of a cache line, and enough for all dtypes."""
+"""Alignment in bytes of the memory that ``Read`` returns: a cache line, which is enough for all dtypes."""
 Read = Callable[[int, int, int], Tensor]
 """Function of a rank, the first byte in its block (a multiple of ``BLOCK_ALIGN``), and a number of bytes. Returns them
 as uint8 [bytes], valid during ``SharedBlocks.use``."""

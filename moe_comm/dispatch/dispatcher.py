@@ -9,8 +9,8 @@ experts. A slot is one of the K (token, expert) pairs of a token. The primitives
     _sum     combine forward (weighted) and dispatch backward (unweighted): sum the K rows of each token in slot order
     _spread  combine backward: send each token's gradient, times its weight, to its K rows; compute weight gradients
 
-Each runs inside an ``Operation``, which is then ``Dispatcher.current``: the header that ranks compare, the layer's
-label, the span, and the report of an error to the other ranks, which would wait for this rank.
+Each runs inside an ``Operation``, available as ``Dispatcher.current``. It holds the header that ranks compare, the
+layer's label and the span, and it reports an error of this rank to the other ranks, which would otherwise wait.
 
 Extra values are a few 32-bit words for each slot, which are sent with its row. The native core copies them in the
 operation that moves the rows. Collectives use the routes of the rows again. Other backends start a second dispatch, in
@@ -311,7 +311,7 @@ class Dispatcher(Operations):
 
         Args:
             rows_RD: None if only the values are needed; the same on every rank.
-            extra_RX: fp32 or int32 values; gradients of those of the dispatch, or others of the same X.
+            extra_RX: fp32 or int32 values [R, X], such as gradients of the extra values of the dispatch.
         """
         (extra_RX,) = self._readable("dispatch backward", handle, extra_values=extra_RX)
         if rows_RD is not None:
@@ -346,7 +346,7 @@ class Dispatcher(Operations):
         *,
         counted: bool = True,
     ) -> Dispatched:
-        """Dispatch with autograd through ``send``, which has none.
+        """Dispatch with ``send``, which has no autograd, and add the autograd node.
 
         Args:
             counted: whether the span counts as a call of the group; False if the caller records that call.

@@ -49,7 +49,7 @@ def settings_of(dispatcher: Dispatcher) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows that all ranks will send, on the host.
+    """Numbers of rows that all ranks will send, on the CPU.
 
     rows_WE: rows of each rank for each expert. tokens_W: tokens of each rank. num_dropped: dropped slots of this rank.
     """

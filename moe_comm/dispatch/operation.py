@@ -37,9 +37,9 @@ KINDS = {
 class Operation(Header):
     """An operation of a dispatcher. Inside its ``with`` block it is ``dispatcher.current``, and its span is open.
 
-    An exception in the block is reported to the other ranks. Before the ranks have compared their headers, as when
-    there is no memory for a copy of the input, it is raised as ``InputError`` on every rank. After a later one, the
-    others raise ``PeerError`` where they wait.
+    An exception in the block is reported to the other ranks. An exception before the ranks have compared their headers
+    (such as no memory for a copy of the input) is raised as ``InputError`` on every rank. After a later exception, the
+    other ranks raise ``PeerError`` where they wait.
 
     handle: of the rows; None for a dispatch, whose span gets its bytes from ``record_handle``.
     """
@@ -97,7 +97,7 @@ class Operations(ABC):
 
     @property
     def handshakes(self) -> bool:
-        """Whether every operation compares headers between ranks, and not dispatch alone."""
+        """Whether every operation compares headers between ranks, or only dispatch does."""
         return self.options.checked
 
     @property

@@ -60,8 +60,8 @@ class RankExchange:
     def _dispatcher(self, x: Any, num_experts: int | None = None) -> Dispatcher:
         """Return the dispatcher of ``num_experts`` experts, or the one whose experts are the ranks.
 
-        It is for the device of x. An x that is no tensor, or on meta, has the device of the last rows, as on the other
-        ranks.
+        The dispatcher is for the device of ``x``. If ``x`` is not a tensor, or is on meta, the device of the last rows
+        is used, as on the other ranks.
         """
         values, _ = unpacked(x)
         if isinstance(values, Tensor) and not values.is_meta:
@@ -109,7 +109,7 @@ class RankExchange:
 
         Args:
             is_token_in_rank, tokens_per_expert: [T, W] and [E], in place of ids.
-            least_rows: rows that the caller sees at least.
+            least_rows: minimum number of rows that are returned, with padding.
 
         Returns:
             The routes, the received rows, and the weights [R, K].
@@ -195,7 +195,7 @@ def _owners(num_experts: int, world: int, device: torch.device) -> Tensor:
 def local_slots(
     words_RX: Tensor, top_k: int, own: range, dtype: torch.dtype, weighted: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what received words say of the experts ``own`` of this rank.
+    """Decode the received words for the experts ``own`` of this rank.
 
     Args:
         words_RX: int32: those of the sender, K expert ids and, if ``weighted``, the bits of K weights.
@@ -226,7 +226,8 @@ def local_slots(
 
 
 def expert_places(local_RK: Tensor, counts_L: Tensor, starts_L: Tensor) -> Tensor:
-    """Return [R, K] int64: the place of each slot among rows by expert, which start at ``starts_L``; else -1."""
+    """Return [R, K] int64: the index of each slot's row, if an expert's rows begin at ``starts_L``; -1 for other
+    slots."""
     if not len(counts_L):
         return torch.full(local_RK.shape, DROPPED, dtype=torch.int64, device=local_RK.device)
     _, place_RK = sums.order(local_RK, len(counts_L))
@@ -292,20 +293,20 @@ def wide_rows(x: Rows) -> tuple[Tensor, Tensor | None]:
 
 
 def narrow_rows(rows_RD: Tensor, words_RX: Tensor, scales: Tensor) -> Rows:
-    """Return received e4m3 values, and scales like ``scales``, which are the last words."""
+    """Split received words into e4m3 values and, from the last words, scales in the format of ``scales``."""
     first = words_RX.shape[1] - scales.shape[1]
     return rows_RD.to(E4M3), words_RX[:, first:].contiguous().view(scales.dtype)
 
 
 class RankRoutes:
-    """Routes for rows of any width and dtype. Each new one counts the slots once more.
+    """Routes for rows of any width and dtype. Creating an instance counts the slots again.
 
     Attributes:
         ids_TN: [T, N] int64 ranks of each token, each at most once; -1 elsewhere.
         source_R, token_R: int32 source rank and token of each received row.
         local_ids_RK: ids of this rank's experts, -1 for experts of other ranks; None without ids.
         rows_per_expert: [L].
-        padded_rows: number of rows that the caller sees.
+        padded_rows: number of rows after padding.
     """
 
     source_R: Tensor
@@ -330,7 +331,8 @@ class RankRoutes:
     def send_with(self, x_TD: Tensor, words: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
         """Return received rows and int32 words: the sender's, and ``words`` [T, X], fp32 or integers. Collective.
 
-        The label of the dispatch lists the words, because ranks that send others of the same width must not differ.
+        The label of the dispatch lists the words, so that ranks that send different words of the same width raise
+        RankMismatch.
         """
         sent_words = {name: materialized(part) for name, part in words.items() if part is not None}
         label = " and ".join(f"{part.shape[1]} {name}" for name, part in sent_words.items())
@@ -366,7 +368,7 @@ class RankRoutes:
         )
 
     def received(self, words_RX: Tensor, local_ids_RK: Tensor | None, rows_per_expert: Tensor, least_rows: int) -> None:
-        """Store what the rows are."""
+        """Store the description of the received rows."""
         self.source_R, self.token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
         self.local_ids_RK, self.rows_per_expert = local_ids_RK, rows_per_expert
         self.padded_rows = max(len(words_RX), least_rows)
@@ -388,7 +390,7 @@ class RankRoutes:
         return counts_L if alignment == 1 else (counts_L + alignment - 1) // alignment * alignment
 
     def again(self, x: Rows, topk_weights: Tensor | None = None) -> tuple[Rows, Tensor | None]:
-        """Send other rows, and weights [T, K] or None. Return those of this rank's experts. Collective."""
+        """Send other rows along the same routes, and weights [T, K] or None. Return the received ones. Collective."""
         values, scales = wide_rows(x)
         if scales is None and topk_weights is None:
             return self.send(values), None

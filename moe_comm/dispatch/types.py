@@ -25,11 +25,11 @@ class PeerToPeerOptions:
 
     Args:
         heap_bytes: size of each rank's device memory for dispatched rows, expert outputs and gradients that exist at
-            the same time. ``gpu.heap.heap_bytes`` computes it. None: 2 GiB on CUDA, 16 MiB in emulation.
+            the same time. ``gpu.heap.heap_bytes`` computes it. None: 2 GiB on CUDA, 16 MiB if emulated.
         num_blocks: maximum number of thread blocks of the kernels that move rows; None: two per multiprocessor. A
             smaller number, such as 16, leaves multiprocessors to other kernels. Does not change results.
         relay: send a token's row once to each rank and copy it there, instead of once to each of its experts.
-        capacity_rows: number of rows that ``dispatch_fixed`` has room for.
+        capacity_rows: maximum number of rows that ``dispatch_fixed`` receives.
         own_stream: run operations on a separate stream, which the caller's stream waits for.
         emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
         bulk_copies: dispatch copies rows with cp.async.bulk, which needs few multiprocessors. Only on GPUs that have it

@@ -114,7 +114,7 @@ class NativeLauncher:
         self.starter: _C.P2pStarter = starters.host() if machine == "cpu" else starters.cuda(index)
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
-        """See ``Launcher``. In emulation it returns after the kernel has ended."""
+        """See ``Launcher``. When emulated, it returns after the kernel has ended."""
         self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
 
 
@@ -241,7 +241,7 @@ UNASKED = 48 << 10
 
 
 def shared_limit(device: torch.device) -> int | None:
-    """Return the maximum bytes of shared memory per thread block on ``device``; None without a limit (emulation)."""
+    """Return the maximum bytes of shared memory per thread block on ``device``; None without a limit (emulated)."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

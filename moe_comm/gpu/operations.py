@@ -1,8 +1,8 @@
 """One rank's side of the protocol in csrc/cuda/args.h: its block, its heap and the operations of its group.
 
-An operation of all ranks (a ``turn`` in csrc/cuda) begins with a meeting, in which the device exchanges headers (what a
-rank is about to do), offers (addresses of its rows) and counts (rows for each expert). Then kernels move rows, and
-``done`` ends the operation. The device counts operations and records faults; the CPU reads them in a report.
+An operation of all ranks (a ``turn`` in csrc/cuda) begins with a handshake, in which the device exchanges headers (the
+operation that a rank starts), offers (addresses of its rows) and counts (rows for each expert). Then kernels move rows,
+and ``done`` ends the operation. The device counts operations and records faults; the CPU reads them in a report.
 
 An operation takes one call of native code (``plan``, csrc/cuda/plan.h), which keeps the arguments that do not change.
 The methods here translate tensors into addresses and choose the scratch memory.
@@ -95,7 +95,7 @@ class Scratch(NamedTuple):
 class GroupOperations:
     """One rank's state of the protocol. Kernels of an operation run on the stream that is current in ``begin``.
 
-    ``heap`` follows the control area in this rank's block. ``scratch`` belongs to the last meeting. ``blocks`` must
+    ``heap`` follows the control area in this rank's block. ``scratch`` belongs to the last handshake. ``blocks`` must
     have zeros in the control areas, and ``launcher`` must be for their device.
     """
 
@@ -204,7 +204,7 @@ class GroupOperations:
     ) -> None:
         """Count the slots of each expert, exchange the counts, and move rows to the peers' offers.
 
-        ``plan.counted`` returns the counts after ``wait``. Rows beyond the room of an offer are not moved.
+        ``plan.counted`` returns the counts after ``wait``. Rows beyond the capacity of an offer are not moved.
 
         Args:
             offer: this rank's buffer for rows.
@@ -225,7 +225,7 @@ class GroupOperations:
         self.plan.arrive(first_source, sources)
 
     def received(self, source: int) -> bool:
-        """Return whether all rows of the rank ``source`` have been written. Only in emulation."""
+        """Return whether all rows of the rank ``source`` have been written. Only when emulated."""
         return self.plan.received(source)
 
     def flags(self, part: str) -> RowFlags:
@@ -236,7 +236,7 @@ class GroupOperations:
         return RowFlags(*memory, shape.rank, shape.world, first_flag, self.turn, int(self._timeout_s * 1e9))
 
     def counts_WE(self) -> Ints:
-        """Return the rows of each rank for each expert in the last completed meeting with counts."""
+        """Return the rows of each rank for each expert in the last completed handshake with counts."""
         return self._all_count_words.copy()
 
     def meet(self, header: bytes, offer: Offer) -> None:
@@ -260,7 +260,7 @@ class GroupOperations:
         self.plan.sum(header, self._begin(0), offer, blocks, *self._sum_words(place_TK, weights_TK, y_TD, dtype))
 
     def sum_slices(self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int, blocks: int) -> None:
-        """After ``meet``: as ``sum``, a slice of columns when peers have set its flag."""
+        """After ``meet``: sum each slice of columns, as ``sum`` does, once peers have set its flag."""
         self.plan.sum_slices(blocks, *self._sum_words(place_TK, weights_TK, y_TD, dtype))
 
     def sum_reduced(
@@ -304,7 +304,7 @@ class GroupOperations:
         """Write each token's weighted gradient (rows of unit stride) into the peers' second offer.
 
         Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
-        ``slots``: for the flags of the rows. In emulation, the caller then ends the operation with ``plan.done``.
+        ``slots``: for the flags of the rows. When emulated, the caller then ends the operation with ``plan.done``.
         """
         tokens, top_k = place_TK.shape
         kind = self.device.type
@@ -317,7 +317,8 @@ class GroupOperations:
         )  # fmt: skip
 
     def count_turn(self) -> None:
-        """Read the number of operations, before one is queued: the device counts those of a graph when it runs."""
+        """Read the number of operations from the device before one is queued, because it also counts replays of
+        graphs."""
         if self._capturing:
             self._replays = True
         elif self._replays:
@@ -326,7 +327,7 @@ class GroupOperations:
     # --- results ---
 
     def wait(self) -> None:
-        """Wait until the last meeting has completed, but not for later kernels, or until there is a fault."""
+        """Wait until the last handshake has completed, but not for later kernels, or until there is a fault."""
         plan = self.plan
         turn = plan.turn
         self._wait_for(turn)

@@ -1,6 +1,6 @@
 """Constants and structures shared by the CPU and the kernels of csrc/cuda/args.h.
 
-An operation of all ranks (a ``turn`` in csrc/cuda) begins with a meeting, in which ranks exchange headers, offers
+An operation of all ranks (a ``turn`` in csrc/cuda) begins with a handshake, in which ranks exchange headers, offers
 (addresses of their buffers) and counts. A chunk is the slots, or (token, expert) pairs, of one thread block.
 """
 
@@ -160,7 +160,7 @@ class Sending(NamedTuple):
 class SlotFlags(NamedTuple):
     """What ``spread`` needs to set the flags of the rows that it writes.
 
-    ids_TK: int64 experts of this rank's slots, or -1. slots_E: int64 number of its slots for each expert.
+    ids_TK: int64 experts of this rank's slots, or -1. slots_E: int64 number of this rank's slots for each expert.
     """
 
     ids_TK: Tensor | None
@@ -175,8 +175,8 @@ class RowFlags(NamedTuple):
 
     peers_W: [W] int64 addresses of the ranks' blocks. state, report, abort: State, Report and the abort word of
     csrc/cuda/args.h. first_flag: word of the control area with the flag of (local expert 0, rank 0) for rows, or of
-    (slice 0, rank 0) for results; that of (i, rank) is ``i * W + rank`` words after it. turn: the value of a raised
-    flag, or more.
+    (slice 0, rank 0) for results; that of (i, rank) is ``i * W + rank`` words after it. turn: a flag is set if its
+    value is at least this number.
     """
 
     peers_W: Tensor

@@ -79,7 +79,7 @@ class ExpertBackward(ABC):
 
     @abstractmethod
     def row_range(self, expert: int, rows: slice) -> None:
-        """Compute the gradient of ``rows``, and what their weight gradients need."""
+        """Compute the gradient of ``rows``, and keep the operands of their weight gradients."""
 
     @abstractmethod
     def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:

@@ -4,7 +4,7 @@
     backward   grad_act = grad @ w2      grad_h, act again           grad_rows = grad_h @ w13
                                          grad_w2 = grad.T @ act      grad_w13 = grad_h.T @ rows
 
-Each line is one or two launches for any number of experts. None of them copies the row counts to the host. If w13 or w2
+Each line is one or two launches for any number of experts. None of them copies the row counts to the CPU. If w13 or w2
 is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/grouped_mm.py``).
 """
 

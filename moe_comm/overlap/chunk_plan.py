@@ -77,7 +77,7 @@ class ChunkPlan:
 
     @cached_property
     def segments(self) -> RowSegments:
-        """The chunks as segments, each in a group of its own."""
+        """The chunks as segments, each in a separate group."""
         groups = tuple((chunk,) for chunk in range(len(self.chunks)))
         return RowSegments([chunk.ranges for chunk in self.chunks], self.own, groups)
 
@@ -137,7 +137,8 @@ def ranges_by_source(rows_WE: Ints, placement: ExpertPlacement, rank: int) -> tu
 
 @dataclass(frozen=True, eq=False)
 class RowSegments:
-    """The rows of this rank's experts, by *segment*: what completes at once, one chunk or the rows of one peer.
+    """The rows of this rank's experts, by segment. A segment is the rows that complete together: one chunk, or the rows
+    of one peer.
 
     ranges: the row ranges of each segment, ascending. own: the row ranges of this rank's own rows.
     groups: the segments in the order in which results are computed if all rows are complete. The segments of a group

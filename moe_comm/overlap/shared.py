@@ -42,7 +42,7 @@ LINE = 64
 
 @dataclass(frozen=True)
 class SharedTransfers:
-    """What one pass of an operator transfers; the same on every rank.
+    """The transfers of one pass of an operator; the same on every rank.
 
     rows: S, the rows of each rank. like: a tensor of their dtype and device. gathered_SD: this rank's rows to be
     gathered, or None. sum_columns: N of the [W, S, N] results that are summed over the ranks, or None.

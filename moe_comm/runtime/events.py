@@ -223,7 +223,7 @@ class _Entered(threading.local):
 class Meter:
     """Sum of the seconds between entering and leaving, over all threads. Nested entries of a thread count once.
 
-    On a GPU, this is the time that the host was blocked, not the time on the device.
+    On a GPU, this is the time that the CPU was blocked, not the time on the device.
     """
 
     _lock: threading.Lock
@@ -262,7 +262,7 @@ class Meter:
             self._local.depth = depth
 
     def ignore_thread(self) -> None:
-        """Do not count the time of the calling thread, which runs beside the thread that is measured."""
+        """Do not count the time of the calling thread, which runs concurrently with the measured thread."""
         self._local.depth = 1  # so that no later entry is the outermost one
 
     def take(self) -> float:

@@ -87,7 +87,8 @@ def attach_adapter(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return what ``attach_stub`` returns for an adapter, which requires ``package`` when it is imported.
 
-    The system imports an adapter that has a name ``plugin``, asked or not. That requires it on the use of other names.
+    The system itself imports an adapter that has a name ``plugin``, in any case, so such an adapter requires
+    ``package`` only when another name is used.
     """
     load, list_names, names = attach_stub(adapter, file)
     if "plugin" not in names:

@@ -15,15 +15,15 @@ SLACK = 50
 
 
 def within(rows: int) -> int:
-    """Return the most rows of a busiest rank that count as good as ``rows`` if fewer experts move."""
+    """Return the number of rows of the busiest rank that is accepted instead of ``rows`` if fewer experts move."""
     return rows + rows // SLACK
 
 
 def homes_near(loads_E: Loads, old_E: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-    """Return homes of the experts: the best that were found, then some ``within`` it that move fewer experts.
+    """Return homes of the experts: the best found, then some that are ``within`` it and move fewer experts.
 
-    The best are the better of improvements of ``old_E`` and of a new greedy assignment. The others are ``old_E`` with
-    only as many exchanges as needed, and the best with all moves undone that are not needed.
+    The best is the better one of two improved assignments: ``old_E``, and a new greedy one. The others are ``old_E``
+    with only the necessary exchanges, and the best with all unnecessary moves undone.
     """
     starts = []
     for start_E in (list(old_E), _greedy(loads_E, old_E, room)):
@@ -89,7 +89,7 @@ class Assignment:
     def improve(self, enough: int = 0) -> None:
         """Exchange experts of the busiest rank while it has more than ``enough`` rows and they decrease.
 
-        One is exchanged for one, or else two for two.
+        It exchanges one expert for one, or else two for two.
         """
         for _ in range(4 * len(self.home_E)):
             busy = max(range(len(self.totals)), key=lambda rank: (self.totals[rank], -rank))

@@ -75,7 +75,7 @@ class ExpertPlacement:
         """Return the placement of expert slices, where ``parts`` adjacent ranks divide the experts of one rank of this
         placement.
 
-        Each slice has an id of its own. Three experts on two ranks, in two slices each:
+        Each slice has its own id. Three experts on two ranks, in two slices each:
 
             rank             0        1        2        3          4 = 2 * 2 ranks
             slice ids        0 1      2 3      4        5
@@ -191,8 +191,8 @@ class Placement:
     def with_owners(self, owners: Sequence[Sequence[int]]) -> Placement:
         """Return the next version, with other owners.
 
-        Experts that keep their home keep their place there, and the others fill the free places. So a switch moves only
-        experts that change their rank.
+        Experts that keep their home keep their position on it, and the others fill the free positions. So a switch
+        moves only experts that change their rank.
 
         Raises:
             ConfigError: as the constructor.

@@ -35,7 +35,8 @@ class ReplaySettings(DecisionSettings):
     """Settings of decisions in a replay.
 
     Args:
-        window: recorded steps of each interval between two decisions from which the decisions are made, the last ones.
+        window: number of last recorded steps of each interval that decisions use. An interval is the time between two
+            decisions.
     """
 
     window: int = 5

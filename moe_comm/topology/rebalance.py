@@ -25,7 +25,7 @@ KINDS: tuple[PlacementKind, ...] = ("fixed", "relocate", "replicate")
 WORTH = 2
 """Minimum of saved seconds over the seconds of the switch."""
 STALL = 0.1
-"""Share of the time of a layer's rows in a step. The number of moves does not count if they take less."""
+"""Moves that take less than this share of the time of a layer's rows in a step do not count."""
 NOISE = 3
 """Minimum of saved rows, in standard deviations of the rows of the busiest rank if routing is random."""
 
@@ -208,7 +208,8 @@ def _with_copies(loads_E: Loads, current: Placement, slots: int) -> Iterator[lis
 
 
 def _owner_counts(loads_E: Loads, world: int, slots: int) -> list[int]:
-    """Return the number of owners of each expert, so that all slots are used: each goes to the most rows per owner."""
+    """Return the number of owners of each expert, so that all slots are used. Each slot goes to the expert with the
+    most rows per owner."""
     counts_E = [1] * len(loads_E)
     queue = [(-float(load), expert) for expert, load in enumerate(loads_E) if load and world > 1]
     heapq.heapify(queue)
@@ -256,7 +257,7 @@ def _copies_of(
 def _owners(
     loads_E: Loads, assignment: Assignment, copies: Sequence[tuple[int, int]], rows: int = 0
 ) -> list[tuple[int, ...]]:
-    """Return the owners without copies that the busiest rank does not need, those of the smallest shares first.
+    """Return the owners after removing copies that do not relieve the busiest rank, the smallest shares first.
 
     Args:
         copies: by descending share.
@@ -415,7 +416,8 @@ def copied_bytes(size: int, publications: int = 1) -> int:
 
 
 def publications(micro_batches: int, split: bool) -> int:
-    """Return how often the weight of a copy is sent in a step at most, if layers share the memory for copies.
+    """Return the maximum number of times that the weight of a copy is sent in a step, if layers share the memory for
+    copies.
 
     It is sent for each pass. split: backward passes run in two halves, which both need it.
     """

@@ -129,7 +129,8 @@ class _Tokens:
         return self.chosen_TE @ np.eye(self.away_TH.shape[1])[host_E]
 
     def grouped(self, host_E: Ints, load_E: Ints, theta: float) -> Ints:
-        """Return a host for each expert, after exchanges from ``host_E`` while the objective falls."""
+        """Return a host for each expert: ``host_E``, improved by exchanges of experts until the objective stops
+        falling."""
         every = -(-len(self.chosen_TE) // TOKENS) or 1
         tokens, host_E = _Tokens(self.chosen_TE[::every], self.away_TH[::every]), host_E.copy()
         hosts = self.away_TH.shape[1]

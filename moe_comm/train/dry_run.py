@@ -256,7 +256,7 @@ class _ParameterStorage:
     rematerialize: bool = False
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
-        """Return the parameter, gradient and optimizer memory of the rank at ``place``."""
+        """Return the parameter, gradient and optimizer memory of the rank with coordinates ``place``."""
         total = FixedMemory()
         gathered: dict[str, int] = {}
         shared: set[str] = set()  # parameters whose memory for copies another layer has
@@ -409,7 +409,7 @@ def _check_model(config: TrainConfig, mapping: ParallelConfig | None) -> None:
     """Check the tokenizer, and build the first pipeline stage without memory."""
     kind = config.data.tokenizer
     if kind == "bpe":
-        vocab = config.data.vocab if config.model.vocab is None else None  # a trained one has at most ``data.vocab``
+        vocab = config.data.vocab if config.model.vocab is None else None  # of a trained tokenizer, at most
     elif kind == "bytes":
         vocab = ByteTokenizer.vocab_size
     else:

@@ -81,7 +81,7 @@ class ParameterShard:
     def fixed(self, sharding: ShardingMode, partial: bool) -> FixedMemory:
         """Return the bytes, with gathered weights. ``partial``: with fsdp, the rank holds only its gradient shard."""
         number = math.prod(self.shape)
-        # FSDP leaves parameters to plain replication if each of several ranks is a block of its own.
+        # FSDP leaves parameters to plain replication if each block has only one rank.
         alone = self.owners == 1 and (sharding == "zero1" or self.ranks > 1)
         if sharding == "replicate" or not self.shape or not number or alone:
             masters = MASTER * number if self.size < MASTER else 0

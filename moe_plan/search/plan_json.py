@@ -87,7 +87,7 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
 
 
 def place_among(candidate: PlanCandidate, best: Sequence[PlanCandidate]) -> int | None:
-    """Return the place of a mapping among the best of a search, from 1. None: after them."""
+    """Return the position of a mapping among the best of a search, from 1. None if it is not among them."""
     return next((at for at, other in enumerate(best, 1) if other.mapping == candidate.mapping), None)
 
 

@@ -82,7 +82,8 @@ def _shared_seconds(operations: Sequence[Operation], backward: float) -> float:
 
 
 def _overlap(operations: Sequence[Operation], shared: float, any_transfer: float) -> tuple[Operation, ...]:
-    """Hide transfers behind computation: ``shared`` s for transfers in ``EXPERTS``, ``any_transfer`` s for all."""
+    """Hide transfers behind computation: ``shared`` seconds for transfers in ``EXPERTS``, ``any_transfer`` seconds for
+    all."""
     result = []
     for operation in operations:
         if operation.kind == "transfer":

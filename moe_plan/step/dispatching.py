@@ -34,7 +34,8 @@ from moe_plan.model.mapping import SUM_BYTES, Dispatcher, PlacedMapping, hosts_r
 MANY = 1 << 32
 """A number of tokens for which latencies are negligible."""
 LESS = 0.999
-"""A dispatcher is tried only if its time is below this share of all_to_all's: equal bytes in fewer steps are not."""
+"""A dispatcher is tried only if its time is below this share of all_to_all's. Sending equal bytes in fewer steps does
+not suffice."""
 
 
 @dataclass(frozen=True)

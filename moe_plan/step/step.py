@@ -242,7 +242,7 @@ class StepModel:
 
     @cached_property
     def _hidden_share(self) -> float:
-        """The part of the collectives of "fsdp" that overlaps with the computation of a pass that is long enough."""
+        """Share of the collectives of "fsdp" that is hidden if the computation of the pass is long enough."""
         mapping = self.placed.mapping
         overlaps = mapping.overlap not in ("none", "chunks") or any(map(self._overlaps_gradients, self.weights.spans))
         return FREE * min(map(self.placed.cluster.free_share, self.weights.shard_spans)) if overlaps else 0.0
@@ -270,7 +270,7 @@ class StepModel:
         return self._mean_pass(*self._weight_passes)
 
     def _mean_pass(self, one: Floats, others: Floats) -> Floats:
-        """Return the mean over the micro-batches, one of which has other values than the others."""
+        """Return the mean over the micro-batches, of which one has values that differ from those of the others."""
         return np.asarray((one + (self.micro_batches - 1) * others) / self.micro_batches)
 
     @cached_property
@@ -296,7 +296,8 @@ class StepModel:
         return self._reshard or self.placed.mapping.parallel.pp == 1
 
     def _by_kind(self, forward: Floats, again: Floats, scatters: Floats) -> Floats:
-        """Return [stages, kinds of passes] from the seconds before forward, before backward and after backward."""
+        """Return [stages, kinds of passes] from the seconds of weight gathers before forward and backward, and of
+        gradient scatters after."""
         halves = (again, scatters) if self.split else (again + scatters, np.zeros_like(scatters))
         return self._by_stage(np.stack([forward, again + scatters, *halves], axis=1))
 

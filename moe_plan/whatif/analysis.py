@@ -268,7 +268,7 @@ class _Replays:
             raise ConfigError("all operations of the trace have duration 0")
 
     def seconds(self, value_NL: Floats) -> Floats:
-        """Return the seconds of each step in each variant [N, L], [S, L]."""
+        """Return the seconds [S, L] of each step, given the durations [N, L] of all variants."""
         lanes = max(_CELLS // len(value_NL), 1)
         parts = [
             self._steps.of(replay(self._plan, value_NL[:, at : at + lanes]).end)

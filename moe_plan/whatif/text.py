@@ -171,7 +171,7 @@ def _slowest_coordinates(analysis: WhatIf) -> list[str]:
 
 
 def _map(heat: HeatMap) -> list[str]:
-    """Return the heat map. A cell is its slowdown and a shade, which is darker if it is slower."""
+    """Return the heat map. Each cell shows its slowdown and a shade that is darker for larger slowdowns."""
     rows, columns = (labels[:most] for labels, most in ((heat.rows, ROWS), (heat.columns, COLUMNS)))
     wide = max(map(len, rows))
     lines = ["slowdown by worker", " " * wide + "".join(f"{name:>9}" for name in columns)]

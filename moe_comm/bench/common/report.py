@@ -87,7 +87,7 @@ def spread(row: Row, phase: str) -> str:
 
 
 def faster_or_slower(ratio: float | None, partner: str = "") -> str:
-    """Format the ratio of a time to that of ``partner``, which is empty if the title of the column has it."""
+    """Format the ratio of a time to the time of ``partner``. ``partner`` is empty if the column title names it."""
     if ratio is None:
         return ""
     if abs(ratio - 1) < 0.005:
@@ -123,7 +123,7 @@ def hosts(settings: Row, links: Sequence[float], ranks: str = "rank(s)") -> str:
 
 
 def captions(*parts: str | None) -> str:
-    """Return the lines below a table of times: the parts that are not empty, and what its spread means."""
+    """Return the lines below a table of times: the parts that are not empty, and an explanation of the spread."""
     spread = f"times are medians; {SPREAD}: minimum and 90th percentile; noisy: the median is above {NOISY:g} x minimum"
     return "\n".join([*filter(None, parts), spread])
 

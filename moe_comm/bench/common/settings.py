@@ -111,7 +111,7 @@ def check_backend(backend: str) -> None:
 
 
 def check_cores_per_rank(cores: float | None, ranks: int) -> None:
-    """Raise ``ConfigError`` unless the cores that this process may use give each of ``ranks`` so many ``cores``."""
+    """Raise ``ConfigError`` if this process may use fewer than ``ranks * cores`` cores."""
     available = len(os.sched_getaffinity(0))
     if cores is not None and not 0.01 <= cores <= available / ranks:
         raise ConfigError(

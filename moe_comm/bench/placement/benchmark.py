@@ -5,7 +5,7 @@ These contestants have equal weights, tokens and routing, and are interleaved in
     fixed       consecutive experts on each rank
     relocate    every few steps, a decision from the loads of the last steps (``moe_comm.topology.rebalance``)
     replicate   the same, with slots for copies; each step publishes them and reduces their gradients
-    eplb        at the same steps, EPLB's placement of the same loads, without a decision
+    eplb        EPLB's placement of the same loads, always applied at the same steps
 
 EPLB with replicas in as many slots is not run, because its replicas have no homes: only the rows of its ranks are
 computed (``eplb_copies``).

@@ -46,8 +46,8 @@ class PlacementBench(BatchShape):
 
     Args:
         zipf: exponent s of Zipf's law: the n-th most popular expert is chosen in proportion to n ** -s. 0: uniform.
-        window: steps that a decision sees of this interval and of the one before, or of up to 8 after wrong switches;
-            at most ``every``.
+        window: number of steps of an interval that a decision uses, at most ``every``. A decision uses this interval
+            and the one before, or up to 8 intervals after wrong switches.
     """
 
     ranks: Ranks = 4

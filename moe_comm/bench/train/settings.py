@@ -144,8 +144,8 @@ class TrainBench:
     def steps_per_round(self) -> int:
         """Steps of a contestant in each round, of which the last is measured.
 
-        Between hosts, transfers of a step may be in flight when it ends. The step before the measured one makes the
-        measured one wait for as many transfers as it leaves.
+        Between hosts, transfers of a step may be in flight when it ends. Therefore an unmeasured step runs first: the
+        measured step then waits for as many earlier transfers as it leaves in flight.
         """
         return 2 if self.hosts > 1 else 1
 

@@ -55,7 +55,7 @@ class AllGatherDispatcher(AllToAllDispatcher):
         """Return None, because the collectives record their own bytes."""
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
-        x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
+        x_TD = x_TD.contiguous()  # before the handshake, which reports a failure to the other ranks
         handle = self._gathered(x_TD, ids_TK)
         wire_dtype, routes = self.options.wire_dtypes.of(self.current.op), handle.state
         x_PD = self._gather_rows(x_TD, routes.tokens_W, wire_dtype, describe(self.current))

@@ -46,7 +46,7 @@ class Routes:
     place_TK: index of each slot among the S rows; -1 if dropped. slot_S: its inverse.
     by_expert_R: ``rows = received[by_expert_R]``; None if both orders are equal. by_source_R: its inverse.
     send, receive: number of rows to and from each rank.
-    tokens_W: number of tokens of each rank. rows_WE: number of rows of each rank for each expert, on the host.
+    tokens_W: number of tokens of each rank. rows_WE: number of rows of each rank for each expert, on the CPU.
     """
 
     place_TK: Tensor
@@ -104,7 +104,7 @@ class AllToAllDispatcher(Dispatcher):
         return int(handle.state.send[self.rank])
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
-        x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
+        x_TD = x_TD.contiguous()  # before the handshake, which reports a failure to the other ranks
         handle = self.prepare_dispatch(x_TD, ids_TK)
         return self.send(x_TD, handle), handle
 

@@ -16,7 +16,7 @@ class LocalDispatcher(Dispatcher):
     """Holds all experts. Uses plain torch, and Triton on a GPU."""
 
     name = "local"
-    checks_ids = True  # _send checks with the counts that it copies to the host
+    checks_ids = True  # _send checks with the counts that it copies to the CPU
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         order_R, handle = self._sorted(x_TD, ids_TK)

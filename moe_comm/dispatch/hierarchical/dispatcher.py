@@ -175,7 +175,7 @@ class HierarchicalDispatcher(Dispatcher):
     # --- the three primitives ---
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
-        x_TD = x_TD.contiguous()  # before the handshake, because other ranks can be told of a failure there
+        x_TD = x_TD.contiguous()  # before the handshake, which reports a failure to the other ranks
         operation = self.current
         counts = self._handshake.exchange(operation, ids_TK, x_TD.device)
         slots_WH = self._slots(counts)

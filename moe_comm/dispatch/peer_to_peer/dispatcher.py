@@ -5,12 +5,12 @@
 
 The words in the diagram are kernels, queued in one call. ``count`` and ``scan`` count the rows of each expert. ``meet``
 waits for all ranks and exchanges headers, counts, and the addresses of the largest free block of each rank's heap; this
-is a *meeting*. ``push`` writes the rows there. Meanwhile the host reads the counts, and frees what the rows do not
-take. If a rank has no room, all ranks raise the same ``HeapError``. Combine and the backward passes have a meeting of
-their own, read or write rows of peers in place, and end when all ranks are done. Sums and dot products are computed in
-the order of the CPU kernels, so the bits are the same.
+is a handshake. ``push`` writes the rows there. Meanwhile the CPU reads the counts, and frees the memory that the rows
+do not need. If a rank has no room, all ranks raise the same ``HeapError``. Combine and the backward passes start with
+their own handshake, read or write rows of peers in place, and end when all ranks are done. Sums and dot products are
+computed in the order of the CPU kernels, so the bits are the same.
 
-On a GPU the host waits for the counts in dispatch. In other operations it waits until headers are compared, if
+On a GPU the CPU waits for the counts in dispatch. In other operations it waits until headers are compared, if
 ``DispatchOptions.checked`` is set. It never waits for rows. Without ``checked`` the next call raises errors of these
 operations, and the group is unusable afterwards. The protocol is in csrc/cuda/args.h.
 """
@@ -45,7 +45,7 @@ from moe_comm.gpu.protocol import SAME
 
 @dataclass(frozen=True, eq=False)
 class FixedDispatched:
-    """Result of ``dispatch_fixed``. The host does not know the numbers of rows.
+    """Result of ``dispatch_fixed``. The CPU does not know the numbers of rows.
 
     Attributes:
         rows_CD: [capacity_rows, D]. Rows from ``ends_E[-1]`` on are not initialised.
@@ -83,7 +83,7 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             self._stream.caller_waits = True
 
     def dispatch_fixed(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> FixedDispatched:
-        """Dispatch into a block of ``PeerToPeerOptions.capacity_rows`` rows without host synchronisation.
+        """Dispatch into a block of ``PeerToPeerOptions.capacity_rows`` rows without CPU synchronization.
 
         A CUDA graph can capture it. Slots beyond the capacity get no row and add nothing to the output; ``overflow``
         counts them. Shapes are checked here. Values are checked on the device; ``check`` raises errors.
@@ -203,7 +203,7 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         record_stream(self.memory.operations.heap, x, stream)
 
     def own_rows(self, handle: DispatchHandle, sent: int) -> int:
-        return sent // self.world  # an estimate for balanced routing, because the host may not know the counts
+        return sent // self.world  # an estimate for balanced routing, because the CPU may not know the counts
 
     def _send_fixed(self, x_TD: Tensor, ids_TK: Tensor, ends: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
         """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""

@@ -143,7 +143,7 @@ class PeerGroupMemory:
             self._watch.on = False
 
     def check(self, ids_TK: Tensor | None = None) -> None:
-        """Wait for the last meeting (exchange of headers), and raise its fault or that of a kernel after it."""
+        """Wait for the last handshake (exchange of headers), and raise its fault or that of a kernel after it."""
         plan = self.operations.plan
         if plan.wait(plan.turn, SLICE_NS) and not plan.failed():  # usually the turn completes in this time
             return

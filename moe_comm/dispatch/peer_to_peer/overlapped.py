@@ -1,4 +1,4 @@
-"""Operations of ``peer_to_peer`` that run while GEMMs of the caller compute, with flags for their parts.
+"""Operations of ``peer_to_peer`` that run concurrently with the caller's GEMMs, and set a flag for each part.
 
     separate stream    meet ▸ push / spread ───── flags (expert, source) ──▶ a GEMM that waits for rows
     separate stream    meet ▸ ready ▸ sum ▸ ... ▸ done     a GEMM ──────── flags (slice of columns, owner) ──▶ ready
@@ -27,7 +27,7 @@ from moe_comm.runtime.memory import DTYPE_CODES
 
 
 class OverlappedPrimitives(PendingPrimitives):
-    """The primitives of ``peer_to_peer``, also for operations that run while GEMMs of the caller compute."""
+    """The primitives of ``peer_to_peer``, and variants that run concurrently with the caller's GEMMs."""
 
     def start_dispatch_on_side_stream(self, x_TD: Tensor, ids_TK: Tensor, num_blocks: int | None) -> IncomingRows:
         """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks.
@@ -66,7 +66,7 @@ class OverlappedPrimitives(PendingPrimitives):
             return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, slots)
 
     def end_spread(self, operation: Operation) -> None:
-        """End ``spread_on_side_stream``. In emulation, wait for all ranks; on a GPU, the kernel ``done`` does."""
+        """End ``spread_on_side_stream``. When emulated, wait for all ranks; on a GPU, the kernel ``done`` waits."""
         if self.memory.emulated:
             with KernelOperation(self, operation):
                 self.memory.operations.plan.done()
@@ -87,11 +87,11 @@ class OverlappedPrimitives(PendingPrimitives):
         weights_TK: Tensor | None,
         handle: DispatchHandle,
     ) -> tuple[Tensor, Tensor]:
-        """Run ``_sum`` of rows that a GEMM computes meanwhile: each slice of their columns once it is computed.
+        """Run ``_sum`` while a GEMM computes its rows: each slice of columns is summed once it is computed.
 
         Args:
-            compute: queues the GEMM on the caller's stream. Its arguments are [R, D], where it writes the rows, and the
-                flags of (slice, owner): it sets those of this rank, at the ranks of the tokens.
+            compute: queues the GEMM on the caller's stream. Its arguments are the output [R, D] and the flags of
+                (slice, owner). It sets this rank's flags in the memory of the ranks that own the tokens.
 
         Returns:
             [T, D], the sums, which are complete after ``wait_for_side_stream``, and [R, D], the rows.

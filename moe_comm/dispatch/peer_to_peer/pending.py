@@ -1,11 +1,11 @@
 """Operations of ``peer_to_peer`` that the pipelined executor runs peer by peer.
 
-The kernel ``arrive`` waits for the rows of one peer. On a GPU it is queued on the stream, and the host does not wait:
+The kernel ``arrive`` waits for the rows of one peer. On a GPU it is queued on the stream, and the CPU does not wait:
 
     stream   count ▸ scan ▸ meet ▸ push │ own rows │ arrive(1) │ rows of rank 1 │ arrive(2) │ rows of rank 2 ...
 
 So the rows of slow peers are received while those of other peers are computed. Experts start when this rank has sent
-its own rows. In emulation the host reads the flags, so it computes rows of peers in the order in which they complete.
+its own rows. When emulated, the CPU reads the flags, so it computes rows of peers in the order in which they complete.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class PeerIncomingRows(IncomingRows):
 
 
 class PeerOutgoingRows(OutgoingRows):
-    """Outputs of experts, which peers read after the meeting of ``sum``."""
+    """Outputs of experts, which peers read after the handshake of ``sum``."""
 
     def __init__(self, dispatcher: PendingPrimitives, rows_RD: Tensor, handle: DispatchHandle) -> None:
         self._dispatcher, self._rows_RD, self._handle = dispatcher, rows_RD, handle
         self._operation = dispatcher.current
 
     def raise_flag(self, peer: int) -> None:
-        pass  # the meeting of ``sum`` tells all peers that this rank's rows are complete
+        pass  # the handshake of ``sum`` reports to all peers that this rank's rows are complete
 
     def ready(self) -> bool:
         return True
@@ -83,7 +83,7 @@ class PeerOutgoingRows(OutgoingRows):
 
 
 class PendingPrimitives(PeerToPeerPrimitives, PendingDispatcher):
-    """The primitives of ``peer_to_peer``, also peer by peer."""
+    """The primitives of ``peer_to_peer``, and variants that complete peer by peer."""
 
     collectives_in_flight = True
 
@@ -102,14 +102,16 @@ class PendingPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         return self.memory.operations.counts_WE()
 
     def wait_for_rows(self, operation: Operation, first: int, ranks: int) -> None:
-        """Make the current stream wait for the rows of ``ranks`` ranks of the last dispatch. In emulation, wait."""
+        """Make the current stream wait for the rows of ``ranks`` ranks of the last dispatch. When emulated, block until
+        they are received."""
         with KernelOperation(self, operation):
             self.memory.operations.arrive(first, ranks)
             if self.memory.emulated:
                 self.memory.raise_fault()
 
     def wait_for_one_of(self, operation: Operation, peers: Sequence[int]) -> int:
-        """Do so for the rows of one of ``peers``, and return it: the first, or in emulation the first complete one."""
+        """Wait for the rows of one of ``peers``, and return this peer: the first, or when emulated the first one with
+        complete rows."""
         with KernelOperation(self, operation):
             operations, peer = self.memory.operations, peers[0]
             if self.memory.emulated:

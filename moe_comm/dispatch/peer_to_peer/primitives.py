@@ -1,6 +1,6 @@
 """The primitives of ``peer_to_peer`` (send, sum, spread), implemented with kernels. See ``dispatcher.py``.
 
-In a meeting, the device exchanges headers, offers (addresses of rows) and counts; see ``gpu/operations.py``.
+In a handshake, the device exchanges headers, offers (addresses of rows) and counts; see ``gpu/operations.py``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ROOM_WORD = HEADER_WORDS - 1
 """Index of the header word with the size in bytes of the block that this rank offers for rows. Dispatch only. The text
 of a fault ends before this word."""
 EMULATED_BLOCKS = 4
-"""Default number of thread blocks in emulation."""
+"""Default number of thread blocks if emulated."""
 
 RowsT = TypeVar("RowsT", Tensor, ScaledRows)
 
@@ -244,7 +244,7 @@ class PeerToPeerPrimitives(Dispatcher):
                 links_R2 = heap.rows(rows_RD.shape[0], ROW_LINK_WORDS, torch.int64)
             except HeapError as problem:
                 self._raise_no_room(problem)
-            links_R2.zero_()  # before the meeting, after which peers write links
+            links_R2.zero_()  # before the handshake, after which peers write links
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.operations.sum_reduced(
                 self.packed(self.current),
@@ -336,13 +336,13 @@ class PeerToPeerPrimitives(Dispatcher):
         return self._pack_header(header.compared(), header.label, fault_word(fault), str(fault))
 
     def _refuse_capture(self, what: str, instead: str) -> NoReturn:
-        """Raise the error of an operation for which the host waits, while a CUDA graph captures the stream."""
+        """Raise the error of an operation for which the CPU waits, while a CUDA graph captures the stream."""
         raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
 
     def _refuse(self) -> NoReturn:
-        """Report the fault (invalid input) of this rank in a meeting, so that every rank raises it.
+        """Report the fault (invalid input) of this rank in a handshake, so that every rank raises it.
 
-        During a CUDA graph capture no meeting can run, so only this rank raises.
+        During a CUDA graph capture no handshake can run, so only this rank raises.
         """
         fault = self.current.fault
         if fault is not None and capturing(self.device):
@@ -353,15 +353,15 @@ class PeerToPeerPrimitives(Dispatcher):
         raise fault or AssertionError("_refuse was called without a fault")
 
     def _raise_no_room(self, problem: HeapError) -> NoReturn:
-        """Report in a meeting that this rank has no room in its heap, so that every rank raises."""
+        """Report in a handshake that this rank has no room in its heap, so that every rank raises."""
         if capturing(self.device):
-            raise problem  # a captured meeting would run only with the graph, and this error ends the capture
+            raise problem  # a captured handshake would run only with the graph, and this error ends the capture
         self.memory.operations.meet(self.packed(self.current), Offer(NOWHERE))
         self.memory.check()
         raise problem
 
     def _check_if_blocking(self) -> None:
-        """Wait for the meeting and raise its fault: on the CPU, or if ``checked`` is set and no graph is captured."""
+        """Wait for the handshake and raise its fault: on the CPU, or if ``checked`` is set and no graph is captured."""
         if self.memory.emulated or (self.options.checked and not capturing(self.device)):
             self.memory.check()
 

@@ -5,8 +5,8 @@
 There are scales if rows are encoded as e4m3. There are links if rows are relayed, that is, sent once to each rank and
 copied there: the link of a row names the row that it is a copy of.
 
-A dispatch offers the largest free range of the heap to the peers (``Reservation``), and keeps of it what the rows take.
-Ranks compute the sizes of all buffers from the exchanged counts, so all ranks detect a rank without room.
+A dispatch offers the largest free range of the heap to the peers (``Reservation``), and keeps the part that the rows
+need. Ranks compute the sizes of all buffers from the exchanged counts, so all ranks detect a rank without room.
 """
 
 from __future__ import annotations

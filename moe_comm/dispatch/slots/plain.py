@@ -7,7 +7,7 @@ All sums are fp32 in a fixed order, so every backend gives these bits:
 A slot is one of the K (token, expert) pairs of a token, and its place is the index of its row. A dropped slot (place
 -1) adds nothing, whatever its weight is. The wide dtype, in which rows are summed, is fp32, and fp64 for fp64 rows.
 
-Only ``sort_slots`` copies from the device to the host.
+Only ``sort_slots`` copies from the device to the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
 
     Returns:
         [E + 4] int64: slots of each expert; dropped slots; invalid slots (id below -1 or not below E); flat index and
-        id of the first invalid slot. One tensor, so that one copy brings it to the host.
+        id of the first invalid slot. One tensor, so that one copy transfers it to the CPU.
     """
     flat = ids_TK.reshape(-1).long()
     if not flat.numel():
@@ -79,7 +79,7 @@ def transpose_blocks(counts_AB: Tensor, num_rows: int) -> Tensor:
 
     Args:
         counts_AB: [A, B] int64 number of rows of each block, on the device of the result.
-        num_rows: their sum, known on the host.
+        num_rows: their sum, known on the CPU.
 
     Returns:
         [num_rows] int64: ``rows_ba = rows_ab[result]``.

@@ -27,9 +27,9 @@ def order(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def order_and_count(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the same, and on the host: the slots of each expert, dropped slots, invalid slots."""
+    """Return ``order`` and, on the CPU, the slots of each expert, dropped slots and invalid slots."""
     if not for_triton(ids_TK):
-        order_S, place_TK = plain.order_slots(ids_TK, num_experts)  # before the counts, for which the host waits
+        order_S, place_TK = plain.order_slots(ids_TK, num_experts)  # before the counts, for which the CPU waits
         return order_S, place_TK, plain.count_slots(ids_TK, num_experts)[: num_experts + 2].tolist()
     from moe_comm.kernels.triton.slot_order import order_slots  # needs Triton
 

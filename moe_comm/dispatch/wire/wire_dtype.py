@@ -187,7 +187,7 @@ def bytes_per_row(hidden: int, wire_dtype: WireDtype, dtype: torch.dtype) -> int
 
 
 def encode(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
-    """Encode rows for transfer. Does not copy to the host. The bits are the same on every device.
+    """Encode rows for transfer. Does not copy to the CPU. The bits are the same on every device.
 
     Args:
         rows_RD: [R, D] floating point, any strides. For fp8, 64-bit rows are rounded to fp32 first.

@@ -36,9 +36,9 @@ class EPHandle:
             start of an expert plus its rows.
         num_unaligned_recv_tokens_per_expert: [L] int32.
         recv_src_metadata: [R, 2 + K] int32: source rank times ``num_max_tokens_per_rank`` plus token; index of the row;
-            place of each slot in the expanded layout, -1 elsewhere.
+            row of each slot in the expanded layout, -1 elsewhere.
         routes: the routes of moe_comm.
-        place_RK: int64 place of each slot in the expanded layout; -1 elsewhere. Without padding.
+        place_RK: int64 row of each slot in the expanded layout; -1 elsewhere. Without padding.
     """
 
     num_sms = 0
@@ -182,13 +182,13 @@ class ElasticBuffer(GroupBuffer):
         """Send each token once to each rank that has one of its experts, as ``Buffer.dispatch``. Collective.
 
         Args:
-            x, topk_idx, topk_weights, expert_alignment: as there. In the expanded layout, the rows of an expert are
-                padded to multiples of ``expert_alignment``.
-            handle: as there, but ``topk_weights`` may be sent with it.
+            x, topk_idx, topk_weights, expert_alignment: as in ``Buffer.dispatch``. In the expanded layout, the rows of
+                an expert are padded to multiples of ``expert_alignment``.
+            handle: as in ``Buffer.dispatch``, but ``topk_weights`` may be sent with it.
             num_max_tokens_per_rank: largest T of any rank, here or in the constructor; not needed with ``handle``.
             do_cpu_sync: False pads results to the largest possible number of rows. True with ``handle`` is an error.
-            do_expand: one row per slot, ordered by (expert, source rank, token), in place of one per token. Padding is
-                always zero.
+            do_expand: one row per slot, ordered by (expert, source rank, token), instead of one row per token. Padding
+                is always zero.
             num_sms, num_qps, do_zero_padding, use_tma_aligned_col_major_sf: accepted and ignored.
 
         Returns:

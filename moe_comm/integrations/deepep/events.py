@@ -132,7 +132,7 @@ def placed(rows_NX: Tensor, place: Tensor, *shape: int) -> Tensor:
 
 
 class GroupBuffer(RankExchange):
-    """What both buffers have of DeepEP's interface.
+    """The part of DeepEP's interface that both buffers share.
 
     Raises:
         ConfigError: there is no process group.

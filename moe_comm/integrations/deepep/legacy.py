@@ -48,7 +48,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     Source tokens and ranges, which only DeepEP's kernels read, are None.
 
     Attributes:
-        sent: dispatch handle. mask_LS: which places of the padded rows have a row. buffer: of
+        sent: dispatch handle. mask_LS: which positions of the padded blocks hold a row. buffer: of
             ``get_next_low_latency_combine_buffer``.
     """
 
@@ -334,7 +334,7 @@ class Buffer(GroupBuffer):
         """Return the weighted sum of each token's expert outputs, in fp32 and in slot order. Collective.
 
         Args:
-            x: [L, W * M, H], in the places of the dispatched rows.
+            x: [L, W * M, H], at the positions of the dispatched rows.
             topk_weights: [T, K] fp32.
             zero_copy: read the buffer of ``get_next_low_latency_combine_buffer`` in place of ``x``.
 

@@ -336,7 +336,7 @@ def _router(model: nn.Module, places: Sequence[str]) -> Callable[[], nn.Paramete
 
 
 def _places(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> list[list[str]]:
-    """Return the names of each experts module, and of others with all of the same parameters: layers may share them.
+    """Return the names of each experts module, and of modules that share all its parameters, as layers may.
 
     Raises:
         UnsupportedModel: experts share parameters in another way.
@@ -364,7 +364,8 @@ def _places(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]
 
 
 def _settings(experts: nn.Module, layout: ExpertsLayout) -> list[Any]:
-    """Return what experts modules with the same weights must have in common to be replaced by one module."""
+    """Return the properties in which experts modules with the same weights must agree, because one module replaces
+    them."""
     custom = layout.activation.name == f"{type(experts).__name__}._apply_gate"
     hooks = [list(getattr(experts, name).values()) for name in _HOOKS]
     return [type(experts), layout.activation.fn if custom else layout.activation.name, experts.training, *hooks]

@@ -108,8 +108,8 @@ class moe_layer(MOELayer):  # type: ignore[misc, no-any-unimported, unused-ignor
     def _route(self, x_TD: Tensor, gate: Any, **choice: Any) -> tuple[Any, Tensor]:
         """Return the routes of ``run_experts`` and the auxiliary loss.
 
-        Tutel divides by the number of tokens. A rank without tokens routes one of zeros, which is not dispatched, and
-        has the loss 0.
+        Tutel divides by the number of tokens. A rank without tokens routes one token of zeros, which is not dispatched,
+        and has the loss 0.
         """
         tokens_TD = x_TD if len(x_TD) else x_TD.new_zeros(1, x_TD.shape[1])
         # As Tutel: a gate computes in its own dtype on GPUs.

@@ -168,7 +168,8 @@ class MoeCommPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, RankExchan
 
 
 def choose(original: Callable[..., Any], moe: Any, quant_config: Any, *args: Any, **settings: Any) -> Any:
-    """Return the transport of a layer. ``original``, vLLM's function with the further arguments, has the other layers.
+    """Return the transport of a layer. Other layers get the result of ``original``, vLLM's function with the other
+    arguments.
 
     Raises:
         ConfigError: the model is compiled, or runs as a CUDA graph.

@@ -31,7 +31,8 @@ BLOCK_MIN, BLOCK_MAX = 128, 1024
 
 @dataclass(frozen=True)
 class SequenceChunk:
-    """Contiguous tokens. ``at``: first token in the full sequence; ``place``: first one in the local tensor."""
+    """Contiguous tokens. ``at``: index of the first token in the full sequence; ``place``: its index in the local
+    tensor."""
 
     at: int
     place: int

@@ -59,7 +59,7 @@ class Rope:
         """Return the angle of each pair per token in radians, fp32 [dim / 2] on ``device``."""
         if device not in self._tables:
             with torch.no_grad():
-                # Computed on the host, so that all devices rotate by the same bits.
+                # Computed on the CPU, so that all devices rotate by the same bits.
                 self._tables[device] = frequencies(self.config, self.dim).to(device)
         return self._tables[device]
 
@@ -96,7 +96,7 @@ def softmax_scale(width: int, yarn: Yarn | None) -> float:
 
 
 def frequencies(config: RopeConfig, dim: int) -> Tensor:
-    """Return the angle of each pair per token in radians, fp32 [dim / 2], on the host."""
+    """Return the angle of each pair per token in radians, fp32 [dim / 2], on the CPU."""
     powers = config.theta ** (torch.arange(0, dim, 2, dtype=torch.float, device="cpu") / dim)
     yarn = config.yarn
     if yarn is None:

@@ -149,7 +149,7 @@ class Documents:
         """(rows, first token, end, whether it contains several documents) of tokens that are attended together.
 
         A long document needs no mask. Short adjacent documents share a small mask, which costs less than one call each.
-        The property is computed on the host.
+        The property is computed on the CPU.
         """
         rows, length = self.ids_BS.shape
         if length <= GROUP_TOKENS:

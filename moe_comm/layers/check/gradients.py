@@ -179,7 +179,7 @@ def _run(layer: MoELayer, batch: CheckBatch, forward: Callable[..., Tensor]) -> 
 
 
 def _accumulated(copies: ExpertCopies, inputs: dict[str, Tensor], y_TD: Tensor, grad_TD: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of ``inputs`` with those of the copies of experts, and preserve their ``grad``."""
+    """Run backward, and return the gradients of ``inputs`` including expert copies. Restores ``.grad``."""
     saved = [tensor.grad for tensor in inputs.values()]
     for tensor in inputs.values():
         tensor.grad = None

@@ -12,9 +12,10 @@ norms see the parameter only, and count each expert once.
 The gradient of an expert is the sum of its owners' gradients in fp32, in the order of the owners, rounded once. It is
 the same in each run. Its bits differ from those without copies, because each owner sums the rows that it computed.
 
-With rematerialization (``SharedStacks``), all layers of a rank use one stack in turns, and parameters have memory of
-their own. A layer fills the stack before its experts run, in forward and in backward: its own experts are copied on the
-rank, and the weights of copies are published again. While no other layer has used the stack since, it remains filled:
+With rematerialization (``SharedStacks``), all layers of a rank share one stack, which one layer at a time uses, and
+parameters have separate memory. A layer fills the stack before its experts run, in forward and in backward: its own
+experts are copied on the rank, and the weights of copies are published again. While no other layer has used the stack
+since, it remains filled:
 
     layer            0        1        2    │    2        1        0    │    0        1        2
     pass             forward                │    backward               │    forward of the next micro-batch
@@ -40,10 +41,11 @@ from moe_comm.topology import Placement
 
 
 class SharedStacks:
-    """Memory for the stacks of several layers, of which one has its weights there.
+    """Memory that the stacks of several layers share. One layer at a time has its weights there.
 
     Attributes:
-        fills: how often a layer has written its weights. A layer whose number this is has its weights there.
+        fills: number of times that a layer has written its weights. The layer that recorded this number last has its
+            weights there.
     """
 
     def __init__(self) -> None:
@@ -61,9 +63,8 @@ class SharedStacks:
 
 
 class _Stacked(torch.autograd.Function):
-    """The stack of a parameter, in place.
-
-    Gradients of copies are not those of a leaf: a split backward pass computes the gradients of module parameters only.
+    """Return the stack of a parameter without a copy. Gradients of copies are not accumulated in a leaf, because a
+    split backward pass computes the gradients of module parameters only.
     """
 
     @staticmethod
@@ -123,7 +124,7 @@ class ExpertCopies:
         self.weights_changed()
 
     def share(self, stacks: SharedStacks) -> None:
-        """Use ``stacks`` in turns with other layers. Called on all ranks, between steps."""
+        """Share ``stacks`` with other layers, which use them one at a time. Called on all ranks, between steps."""
         for name in self._stacks:
             param = self.parameter(name)
             param.data = param.detach().clone()
@@ -171,11 +172,13 @@ class ExpertCopies:
         return result
 
     def take_gradient(self, name: str, grad_SX: Tensor) -> Tensor:
-        """Add the gradient of the copies in a stack to theirs, and return that of the parameter. Called in backward.
+        """Split the gradient of a stack: accumulate the rows of copies, and return the rows of the parameter. Called in
+        backward.
 
-        Gradients of copies are dropped first if those of the parameter have been reset: the step was discarded.
+        Accumulated gradients of copies are dropped first if the gradient of the parameter was reset: the step was
+            discarded.
         """
-        param_HX = self.parameter(name)  # not the leaf of a micro-batch that takes turns (TurnParameters)
+        param_HX = self.parameter(name)  # not the leaf of an interleaved micro-batch (TurnParameters)
         self.unreduced = True
         watch_copies(param_HX, self.check_reduced)  # here, because deep copies and loads may replace a parameter
         homes, task = param_HX.shape[0], torch._C._current_graph_task_id()
@@ -189,11 +192,11 @@ class ExpertCopies:
         return grad_SX[:homes]
 
     def publish_if_due(self, *, later: bool = False) -> ConfigError | None:
-        """Publish if all ranks know that weights may have changed, or that another layer uses the stack. Collective
-        then.
+        """Publish if all ranks know that weights may have changed, or that another layer uses the stack. Publishing is
+        collective.
 
         Args:
-            later: other layers may use a shared stack before the experts run, so ``materialize`` publishes.
+            later: other layers may use a shared stack before the experts run, so ``materialize`` publishes later.
 
         Returns:
             An error if only this rank knows that its weights have changed; None otherwise.
@@ -211,7 +214,7 @@ class ExpertCopies:
         )
 
     def materialize(self) -> None:
-        """Publish if a shared stack has not the present weights of this layer. Collective then."""
+        """Publish if a shared stack does not contain the current weights of this layer. Publishing is collective."""
         if self._shared is not None and (self._due or not self._filled):
             self.publish()
 

@@ -103,7 +103,7 @@ def compare_replicas(replicas: Mapping[ProcessGroup, Mapping[str, Tensor]], chan
     for edp, tensors in replicas.items():
         try:
             compare_tensors(tensors, channel_of(edp), "the experts that several ranks hold", advice)
-        except RankMismatch as error:  # the other groups are compared, too, as their ranks do not know of it
+        except RankMismatch as error:  # compare the other groups too: their ranks do not know of this difference
             fault = fault or error
     differ = torch.tensor([fault is not None], dtype=torch.uint8, device=channel.control_device)
     differ_W = channel.all_gather(differ, "comparing experts that several ranks hold").flatten().tolist()

@@ -79,7 +79,7 @@ class ExpertShards:
         Args:
             local: this rank's part, of any dtype; it is sent as bytes.
             rank0_only: only rank 0 of the group receives the result; other ranks return None.
-            cpu: collect the result in host memory, one rank's part at a time.
+            cpu: collect the result in CPU memory, one rank's part at a time.
         """
         sharding, rank, world = self.shardings[name], dist.get_rank(self.group), dist.get_world_size(self.group)
         local = local.detach().contiguous()

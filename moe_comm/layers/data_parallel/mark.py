@@ -193,7 +193,7 @@ class _Found:
         self.lists[path] = modules
 
     def description(self, own: tuple[int, ...]) -> str:
-        """Return what all ranks must know, as JSON."""
+        """Return the description that ranks exchange, as JSON."""
         stacks = {
             _join(path, name): [list(getattr(module, name).shape[1:]), str(getattr(module, name).dtype)]
             for path, (module, names) in self.stacks.items()

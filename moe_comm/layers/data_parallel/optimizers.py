@@ -39,7 +39,7 @@ def mark_parameter(param: Tensor, shards: ExpertShards, name: str, owner: nn.Mod
 
 
 def mark_replaced(old: Tensor, new: Tensor, name: str, call: str) -> None:
-    """Let optimizers with ``old``, the parameter ``name``, raise: ``call`` has replaced it in the model by ``new``."""
+    """Make optimizers that hold ``old`` raise: ``call`` has replaced the parameter ``name`` of the model by ``new``."""
     if old is not new:
         setattr(old, _REPLACED, (name, call))
 
@@ -55,7 +55,8 @@ def watch_steps(param: Tensor, audit: Audit) -> None:
 
 
 def watch_copies(param: Tensor, check: Callable[[], None]) -> None:
-    """Run ``check``, whether gradients of copies are reduced, before each step of the optimizer of ``param``."""
+    """Run ``check``, which tests that gradients of copies are reduced, before each step of the optimizer of
+    ``param``."""
     setattr(param, _COPIES, check)
 
 

@@ -35,7 +35,7 @@ def state_dict(model: nn.Module, *, form: Form = "full", rank0_only: bool = Fals
         form: see the table in this module. "full": the keys and values, bit for bit, of the unwrapped model in a single
             process.
         rank0_only: with "full", only rank 0 of each expert-parallel group receives the values; other ranks return {}.
-        cpu: collect full tensors in host memory.
+        cpu: collect full tensors in CPU memory.
 
     Returns:
         The state dict. Tensors that are not split over ranks share their storage with the model.

@@ -1,4 +1,4 @@
-"""What a layer with experts has on this rank, and how its rows move: the core that all kinds of layers share.
+"""The state of an expert-parallel layer on one rank, and the transfer of its rows. All kinds of layers share this code.
 
     start_call         ids ─▶ slots ─▶ dispatch ─▶ rows of this rank's experts
     prepare_experts    copies of experts get their weights; which row counts to compute with
@@ -7,7 +7,7 @@
     call.combine       sums of each token's results
 
 ``MoELayer`` and ``EPExperts``, the experts of swapped Hugging Face blocks, are subclasses. The registries of
-transformers have one beside their experts.
+transformers keep an instance for each experts module.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class ExpertParallel(ParallelModule):
     def attach(
         self, experts: Any, shardings: Mapping[str, Sharding], replicated: Callable[[], nn.Parameter | None]
     ) -> bool:
-        """Install what distributed parameters of ``experts`` need; see ``attach_experts``. Return False on one rank."""
+        """Install the hooks of distributed parameters of ``experts``; see ``attach_experts``. Return False on one
+        rank."""
         dispatcher = self.dispatcher
         if dispatcher.group is None or dispatcher.world == 1:
             return False
@@ -93,7 +94,7 @@ class ExpertParallel(ParallelModule):
         return True
 
     def publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
-        """Publish the copies of experts if that is due. Collective then, so it comes before all checks of a call.
+        """Publish the copies of experts if needed. Publishing is collective, so it precedes all checks of a call.
 
         Args:
             later: other layers may run before the experts of this call.
@@ -126,8 +127,8 @@ class ExpertParallel(ParallelModule):
             weights_TK: routing weights.
             width: F of the experts.
             fp8: the experts have fp8 GEMMs.
-            beside: widths of dense MLPs with as much work as what the caller runs while rows, and results, are in
-                flight.
+            beside: work of the caller while rows, and later results, are in flight, as widths of dense MLPs with the
+                same FLOPs.
         """
         dispatcher = self.dispatcher
         gradients = getattr(experts, "expert_gradients", None)
@@ -154,21 +155,21 @@ class ExpertParallel(ParallelModule):
         )
 
     def prepare_experts(self, experts: nn.Module, call: ExpertCall) -> tuple[int, ...]:
-        """Give the copies of experts their weights. Collective if another layer has used their memory.
+        """Write the weights of the copies of experts. Collective if another layer has used their memory.
 
         Returns:
-            The rows of each slot to compute with: without the slots for copies while there is no copy.
+            Row counts of the slots to compute with. Slots for copies are left out if there is no copy.
         """
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         if copies is not None and self._uses_copies(call):
             copies.materialize()
         counts = call.handle.rows_per_expert
         homes = self.placement.homes_per_rank[self.place["ep"]]
-        # A rank without experts computes with the slots, unlike other ranks, so that parameters have gradients.
+        # A rank without experts always computes with the slots for copies, so that its parameters have gradients.
         return counts[:homes] if homes and call.skips_empty_slots and not self.placement.has_copies else counts
 
     def follow_backward(self, experts: nn.Module, call: ExpertCall, out_RD: Tensor) -> None:
-        """Register what runs in backward before the experts that computed ``out_RD``."""
+        """Register the hooks that run in backward before the experts that computed ``out_RD``."""
         if self.in_flight_hook is not None:
             self.call_in_backward(out_RD)
         copies: ExpertCopies | None = getattr(experts, "copies", None)

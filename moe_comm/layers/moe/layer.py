@@ -129,8 +129,8 @@ class MoELayer(ExpertParallel):
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: dropped slots since ``take_loads``; counted in training, and once under activation checkpointing.
         dispatch_stats: statistics of the last call.
-        beside: widths of dense MLPs with as much work as what the caller runs while rows, and results, are in flight
-            (``begin``). With the shared expert, "auto" hides transfers behind it.
+        beside: work of the caller while rows, and later results, are in flight (``begin``), as widths of dense MLPs
+            with the same FLOPs. With the shared expert, "auto" hides transfers behind it.
         in_flight_hook: called in each backward pass when it has started to send the gradients of the experts' outputs,
             and when it has started to send those of the dispatched rows. It may use the group.
         aux_scale: factor of the auxiliary losses of one call. It must be the factor by which the loss of a micro-batch
@@ -411,7 +411,7 @@ class MoELayer(ExpertParallel):
     def _run_experts(self, call: ExpertCall) -> Tensor:
         with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
             rows_per_expert = self.prepare_experts(self.experts, call)
-            # Call the module, so that its hooks run: FSDP gathers the weights in one.
+            # Call the module, so that its hooks run: a hook of FSDP gathers the weights.
             out_RD: Tensor = self.experts(call.rows, rows_per_expert, call)
         self.follow_backward(self.experts, call, out_RD)
         return out_RD

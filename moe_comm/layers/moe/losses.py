@@ -21,7 +21,7 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float | Tensor | None, factor: float) -> Tensor:
         ctx.shape, ctx.dtype, ctx.device, ctx.scale, ctx.factor = loss.shape, loss.dtype, loss.device, scale, factor
-        # In a recomputation by reentrant checkpointing, whose backward pass has an id of its own: the pass around it.
+        # Reentrant checkpointing runs a nested backward pass with another id. Use the id of the outer pass.
         ctx.task = torch._C._current_graph_task_id()
         return y.view_as(y)
 

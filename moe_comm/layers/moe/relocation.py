@@ -7,7 +7,7 @@
     rank 1    w13[3] ──────────────▶ rank 0, slot 1  slots of rank 1: experts 2 3 ─▶ 0 2
 
 Only rows of experts that change their rank are sent. Each rank computes the same list of transfers from the boxes of
-all ranks, so nothing else is exchanged. Each rank packs the rows that leave their place into one block. CPU ranks of
+all ranks, so nothing else is exchanged. Each rank packs the rows that move into one block. CPU ranks of
 one host read the blocks of their peers in shared memory; other ranks send them with one all-to-all. A failure leaves
 the tensors unchanged: they are written after all ranks have their rows, or restored from the rank's own block.
 """
@@ -82,7 +82,7 @@ def moved_state(name: str, weights: Tensor, state: Mapping[str, object]) -> list
 
 @dataclass(frozen=True)
 class Transfer:
-    """A range of one expert's row that changes its place: ranks, and positions in their local tensors."""
+    """A range of one expert's row that moves: ranks, and positions in their local tensors."""
 
     source: int
     destination: int
@@ -91,7 +91,7 @@ class Transfer:
 
 
 def transfers_of(stack: MovedStack) -> Iterator[Transfer]:
-    """Yield the ranges that change their place, ordered by expert, destination and source."""
+    """Yield the ranges that move, ordered by expert, destination and source."""
     old, new = _by_expert(stack.old), _by_expert(stack.new)
     for expert, targets in sorted(new.items()):
         sources = old.get(expert, [])
@@ -130,7 +130,7 @@ class _Piece:
 
 
 class RowMoves:
-    """All ranges that change their place, for one ``run``.
+    """All ranges that move in one call of ``run``.
 
     Args:
         stacks: the same stacks on all ranks, in the same order. Each rank has as many rows before as after.
@@ -138,8 +138,8 @@ class RowMoves:
 
     Attributes:
         going, coming: ranges that this rank sends, and that it receives.
-        staying: ranges of a tensor that change their place on this rank, in an order in which none overwrites a later
-            one; True: its rows must be kept, and are written at the end.
+        staying: ranges that move within this rank, in an order in which none overwrites a range that moves later; True:
+            the rows must be saved first, and are written at the end.
         sizes: [source][destination], bytes between different ranks. Equal on all ranks.
     """
 
@@ -197,7 +197,7 @@ class RowMoves:
             piece.pack(block)
 
     def apply(self, read: Read) -> None:
-        """Write all ranges to their new places."""
+        """Write all ranges to their new positions."""
         kept = []
         for tensor, transfer, keep in self.staying:
             origin, target = transfer.from_index, transfer.to_index
@@ -216,7 +216,7 @@ class RowMoves:
     def undo(self, block: Tensor) -> None:
         """Undo ``apply``, also one that raised.
 
-        What it overwrote has been moved or sent, because a rank keeps its number of rows.
+        Overwritten rows still exist elsewhere: they were moved or sent, because a rank keeps its number of rows.
         """
         for tensor, origin, rows in reversed(self._done):
             tensor[origin].copy_(rows if isinstance(rows, Tensor) else tensor[rows])
@@ -250,7 +250,7 @@ def _in_order(transfers: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
 
 
 def move_rows(stacks: Sequence[MovedStack], group: ProcessGroup | None, rank: int, what: str) -> int:
-    """Move the rows of ``stacks`` that change their place, and return the bytes that this rank sent. See ``RowMoves``.
+    """Move the rows of ``stacks`` to their new positions, and return the bytes that this rank sent. See ``RowMoves``.
 
     Collective over ``group``.
     """

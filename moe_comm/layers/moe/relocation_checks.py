@@ -38,8 +38,7 @@ def stacks_to_move(layer: MoELayer, placement: Placement, state: Mapping[Any, Ma
     """Return the expert weights of ``layer``, each with the tensors of ``state`` that move with it. Collective.
 
     Raises:
-        ConfigError, RankMismatch: on all ranks, unless ``placement`` is valid, and equal on all ranks as are the
-            tensors.
+        ConfigError, RankMismatch: ``placement`` is invalid, or it or the tensors differ between ranks; on all ranks.
     """
     fault: ConfigError | None = None
     moved: dict[str, list[Tensor]] = {}

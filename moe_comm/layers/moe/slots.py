@@ -29,14 +29,15 @@ class SlotTable:
 
     Args:
         placement: ranks of each expert.
-        parts: number of slices of each expert; each slice has a slot of its own.
+        parts: number of slices of each expert; each slice has its own slot.
     """
 
     def __init__(self, placement: Placement, parts: int) -> None:
         slices = placement.layout.slice_ids(parts)
         owners = [[slices[slot] for slot in slots] for slots in placement.slot_ids()]
         self._placement = placement
-        # What is added to an id: 0 to negative ids, and to those past the last expert as many as there are more slots.
+        # Offset from an expert id to its slot id: 0 for negative ids; for ids past the last expert, the number of slots
+        # minus experts.
         by_expert = [[slot - expert for slot in homes] for expert, (homes, *_) in enumerate(owners)]
         more = sum(placement.slots_per_rank) * parts - placement.num_experts
         self._added_EP = torch.tensor([[0] * parts, *by_expert, [more] * parts], dtype=torch.int64, device="cpu")
@@ -75,7 +76,7 @@ class SlotTable:
         counts = torch.bincount(keys_N, minlength=experts + 1).tolist()
         lengths = cut_rows(counts[:experts], self._placement)
         for expert, slots_OP in self._owners.items():
-            # With the size, the host does not wait for the GPU.
+            # With the size, the CPU does not wait for the GPU.
             rows_N = (ids_N == expert).nonzero_static(size=counts[expert]).squeeze(1)
             for slots_P, rows in zip(slots_OP, rows_N.split(lengths[expert]), strict=True):
                 slots_NP[rows] = slots_P

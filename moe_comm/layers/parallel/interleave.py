@@ -117,7 +117,7 @@ class BackwardTurns:
     def run(self, forward: Steps[T], backward: Callable[[], None]) -> T:
         """Run ``backward``, and ``forward`` inside of it, and return its result. If one raises, ``forward`` is closed.
 
-        Steps that ``backward`` leaves over run after it.
+        Remaining steps of ``forward`` run after ``backward``.
 
         Raises:
             MoeCommError: ``forward`` raised inside of ``backward``, which caught the error.
@@ -139,10 +139,10 @@ class BackwardTurns:
 
 
 class TurnParameters:
-    """Second leaves of parameters, on the same memory, which micro-batches that run in turns use, except for the first.
+    """Additional autograd leaves that share the memory of parameters, for all interleaved micro-batches but the first.
 
     Sequential micro-batches compute (grad + a) + b. Autograd computes the gradient b first, and would add the sum of
-    both to ``grad``, which rounds differently. With a leaf of its own, b is kept until a is complete:
+    both to ``grad``, which rounds differently. With a separate leaf, b is kept until a is complete:
 
         backward          b of layer 1    a of layer 1    b of layer 0    a of layer 0
         leaf.grad         b ────────────▶ None            b ────────────▶ None
@@ -271,7 +271,7 @@ class TurnParameters:
         if grad is not None and param in self._complete:  # param.grad may have been reduced already
             raise ConfigError(
                 f"the gradient of a parameter {tuple(param.shape)} was complete for the first micro-batch before a "
-                "later one: micro-batches that take turns must use each parameter in their order"
+                "later one: interleaved micro-batches must use shared parameters in the same order"
             )
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ class TokenContext:
 
 @dataclass(frozen=True, eq=False)
 class TurnTokens:
-    """``TokenContext`` of micro-batches that run in turns, and the leaves of parameters that they use."""
+    """``TokenContext`` of interleaved micro-batches, and the leaves of parameters that they use."""
 
     tokens: tuple[TokenContext, ...]
     parameters: TurnParameters
@@ -106,8 +106,8 @@ class TransformerBlock(nn.Module):
     ) -> Tensor | tuple[Tensor, ...]:
         """Map [B, S / (cp * tp), D] to the same shape. Collective over all ranks of the pipeline stage.
 
-        With a tuple of inputs, these micro-batches run in turns. The layer begins and ends with all of them, and is
-        recomputed in turns.
+        With a tuple of inputs, these micro-batches are interleaved. The layer begins and ends with all of them, and is
+        recomputed in the same way.
         """
         if isinstance(tokens, TurnTokens):
             mode = "full" if self.recompute == "full" else "none"

@@ -149,8 +149,8 @@ class Transformer(ParallelModule):
         their sum. Outputs and gradients have the bits of sequential micro-batches.
 
         Layers whose forward pass must not be divided (``recompute`` "full", FSDP, other wrappers) run as modules on all
-        micro-batches. Their micro-batches take turns, but the layer ends when all are complete, so the last combine is
-        not hidden. Hooks of other layers, and of this module, do not run.
+        micro-batches. Their micro-batches are interleaved, but the layer ends when all are complete, so the last
+        combine is not hidden. Hooks of other layers, and of this module, do not run.
 
         Args:
             inputs: the arguments of ``forward`` for each micro-batch.

@@ -294,7 +294,8 @@ def timeline_of(run: Run) -> dict[str, Any]:
     for i, attempt in enumerate(run.attempts[:MARKS]):
         before = run.attempts[i - 1] if i else attempt
         after = run.attempts[i + 1] if i + 1 < len(run.attempts) else None
-        # ``after.last_s`` is the end of the last step before ``after``. It is not of this attempt if that made no step.
+        # ``after.last_s`` is the end of the last step before ``after``. It belongs to an earlier attempt if this one
+        # completed no step.
         stop = end if after is None else after.last_s if after.last_s >= attempt.ready_s else after.started_s
         attempts.append(
             {

@@ -50,7 +50,7 @@ def dispatch_rows(
         overlap: Executor and number of chunks; None: serial. Results and gradients have the same bits for every setting
             except the device executor with fp32.
         width: F of the experts, from which "auto" estimates the compute time; the same on every rank.
-        beside: Work of the caller while rows, and results, are in flight, which "auto" hides transfers behind; see
+        beside: Work of the caller while rows, and later results, are in flight; "auto" uses it to hide transfers. See
             ``OperatorWork.beside``. The same on every rank.
         label: Name of the layer, for error messages.
         scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which the device executor does not support.

@@ -83,8 +83,8 @@ class ChunkedDispatch(RowDispatch):
             width: Columns of the GEMM that overlaps the transfer to the experts; the same on every rank.
             width_back: The same for the GEMM before the results return. If given, one number of chunks is chosen for
                 both transfers and both directions; None: for the transfer to the experts only.
-            beside: Work of the caller while rows, and results, are in flight (``OperatorWork.beside``); the same on
-                every rank.
+            beside: Work of the caller while rows, and later results, are in flight (``OperatorWork.beside``); the same
+                on every rank.
             weights_grad: Whether the backward pass will send gradients of routing weights; compared between ranks.
             scaled: The experts have fp8 GEMMs.
 

@@ -56,7 +56,7 @@ def fp8_fault() -> ConfigError:
 
 
 class _DeviceExperts(torch.autograd.Function):
-    """As ``pipelined._Experts``: run the experts, or one GEMM. Takes and returns the same."""
+    """Run the experts, or one GEMM. Arguments and results are those of ``pipelined._Experts``."""
 
     @staticmethod
     def forward(

@@ -88,7 +88,7 @@ class DeviceDispatch(SharedDispatch):
             op: "combine" or "dispatch backward". The latter has no ``weights_TK`` and no ``requires_grad``.
 
         Returns:
-            What makes the current stream wait for the sums and returns them, and the results, [R, D].
+            A function that makes the current stream wait for the sums and returns them; and the results, [R, D].
         """
         dispatcher, handle = self.dispatcher, self.handle
         if not dispatcher.sums_slices(op, handle.dtype, weights_TK is not None):

@@ -1,6 +1,6 @@
 """Transport of the pipelined executor between ranks that access each other's memory. Each peer's rows are a segment.
 
-This is for ``shared_memory``, and on GPUs ``peer_to_peer``, which differs in two points: the host does not wait for
+This is for ``shared_memory``, and on GPUs ``peer_to_peer``, which differs in two points: the CPU does not wait for
 rows, but queues a kernel that waits; and all results are sent together, after the last row is computed.
 
 Each rank writes its own rows at once into the blocks of their owners, and reads results in place. The pipelined

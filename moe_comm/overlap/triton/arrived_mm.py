@@ -1,4 +1,5 @@
-"""Grouped GEMM of rows that ``peer_to_peer`` is still receiving: a tile starts when the rows of its sources are there.
+"""Grouped GEMM of rows that ``peer_to_peer`` is still receiving: a tile starts when the rows of its sources are
+received.
 
     rank 0    push ──── rows ────▶ rank 1's heap, then the flag (expert, rank 0) in rank 1's control area
 
@@ -6,9 +7,10 @@
 
 Rows, flags and faults are those of csrc/cuda/args.h: ``push`` sets the word ``arrived(expert, source)`` to the number
 of the turn after the last of these rows. Nothing is copied between the CPU and the device. Programs take tiles from a
-list (``tile_list.py``) with counters, one for each source rank: own rows first, then of any rank whose rows are there,
-so no program waits for a late rank while other rows can be computed. A program that starts late, because ``push``
-occupied its processor, takes fewer tiles. No program waits for another one of this launch. The bits of a row depend
+list (``tile_list.py``) with counters, one for each source rank: own rows first, then of any rank whose rows are
+received, so no program waits for a late rank while other rows can be computed. A program that starts late, because
+``push`` occupied its processor, takes fewer tiles. No program waits for another one of this launch. The bits of a row
+depend
 neither on the order of the tiles nor on their rows: they are those of ``grouped_mm``.
 
 The kernel waits for kernels of other ranks, so it leaves processors free (``waiting_programs``): this rank's ``push``,
@@ -157,7 +159,7 @@ def rows_fault(dtype: torch.dtype, device: torch.device) -> MoeCommError | None:
 
 
 def sending_blocks(device: torch.device, requested: int | None) -> int:
-    """Return the number of thread blocks of ``push`` beside this kernel: ``requested``, or one for 8 processors."""
+    """Return the number of thread blocks of ``push`` while this kernel runs: ``requested``, or one for 8 processors."""
     return requested or max(1, processors(device) // 8)
 
 

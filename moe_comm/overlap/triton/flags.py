@@ -9,7 +9,7 @@ raised. A turn waits until the flag is at least its number, so flags are never r
 
 If a wait in a kernel times out, it writes the rank that it waited for into the fault words, and all pending waits of
 that kernel fail at once. A program whose wait failed neither writes to a peer nor raises a flag; tiles that it should
-have computed become NaN. The host then raises ``PeerTimeout`` (``memory.py``).
+have computed become NaN. The CPU then raises ``PeerTimeout`` (``memory.py``).
 
 The only assembly is Triton's clock, which the interpreter replaces by Python's. Polls are volatile loads (relaxed,
 system scope). They may end differently in the warps of one program. So an atomic after the polls determines the result:
@@ -28,7 +28,7 @@ from moe_comm.kernels.triton.launch import INTERPRETING
 
 FAULT_WORDS = 5
 """int64 words of a rank's fault report, in its own memory: whether there is one, flag index, rank waited for, number of
-the turn waited for, value of the flag."""
+the awaited turn, value of the flag."""
 
 CALL_SLOTS = 4
 """Number of turns for which a block stores each rank's operation. No rank can be more turns ahead of another."""
@@ -40,7 +40,7 @@ POLL_S = 0.0002
 if INTERPRETING:
 
     def clock_ns() -> int:
-        """Return the host's clock in nanoseconds."""
+        """Return the CPU's clock in nanoseconds."""
         return time.monotonic_ns()
 
     def rest() -> None:

@@ -14,7 +14,7 @@ tiles of this rank's own rows are first. The latest source of a tile is the one 
 A cut between sources avoids waits, but it may add a tile. Of three cuts each expert gets the finest one that adds no
 more than a quarter to its tiles: between all sources, only where the ring order wraps around, or none. How many tiles
 have a source as their latest one follows from prefix sums, so no sort is needed, and one program per expert writes the
-tiles of its rows. The host knows only an upper bound of their number.
+tiles of its rows. The CPU knows only an upper bound of their number.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def most_tiles(num_rows: int, experts: int, tile_rows: int) -> int:
 
 
 def list_tiles(counts_WE: Tensor, experts: range, rank: int, num_rows: int, tile_rows: int) -> TileList:
-    """List the tiles of the rows of ``experts``. The host neither reads the counts nor copies anything.
+    """List the tiles of the rows of ``experts``. The CPU neither reads the counts nor copies anything.
 
     Args:
         counts_WE: [W, E] int64 rows of each rank for each expert of all ranks, on the device.

@@ -13,9 +13,9 @@ t(i) and g(i) are the transfer and the GEMM of chunk i. "own" is the GEMM of thi
     in place   compute   [own ][peer 1][peer 2] ...            ranks of one host read each other's rows in place
                                                                (``shared.py``); each rank copies only its own rows
 
-Operators that run while rows are in flight (a shared expert, the dense branch of a shortcut) count as GEMMs "beside"
-the operator of the experts. Gathers compute them before the first chunk, scatters after the last one; with one chunk,
-no transfer is in flight during them.
+Operators that run while rows are in flight (a shared expert, the dense branch of a shortcut) count as GEMMs
+(``beside``) that run concurrently with the operator of the experts. Gathers compute them before the first chunk,
+scatters after the last one; with one chunk, no transfer is in flight during them.
 
 In the model, chunks have three costs. Small GEMMs run at a lower rate. Each chunk adds a latency and a GEMM call.
 Transfers use cores that compute: ``hides`` is the fraction of a transfer that overlaps with a GEMM. It is 0 if the
@@ -62,8 +62,9 @@ class OperatorWork:
     rows: rows of this rank's GEMM. Linear layer: rows of all ranks. Ulysses: rows of this rank. MoE layer: rows of this
         rank's experts, as the mean over the ranks, because all ranks must pass the same number.
     sent: columns of the side (input or output) that is transferred. other: columns of the other side.
-    world: number of ranks. groups: local experts. beside: columns of a GEMM of ``rows`` with ``sent`` columns that is
-        as much work as the forward pass of the operators beside this one. Backward is twice as much.
+    world: number of ranks. groups: local experts. beside: work that runs concurrently with the forward pass of this
+        operator, as the columns of a GEMM of ``rows`` with ``sent`` columns and the same FLOPs. Backward is twice as
+        much.
 
     Raises:
         ConfigError: an unknown operator or direction, or a negative size.

@@ -31,7 +31,7 @@ PERIOD_S = 0.25
 FREE_HOSTS = 16
 """With more hosts, the period grows with their number: each host reads the entries of all others."""
 ENDING_S = 2.0
-"""Time in which a host ends a stopped rank that serves the store, after ``timeout_s``."""
+"""Additional time after ``timeout_s`` in which a host kills a stopped rank that serves the store."""
 
 
 @dataclass

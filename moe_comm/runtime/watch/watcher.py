@@ -390,7 +390,8 @@ def _is_from_peers(error: Exception) -> bool:
 
 
 def _own_store() -> Store:
-    """Return a new connection to the store of the default process group. Calls on a shared one block each other."""
+    """Return a new connection to the store of the default process group. Calls on a shared connection block each
+    other."""
     store: Any = _get_default_store()
     connection: Store = store.clone() if hasattr(store, "clone") else store
     return connection

@@ -108,12 +108,12 @@ class ExpertPlacements:
         return self.section.kind != "fixed" and self._mesh.size("ep") > 1 and bool(self.by_layer)
 
     def after_optimizer(self, step: int, loads: Mapping[str, LayerLoad]) -> PlacementReport | None:
-        """Record the loads of ``step`` (from 1), and switch placements if it is time. Collective.
+        """Record the loads of ``step`` (from 1), and switch placements if a decision is due. Collective.
 
         Call it between the optimizer's step and ``DataParallel.publish``.
 
         Returns:
-            The decisions and what they moved; None if it is not time for decisions.
+            The decisions and the resulting transfers; None if no decision is due.
         """
         if not self.active:
             return None
@@ -266,7 +266,7 @@ class ExpertPlacements:
         return {name: self.windows[name].decide(placement, settings) for name, placement in self.by_layer.items()}
 
     def _measure(self) -> SwitchTimes:
-        """Return the times, which the ranks measure together at the first call. Collective then."""
+        """Return the times, which the ranks measure together. The first call is collective."""
         if self.times is None:
             rates_3 = [0.0, 0.0, 0.0]
             for name, layer in list(self._layers.items())[:1]:

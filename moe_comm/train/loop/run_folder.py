@@ -75,7 +75,7 @@ class RunFolder:
 
     @staticmethod
     def check(config: TrainConfig) -> None:
-        """Check, without writing, what ``make`` checks of the run to resume. Snapshots in memory are not known here."""
+        """Run the checks of ``make`` on the run to resume, without writing. Snapshots in memory are not known here."""
         if config.checkpoint.resume != "no" and not config.checkpoint.peer_every:
             _find(config, ())
 

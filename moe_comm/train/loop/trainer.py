@@ -243,7 +243,7 @@ class Trainer:
     def _update(
         self, step: int, lr: float, summary: StepSummary, clock: _Clock
     ) -> tuple[float, PlacementReport | None]:
-        """Update the weights, and move experts if it is time.
+        """Update the weights, and move experts if a decision is due.
 
         Returns:
             The seconds waited for the saver's copy of the old weights, and the switch of placements.

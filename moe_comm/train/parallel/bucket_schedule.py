@@ -74,7 +74,7 @@ class TransferThread:
     All ranks of a group must submit the same collectives of the group in the same order. No other thread may use these
     groups. The time in the thread does not count as communication; the time that the main thread waits does.
 
-    On a GPU, the collectives run on a stream of their own, which waits for the work that was queued before ``submit``.
+    On a GPU, the collectives run on a separate stream, which waits for the work that was queued before ``submit``.
 
     Args:
         device: device of the tensors.

@@ -67,7 +67,7 @@ class UnitRanks:
 
     @property
     def replicated(self) -> bool:
-        """Whether each of several ranks is a block of its own, so that nothing is sharded."""
+        """Whether there are several ranks and each block has only one, so that nothing is sharded."""
         return self.mesh.size() == 1 and self.replicas > 1
 
     @classmethod
@@ -144,7 +144,7 @@ class FSDPParameters:
                     "different ranks; move the experts to a separate module"
                 )
             expert = any(expert for expert, _ in kinds)
-            # Weights whose dtype differs from that of their block (a router) are a unit of their own.
+            # Weights whose dtype differs from that of their block (a router) are a separate unit.
             separate = bool(kinds) and all(dtype != default for _, dtype in kinds)
             if expert or separate or module is root or any(module is block for block in blocks):
                 self._fully_shard(module, expert, None if separate else default, module is not root and self._reshard)

@@ -127,7 +127,7 @@ def check_equal_weights(
             continue
         try:
             compare_tensors(tensors, channel_of(group), f"the weights over {' x '.join(axes)}", ADVICE)
-        except RankMismatch as error:  # the other groups are compared, too, as their ranks do not know of it
+        except RankMismatch as error:  # compare the other groups too: their ranks do not know of this difference
             fault = fault or error
     failed = torch.zeros(ranks.world, dtype=torch.float32, device="cpu")
     failed[ranks.rank] = fault is not None

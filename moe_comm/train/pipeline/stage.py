@@ -120,7 +120,7 @@ def between(stage: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class StageContext:
-    """What the stages of a rank share.
+    """State that the stages of a rank share.
 
     num_stages: stages of the pipeline. device, group: of the activations between stages. transfers: records spans of
     transfers and passes. data_parallel, split_backward: see ``Pipeline``. together: micro-batches of a pass.
@@ -152,7 +152,7 @@ class Stage(PipelineStage):
     The inputs of a micro-batch are looked up in ``batches`` and do not pass through the schedule, which only splits
     tensors into equal chunks and would treat a document index as an activation.
 
-    With ``interleave``, what the schedule treats as one micro-batch are two consecutive ones. Their activations are
+    With ``interleave``, the schedule treats two consecutive micro-batches as one. Their activations are
     sent as two tensors, and they are interleaved in forward and backward (``layers/parallel/interleave.py``).
 
     A schedule only sends, receives and waits, except in ``forward_one_chunk`` and ``backward_..._one_chunk``. All time
@@ -198,7 +198,7 @@ class Stage(PipelineStage):
         self._outputs[chunk] = turns.run(self._steps(chunk), backward)
 
     def _steps(self, chunk: int) -> Steps[tuple[Tensor, ...]]:
-        """Run the forward pass on ``chunk`` inside of another pass, with spans of its own."""
+        """Run the forward pass on ``chunk`` inside of another pass, with separate spans."""
         module: Any = self.submod
         args = self._ids(chunk) if self.is_first else self._retrieve_recv_activations(chunk)
         with closing(module.forward_steps(self._inputs(args, chunk))) as steps:
