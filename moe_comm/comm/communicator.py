@@ -23,8 +23,7 @@ from moe_comm.comm.header import DESTROYED, GroupCalls
 from moe_comm.comm.peers import Peers
 from moe_comm.errors import ConfigError, PeerError, UnsupportedModel
 from moe_comm.runtime.event_layout import NO_NAME
-from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.fork_safe import add_lock
+from moe_comm.runtime.events import EVENTS, add_lock
 from moe_comm.runtime.seconds import seconds_of
 
 if TYPE_CHECKING:

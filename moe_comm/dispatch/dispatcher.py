@@ -45,7 +45,6 @@ from moe_comm.dispatch.arguments import (
 from moe_comm.dispatch.checksums import CorruptionLog, SentChecksums, sums_by_expert
 from moe_comm.dispatch.operation import Operation, Operations
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions, ExtraRoutes
-from moe_comm.dispatch.wire.group_scales import rounded_in_groups
 from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, quantized, rounded
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.autograd import once_differentiable
@@ -433,7 +432,11 @@ class Dispatcher(Operations):
         if self.current.fault is not None:
             return rows_RD
         wire_dtype = self.options.wire_dtypes.of(self.current.op)
-        return rounded_in_groups(rows_RD, wire_dtype) if wire_dtype.scales == "group" else rounded(rows_RD, wire_dtype)
+        if wire_dtype.scales != "group":
+            return rounded(rows_RD, wire_dtype)
+        from moe_comm.dispatch.wire.group_scales import rounded_in_groups  # an option that few calls use
+
+        return rounded_in_groups(rows_RD, wire_dtype)
 
     # --- for the backends ---
 

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_comm.runtime.events import Open
-from moe_comm.runtime.fork_safe import add_lock
+from moe_comm.runtime.events import Open, add_lock
 
 if TYPE_CHECKING:
     import torch

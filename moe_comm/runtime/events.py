@@ -26,7 +26,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,7 +51,6 @@ from moe_comm.runtime.event_layout import (
     group_text,
     region_bytes,
 )
-from moe_comm.runtime.fork_safe import add_lock
 
 if TYPE_CHECKING:
     from moe_comm._C import Open, SpanRecorder
@@ -75,9 +74,31 @@ __all__ = [
     "EventRecorder",
     "Meter",
     "Open",
+    "add_lock",
     "communication_span",
     "start_ticks",
 ]
+
+
+_owners_of_locks: weakref.WeakKeyDictionary[object, tuple[str, Callable[[], Any]]] = weakref.WeakKeyDictionary()
+
+
+def add_lock(owner: object, name: str, make: Callable[[], Any] = threading.Lock) -> None:
+    """Set attribute ``name`` of ``owner`` to ``make()``, now and in each forked child. One lock per owner.
+
+    A child has only the thread that forked. A lock that another thread held would stay locked in the child forever.
+    (The logging and the import system of Python renew theirs; the native core has ``ForkSafeMutex``.)
+    """
+    setattr(owner, name, make())
+    _owners_of_locks[owner] = (name, make)
+
+
+def _renew_locks() -> None:
+    for owner, (name, make) in list(_owners_of_locks.items()):
+        setattr(owner, name, make())
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def start_ticks(pid: int | None = None) -> int:

@@ -14,7 +14,8 @@ _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.comm.header import FAULTS, NUM_COMPARED, OPS, WORDS, Header  # noqa: E402
 from moe_comm.comm.shared_heap import SharedOptions  # noqa: E402
-from moe_comm.dispatch.backends.native import NativeLocalDispatcher, SharedMemoryDispatcher  # noqa: E402
+from moe_comm.dispatch.backends.local import NativeLocalDispatcher  # noqa: E402
+from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # noqa: E402
 from moe_comm.dispatch.dispatcher import Dispatcher  # noqa: E402
 from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RankMismatch, RoutingError  # noqa: E402

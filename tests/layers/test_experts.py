@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -142,7 +140,7 @@ def test_output_and_input_gradient_use_memory_from_alloc() -> None:
     leaf = rows.requires_grad_()
     scaled = leaf * 1.0
     scaled.register_hook(lambda g: grads.append(g.data_ptr()))
-    out = experts(scaled, (2, 3), partial(run_mlp, alloc=alloc))
+    out = run_mlp(scaled, (2, 3), experts.mlp_for(scaled), alloc=alloc)
     out.sum().backward()
     assert [t.data_ptr() for t in allocated] == [out.data_ptr(), grads[0]]
 

@@ -1,4 +1,4 @@
-"""Backends of CPU tensors whose rows the native core moves: ``local`` and ``shared_memory``.
+"""``shared_memory``, and what it shares with ``local`` on the CPU: rows that the native core moves.
 
 Dispatch copies each row once, from the caller's tensor to its final position at the owner of its expert. Combine reads
 the output rows of the owners in place. csrc/cpu/communicator.h defines the protocol, csrc/cpu/transfer.h the copies.
@@ -20,15 +20,13 @@ from moe_comm.comm.group_setup import heap_of
 from moe_comm.comm.header import failure, fault_word
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.arguments import ID_DTYPES
-from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
-from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, native_is_built, private_heap, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
 from moe_comm.tensor_memory import address, row_address
 from moe_comm.topology import ExpertPlacement
 
@@ -288,72 +286,6 @@ class NativeDispatcher(Dispatcher):
                 result = RoutingError(str(result).removeprefix("rank 0: "))
         mark_known(result)
         return result
-
-
-class NativeLocalDispatcher(NativeDispatcher, LocalDispatcher):
-    """``local`` on the CPU: sorts rows in fp32, bf16 or fp16 into reused memory. Other rows use ``LocalDispatcher``."""
-
-    def __init__(
-        self,
-        placement: ExpertPlacement,
-        group: ProcessGroup | None = None,
-        rank: int = 0,
-        options: DispatchOptions | None = None,
-    ) -> None:
-        super().__init__(placement, group, rank, options)
-        self._layout = native().Layout
-        self._open(private_heap(), None)
-
-    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
-        if self.current.fault is None and supported(x_TD):
-            return super()._send(x_TD, ids_TK)
-        return LocalDispatcher._send(self, x_TD, ids_TK)
-
-    def _send_with(
-        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
-    ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
-        if self.current.fault is None and supported(x_TD):
-            return super()._send_with(x_TD, ids_TK, words_TKX)
-        return *LocalDispatcher._send(self, x_TD, ids_TK), None
-
-    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[ScaledRows, DispatchHandle]:
-        if x_TD.is_cpu:  # the handle must be the native core's
-            return Dispatcher._send_scaled(self, x_TD, ids_TK)
-        return LocalDispatcher._send_scaled(self, x_TD, ids_TK)
-
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
-        if isinstance(handle.state, self._layout):
-            return super()._sum(rows_RD, weights_TK, handle)
-        return LocalDispatcher._sum(self, rows_RD, weights_TK, handle)
-
-    def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
-    ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(handle.state, self._layout):
-            return super()._spread(grad_TD, rows_RD, weights_TK, handle)
-        return LocalDispatcher._spread(self, grad_TD, rows_RD, weights_TK, handle)
-
-    def _spread_with(
-        self, grad_TD: Tensor, weights_TK: Tensor, words_TKX: Tensor, handle: DispatchHandle
-    ) -> tuple[Tensor, Tensor]:
-        if isinstance(handle.state, self._layout):
-            return super()._spread_with(grad_TD, weights_TK, words_TKX, handle)
-        return Dispatcher._spread_with(self, grad_TD, weights_TK, words_TKX, handle)
-
-    def _sum_with(
-        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
-    ) -> tuple[Tensor | None, Tensor]:
-        if isinstance(handle.state, self._layout):
-            return super()._sum_with(rows_RD, words_RX, handle)
-        return Dispatcher._sum_with(self, rows_RD, words_RX, handle)
-
-
-def local_dispatcher(
-    placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions
-) -> LocalDispatcher:
-    """Return a dispatcher for one rank that holds all experts, with the native core if it is built."""
-    kind = NativeLocalDispatcher if native_is_built() else LocalDispatcher
-    return kind(placement, group, 0, options)
 
 
 def _dense(x: Tensor) -> Tensor:

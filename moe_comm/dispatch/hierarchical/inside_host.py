@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moe_comm.comm.communicator import Communicator
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.native import local_dispatcher, supported
+from moe_comm.dispatch.backends.local import local_dispatcher
+from moe_comm.dispatch.backends.native import supported
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap
 from moe_comm.dispatch.operation import Operation

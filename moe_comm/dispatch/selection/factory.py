@@ -98,7 +98,7 @@ def new_dispatcher(
     if group is None or world == 1:
         if placement is None:
             raise fault or ConfigError("no placement")
-        from moe_comm.dispatch.backends.native import local_dispatcher  # loads one backend
+        from moe_comm.dispatch.backends.local import local_dispatcher  # loads one backend
 
         local = local_dispatcher(placement, group, options)
         local.expert_placement = expert_placement

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError, UnsupportedModel
-from moe_comm.layers.data_parallel.copies import SharedStacks
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, distribute_like, plain
 from moe_comm.layers.data_parallel.gradients import ExpertGradients
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
@@ -62,6 +61,8 @@ def rematerialize_copies(model: nn.Module) -> None:
     Args:
         model: a model, or a swapped one. Layers without slots for copies do not change.
     """
+    from moe_comm.layers.data_parallel.copies import SharedStacks  # few layers have copies
+
     stacks = SharedStacks()
     for _, module, _ in expert_modules(model):
         if (copies := getattr(module, "copies", None)) is not None:
@@ -87,6 +88,21 @@ def refuse_shared_parameters(model: nn.Module) -> None:
                 f"{other} and {name} are one parameter of two experts modules, each of which would scale and reduce "
                 "its gradient. Let the layers share the module: layer.experts = other_layer.experts"
             )
+
+
+def exclude_from_ddp(model: Any) -> None:
+    """Exclude experts and counters of this rank's tokens from the reduction and broadcast of DDP.
+
+    Raises:
+        UnsupportedModel: several experts modules have the same parameter.
+    """
+    refuse_shared_parameters(model)
+    counters = (
+        f"{name}.{key}".lstrip(".") for name, module in model.named_modules() for key in getattr(module, "counters", ())
+    )
+    if names := [*expert_parameters(model), *counters]:
+        before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        model._ddp_params_and_buffers_to_ignore = [*before, *(name for name in names if name not in before)]
 
 
 def tensor_parallel(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ProcessGroup]]:

@@ -104,12 +104,6 @@ class ExpertCopies:
         self.published_bytes = 0
         self.set_placement(placement)
 
-    @classmethod
-    def of(cls, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> ExpertCopies | None:
-        """Return the copies; None if the placement has no slots for copies."""
-        has_slots = placement.slots_per_rank != placement.homes_per_rank
-        return cls(experts, shards, placement, label) if has_slots else None
-
     def set_placement(self, placement: Placement) -> None:
         """Use another placement with the same layout, whose copies have not been published."""
         self.placement = placement

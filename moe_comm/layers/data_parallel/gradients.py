@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,13 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.comm.header import TRAINED
 from moe_comm.errors import ConfigError
-from moe_comm.layers.data_parallel.audit import Audit
-from moe_comm.layers.data_parallel.copies import ExpertCopies
-from moe_comm.layers.data_parallel.equal_tensors import SAME_START, compare_replicas
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, plain
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 from moe_comm.layers.parallel.collectives import gather_values, sum_values
+
+if TYPE_CHECKING:
+    from moe_comm.layers.data_parallel.audit import Audit
+    from moe_comm.layers.data_parallel.copies import ExpertCopies
 
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -195,6 +196,8 @@ class ExpertGradients:
             return
         name = next((name for name in self.shards.shardings if getattr(experts, name).requires_grad), None)
         if name is not None:
+            from moe_comm.layers.data_parallel.audit import Audit  # inference does not need it
+
             expert = getattr(experts, name)
             self.audit, self._audited = Audit(self.label, self.shards.group, expert, replicated), name
             if (ddp := self.ddp) is not None:
@@ -241,6 +244,8 @@ class ExpertGradients:
         edp = self.edp_group(group)
         # DDP broadcasts all other parameters. Ranks may have different numbers of listed modules (``mark_experts``).
         if edp is not None and self.checked and not self.shards.listed:
+            from moe_comm.layers.data_parallel.equal_tensors import SAME_START, compare_replicas  # only DDP needs it
+
             tensors = {f"{self.label}.{name}": getattr(experts, name) for name in self.shards.shardings}
             compare_replicas({edp: tensors}, channel_of(group), SAME_START)
         copies = 1 if edp is None else dist.get_world_size(edp)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.group_setup import group_or_default
 from moe_comm.errors import ConfigError, NonFiniteLoss, RankMismatch, UnsupportedModel
 from moe_comm.layers.data_parallel.attach import (
+    exclude_from_ddp,
     expert_modules,
     expert_parameters,
     refuse_shared_parameters,
@@ -162,20 +163,10 @@ def prepare_ddp(model: Any, *, grad_reduction: Reduction | None = None) -> Any:
     Raises:
         UnsupportedModel: several experts modules have the same parameter.
     """
-    refuse_shared_parameters(model)
-    names = [*expert_parameters(model), *_counters(model)]
-    if names:
-        before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-        model._ddp_params_and_buffers_to_ignore = [*before, *(name for name in names if name not in before)]
+    exclude_from_ddp(model)
     for _, _, gradients in expert_modules(model):
         gradients.declared = grad_reduction
     return model
-
-
-def _counters(model: nn.Module) -> Iterator[str]:
-    """Iterate over buffers that count this rank's tokens; DDP would overwrite them with those of rank 0."""
-    for name, module in model.named_modules():
-        yield from (f"{name}.{key}".lstrip(".") for key in getattr(module, "counters", ()))
 
 
 def prepare_fsdp(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,10 +13,12 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.router import Router
-from moe_comm.layers.moe.shared import SharedExpert
 from moe_comm.layers.parallel.collectives import gather_values, group_rank, group_size
-from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement, Placement
+
+if TYPE_CHECKING:
+    from moe_comm.layers.moe.shared import SharedExpert
+    from moe_comm.overlap.options import Overlap
 
 
 def build_dispatcher(
@@ -100,6 +102,8 @@ def build_modules(
     experts.recompute, experts.gemm_dtype = config.recompute, config.expert_gemm_dtype
     shared = None
     if config.shared_ffn:
+        from moe_comm.layers.moe.shared import SharedExpert
+
         shared = SharedExpert(hidden, config.shared_ffn, activation, gate=config.shared_gate, **factory)
     return router, experts, shared
 

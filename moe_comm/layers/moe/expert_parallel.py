@@ -13,7 +13,7 @@ transformers keep an instance for each experts module.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -21,14 +21,25 @@ from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import MoeCommError
 from moe_comm.layers.data_parallel.attach import attach_experts
-from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.gradients import adapter_fault
 from moe_comm.layers.moe.experts import ExpertSlice
-from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.module import ParallelModule
-from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
+
+if TYPE_CHECKING:
+    from moe_comm.layers.data_parallel.copies import ExpertCopies
+    from moe_comm.layers.moe.slots import SlotTable
+    from moe_comm.overlap.options import Overlap
+
+
+def overlap_of(overlap: Overlap | Literal["auto"] | None) -> Overlap | None:
+    """Return ``Overlap.of(overlap)``; a layer without overlap does not load the settings."""
+    if overlap is None:
+        return None
+    from moe_comm.overlap.options import Overlap
+
+    return Overlap.of(overlap)
 
 
 class ExpertParallel(ParallelModule):
@@ -59,12 +70,11 @@ class ExpertParallel(ParallelModule):
     ) -> None:
         super().__init__()
         part = part or ExpertSlice()
-        self.dispatcher, self.overlap, self.label = dispatcher, Overlap.of(overlap), label
+        self.dispatcher, self.overlap, self.label = dispatcher, overlap_of(overlap), label
         layout = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.count])
         self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.count, "etp": part.index}
         self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
-        self.placement = dispatcher.expert_placement or Placement.of_layout(layout)
-        self.slots = SlotTable.of(self.placement, part.count)
+        self._use_placement(dispatcher.expert_placement or Placement.of_layout(layout))
         self.in_flight_hook: Callable[[], None] | None = None
 
     @property
@@ -90,8 +100,21 @@ class ExpertParallel(ParallelModule):
         shards = ExpertShards(dispatcher.group, shardings, self.place, self.sizes)
         dispatcher.has_unknown_experts = False
         attach_experts(experts, shards, replicated, self.label)
-        experts.copies = ExpertCopies.of(experts, shards, self.placement, self.label)
+        experts.copies = None
+        if self.placement.slots_per_rank != self.placement.homes_per_rank:  # slots for copies
+            from moe_comm.layers.data_parallel.copies import ExpertCopies
+
+            experts.copies = ExpertCopies(experts, shards, self.placement, self.label)
         return True
+
+    def _use_placement(self, placement: Placement) -> None:
+        parts = self.sizes["etp"]
+        self.placement = placement
+        self.slots: SlotTable | None = None
+        if parts > 1 or not placement.is_contiguous:  # else the id of each expert is the id of its slot
+            from moe_comm.layers.moe.slots import SlotTable
+
+            self.slots = SlotTable(placement, parts)
 
     def publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
         """Publish the copies of experts if needed. Publishing is collective, so it precedes all checks of a call.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,10 @@ from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autograd import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
-from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.topology import Placement, Sharding, Split
+
+if TYPE_CHECKING:
+    from moe_comm.layers.data_parallel.copies import ExpertCopies
 
 
 @dataclass(frozen=True)

@@ -32,28 +32,18 @@ from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.dispatch.arguments import as_tensors, tokens_fault
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import compute_dtype
-from moe_comm.layers.data_parallel.attach import gradients_of
-from moe_comm.layers.data_parallel.copies import ExpertCopies
+from moe_comm.layers.data_parallel.attach import exclude_from_ddp, gradients_of
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
-from moe_comm.layers.data_parallel.sync import prepare_ddp
 from moe_comm.layers.moe.build import agree_on_seed, build_dispatcher, build_modules, check_parts
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
-from moe_comm.layers.moe.expert_parallel import ExpertParallel
+from moe_comm.layers.moe.expert_parallel import ExpertParallel, overlap_of
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
-from moe_comm.layers.moe.losses import attach_loss
-from moe_comm.layers.moe.padding import RealTokens, mask_fault
-from moe_comm.layers.moe.relocation import move_rows
-from moe_comm.layers.moe.relocation_checks import check_relocation, stacks_to_move
 from moe_comm.layers.moe.router import Router, Routing
-from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
-from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import channel_of, group_size
 from moe_comm.layers.parallel.recompute import recomputing
-from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.groups import warn_if_alone
@@ -61,6 +51,14 @@ from moe_comm.topology import Placement, Sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from moe_comm.dispatch.slots.capacity import Capacity
+    from moe_comm.layers.data_parallel.copies import ExpertCopies
+    from moe_comm.layers.moe.padding import RealTokens
+    from moe_comm.layers.moe.shared import SharedExpert
+    from moe_comm.overlap.options import Overlap
+
+# Modules that few layers need are imported in functions.
 
 __all__ = ["MoEConfig", "MoELayer"]
 
@@ -169,7 +167,7 @@ class MoELayer(ExpertParallel):
         check_parts(router, experts, dispatcher, self.placement)
         shardings = experts.shardings_over(self.placement)
         if self.attach(experts, shardings, partial(replicated_parameter, router, "weight")):
-            prepare_ddp(self)
+            exclude_from_ddp(self)
 
     @classmethod
     def build(
@@ -207,7 +205,7 @@ class MoELayer(ExpertParallel):
         """
         if group is None:
             warn_if_alone("MoELayer.build", "holds all experts and runs them on its own tokens")
-        groups, overlap = MoEGroups.of(group), Overlap.of(overlap)
+        groups, overlap = MoEGroups.of(group), overlap_of(overlap)
         dispatcher = build_dispatcher(config, groups, backend, options, overlap, dtype=dtype, device=device)
         router, experts, shared = build_modules(config, groups, dispatcher, dtype=dtype, device=device)
         layer = cls(router, experts, dispatcher, shared, capacity=config.capacity, label=label, overlap=overlap)
@@ -271,6 +269,8 @@ class MoELayer(ExpertParallel):
             RankMismatch: ranks pass different placements; on every rank.
             PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
         """
+        from moe_comm.layers.moe.relocation import move_rows, stacks_to_move
+
         stacks = stacks_to_move(self, placement, {} if optimizer is None else optimizer.state)
         what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
         sent_bytes = move_rows(stacks, self.dispatcher.group, self.dispatcher.rank, what)
@@ -279,6 +279,8 @@ class MoELayer(ExpertParallel):
 
     def check_placement(self, placement: Placement) -> None:
         """Raise ConfigError unless ``placement`` keeps the number of experts and slots of each rank."""
+        from moe_comm.layers.moe.relocation import check_relocation
+
         check_relocation(self.placement, placement)
 
     def set_placement(self, placement: Placement) -> None:
@@ -287,8 +289,8 @@ class MoELayer(ExpertParallel):
         All ranks call it between steps. The experts' gradients are reset.
         """
         self.check_placement(placement)
-        self.placement = self.dispatcher.expert_placement = placement
-        self.slots = SlotTable.of(placement, self.sizes["etp"])
+        self._use_placement(placement)
+        self.dispatcher.expert_placement = placement
         gradients = gradients_of(self.experts)
         if gradients is not None:
             gradients.shards = replace(gradients.shards, shardings=self.experts.shardings_over(placement))
@@ -375,7 +377,11 @@ class MoELayer(ExpertParallel):
     ) -> _Tokens:
         """Check the arguments of a call, and choose the slots of its real tokens."""
         x = self._readable(x, routing, token_index, mask, interleaved)
-        x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), None if mask is None else RealTokens.of(mask)
+        x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), None
+        if mask is not None:
+            from moe_comm.layers.moe.padding import RealTokens
+
+            real = RealTokens.of(mask)
         index_T = None if token_index is None else token_index.reshape(-1)
         if real is not None:
             x_TD, routing = real.take(x_TD), None if routing is None else real.take_routing(routing)
@@ -425,6 +431,8 @@ class MoELayer(ExpertParallel):
             y_TD = y_TD + shared_TD
         aux_loss = tokens.aux_loss
         if aux_loss is not None and aux_loss.requires_grad:
+            from moe_comm.layers.moe.losses import attach_loss
+
             y_TD = attach_loss(y_TD, aux_loss, self.aux_scale, self._aux_loss_factor())
         return y_TD if tokens.real is None else tokens.real.spread(y_TD)
 
@@ -441,6 +449,8 @@ class MoELayer(ExpertParallel):
             _, unusable = as_tensors(ids=routing.ids_TK, weights=routing.weights_TK)
             routing = routing if unusable is None else None
         if unusable is None and mask is not None:
+            from moe_comm.layers.moe.padding import mask_fault
+
             unusable = mask_fault(mask, x, routing)
         fault = fault or unusable
         if fault is not None:
@@ -458,8 +468,12 @@ class MoELayer(ExpertParallel):
         num_experts, zero = self.num_experts, self.zero_experts
         identity_T1 = None
         if zero.identity or zero.zero:
+            from moe_comm.layers.moe.shared import split_zero_experts
+
             ids_TK, identity_T1 = split_zero_experts(ids_TK, weights_TK, num_experts, zero.identity)
         if self.capacity is not None:
+            from moe_comm.dispatch.slots.capacity import apply_capacity
+
             ids_TK, self.num_dropped = apply_capacity(
                 ids_TK, weights_TK, num_experts, self.capacity, self._batch_channel(), index_T
             )

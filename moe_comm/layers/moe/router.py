@@ -29,7 +29,6 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
-from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_sums, z_loss
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputed, recomputing
 
@@ -324,6 +323,8 @@ class Router(ParallelModule):
     def _aux_loss(
         self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int, mask_N: Tensor | None
     ) -> Tensor:
+        from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_sums, z_loss
+
         c, tokens, sequences = self.config, ids_TK.shape[0], 0
         probs_TE, sums = scores_TE, None
         if c.balance_loss and c.score == "sigmoid":  # all scores of a token may underflow to 0
@@ -349,6 +350,8 @@ class Router(ParallelModule):
     @torch.no_grad()
     def take_load(self, group: ProcessGroup | None = None) -> Tensor:
         """Return [E] int64 slots per expert since the last call, summed over ``group``, and reset the counter."""
+        from moe_comm.layers.moe.losses import global_counts
+
         load_E, _, _ = global_counts(self.load_E, 0, 0, group)
         self.load_E.zero_()
         return load_E

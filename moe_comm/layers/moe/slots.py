@@ -47,11 +47,6 @@ class SlotTable:
             if len(slots) > 1
         }
 
-    @classmethod
-    def of(cls, placement: Placement, parts: int) -> SlotTable | None:
-        """Return the table, or None if the id of each expert is the id of its slot."""
-        return None if placement.is_contiguous and parts == 1 else cls(placement, parts)
-
     def __call__(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return [T, K * parts] ids of the slots of each token's experts, and their weights.
 

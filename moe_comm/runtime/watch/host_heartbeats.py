@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import Store
 
-from moe_comm.runtime.fork_safe import add_lock
+from moe_comm.runtime.events import add_lock
 from moe_comm.runtime.watch.graph import RankStatus
 from moe_comm.runtime.watch.report import statuses_from_json, statuses_to_json
 

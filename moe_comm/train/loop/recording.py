@@ -28,8 +28,7 @@ from moe_comm.observe.records import FaultRecord
 from moe_comm.runtime.device_clock import cuda_times
 from moe_comm.runtime.event_layout import region_bytes
 from moe_comm.runtime.event_reader import read_header
-from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.fork_safe import add_lock
+from moe_comm.runtime.events import EVENTS, add_lock
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.metrics import MetricsSink, StepReport
 from moe_comm.train.ranks import Ranks
