@@ -11,10 +11,7 @@ from torch import Tensor
 
 _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-from moe_comm.dispatch.backends.local import (  # noqa: E402
-    LocalDispatcher,
-    NativeLocalDispatcher,
-)
+from moe_comm.dispatch.backends.local import LocalDispatcher, NativeLocalDispatcher  # noqa: E402
 from moe_comm.runtime.memory import DTYPE_CODES  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
 
