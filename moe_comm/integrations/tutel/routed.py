@@ -51,7 +51,7 @@ def run_experts(
 
 
 def _in_batch(experts: Experts, rows_RD: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Return [R, D]. An expert without rows runs on one row of zeros, so that their parameters have gradients."""
+    """Return [R, D]. An expert without rows runs on one row of zeros, so that its parameters have gradients."""
     most = max(counts)
     even = len(rows_RD) == len(counts) * most
     rows_LMD = rows_RD.unflatten(0, (len(counts), most)) if even else pad_sequence(rows_RD.split(counts), True)

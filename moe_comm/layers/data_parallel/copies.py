@@ -170,7 +170,7 @@ class ExpertCopies:
         backward.
 
         Accumulated gradients of copies are dropped first if the gradient of the parameter was reset: the step was
-            discarded.
+        discarded.
         """
         param_HX = self.parameter(name)  # not the leaf of an interleaved micro-batch (TurnParameters)
         self.unreduced = True

@@ -7,9 +7,9 @@
     rank 1    w13[3] ──────────────▶ rank 0, slot 1  slots of rank 1: experts 2 3 ─▶ 0 2
 
 Only rows of experts that change their rank are sent. Each rank computes the same list of transfers from the boxes of
-all ranks, so nothing else is exchanged. Each rank packs the rows that move into one block. CPU ranks of
-one host read the blocks of their peers in shared memory; other ranks send them with one all-to-all. A failure leaves
-the tensors unchanged: they are written after all ranks have their rows, or restored from the rank's own block.
+all ranks, so nothing else is exchanged. Each rank packs the rows that move into one block. CPU ranks of one host
+read the blocks of their peers in shared memory; other ranks send them with one all-to-all. A failure leaves the tensors
+unchanged: they are written after all ranks have their rows, or restored from the rank's own block.
 """
 
 from __future__ import annotations

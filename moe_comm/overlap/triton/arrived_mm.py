@@ -10,8 +10,7 @@ of the turn after the last of these rows. Nothing is copied between the CPU and 
 list (``tile_list.py``) with counters, one for each source rank: own rows first, then of any rank whose rows are
 received, so no program waits for a late rank while other rows can be computed. A program that starts late, because
 ``push`` occupied its processor, takes fewer tiles. No program waits for another one of this launch. The bits of a row
-depend
-neither on the order of the tiles nor on their rows: they are those of ``grouped_mm``.
+depend neither on the order of the tiles nor on their rows: they are those of ``grouped_mm``.
 
 The kernel waits for kernels of other ranks, so it leaves processors free (``waiting_programs``): this rank's ``push``,
 which the peers wait for, has been launched before, and always has a processor to run on.

@@ -152,8 +152,8 @@ class Stage(PipelineStage):
     The inputs of a micro-batch are looked up in ``batches`` and do not pass through the schedule, which only splits
     tensors into equal chunks and would treat a document index as an activation.
 
-    With ``interleave``, the schedule treats two consecutive micro-batches as one. Their activations are
-    sent as two tensors, and they are interleaved in forward and backward (``layers/parallel/interleave.py``).
+    With ``interleave``, the schedule treats two consecutive micro-batches as one. Their activations are sent as
+    two tensors, and they are interleaved in forward and backward (``layers/parallel/interleave.py``).
 
     A schedule only sends, receives and waits, except in ``forward_one_chunk`` and ``backward_..._one_chunk``. All time
     outside of these counts as communication.
