@@ -73,13 +73,7 @@ def pass_order(schedule: str, pp: int, micro_batches: int, virtual: int | None =
     The arrays are shared between callers and read-only.
 
     Args:
-        schedule: a name in ``SCHEDULES``.
-        pp: pipeline degree.
-        micro_batches: micro-batches per step.
         virtual: stages per rank. None: the schedule's default.
-
-    Raises:
-        ConfigError: the schedule does not support these numbers.
     """
     if pp < 1:
         raise ConfigError(f"pp must be at least 1; got {pp}")
@@ -240,9 +234,6 @@ def in_flight_peaks(schedule: str, pp: int, virtual: int, micro_batches: int) ->
     Two numbers vary over a step: micro-batches in flight (from forward to the end of backward), and those of them
     between the two halves of a split backward. A moment is a peak if no other moment has more of both. The first peak
     has the most in flight.
-
-    Raises:
-        ConfigError: the schedule does not support these numbers.
     """
     check_micro_batches(schedule, pp, micro_batches)
     if pp == 1:

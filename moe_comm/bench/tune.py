@@ -300,8 +300,6 @@ def main(tune: Tune, json_out: str | None = None, folder: Path | None = None) ->
     """Run ``moe-comm tune``, see ``run_benchmark``, and store the measurements.
 
     Args:
-        tune: settings.
-        json_out: file for the JSON object; ``-`` is standard output.
         folder: folder of the measurements. None: ``cache_folder()``.
     """
     return run_benchmark(lambda: _measure_and_store(tune, folder or cache_folder()), tables, json_out, tune.device)

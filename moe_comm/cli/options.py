@@ -51,8 +51,6 @@ def settings_command(
     of the function replaces the option of the same name.
 
     Args:
-        app: the group of commands.
-        name: name of the command.
         settings: dataclass with options, see ``moe_comm.bench.common.settings``.
         without: options to leave out.
     """

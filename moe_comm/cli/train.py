@@ -68,11 +68,7 @@ def launch_run(config: Any, restarts: int, tracebacks: bool = False) -> None:
 
 
 def ranks_of(config: Any) -> int:
-    """Return the number of ranks of a run. Under torchrun, ``parallel.ranks`` must be equal to it if it is set.
-
-    Raises:
-        ConfigError: as ``moe_comm.runtime.launch.ranks_to_use``.
-    """
+    """Return the number of ranks of a run. Under torchrun, ``parallel.ranks`` must be equal to it if it is set."""
     parallel = config.parallel
     return ranks_to_use(parallel.ranks if "ranks" in parallel.model_fields_set else None, default=parallel.ranks)
 

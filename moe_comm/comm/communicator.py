@@ -248,11 +248,7 @@ def _group_like(group: ProcessGroup, store: Store, rank: int, size: int, timeout
 
 
 def refuse_pickling(owner: object) -> NoReturn:
-    """Raise, because ``owner`` holds a process group or its buffers. torch would raise "cannot pickle ProcessGroup".
-
-    Raises:
-        UnsupportedModel: always.
-    """
+    """Raise, because ``owner`` holds a process group or its buffers. torch would raise "cannot pickle ProcessGroup"."""
     raise UnsupportedModel(
         f"{type(owner).__name__} holds the means of communication of this process, and each rank holds only its own "
         "experts, so it cannot be pickled (torch.save(model), multiprocessing). To save the model, save its state "

@@ -147,11 +147,7 @@ def grouped(
 
 
 def run_mlp(rows_RD: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP, alloc: Alloc = warm_rows) -> Tensor:
-    """Run ``grouped`` for an MLP without a dispatch, in the compute dtype of autocast.
-
-    Raises:
-        InputError: shapes or dtypes do not match.
-    """
+    """Run ``grouped`` for an MLP without a dispatch, in the compute dtype of autocast."""
     rows_RD = rows_RD.to(compute_dtype(rows_RD))
     mlp.check(rows_RD, rows_per_expert)
     return grouped(mlp, rows_RD, rows_per_expert, alloc)

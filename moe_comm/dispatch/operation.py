@@ -252,7 +252,6 @@ class Operations(ABC):
         ``checked``), the other ranks raise ``PeerError`` where they wait, and the group is unusable afterwards.
 
         Args:
-            error: exception of this rank.
             label: name of the layer, for the other ranks' message.
             in_flight: rows of an operation that has started are still in transfer.
         """

@@ -92,12 +92,7 @@ class PendingDispatcher(Dispatcher):
 
     @abstractmethod
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> OutgoingRows:
-        """Start a combine, or the backward of a dispatch, of rows that the caller then computes.
-
-        Args:
-            rows_RD: uninitialised, from ``empty_rows``.
-            handle: of the dispatch.
-        """
+        """Start a combine, or the backward of a dispatch, of rows that the caller then computes."""
 
     @abstractmethod
     def start_spread(

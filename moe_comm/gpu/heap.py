@@ -239,7 +239,6 @@ class Heap:
 
         Args:
             stream: the stream that will allocate; None does not change the stream of free memory.
-            in_graph: whether a CUDA graph captures ``stream``.
         """
         if stream is not None and stream != self._last and not in_graph:
             if self._last is not None:

@@ -43,7 +43,6 @@ class Launcher(Protocol):
         """Queue ``kernel`` on ``grid`` blocks of ``block`` threads with ``shared`` bytes of dynamic shared memory.
 
         Args:
-            kernel: name.
             grid, block: numbers of thread blocks and of threads per block.
             shared: NEEDED for the size that the kernel computes from its arguments.
             stream: handle of a CUDA stream; 0 is the default stream.

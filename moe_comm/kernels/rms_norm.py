@@ -25,7 +25,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize the rows of ``x``, computed in fp32 (float64 for float64) and rounded once.
 
     Args:
-        x: [..., D].
         weight: [D], of any dtype.
         eps: Added to the mean square.
 

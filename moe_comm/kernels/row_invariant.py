@@ -95,7 +95,6 @@ def row_invariant_linear(x_TD: Tensor, w_ED: Tensor, bias_E: Tensor | None = Non
     Args:
         x_TD: [T, D]; T may be zero.
         w_ED: [E, D] of the same dtype. Its gradient is a plain sum over the rows, which depends on the batch.
-        bias_E: [E] or None.
 
     Returns:
         [T, E] in the dtype of ``x_TD``.

@@ -67,7 +67,6 @@ class Assignment:
     Args:
         loads_E: rows of each expert; with copies, rows of each of its owners.
         home_E: rank of each expert. Changed in place.
-        world: number of ranks.
         copies: (expert, rank) of copies, which do not change.
     """
 

@@ -240,8 +240,6 @@ def plan_stages(
     """Divide ``num_layers`` layers into the stages of a schedule on ``pp`` ranks.
 
     Args:
-        num_layers: layers of the model.
-        pp: pipeline degree.
         schedule: a name in ``SCHEDULES``.
         virtual: stages per rank. None: the schedule's default.
         stage_layers: number of layers of each stage, instead of an even division. Zeros are allowed.

@@ -39,7 +39,6 @@ class ActivationMemory:
     """Activation memory of one model on one rank.
 
     Args:
-        shape: the model.
         size: bytes of an element.
         tp: tensor-parallel degree.
         rows: rows of the rank's experts divided by K times its tokens. Below 1 if a capacity drops tokens, above 1 on

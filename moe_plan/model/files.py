@@ -212,7 +212,6 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     ``intermediate_size`` is the width of an expert if no other key gives it, as in Mixtral.
 
     Args:
-        config: the parsed file.
         where: name of the file for error messages.
 
     Raises:

@@ -18,9 +18,6 @@ def make_page(script: str, title: str, heading: str, about: str, sections: Seque
     """Return an HTML page.
 
     ``script`` is a file in this folder that draws ``data``. ``sections`` are HTML; all other arguments are text.
-
-    Raises:
-        MissingDependency: plotly is not installed.
     """
     return document(
         _asset("page.html"),

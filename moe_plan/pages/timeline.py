@@ -263,12 +263,7 @@ def build(timeline: StepTimeline) -> bytes:
 
 
 def write_trace(timeline: StepTimeline, path: Path) -> None:
-    """Write ``build(timeline)`` to ``path``, for Perfetto (https://ui.perfetto.dev).
-
-    Raises:
-        MissingDependency: the package ``perfetto`` is not installed.
-        OSError: the file cannot be written.
-    """
+    """Write ``build(timeline)`` to ``path``, for Perfetto (https://ui.perfetto.dev)."""
     write_file(path, build(timeline))
 
 

@@ -79,7 +79,6 @@ def search(
     """Return the ``keep`` fastest mappings of ``space`` that fit.
 
     Args:
-        request: model, cluster and workload.
         space: mappings to search; None: the default space.
         keep: number of mappings to return.
         limit_s: time limit in seconds. The search then returns the best mappings so far, if any fits.

@@ -42,7 +42,6 @@ def pipeline_tasks(order: PassOrder, *, exposed: bool = False) -> TaskGraph:
     activations leave rank r on stream pp + r, gradients on stream 2 * pp + r.
 
     Args:
-        order: the passes.
         exposed: a rank starts to receive when it is idle, and waits. Otherwise transfers overlap with passes, one after
             another in each direction.
     """

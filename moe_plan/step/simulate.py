@@ -214,7 +214,6 @@ def simulate(model: StepModel, slow: Factors = None, links: Factors = None) -> S
     """Replay a step on all ranks. Without factors it takes the time of ``model.predict()``.
 
     Args:
-        model: the step.
         slow: slowdown of each rank's computation.
         links: slowdown of each rank's transfers. A transfer is as slow as the slowest of its ranks.
 

@@ -143,7 +143,6 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     """Run all analyses.
 
     Args:
-        graph: the trace.
         even_N: seconds of each operation with balanced routing (``even_routing.even_seconds``).
 
     Raises:

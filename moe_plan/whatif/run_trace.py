@@ -74,7 +74,6 @@ def read_run_trace(run: Path, steps: tuple[int, int] | None = None) -> RunTrace:
     """Read the spans in a run's folder. If the run was restarted, only the spans since the last start are read.
 
     Args:
-        run: the folder.
         steps: first and last step to read; None: all.
 
     Raises:
@@ -103,7 +102,6 @@ def make_run_trace(spans: Iterable[SpanLine], world: int, mapping: dict[str, int
 
     Args:
         spans: of all ranks, in any order.
-        world: number of ranks.
         mapping: sizes by dimension; missing ones are 1.
 
     Raises:

@@ -44,7 +44,6 @@ def accelerator_of(by_rank: Sequence[RankMeasurements], ranks_per_core: float) -
     for the slowest rank.
 
     Args:
-        by_rank: measurements of every rank.
         ranks_per_core: number of ranks per core, at least 1.
     """
     slowdowns = [sample.together / sample.seconds for rank in by_rank for sample in rank.passes if sample.together]

@@ -40,7 +40,6 @@ def run_benchmark(
 
     Args:
         measure: starts the ranks and returns the result; None or {} on ranks of torchrun other than 0.
-        tables: tables of the result.
         json_out: file for the JSON object; ``-`` is standard output.
         device: "cuda" to describe the GPU, too.
 

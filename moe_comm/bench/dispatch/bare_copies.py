@@ -32,11 +32,7 @@ PAGE = 4096
 
 
 class SharedSegments:
-    """One shared memory block per rank, mapped by all ranks, without a name in the file system. Collective.
-
-    Args:
-        num_bytes: size of the block of this rank.
-    """
+    """One shared memory block per rank, mapped by all ranks, without a name in the file system. Collective."""
 
     def __init__(self, num_bytes: int) -> None:
         size = max(PAGE, -(-num_bytes // PAGE) * PAGE)

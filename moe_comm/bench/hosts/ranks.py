@@ -353,10 +353,8 @@ def measure_links(
     Packet headers reduce the rate by about 4%. The initial burst raises it by at most ``burst_bytes`` / ``num_bytes``.
 
     Args:
-        hosts: the hosts.
         num_bytes: bytes of each flow.
         flows: (from, to) hosts. None: from each host to the next.
-        timeout_s: time limit in seconds.
 
     Returns:
         The rates by host; 0 for hosts without incoming flows.

@@ -112,8 +112,6 @@ def main(
     """Run ``moe-comm bench overlap``, see ``run_benchmark``.
 
     Args:
-        bench: settings of the benchmark.
-        json_out: file for the JSON object; ``-`` is standard output.
         trace, png: files for timelines, as a Perfetto trace and as a picture.
     """
 

@@ -123,8 +123,6 @@ def main(
     """Run ``moe-comm parity``: compare all mappings, print the table row by row, write JSON.
 
     Args:
-        json_out: file for the JSON object; ``-`` is standard output.
-        steps: training steps.
         names: names of the mappings; empty: all.
         optimizers: optimizers, from ``SETTINGS``.
         settings: overrides of all runs.

@@ -81,7 +81,6 @@ def session(config: TrainConfig, **options: Any) -> Iterator[Session]:
     """Build a trainer on all ranks of the default process group, or on one rank without a group. Collective.
 
     Args:
-        config: configuration of the run.
         options: arguments of ``Trainer``.
     """
     ranks = Ranks.make()

@@ -74,8 +74,6 @@ def measure(bench: PlanBench, cases: Sequence[PlanCase], folder: Path) -> list[M
     """Measure steps of ``cases``, which must have the same numbers of ranks and hosts.
 
     Args:
-        bench: settings.
-        cases: mappings to measure.
         folder: cache folder of the prepared text.
     """
     ((ranks, count),) = {(case.ranks, case.hosts) for case in cases}

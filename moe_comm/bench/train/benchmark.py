@@ -361,8 +361,6 @@ def main(
     """Run ``moe-comm bench train``, see ``run_benchmark``.
 
     Args:
-        bench: settings of the benchmark.
-        json_out: file for the JSON object; ``-`` is standard output.
         trace: file for a Perfetto trace of one step of each configuration of this library.
         predict: calibrate this machine first, and predict the step of each configuration of this library.
     """

@@ -141,7 +141,6 @@ def write_trace(steps: Sequence[Sequence[Sequence[SpanLine]]], ranks_per_host: i
         steps: for each step, the spans of each rank, on the monotonic clock. Spans of different steps may have been
             recorded at any time.
         ranks_per_host: number of ranks on each host.
-        out: the file.
     """
     lines: list[SpanLine] = []
     begun = 0

@@ -72,9 +72,6 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
 
         Returns:
             The dispatch, and with ``own_stream`` an event after which its rows may be used; otherwise None.
-
-        Raises:
-            As ``dispatch``.
         """
         self._stream.caller_waits = False
         try:
@@ -141,8 +138,6 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
 
         Args:
             rows_LND: outputs of the experts, in the order of ``sent.receive()``. ``sent.results`` avoids a copy.
-            weights_TK: [T, K] routing weights.
-            sent: from ``low_latency_dispatch``.
 
         Raises:
             InputError: rows or weights of another shape.

@@ -306,11 +306,7 @@ class DeferredDispatcher(Dispatcher):
 
 
 def connect(dispatcher: Dispatcher, device: torch.device | str) -> Dispatcher:
-    """Return the dispatcher for rows on ``device`` that replaces a deferred one, or ``dispatcher``. Collective.
-
-    Raises:
-        ConfigError, RankMismatch, PeerDied, PeerTimeout: as ``make_dispatcher``.
-    """
+    """Return the dispatcher for rows on ``device`` that replaces a deferred one, or ``dispatcher``. Collective."""
     if not isinstance(dispatcher, DeferredDispatcher):
         return dispatcher
     made = dispatcher.make(device)

@@ -53,11 +53,7 @@ class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused
         return "moe_comm.integrations.axolotl.MoeCommArgs"
 
     def register(self, cfg: Any) -> None:
-        """Check the options of the YAML before anything is loaded.
-
-        Raises:
-            ConfigError: an option is not supported.
-        """
+        """Check the options of the YAML before anything is loaded."""
         for option, reason in UNSUPPORTED.items():
             if cfg.get(option):
                 raise ConfigError(f"moe_comm does not support {option} of axolotl: {reason}")
@@ -71,11 +67,7 @@ class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused
                 raise ConfigError("moe_comm supports adapters with DDP, not with FSDP2; remove fsdp_config or adapter")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Distribute the experts. Collective.
-
-        Raises:
-            UnsupportedModel, ConfigError, RankMismatch: as ``swap_moe`` and ``expert_mesh``.
-        """
+        """Distribute the experts. Collective."""
         init_distributed_state()
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter's model
         mesh = expert_mesh(cfg.moe_comm_ep_size, base.device.type)

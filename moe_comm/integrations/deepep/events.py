@@ -132,11 +132,7 @@ def placed(rows_NX: Tensor, place: Tensor, *shape: int) -> Tensor:
 
 
 class GroupBuffer(RankExchange):
-    """The part of DeepEP's interface that both buffers share.
-
-    Raises:
-        ConfigError: there is no process group.
-    """
+    """The part of DeepEP's interface that both buffers share."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         if group is None:

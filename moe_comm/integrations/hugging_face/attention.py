@@ -260,11 +260,7 @@ def gather_attention(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_config(attention: Any) -> AttentionConfig:
-    """Read the ``AttentionConfig`` of an attention module of transformers.
-
-    Raises:
-        UnsupportedModel: the class is not in ``ATTENTION_CLASSES``, or the module has dropout.
-    """
+    """Read the ``AttentionConfig`` of an attention module of transformers."""
     kind, config = type(attention).__name__, attention.config
     if kind not in ATTENTION_CLASSES:
         raise UnsupportedModel(

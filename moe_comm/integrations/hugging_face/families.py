@@ -93,7 +93,6 @@ def read_layout(module: nn.Module, name: str = "experts") -> ExpertsLayout:
     """Read the layout of an experts module from its attributes and parameters.
 
     Args:
-        module: experts module of transformers.
         name: its name in the model, for error messages.
 
     Raises:

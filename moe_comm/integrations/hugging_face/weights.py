@@ -69,7 +69,6 @@ def hub_slices(config: TransformerConfig, family: str, name: str, stored: Contai
     """Return the hub tensors that the parameter ``name`` consists of.
 
     Args:
-        config: the model.
         family: ``model_type`` in transformers.
         name: parameter of ``Transformer``.
         stored: tensor names of the folder to read (a ``HubFolder``), which determine whether its experts are fused.
@@ -217,9 +216,7 @@ def read_shard(
     """Fill ``local``, a rank's shard of a parameter, from hub tensors. Only the bytes of the shard are read.
 
     Args:
-        hub: folder to read from.
         made_of: result of ``hub_slices``.
-        local: shard to fill.
         sharding, place, sizes: sharding of the parameter, the rank's index on each mesh axis, the sizes of the axes.
         share: slice of the rank's shard that ``local`` contains. None: all of it.
 

@@ -79,11 +79,7 @@ class MoeCommDispatcher(BaseDispatcher, RankExchange):  # type: ignore[misc, no-
         self.set_quant_config({})
 
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
-        """Store SGLang's options of quantization, and choose the dtype of rows for ``deep_gemm``.
-
-        Raises:
-            ConfigError: the dtype is neither bf16 nor fp8.
-        """
+        """Store SGLang's options of quantization, and choose the dtype of rows for ``deep_gemm``."""
         super().set_quant_config(quant_config)
         dtype = "bf16" if self.is_standard else utils.get_deepep_output_dtype(self).value
         if dtype not in ("bf16", "fp8"):

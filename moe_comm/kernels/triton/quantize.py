@@ -215,7 +215,6 @@ def quantize(rows_RD: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
 
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
-        scales: Which scales to use.
     """
     check_tensors("quantize", rows_RD)
     check_rows("quantize", "rows", rows_RD)
@@ -261,7 +260,6 @@ def dequantize_rows(
     Args:
         values_RD: [R, D] uint8; dense rows, any row stride.
         scale_RS: [R, ``scales.count(D)``] fp32; dense rows, any row stride.
-        scales: Which scales these are.
         dtype: fp32, bf16 or fp16.
         counts: int64 on the device, of any shape with C elements, where C divides R. Of each R / C consecutive rows
             only the first ``counts[i]`` are read and written. None: all rows.

@@ -261,7 +261,6 @@ def route(
     Args:
         logits_TE: [T, E] fp32, dense rows.
         bias_E: [E] fp32, added for the selection only; or None.
-        rule: A ``RouterConfig``.
         scores: Whether to return the scores.
 
     Returns:

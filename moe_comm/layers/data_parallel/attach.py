@@ -166,9 +166,7 @@ def local_part(shards: ExpertShards, name: str, value: Tensor, key: str) -> Tens
 
     Args:
         shards: sharding of the experts module.
-        name: name of the parameter in the module.
         value: tensor with all experts, or with only this rank's part.
-        key: key in the state dict, for error messages.
 
     Raises:
         InputError: ``value`` has a different shape, or is the part of a rank with other experts.

@@ -89,7 +89,6 @@ class Audit:
     """Checks the gradients of one expert parameter and one replicated parameter of a layer.
 
     Args:
-        label: name of the layer.
         ep_group: ranks that hold different experts.
         expert, replicated: the two parameters. The owner of the audit calls ``expert_delivered`` from its own hook.
 

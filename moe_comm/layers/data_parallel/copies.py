@@ -87,7 +87,6 @@ class ExpertCopies:
         experts: the module. Its parameters in ``shards`` have the experts whose home is this rank.
         shards: group and shardings of the parameters.
         placement: owners of the experts.
-        label: name of the layer in error messages.
 
     Attributes:
         unreduced: the gradients of copies have not been added to those of the homes.

@@ -56,11 +56,7 @@ def check_replicas(model: nn.Module, group: ProcessGroup | None = None) -> None:
 
 
 def check_loaded(model: nn.Module, channel: Channel, fault: MoeCommError | None = None) -> None:
-    """Raise RankMismatch on every rank unless the weights of ``model``, before they are split, are equal. Collective.
-
-    Args:
-        fault: an error of this rank, which all ranks raise instead.
-    """
+    """Raise RankMismatch on every rank unless the weights of ``model``, before they are split, are equal. Collective."""
     compare_tensors(dict(replicated_tensors(model)), channel, "the weights of the model", SAME_START, fault)
 
 

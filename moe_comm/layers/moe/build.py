@@ -31,11 +31,7 @@ def build_dispatcher(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> Dispatcher:
-    """Return the dispatcher of a layer. Collective over ``groups.experts``, except on "meta".
-
-    Raises:
-        ConfigError, RankMismatch: as ``MoELayer.build``.
-    """
+    """Return the dispatcher of a layer. Collective over ``groups.experts``, except on "meta"."""
     group, etp = groups.experts, groups.etp
     ranks = group_size(group)
     if etp < 1 or ranks % etp:

@@ -50,7 +50,6 @@ class ExpertParallel(ParallelModule):
     Args:
         dispatcher: dispatcher of the experts, or of their slices.
         overlap: executor; None overlaps nothing.
-        label: name of the layer in error messages.
         part: slice of each expert that this rank holds; None: complete experts.
 
     Attributes:
@@ -147,7 +146,6 @@ class ExpertParallel(ParallelModule):
         Args:
             x_TD: tokens in the dtype of the experts.
             ids_TK: global expert ids; -1 drops a slot.
-            weights_TK: routing weights.
             width: F of the experts.
             fp8: the experts have fp8 GEMMs.
             beside: work of the caller while rows, and later results, are in flight, as widths of dense MLPs with the

@@ -90,7 +90,6 @@ def load_statistics(load_LE: Tensor, dropped_L: Tensor) -> LoadStatistics:
 
     Args:
         load_LE: [L, E] int64 slots per expert.
-        dropped_L: [L] slots that the capacity dropped.
     """
     experts = load_LE.shape[1]
     total_L, dropped_L = load_LE.sum(1).double(), dropped_L.double()

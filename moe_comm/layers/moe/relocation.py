@@ -71,9 +71,6 @@ def moved_state(name: str, weights: Tensor, state: Mapping[str, object]) -> list
 
     Scalars, such as a count of steps, stay.
 
-    Args:
-        name: name of the parameter, for the error.
-
     Raises:
         ConfigError: a tensor has another shape than ``weights``, so it is not known which of its rows are of an expert.
     """

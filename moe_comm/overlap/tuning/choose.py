@@ -73,8 +73,6 @@ def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[
 
     Args:
         work: One or several operators; several run with the same choice.
-        channel: Channel of the group.
-        device: Device of the rows.
         backends: Backends to choose from. Triton is chosen only if it was measured to be the fastest, or if it is the
             only backend; never on CPUs if there is another one.
 

@@ -34,8 +34,6 @@ def measure_rates(channel: Channel, dtype: torch.dtype, device: torch.device, re
 
     Args:
         channel: Channel of the group.
-        dtype: Dtype of the GEMMs.
-        device: Device of the GEMMs and transfers.
         repeats: Repetitions of each measurement. The result is the median; for GEMMs the minimum.
     """
     finish = partial(_finish, device)

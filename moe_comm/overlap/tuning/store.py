@@ -300,7 +300,6 @@ def save_store(folder: Path, store: TuningStore, facts: Mapping[str, Any] | None
     """Write this machine's measurements atomically.
 
     Args:
-        folder: Where to write.
         store: The measurements.
         facts: Additional information for readers of the file.
     """

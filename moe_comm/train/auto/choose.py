@@ -86,8 +86,6 @@ def resolve_parallel(
 
     Args:
         config: a configuration with ``parallel.auto``.
-        shape: its model.
-        ranks: the ranks of the run.
         device: "cpu" or "cuda".
         earlier: called on rank 0; returns the configuration of the run that is resumed, if any. Its settings are kept
             if they fit the number of ranks and the given keys.

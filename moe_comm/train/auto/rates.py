@@ -169,7 +169,6 @@ def measure_cluster(ranks: Ranks, shape: ModelShape, dtype: str, tokens: int, de
     """Measure the ranks of a run. Collective. The result is the same on all ranks.
 
     Args:
-        ranks: the ranks of the run.
         shape: the model. GEMMs and experts of its widths are measured.
         dtype: "fp32" or "bf16", as in ``Workload``.
         tokens: tokens of a micro-batch on a rank.

@@ -161,7 +161,6 @@ class Checkpointer:
         The tensors of the entries must not change before ``wait_staged``. Waits for the previous save first.
 
         Args:
-            step: training step.
             entries: tensors of this rank, by global name ("model/layers.0.w13"). Equal names on several ranks are
                 shards or replicas of one tensor.
             state: JSON values that are equal on all ranks; those of rank 0 are saved.
@@ -242,9 +241,6 @@ class Checkpointer:
         """Finish the save in progress and destroy the group. A second call does nothing.
 
         If a signal handler interrupts it with an exception, call it again.
-
-        Raises:
-            CheckpointError: as ``wait``.
         """
         try:
             self.wait()

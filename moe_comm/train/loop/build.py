@@ -119,11 +119,7 @@ def _dispatch_options(config: TrainConfig) -> DispatchOptions:
 def build_stages(
     config: TrainConfig, architecture: TransformerConfig, mesh: ParallelMesh, device: str | None = None
 ) -> list[Transformer]:
-    """Build this rank's pipeline stages with uninitialized weights. Collective.
-
-    Args:
-        device: device of the parameters; None: the mesh's device.
-    """
+    """Build this rank's pipeline stages with uninitialized weights. Collective."""
     plan, parallel = stage_plan(config, architecture), config.parallel
     if config.placement.kind == "replicate" and architecture.moe_layers:
         layers = -(-len(architecture.moe_layers) // mesh.size("pp"))

@@ -69,7 +69,6 @@ class ExpertPlacements:
     """The placements of all MoE layers of a run, and the loads of the last steps. Equal on all ranks.
 
     Args:
-        section: settings.
         stages: this rank's stages of the model.
         names: names of all MoE layers of the whole model.
         num_experts: real experts of each layer.

@@ -75,9 +75,6 @@ class TransferThread:
     groups. The time in the thread does not count as communication; the time that the main thread waits does.
 
     On a GPU, the collectives run on a separate stream, which waits for the work that was queued before ``submit``.
-
-    Args:
-        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

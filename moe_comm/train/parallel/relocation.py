@@ -61,11 +61,7 @@ class ExpertSize:
 def check_relocation(
     layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, states: States
 ) -> None:
-    """Raise ConfigError if ``relocate_experts`` could not move the experts of ``layer`` to ``placement``.
-
-    Args:
-        name: name of the layer in the model.
-    """
+    """Raise ConfigError if ``relocate_experts`` could not move the experts of ``layer`` to ``placement``."""
     layer.check_placement(placement)
     for item in parameters_of(layer, name, data_parallel).values():
         moved_state(item.name, item.value, states.get(item.name, {}))

@@ -42,8 +42,6 @@ class ActivationShape:
     """Shape and dtype of the activations sent between stages: x_BSD [B, S / sequence_parts, hidden].
 
     Args:
-        hidden: hidden size.
-        dtype: dtype of the activations.
         sequence_parts: ranks over which the activations of a sequence are sharded in addition to the token ids
             (sequence parallelism: tp).
     """

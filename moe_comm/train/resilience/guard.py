@@ -214,7 +214,6 @@ class StepGuard:
     """Decide about each step of a run. Decisions depend only on reduced values, so they are equal on all ranks.
 
     Args:
-        settings: configuration section ``[guard]``.
         nonfinite: ``run.nonfinite``.
         ranks: ranks of the run.
         history: history of the run; updated in each step.

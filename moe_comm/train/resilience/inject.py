@@ -212,7 +212,6 @@ class Injector(StepHook):
         stages: this rank's stages of the model.
         corpus: its ``batch_of`` raises for ``raise_thread``.
         finish_saves: waits for the checkpoint in progress.
-        run: folder of the run.
 
     Raises:
         ConfigError: on every rank. A fault of the plan is invalid, or is not possible here.

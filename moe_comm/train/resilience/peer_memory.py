@@ -87,7 +87,6 @@ class PeerSnapshots(StepHook):
 
     Args:
         host_memory: memory server of this host.
-        run: folder of the run.
         capture: returns the state to save; called before the weights change again.
         timeout_s: timeout for other ranks in the background.
         growth: bytes by which the JSON can grow after the first snapshot. A little growth always has room.
@@ -396,7 +395,6 @@ class PeerSnapshots(StepHook):
         Collective, before training.
 
         Args:
-            entries: tensors to fill.
             least: first step to accept.
             log: receives a line for each snapshot that cannot be used.
 
