@@ -115,7 +115,7 @@ def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = 
 def row_address(
     rows_RX: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None, device: str = "cpu"
 ) -> tuple[int, int]:
-    """Return the address and the stride in bytes of rows that are dense, with any stride between them; zeros for None."""
+    """Return the address and the row stride in bytes of a matrix with dense rows and any row stride; zeros for None."""
     if rows_RX is None:
         return 0, 0
     if rows_RX.dtype is not dtype or rows_RX.device.type != device or (shape is not None and rows_RX.shape != shape):

@@ -98,7 +98,7 @@ def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name
             raise
         return _fail(name, f"{error.filename}: {error.strerror}", USAGE_ERROR)
     except Exception as error:
-        # Errors of click, of which typer may carry its own copy. The message contains the option and click's "Did you
+        # Errors of click. typer may include its own copy of click. The message contains the option and click's "Did you
         # mean". It is empty if help was shown.
         if not hasattr(error, "format_message"):
             raise

@@ -114,7 +114,7 @@ def abort_on_error(label: str, *groups: ProcessGroup | None, in_flight: bool = F
     def abort(error: Exception) -> None:
         for group in groups:
             if group is not None and group_size(group) > 1:
-                with suppress(MoeCommError):  # of a group that is unusable
+                with suppress(MoeCommError):  # the group may be unusable
                     channel_of(group).abort(error, label, in_flight=in_flight)
 
     return AbortOnError(abort)

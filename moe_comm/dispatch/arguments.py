@@ -54,7 +54,7 @@ def as_tensors(**values: Tensor | Array | None) -> tuple[list[Tensor], InputErro
 
 
 def dispatch_fault(x_TD: Tensor, ids_TK: Tensor, num_experts: int | None) -> MoeCommError | None:
-    """Return what is wrong with the tensors of a dispatch. num_experts None: the range of ids is not checked."""
+    """Return the error of invalid tensors of a dispatch, or None. num_experts None: the range of ids is not checked."""
     if x_TD.dim() != 2 or ids_TK.dim() != 2 or x_TD.shape[0] != ids_TK.shape[0]:
         return InputError(f"dispatch needs x [T, D] and ids [T, K]; got {tuple(x_TD.shape)} and {tuple(ids_TK.shape)}")
     if x_TD.dtype not in DTYPES:
@@ -74,7 +74,7 @@ def dispatch_fault(x_TD: Tensor, ids_TK: Tensor, num_experts: int | None) -> Moe
 
 
 def tokens_fault(x: Tensor, hidden: int) -> InputError | None:
-    """Return what is wrong with tokens [..., D] of a layer with this hidden size."""
+    """Return the error of invalid tokens [..., D] of a layer with this hidden size, or None."""
     if x.dim() and x.shape[-1] == hidden and x.dtype in DTYPES:
         return None
     return InputError(f"this layer's hidden size is {hidden}; got x {tuple(x.shape)} {x.dtype}, must be floating-point")
@@ -116,7 +116,7 @@ def _maker_fault(maker: int, handle: Any) -> InputError | None:
 def spread_fault(
     maker: int, x_TD: Tensor, handle: DispatchHandle, extra_TKX: Tensor | None = None
 ) -> InputError | None:
-    """Return what is wrong with the arguments of ``Dispatcher.spread``. maker: id of the dispatcher."""
+    """Return the error of invalid arguments of ``Dispatcher.spread``, or None. maker: id of the dispatcher."""
     if (fault := _maker_fault(maker, handle)) is not None:
         return fault
     if extra_TKX is not None:
@@ -136,7 +136,7 @@ def spread_fault(
 
 
 def combine_fault(maker: int, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> InputError | None:
-    """Return what is wrong with the arguments of ``Dispatcher.combine``. maker: id of the dispatcher."""
+    """Return the error of invalid arguments of ``Dispatcher.combine``, or None. maker: id of the dispatcher."""
     if not isinstance(handle, DispatchHandle) or handle.maker != maker:
         return _maker_fault(maker, handle)
     if rows_RD.shape != (handle.num_rows, handle.hidden) or rows_RD.dtype != handle.dtype:

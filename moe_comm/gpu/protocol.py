@@ -103,7 +103,7 @@ REPORT_WORDS = FaultReport._fields
 
 
 class Offer(NamedTuple):
-    """Memory of this rank for its peers: byte offsets in its block, or NOWHERE. room: number of rows, or UNLIMITED."""
+    """Memory that this rank offers to its peers: byte offsets in its block, or NOWHERE. room: rows, or UNLIMITED."""
 
     rows: int = 0
     block: int = 0

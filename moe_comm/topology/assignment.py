@@ -102,7 +102,7 @@ class Assignment:
                 self._exchange(ours, theirs)
 
     def _single(self, busy: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Yield (rows of the busier rank, our expert, the other expert) of exchanges below the rows of ``busy``."""
+        """Yield (rows of the busier rank afterwards, our expert, the other expert) of exchanges that reduce them."""
         high, loads_E = self.totals[busy], self.loads_E
         for rank, low in enumerate(self.totals):
             for ours in self.experts[busy] if low < high else ():
@@ -113,7 +113,7 @@ class Assignment:
                         yield max(high - less, low + less), (ours,), (theirs,)
 
     def _double(self, busy: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Yield exchanges of two experts for two of another rank, as ``_single``; none if there are too many."""
+        """Yield exchanges of two experts for two, in the form of ``_single``; none if there are too many."""
         high, loads_E = self.totals[busy], self.loads_E
         ours = [(loads_E[a] + loads_E[b], (a, b)) for a, b in combinations(self.experts[busy], 2)]
         if len(ours) ** 2 * len(self.totals) > PAIRS:

@@ -216,7 +216,7 @@ def _model(request: PlanRequest) -> dict[str, object]:
 def _check_model(request: PlanRequest, section: object) -> None:
     """Raise ``ConfigError`` if ``section`` builds a model of another shape, or with too few ids for any tokenizer."""
     from moe_comm.train.architecture import transformer_config  # imports pydantic
-    from moe_comm.train.data.tokenizer import ByteTokenizer  # tokenizers, of an optional extra
+    from moe_comm.train.data.tokenizer import ByteTokenizer  # the package tokenizers, which is in an optional extra
 
     shape = request.shape
     built = ModelShape.of(transformer_config(section, shape.vocab, request.load.seq_len))  # type: ignore[arg-type]

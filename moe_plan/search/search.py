@@ -40,7 +40,7 @@ SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768
 
 @dataclass(frozen=True)
 class NearestMapping:
-    """A mapping that does not fit. changes: those with which it would, beyond what the search could choose."""
+    """A mapping that does not fit. changes: changes that would make it fit, beyond the settings of the search."""
 
     mapping: Mapping
     fit: Fit

@@ -270,7 +270,7 @@ class StepModel:
         return self._mean_pass(*self._weight_passes)
 
     def _mean_pass(self, one: Floats, others: Floats) -> Floats:
-        """Return the mean over the micro-batches, of which one has values that differ from those of the others."""
+        """Return the mean over the micro-batches: ``one`` for one of them, ``others`` for each other."""
         return np.asarray((one + (self.micro_batches - 1) * others) / self.micro_batches)
 
     @cached_property

@@ -243,8 +243,8 @@ def _numbers(decision: Any) -> dict[str, Any]:
 
 
 def _costs(fixed: _Contestant, copying: _Contestant | None, clock: Clock) -> Costs:
-    """Measure the seconds of a row of the busiest rank, of moving one expert to a rank and another one back, and of
-    one copy on each rank in a step."""
+    """Measure the seconds of one row on the busiest rank, of exchanging two experts between two ranks, and of one copy
+    on each rank in a step."""
     bench, first = fixed.bench, fixed.layer.placement
     swapped = list(first.owners)
     swapped[0], swapped[-1] = swapped[-1], swapped[0]

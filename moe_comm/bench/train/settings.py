@@ -142,7 +142,7 @@ class TrainBench:
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of a contestant in each round, of which the last is measured.
+        """Number of steps of a contestant in each round. Only the last one is measured.
 
         Between hosts, transfers of a step may be in flight when it ends. Therefore an unmeasured step runs first: the
         measured step then waits for as many earlier transfers as it leaves in flight.

@@ -94,7 +94,7 @@ class AllToAllDispatcher(Dispatcher):
         return self._send_rows(x_TD, wire_dtype, routes, describe(self.current))
 
     def send_scaled(self, x_TD: Tensor, handle: DispatchHandle) -> ScaledRows:
-        """Do the same for a dispatch with an fp8 wire dtype, and return the encoded rows."""
+        """Run ``send`` for a dispatch with an fp8 wire dtype, and return the encoded rows."""
         routes, wire_dtype = handle.state, self.options.wire_dtypes.of(self.current.op)
         packed_SX = sums.copy(pack(x_TD, wire_dtype), routes.place_TK, routes.slot_S)
         packed_RX = self._to_experts(packed_SX, routes, describe(self.current))

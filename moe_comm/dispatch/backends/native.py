@@ -233,7 +233,7 @@ class NativeDispatcher(Dispatcher):
         handle: DispatchHandle,
         words: tuple[int, int, int],
     ) -> None:
-        """Write sums to ``y_TD``. words: address and width of the rows' words, and address of the slots'."""
+        """Write sums to ``y_TD``. words: address and width of the words of rows, and address of the words of slots."""
         if rows_RD is not None and not rows_RD.is_contiguous():
             rows_RD = _dense(rows_RD)
         self._run(

@@ -86,7 +86,7 @@ class PendingBlocks:
                 start += len(rows)
 
     def take(self, decode: Callable[[Tensor], Tensor], own_PX: Tensor) -> Tensor:
-        """Return [num_rows, X]: this host's block, and ``decode`` of the received rows."""
+        """Return [num_rows, X]: this host's block, and the received rows after ``decode``."""
         out_NX = own_PX if len(own_PX) == self.num_rows else self._empty(self.num_rows, own_PX)
         if out_NX is not own_PX:
             out_NX[self.own.start : self.own.stop] = own_PX

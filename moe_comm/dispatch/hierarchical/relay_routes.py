@@ -89,7 +89,7 @@ class HostMap:
 
 
 ReturnFormat = Literal["slots", "runs", "sums"]
-"""What a relay returns for a token: the row of each slot; the same, but one sum for the leading slots; one sum."""
+"""What a relay returns for a token: a row per slot; one sum of leading slots and a row per other slot; one sum."""
 
 
 def return_format(deterministic: bool, dtype: torch.dtype, wire_dtypes: WireDtypes) -> ReturnFormat:
@@ -110,7 +110,7 @@ OTHER_HOST, DROPPED_SLOT = -1, -2
 
 @dataclass(frozen=True)
 class SendPlan:
-    """What a rank sends in dispatch, by destination host including its own, and what is returned to it in combine.
+    """Rows that a rank sends in dispatch, by destination host including its own, and rows returned to it in combine.
 
     token_C: token of each copy, ordered by (host, token). copies_H: number of copies to each host.
     ids_CK: experts of each copy, numbered from the first of the host, or ``OTHER_HOST`` or ``DROPPED_SLOT``.

@@ -161,7 +161,7 @@ def checksum(tensor: Tensor) -> int:
         return 0
     raw = tensor.clone() if tensor._is_zerotensor() else tensor.contiguous()
     raw = raw.reshape(-1)
-    if raw.numel() and raw.stride(0) != 1:  # of one element
+    if raw.numel() and raw.stride(0) != 1:  # a tensor of one element may have any stride
         raw = raw.clone(memory_format=torch.contiguous_format)
     raw = raw.view(torch.uint8)
     if raw.storage_offset() % 4:

@@ -150,7 +150,7 @@ class ExpertGradients:
 
     @torch.no_grad()
     def reduce_copies(self, experts: Any) -> None:
-        """Add the gradients of copies to those of the homes, if there are copies. Collective then."""
+        """Add the gradients of copies to those of the homes, if there are copies. Collective with copies."""
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         if copies is None:
             return

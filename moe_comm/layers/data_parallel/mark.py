@@ -117,7 +117,7 @@ def refuse_unknown_experts(model: nn.Module) -> None:
     if any(gradients_of(module) is not None or _holds_all_experts(module) for module in model.modules()):
         return
     if _unknown_dispatchers():
-        gc.collect()  # of those that are only parts of reference cycles
+        gc.collect()  # free dispatchers that only reference cycles keep alive
     if dispatchers := _unknown_dispatchers():
         largest = max(dispatchers, key=lambda dispatcher: dispatcher.num_experts)
         raise ConfigError(
@@ -147,7 +147,7 @@ class _Found:
     lists: dict[str, nn.ModuleList] = field(default_factory=dict)
 
     def add(self, module: nn.Module, path: str, count: int) -> None:
-        """Add the parameters of ``module``, of which there are ``count`` experts, or raise ConfigError."""
+        """Add the parameters of ``module``, which belong to ``count`` experts, or raise ConfigError."""
         for name, _ in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 raise ConfigError(f"the buffer {_join(path, name)} is in state dicts; experts may have parameters only")

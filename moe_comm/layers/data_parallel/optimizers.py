@@ -199,7 +199,7 @@ def _across_ranks(what: str) -> ConfigError:
 
 
 def _guard_averages() -> None:
-    """Let torch's averagers of parameters raise for expert parameters.
+    """Make torch's parameter averagers raise for expert parameters.
 
     ``AveragedModel`` raises only if it is a copy of the model before its experts were replaced.
     """

@@ -56,7 +56,7 @@ def check_replicas(model: nn.Module, group: ProcessGroup | None = None) -> None:
 
 
 def check_loaded(model: nn.Module, channel: Channel, fault: MoeCommError | None = None) -> None:
-    """Raise RankMismatch on every rank unless the weights of ``model``, before they are split, are equal. Collective."""
+    """Raise RankMismatch on every rank unless the unsplit weights of ``model`` are equal on all ranks. Collective."""
     compare_tensors(dict(replicated_tensors(model)), channel, "the weights of the model", SAME_START, fault)
 
 

@@ -457,7 +457,7 @@ class MoELayer(ExpertParallel):
             if given and routing is None:  # it cannot be read, and the other ranks do not call the router
                 weights_TK = x.new_empty(0, 1, dtype=torch.float32, device=self.router.weight.device)
                 routing = Routing(weights_TK.long(), weights_TK)
-            with suppress(InputError):  # of the same fault, as of ranks with other numbers of sequences
+            with suppress(InputError):  # caused by the same fault, such as different numbers of sequences
                 self._exchange_without_tokens(routing, token_index, x.shape[0] if x.dim() == 3 else 1)
             self.dispatcher.refuse(fault, label=self.label)
         return x

@@ -304,7 +304,7 @@ def _through_backend(moves: RowMoves, channel: SharedChannel, device: torch.devi
     backend.all_gather(
         torch.ones(1, device=channel.control_device, dtype=torch.float32), f"{what}: all ranks have their rows"
     )
-    # of the block of each source, of which this rank has a part
+    # start of each source's block in ``received``, which has only this rank's part of the block
     starts = [sum(receive[:source]) - sum(of_source[:rank]) for source, of_source in enumerate(sizes)]
     moves.apply(lambda source, first, size: received[starts[source] + first :])
 

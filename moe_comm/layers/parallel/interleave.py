@@ -97,7 +97,7 @@ class BackwardTurns:
 
     def __init__(self) -> None:
         self._steps: Steps[Any] | None = None
-        self._result: tuple[Any, ...] = ()  # of steps that are complete
+        self._result: tuple[Any, ...] = ()  # result of the completed steps
 
     def advance(self) -> None:
         """Run the next step of the forward pass, if there is one."""
@@ -164,7 +164,7 @@ class TurnParameters:
 
     @contextmanager
     def used(self, turn: int, *modules: nn.Module) -> Iterator[None]:
-        """Make ``modules`` use the leaves of micro-batch ``turn``.
+        """Make ``modules`` use the leaves of micro-batch number ``turn``.
 
         Raises:
             ConfigError: a parameter is sharded: an FSDP unit inside of a layer gathers its weights for one micro-batch.
@@ -185,7 +185,7 @@ class TurnParameters:
                 parameters[name] = param
 
     def steps(self, turn: int, module: nn.Module, steps: Steps[T]) -> Steps[T]:
-        """Run ``steps`` of ``module`` for micro-batch ``turn``."""
+        """Run ``steps`` of ``module`` for micro-batch number ``turn``."""
         while True:
             with self.used(turn, module):
                 try:

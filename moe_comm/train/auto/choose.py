@@ -229,7 +229,7 @@ def search_space(config: TrainConfig) -> SearchSpace:
         overlap = ("all",)
     backend = given.get("backend", "auto")
     dispatchers: tuple[Dispatcher, ...] = get_args(Dispatcher)
-    if backend != "auto":  # all_to_all models those that access the memory of a peer
+    if backend != "auto":  # backends that access peers' memory are modelled as all_to_all
         dispatchers = (backend,) if backend in dispatchers else ("all_to_all",)
     more: dict[str, Any] = {"schedule": (given["schedule"],)} if "schedule" in given else {}
     more |= {"virtual": (given["virtual"],)} if "virtual" in given else {}

@@ -178,7 +178,7 @@ class Stage(PipelineStage):
         self._full_backward: set[int] = set()  # micro-batches whose weight gradients are already computed
         self._backwards = self._chunk = 0
         self._pairs: dict[int, PairedForward] = {}
-        self._outputs: dict[int, tuple[Tensor, ...]] = {}  # of forward passes that ran inside of a backward pass
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}  # outputs of forward passes that ran inside a backward pass
         self._transfers = context.transfers
         self._label, self._before, self._after = f"stage {index}", between(index - 1), between(index)
 
