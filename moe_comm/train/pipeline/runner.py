@@ -460,7 +460,7 @@ def make_runner(
     split_backward: bool = True,
     timeout_s: float = 600.0,
 ) -> Runner:
-    """Return a ``Pipeline``, or ``Accumulation`` without pipeline parallelism; both document the arguments. Collective."""
+    """Return a ``Pipeline``, or ``Accumulation`` without a pipeline; both document the arguments. Collective."""
     if plan.num_stages == 1 and mesh.size("pp") == 1 and len(modules) == 1:
         return Accumulation(modules[0], data_parallel, interleave)
     return Pipeline(
