@@ -1,5 +1,5 @@
-// One row per (token, rank): each token is sent once to each rank that owns one of its experts (dispatch/per_rank/).
-// Also the ids of routers that return a mask (dispatch/slots/masks.py).
+// One row per (token, rank): each token is sent once to each rank that owns one of its experts (dispatch/per_rank.py).
+// Also the ids of routers that return a mask (dispatch/slots/plain.py).
 #pragma once
 
 #include <algorithm>

@@ -26,7 +26,10 @@ VALUE_CHARS = 200
 
 
 def agree(
-    outcome: str | BaseException, gather: Callable[[str], list[str]], otherwise: type[MoeCommError] = MoeCommError
+    outcome: str | BaseException,
+    gather: Callable[[str], list[str]],
+    otherwise: type[MoeCommError] = MoeCommError,
+    prefix: str = "",
 ) -> list[str]:
     """Return the outcome of each rank, or raise on every rank if the outcome of a rank is an error. Collective.
 
@@ -35,6 +38,7 @@ def agree(
 
     Args:
         gather: returns the text of each rank. Collective.
+        prefix: of the message of an error of another rank.
     """
     error = outcome if isinstance(outcome, BaseException) else None
     texts = gather(f"{'' if error is None else type(error).__name__}\n{outcome}")
@@ -45,8 +49,8 @@ def agree(
         if name:
             kind = getattr(errors, name, None)
             if isinstance(kind, type) and issubclass(kind, MoeCommError):
-                raise kind(f"rank {rank}: {message}")
-            raise otherwise(f"rank {rank}: {name}: {message}")
+                raise kind(f"{prefix}rank {rank}: {message}")
+            raise otherwise(f"{prefix}rank {rank}: {name}: {message}")
     return [message for _, _, message in outcomes]
 
 

@@ -94,15 +94,24 @@ def _channel(comm: Communicator) -> SharedChannel:
     return channel
 
 
-def agree_in(
-    group: ProcessGroup | None, outcome: str | Exception, what: str, otherwise: type[MoeCommError]
-) -> list[str]:
-    """Run ``agree`` over the ranks of ``group``; None: this process alone. what: description of the exchange."""
+WRITE_TIMEOUT_S = 3600.0
+"""Time that ranks wait for another one that writes a model."""
+
+
+def agree_on_written(
+    group: ProcessGroup | None, outcome: str | Exception, target: str, otherwise: type[MoeCommError]
+) -> None:
+    """Raise on every rank of ``group`` if a rank could not write ``target``; see ``agree``. None: this process alone.
+
+    The ranks wait longer for each other than in other collectives, because writing a model can take many minutes.
+    """
 
     def gather(text: str) -> list[str]:
-        return [text] if group is None else gather_texts(channel_of(group), what, text)
+        if group is None:
+            return [text]
+        return gather_texts(Channel(communicator_of(group), WRITE_TIMEOUT_S), f"writing {target}", text)
 
-    return agree(outcome, gather, otherwise)
+    agree(outcome, gather, otherwise, f"could not write {target}: ")
 
 
 def abort_on_error(label: str, *groups: ProcessGroup | None, in_flight: bool = False) -> AbortOnError:

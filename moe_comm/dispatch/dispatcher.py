@@ -9,8 +9,9 @@ experts. A slot is one of the K (token, expert) pairs of a token. The primitives
     _sum     combine forward (weighted) and dispatch backward (unweighted): sum the K rows of each token in slot order
     _spread  combine backward: send each token's gradient, times its weight, to its K rows; compute weight gradients
 
-Each runs inside an ``Operation``, available as ``Dispatcher.current``. It holds the header that ranks compare, the
-layer's label and the span, and it reports an error of this rank to the other ranks, which would otherwise wait.
+Each runs inside an ``Operation``, ``Dispatcher.context.operation`` in the thread that runs it. It holds the header that
+ranks compare, the layer's label and the span, and it reports an error of this rank to the other ranks, which would
+otherwise wait.
 
 Extra values are a few 32-bit words for each slot, which are sent with its row. The native core copies them in the
 operation that moves the rows. Collectives use the routes of the rows again. Other backends start a second dispatch, in
@@ -429,9 +430,9 @@ class Dispatcher(Operations):
 
     def _rounded(self, rows_RD: Tensor) -> Tensor:
         """Return ``rows_RD`` rounded to the wire dtype of the current operation."""
-        if self.current.fault is not None:
+        if self.context.operation.fault is not None:
             return rows_RD
-        wire_dtype = self.options.wire_dtypes.of(self.current.op)
+        wire_dtype = self.options.wire_dtypes.of(self.context.operation.op)
         if wire_dtype.scales != "group":
             return rounded(rows_RD, wire_dtype)
         from moe_comm.dispatch.wire.group_scales import rounded_in_groups  # an option that few calls use
@@ -447,7 +448,7 @@ class Dispatcher(Operations):
         self, x_TD: Tensor, rows_per_expert: tuple[int, ...], num_rows: int, num_dropped: int, state: Any
     ) -> DispatchHandle:
         """Return the handle of the current operation, the dispatch of ``x_TD``."""
-        (tokens, hidden), operation = x_TD.shape, self.current
+        (tokens, hidden), operation = x_TD.shape, self.context.operation
         return DispatchHandle(
             tokens,
             operation.top_k,
@@ -470,7 +471,7 @@ class Dispatcher(Operations):
         A row has the same bytes, whichever rank encodes it.
         """
         rows_RD, handle = self._send(x_TD, ids_TK)
-        return quantized(rows_RD, self.options.wire_dtypes.of(self.current.op)), handle
+        return quantized(rows_RD, self.options.wire_dtypes.of(self.context.operation.op)), handle
 
     @abstractmethod
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -35,7 +36,7 @@ KINDS = {
 
 @dataclass(slots=True, eq=False)
 class Operation(Header):
-    """An operation of a dispatcher. Inside its ``with`` block it is ``dispatcher.current``, and its span is open.
+    """An operation of a dispatcher. In its ``with`` block it is ``dispatcher.context.operation``, and its span is open.
 
     An exception in the block is reported to the other ranks. An exception before the ranks have compared their headers
     (such as no memory for a copy of the input) is raised as ``InputError`` on every rank. After a later exception, the
@@ -59,16 +60,23 @@ class Operation(Header):
             self.span = EVENTS.span(KINDS[self.op], self.op, layer=self.label, group=group, nbytes=nbytes)
             COMMUNICATION.__enter__()
         self.span.__enter__()
-        self._outer, dispatcher.current = dispatcher.current, self
+        self._outer, dispatcher.context.operation = dispatcher.context.operation, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        self.dispatcher.current = self._outer
+        self.dispatcher.context.operation = self._outer
         self.span.__exit__(kind, error, traceback)
         if self.dispatcher.comm is not None:
             COMMUNICATION.__exit__(kind, error, traceback)
         if error is not None:
             self.dispatcher.report(self).__exit__(kind, error, traceback)
+
+
+class OperationContext(threading.local):
+    """The operation that runs now, for the primitives of the backends. Threads may share a dispatcher with one rank."""
+
+    operation: Operation = None  # type: ignore[assignment]
+    """None between operations."""
 
 
 class Operations(ABC):
@@ -88,8 +96,7 @@ class Operations(ABC):
         self.calls = calls
         self.row_bytes: dict[tuple[str, int, torch.dtype], int] = {}
         self._ordinal = calls.add_dispatcher()
-        self.current: Operation = None  # type: ignore[assignment]
-        """The operation that runs now, for the primitives of the backends. None between operations."""
+        self.context = OperationContext()
 
     @property
     @abstractmethod
@@ -143,15 +150,16 @@ class Operations(ABC):
 
     @contextmanager
     def running(self, operation: Operation) -> Iterator[None]:
-        """Context manager: ``operation`` is ``current``, without a span and without a report of errors.
+        """Context manager: ``operation`` is the current one, without a span and without a report of errors.
 
         For the parts of an operation that stays in flight, and for operations inside that of another dispatcher.
         """
-        outer, self.current = self.current, operation
+        context = self.context
+        outer, context.operation = context.operation, operation
         try:
             yield
         finally:
-            self.current = outer
+            context.operation = outer
 
     def record_handle(self, span: Open, handle: DispatchHandle) -> None:
         """Record the sent bytes and the rows per expert of a dispatch in its span."""

@@ -57,22 +57,22 @@ class AllGatherDispatcher(AllToAllDispatcher):
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         x_TD = x_TD.contiguous()  # before the handshake, which reports a failure to the other ranks
         handle = self._gathered(x_TD, ids_TK)
-        wire_dtype, routes = self.options.wire_dtypes.of(self.current.op), handle.state
-        x_PD = self._gather_rows(x_TD, routes.tokens_W, wire_dtype, describe(self.current))
+        wire_dtype, routes = self.options.wire_dtypes.of(self.context.operation.op), handle.state
+        x_PD = self._gather_rows(x_TD, routes.tokens_W, wire_dtype, describe(self.context.operation))
         return x_PD[routes.gathered_R // handle.top_k], handle
 
     def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[ScaledRows, DispatchHandle]:
         handle = self._gathered(x_TD, ids_TK)
-        wire_dtype, routes = self.options.wire_dtypes.of(self.current.op), handle.state
-        packed_PX = self._gather_padded(pack(x_TD, wire_dtype), routes.tokens_W, describe(self.current))
+        wire_dtype, routes = self.options.wire_dtypes.of(self.context.operation.op), handle.state
+        packed_PX = self._gather_padded(pack(x_TD, wire_dtype), routes.tokens_W, describe(self.context.operation))
         return unpack_scaled(take(packed_PX, routes.gathered_R // handle.top_k), wire_dtype, handle.hidden), handle
 
     def _gathered(self, x_TD: Tensor, ids_TK: Tensor) -> DispatchHandle:
         """Run the handshake of a dispatch, gather the ids of all ranks, and return a handle with ``GatheredRoutes``."""
-        counts = self._handshake.exchange(self.current, ids_TK, x_TD.device)
+        counts = self._handshake.exchange(self.context.operation, ids_TK, x_TD.device)
         routes = self._routes(ids_TK, counts)
         # int32 is enough: the handshake has checked the range of the ids.
-        ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, describe(self.current), fill=-1)
+        ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, describe(self.context.operation), fill=-1)
         own = self.local_experts
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
         order, _ = sums.order(local_PK, len(own))
@@ -80,10 +80,10 @@ class AllGatherDispatcher(AllToAllDispatcher):
         return replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=order[: sum(routes.receive)]))
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
-        if self.options.deterministic or self.options.wire_dtypes.of(self.current.op).narrows(handle.dtype):
+        if self.options.deterministic or self.options.wire_dtypes.of(self.context.operation.op).narrows(handle.dtype):
             return super()._sum(rows_RD, weights_TK, handle)
         self.check_headers(rows_RD.device)
-        description = describe(self.current)
+        description = describe(self.context.operation)
         routes: GatheredRoutes = handle.state
         rows_RD = rows_RD.to(accumulate_dtype(rows_RD.dtype))
         if weights_TK is not None:
@@ -99,10 +99,12 @@ class AllGatherDispatcher(AllToAllDispatcher):
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
         self.check_headers(grad_TD.device)
-        description = describe(self.current)
+        description = describe(self.context.operation)
         routes: GatheredRoutes = handle.state
         weights_R = self._weights(weights_TK, routes, description)
-        grad_PD = self._gather_rows(grad_TD, routes.tokens_W, self.options.wire_dtypes.of(self.current.op), description)
+        grad_PD = self._gather_rows(
+            grad_TD, routes.tokens_W, self.options.wire_dtypes.of(self.context.operation.op), description
+        )
         grad_RD = take(grad_PD, routes.gathered_R // handle.top_k)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)

@@ -79,25 +79,25 @@ class AllToAllDispatcher(Dispatcher):
 
     def prepare_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> DispatchHandle:
         """Run the handshake of a dispatch and compute its routes. No rows move."""
-        counts = self._handshake.exchange(self.current, ids_TK, x_TD.device)
+        counts = self._handshake.exchange(self.context.operation, ids_TK, x_TD.device)
         return self._routed(x_TD, counts, self._routes(ids_TK, counts))
 
     def check_headers(self, device: torch.device) -> None:
         """Run the handshake of any operation after dispatch, if operations are ``checked``."""
         if self.options.checked:
-            self._handshake.exchange(self.current, None, device)
+            self._handshake.exchange(self.context.operation, None, device)
 
     def send(self, x_TD: Tensor, handle: DispatchHandle) -> Tensor:
         """Return [R, D], the rows of this rank's experts, after ``prepare_dispatch``. No autograd."""
         routes: Routes = handle.state
-        wire_dtype = self.options.wire_dtypes.of(self.current.op)
-        return self._send_rows(x_TD, wire_dtype, routes, describe(self.current))
+        wire_dtype = self.options.wire_dtypes.of(self.context.operation.op)
+        return self._send_rows(x_TD, wire_dtype, routes, describe(self.context.operation))
 
     def send_scaled(self, x_TD: Tensor, handle: DispatchHandle) -> ScaledRows:
         """Run ``send`` for a dispatch with an fp8 wire dtype, and return the encoded rows."""
-        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(self.current.op)
+        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(self.context.operation.op)
         packed_SX = sums.copy(pack(x_TD, wire_dtype), routes.place_TK, routes.slot_S)
-        packed_RX = self._to_experts(packed_SX, routes, describe(self.current))
+        packed_RX = self._to_experts(packed_SX, routes, describe(self.context.operation))
         return unpack_scaled(packed_RX, wire_dtype, handle.hidden)
 
     def own_rows(self, handle: DispatchHandle, sent: int) -> int | None:
@@ -115,8 +115,8 @@ class AllToAllDispatcher(Dispatcher):
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
         rows_RD = rows_RD.contiguous()
         self.check_headers(rows_RD.device)
-        wire_dtype = self.options.wire_dtypes.of(self.current.op)
-        rows_SD = self._return_rows(rows_RD, wire_dtype, handle.state, describe(self.current))
+        wire_dtype = self.options.wire_dtypes.of(self.context.operation.op)
+        rows_SD = self._return_rows(rows_RD, wire_dtype, handle.state, describe(self.context.operation))
         return weighted_sum(rows_SD, handle.state.place_TK, weights_TK)
 
     def _spread(
@@ -124,9 +124,9 @@ class AllToAllDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         self.check_headers(grad_TD.device)
         routes: Routes = handle.state
-        wire_dtype = self.options.wire_dtypes.of(self.current.op)
+        wire_dtype = self.options.wire_dtypes.of(self.context.operation.op)
         weights_S = weights_TK.reshape(-1)[routes.slot_S]
-        description = describe(self.current)
+        description = describe(self.context.operation)
         if rows_RD is None and not wire_dtype.narrows(grad_TD.dtype):
             grad_SD = sums.copy(grad_TD, routes.place_TK, routes.slot_S)
             return self._to_experts(plain.scale(grad_SD, weights_S), routes, description), None

@@ -28,13 +28,13 @@ class LocalDispatcher(Dispatcher):
 
     def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[ScaledRows, DispatchHandle]:
         order_R, handle = self._sorted(x_TD, ids_TK)
-        wire_dtype = self.options.wire_dtypes.of(self.current.op)
+        wire_dtype = self.options.wire_dtypes.of(self.context.operation.op)
         packed_RX = sums.copy(pack(x_TD, wire_dtype), handle.state, order_R)
         return unpack_scaled(packed_RX, wire_dtype, handle.hidden), handle
 
     def _sorted(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         """Return the flat slot of each row, and the handle."""
-        check([], self.rank, self.current)
+        check([], self.rank, self.context.operation)
         order, place_TK, counts = sums.order_and_count(ids_TK, self.num_experts)
         *rows_per_expert, num_dropped, num_bad = counts
         if num_bad:
@@ -67,14 +67,14 @@ class NativeLocalDispatcher(NativeDispatcher, LocalDispatcher):
         self._open(private_heap(), None)
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
-        if self.current.fault is None and supported(x_TD):
+        if self.context.operation.fault is None and supported(x_TD):
             return super()._send(x_TD, ids_TK)
         return LocalDispatcher._send(self, x_TD, ids_TK)
 
     def _send_with(
         self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
     ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
-        if self.current.fault is None and supported(x_TD):
+        if self.context.operation.fault is None and supported(x_TD):
             return super()._send_with(x_TD, ids_TK, words_TKX)
         return *LocalDispatcher._send(self, x_TD, ids_TK), None
 

@@ -87,7 +87,7 @@ class NativeOutgoingRows(_NativeTransfer, OutgoingRows):
 
     def __init__(self, dispatcher: NativeDispatcher, native: _C.PendingSum, rows_RD: Tensor, y_TD: Tensor) -> None:
         self._native = self._pending_sum = native
-        self._dispatcher, self._operation, self._y_TD = dispatcher, dispatcher.current, y_TD
+        self._dispatcher, self._operation, self._y_TD = dispatcher, dispatcher.context.operation, y_TD
         self._rows_RD = rows_RD  # peers read it
 
     def raise_flag(self, peer: int) -> None:
@@ -128,7 +128,7 @@ class NativeDispatcher(Dispatcher):
 
     def _run(self, call: Callable[..., Any], *args: Any, read: Tensor | None = None) -> Any:
         """Call the native core for the current operation. read: rows that peers read in place."""
-        operation, peers = self.current, self._peers
+        operation, peers = self.context.operation, self._peers
         if peers is not None and peers.core_timeout_s != self.options.timeout_s:
             peers.set_core_timeout(self.options.timeout_s)
         try:
@@ -146,7 +146,7 @@ class NativeDispatcher(Dispatcher):
     def _send_with(
         self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
     ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
-        operation = self.current
+        operation = self.context.operation
         if operation.fault is not None:
             with self._start_send(x_TD, ids_TK) as incoming:
                 return incoming.rows_RD, incoming.handle, None
@@ -169,7 +169,7 @@ class NativeDispatcher(Dispatcher):
 
     def _start_send(self, x_TD: Tensor, ids_TK: Tensor) -> NativeIncomingRows:
         """Start ``_send``. This rank's own rows are complete on return; rows of peers may be in flight."""
-        operation = self.current
+        operation = self.context.operation
         fault = operation.fault is not None
         tokens, hidden = (0, operation.hidden) if fault else (x_TD.shape[0], x_TD.shape[1])
         if not fault:
@@ -195,7 +195,7 @@ class NativeDispatcher(Dispatcher):
         """Start ``_sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""
         # Allocate before the call: an allocation failure after it would not be reported to the peers.
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
-        fault = self.current.fault
+        fault = self.context.operation.fault
         pending = self._run(
             self._transfer.start_sum,
             fault_word(fault),
@@ -360,7 +360,7 @@ class SharedMemoryDispatcher(NativeDispatcher, PendingDispatcher):
         self.shared.communicator.set_step(step)
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> IncomingRows:
-        operation = self.current
+        operation = self.context.operation
         wire_dtype = self.options.wire_dtypes.of(operation.op)
         if operation.fault is None and not (operation.scaled and wire_dtype.format == "fp8"):
             x_TD = rounded(x_TD, wire_dtype)
@@ -372,7 +372,7 @@ class SharedMemoryDispatcher(NativeDispatcher, PendingDispatcher):
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[IncomingRows, Tensor | None]:
-        grad_TD = rounded(grad_TD, self.options.wire_dtypes.of(self.current.op))
+        grad_TD = rounded(grad_TD, self.options.wire_dtypes.of(self.context.operation.op))
         return self._start_spread(grad_TD, rows_RD, weights_TK, handle)
 
     @property

@@ -176,7 +176,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         x_TD = x_TD.contiguous()  # before the handshake, which reports a failure to the other ranks
-        operation = self.current
+        operation = self.context.operation
         counts = self._handshake.exchange(operation, ids_TK, x_TD.device)
         slots_WH = self._slots(counts)
         row_kind = return_format(self.options.deterministic, x_TD.dtype, self.options.wire_dtypes)
@@ -213,11 +213,11 @@ class HierarchicalDispatcher(Dispatcher):
         return rows_RD, handle
 
     def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor) -> NoReturn:
-        fault = self.current.fault or ConfigError(
+        fault = self.context.operation.fault or ConfigError(
             "hierarchical decodes fp8 rows before it forwards them inside a host, so it cannot return them as values "
             "and scales; dispatch with the wire dtype 'same' or 'bf16', or use all_to_all"
         )
-        self._raise_fault(fault, self.current)
+        self._raise_fault(fault, self.context.operation)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
         self._check_headers(rows_RD.device)
@@ -236,7 +236,7 @@ class HierarchicalDispatcher(Dispatcher):
             rows_ND = self._rows_of(side, rows_RD)
             weights_UK = None if weights is None else weights()
             with self._guard():
-                return self._inside.sum(rows_ND, weights_UK, side.inside, side.inside_host(self.current))
+                return self._inside.sum(rows_ND, weights_UK, side.inside, side.inside_host(self.context.operation))
 
         receive = self._start_returns(sum_inside(relay.far, far_weights), relay)
         rows_XD = receive(sum_inside(relay.near, near_weights))
@@ -259,7 +259,7 @@ class HierarchicalDispatcher(Dispatcher):
             rows = None if rows_RD is None else self._rows_of(side, rows_RD)
             weights_UK, grad_UD = weights(), grad(side.units.token_U)
             with self._guard():
-                operation = side.inside_host(self.current)
+                operation = side.inside_host(self.context.operation)
                 grad_ND, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, side.inside, operation)
             return grad_ND, weights_TK if dots_UK is None else dots_UK.flatten()[side.units.slot_S]
 
@@ -268,7 +268,7 @@ class HierarchicalDispatcher(Dispatcher):
         far_ND, far_dots_S = forward(far, far_weights, far_grad)
         if rows_RD is None:
             return grad_RD.index_copy_(0, far.place_N, far_ND), None
-        pending_dots = self._rail.start(far_dots_S, far.slots_H, plan.slots_H, self.current, "weights")
+        pending_dots = self._rail.start(far_dots_S, far.slots_H, plan.slots_H, self.context.operation, "weights")
         grad_RD.index_copy_(0, far.place_N, far_ND)
         dots = near_dots_S.new_zeros(handle.num_tokens * handle.top_k)
         dots[self._rail.own(plan.slot_S, plan.slots_H)] = near_dots_S
@@ -279,7 +279,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     def _check_headers(self, device: torch.device) -> None:
         if self.options.checked:
-            self._handshake.exchange(self.current, None, device)
+            self._handshake.exchange(self.context.operation, None, device)
 
     def _slots(self, counts: Counts) -> PerHost:
         """Return the number of slots of each rank on each host."""
@@ -314,7 +314,7 @@ class HierarchicalDispatcher(Dispatcher):
         """Start sending weights. Return functions that give ``RelaySide.weights`` of the near and of the far side."""
         plan = relay.plan
         weights_S = weights_TK.reshape(-1)[plan.slot_S]
-        pending = self._rail.start(weights_S, plan.slots_H, relay.far.slots_H, self.current, "weights")
+        pending = self._rail.start(weights_S, plan.slots_H, relay.far.slots_H, self.context.operation, "weights")
         own_S = self._rail.own(weights_S, plan.slots_H)
         return (lambda: relay.near.weights(own_S, only_leading), lambda: relay.far.weights(pending(), only_leading))
 
@@ -326,7 +326,7 @@ class HierarchicalDispatcher(Dispatcher):
         Returns two functions of an optional ascending index. They return decoded rows of this host, and received rows
         of other hosts, ordered by host.
         """
-        wire_dtype: WireDtype = self.options.wire_dtypes.of(self.current.op)
+        wire_dtype: WireDtype = self.options.wire_dtypes.of(self.context.operation.op)
         width, dtype = rows_TD.shape[1], rows_TD.dtype
         near_N = self._rail.own(plan.token_C, plan.copies_H)
         far_N = self._rail.far(plan.token_C, plan.copies_H)
@@ -342,7 +342,7 @@ class HierarchicalDispatcher(Dispatcher):
             send_H,
             receive_H,
             max_block_rows * bytes_per_row(width, wire_dtype, dtype),
-            self.current,
+            self.context.operation,
         )
         empty = rows_TD.new_empty(0, width)
 
@@ -356,7 +356,7 @@ class HierarchicalDispatcher(Dispatcher):
 
         Returns a function that takes the near side's rows and returns all rows of this rank's tokens, ordered by host.
         """
-        wire_dtype: WireDtype = self.options.wire_dtypes.of(self.current.op)
+        wire_dtype: WireDtype = self.options.wire_dtypes.of(self.context.operation.op)
         width, dtype = rows_UD.shape[1], rows_UD.dtype
         send_H, receive_H = relay.far.units.rows_H, relay.plan.rows_H
         if wire_dtype.scales == "group":
@@ -367,7 +367,7 @@ class HierarchicalDispatcher(Dispatcher):
             send_H,
             receive_H,
             relay.most_back * bytes_per_row(width, wire_dtype, dtype),
-            self.current,
+            self.context.operation,
         )
         decode: Callable[[Tensor], Tensor] = partial(unpack, wire_dtype=wire_dtype, hidden=width, dtype=dtype)
         return lambda own_UD: pending.take(decode, rounded(own_UD, wire_dtype))
@@ -376,7 +376,7 @@ class HierarchicalDispatcher(Dispatcher):
         self, rows_ND: Tensor, send_H: Ints, receive_H: Ints, max_block_rows: int
     ) -> Callable[[Tensor], Tensor]:
         """Start sending rows and group scales to other hosts. Return a function that inserts this host's block."""
-        wire_dtype, dtype = self.options.wire_dtypes.of(self.current.op), rows_ND.dtype
+        wire_dtype, dtype = self.options.wire_dtypes.of(self.context.operation.op), rows_ND.dtype
         far_H = self._rail.without_own(receive_H)
         sent, received = (
             RowGroups.of(np.array(sizes, np.int64), range(self.hosts.count + 1), rows_ND.device)
@@ -384,8 +384,10 @@ class HierarchicalDispatcher(Dispatcher):
         )
         packed_NX, scale_GD = encode_groups(rows_ND, sent, wire_dtype)
         most_bytes = max_block_rows * bytes_per_row(rows_ND.shape[1], wire_dtype, dtype)
-        packed = self._rail.start_rows(partial(gather_ranges, packed_NX), send_H, far_H, most_bytes, self.current)
-        scales = self._rail.start(scale_GD, sent.per_rank, received.per_rank, self.current, "rows")
+        packed = self._rail.start_rows(
+            partial(gather_ranges, packed_NX), send_H, far_H, most_bytes, self.context.operation
+        )
+        scales = self._rail.start(scale_GD, sent.per_rank, received.per_rank, self.context.operation, "rows")
 
         def receive(own_PD: Tensor) -> Tensor:
             far_ND = decode_groups(packed.take(lambda rows: rows, packed_NX[:0]), scales(), received, dtype)

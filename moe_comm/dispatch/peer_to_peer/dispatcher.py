@@ -202,19 +202,19 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
 
     def _send_fixed(self, x_TD: Tensor, ids_TK: Tensor, ends: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
         """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
-        if self.current.fault is not None:
+        if self.context.operation.fault is not None:
             self._refuse()
         operations, row_format = self.memory.operations, self._row_format(x_TD, "dispatch")
         capacity = self.peer_options.capacity_rows or 0
         x_TD = dense(self._round_rows(x_TD, row_format) if row_format.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
-        with KernelOperation(self, self.current, x_TD, ids_TK):
+        with KernelOperation(self, self.context.operation, x_TD, ids_TK):
             try:
                 received = row_format.allocate(operations.heap, capacity)
             except HeapError as problem:
                 self._raise_no_room(problem)
             offer = received.offer._replace(room=capacity)
-            place_TK = self._move_rows(self.packed(self.current), x_TD, ids_TK, row_format, offer, capacity)
+            place_TK = self._move_rows(self.packed(self.context.operation), x_TD, ids_TK, row_format, offer, capacity)
             rows_RD = received.rows()
             ends.append(operations.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
             if self.memory.emulated:

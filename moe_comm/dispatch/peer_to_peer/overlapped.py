@@ -35,7 +35,7 @@ class OverlappedPrimitives(PendingPrimitives):
         On a GPU the caller's stream then does not wait for this rank's own rows either: ``row_flags`` has flags for
         them too. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``.
         """
-        if self.current.fault is not None or not self._row_format(x_TD, self.current.op).bare:
+        if self.context.operation.fault is not None or not self._row_format(x_TD, self.context.operation.op).bare:
             return self.start_dispatch(x_TD, ids_TK)
         with self._on_side_stream(num_blocks):
             return self.start_dispatch(x_TD, ids_TK)
@@ -104,11 +104,11 @@ class OverlappedPrimitives(PendingPrimitives):
             except HeapError as error:
                 problem = error
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        with self._on_side_stream(None), KernelOperation(self, self.current, rows_RD, weights_TK):
+        with self._on_side_stream(None), KernelOperation(self, self.context.operation, rows_RD, weights_TK):
             if problem is not None:
                 self._raise_no_room(problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=self.device)
-            operations.meet(self.packed(self.current), Offer(offset_of(operations.heap, rows_RD)))
+            operations.meet(self.packed(self.context.operation), Offer(offset_of(operations.heap, rows_RD)))
             if self.memory.emulated:
                 self.memory.check()
             with self._stream.on_callers():

@@ -35,7 +35,7 @@ class PeerIncomingRows(IncomingRows):
         handle: DispatchHandle,
         complete: bool,
     ) -> None:
-        self._dispatcher, self._operation, self._complete = dispatcher, dispatcher.current, complete
+        self._dispatcher, self._operation, self._complete = dispatcher, dispatcher.context.operation, complete
         self.handle = handle
         if isinstance(rows, ScaledRows):
             self.scaled = rows
@@ -66,7 +66,7 @@ class PeerOutgoingRows(OutgoingRows):
 
     def __init__(self, dispatcher: PendingPrimitives, rows_RD: Tensor, handle: DispatchHandle) -> None:
         self._dispatcher, self._rows_RD, self._handle = dispatcher, rows_RD, handle
-        self._operation = dispatcher.current
+        self._operation = dispatcher.context.operation
 
     def raise_flag(self, peer: int) -> None:
         pass  # the handshake of ``sum`` reports to all peers that this rank's rows are complete
@@ -89,10 +89,10 @@ class PendingPrimitives(PeerToPeerPrimitives, PendingDispatcher):
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> IncomingRows:
         # Rows that are encoded or relayed complete together.
-        row_format = self._row_format(x_TD, self.current.op)
-        wait = self.current.fault is not None or not row_format.bare
+        row_format = self._row_format(x_TD, self.context.operation.op)
+        wait = self.context.operation.fault is not None or not row_format.bare
         rows: Tensor | ScaledRows
-        if self.current.scaled and row_format.packing != SAME:
+        if self.context.operation.scaled and row_format.packing != SAME:
             rows, handle = self._send_scaled(x_TD, ids_TK)
         else:
             rows, handle = self._send(x_TD, ids_TK, wait=wait)
@@ -128,7 +128,7 @@ class PendingPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         return peer
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> OutgoingRows:
-        if self.current.fault is not None:
+        if self.context.operation.fault is not None:
             self._refuse()
         return PeerOutgoingRows(self, rows_RD, handle)
 

@@ -171,25 +171,25 @@ class PeerToPeerPrimitives(Dispatcher):
         self, x_TD: Tensor, ids_TK: Tensor, keep: Callable[[Reservation, int], RowsT], wait: bool
     ) -> tuple[RowsT, DispatchHandle]:
         """Send rows. keep: returns the received rows, and queues the kernels that compute them."""
-        if self.current.fault is not None:
+        if self.context.operation.fault is not None:
             self._refuse()
         if capturing(self.device):
             self._refuse_capture("dispatch", "use dispatch_fixed")
-        operations, row_format = self.memory.operations, self._row_format(x_TD, self.current.op)
+        operations, row_format = self.memory.operations, self._row_format(x_TD, self.context.operation.op)
         if row_format.rounds and row_format.packing == SAME:
             x_TD = self._round_rows(x_TD, row_format)
         x_TD, ids_TK = dense(x_TD), ids_TK.to(torch.int64).contiguous()
-        with KernelOperation(self, self.current, x_TD, ids_TK):
+        with KernelOperation(self, self.context.operation, x_TD, ids_TK):
             reserved = Reservation(row_format, operations.heap)
             in_flight = False
             try:
                 room = reserved.num_bytes.to_bytes(8, sys.byteorder)
-                packed = self.packed(self.current)[: ROOM_WORD * 8] + room
+                packed = self.packed(self.context.operation)[: ROOM_WORD * 8] + room
                 place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, reserved.offer, reserved.capacity, wait)
                 self.memory.check(ids_TK)
                 in_flight = not wait
                 own_L, rows_W, rooms_W, num_dropped = operations.plan.counted(ROOM_WORD)
-                check_room(row_format, rows_W, rooms_W, self.current)
+                check_room(row_format, rows_W, rooms_W, self.context.operation)
                 rows = keep(reserved, rows_W[self.rank])
             except BaseException:
                 if in_flight:
@@ -203,7 +203,7 @@ class PeerToPeerPrimitives(Dispatcher):
         return rows, handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
-        row_format = self._row_format(rows_RD, self.current.op)
+        row_format = self._row_format(rows_RD, self.context.operation.op)
         if row_format.rounds:
             rows_RD = self._round_rows(rows_RD, row_format)
         return self.sum_rounded(rows_RD, weights_TK, handle)
@@ -214,14 +214,14 @@ class PeerToPeerPrimitives(Dispatcher):
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         if weights_TK is not None and self.peer_options.fast_combine and handle.top_k > 1 and self.world > 1:
             return self._sum_reduced(rows_RD, weights_TK, handle)
-        with KernelOperation(self, self.current, rows_RD, weights_TK):
+        with KernelOperation(self, self.context.operation, rows_RD, weights_TK):
             try:
                 _read_RD, at = readable(heap, rows_RD)
             except HeapError as problem:
                 self._raise_no_room(problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.operations.sum(
-                self.packed(self.current),
+                self.packed(self.context.operation),
                 Offer(at),
                 handle.state,
                 weights_TK,
@@ -237,7 +237,7 @@ class PeerToPeerPrimitives(Dispatcher):
     def _sum_reduced(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Tensor:
         """Combine with rows that each rank has reduced to one per token; see ``PeerToPeerOptions.fast_combine``."""
         heap = self.memory.operations.heap
-        with KernelOperation(self, self.current, rows_RD, weights_TK):
+        with KernelOperation(self, self.context.operation, rows_RD, weights_TK):
             try:
                 read_RD, at = readable(heap, rows_RD)
                 reduced_RD = heap.rows(rows_RD.shape[0], handle.hidden, handle.dtype)
@@ -247,7 +247,7 @@ class PeerToPeerPrimitives(Dispatcher):
             links_R2.zero_()  # before the handshake, after which peers write links
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.operations.sum_reduced(
-                self.packed(self.current),
+                self.packed(self.context.operation),
                 Offer(at, offset_of(heap, reduced_RD), links=offset_of(heap, links_R2)),
                 handle.state,
                 weights_TK,
@@ -279,9 +279,9 @@ class PeerToPeerPrimitives(Dispatcher):
         slots: SlotFlags,
     ) -> tuple[Tensor, Tensor | None]:
         """Run ``_spread``. With ``slots``, peers may still write rows when it returns."""
-        grad_TD = dense(self._round_rows(grad_TD, self._row_format(grad_TD, self.current.op)))
+        grad_TD = dense(self._round_rows(grad_TD, self._row_format(grad_TD, self.context.operation.op)))
         weights_TK, heap = weights_TK.contiguous(), self.memory.operations.heap
-        with KernelOperation(self, self.current, grad_TD, rows_RD, weights_TK, *slots):
+        with KernelOperation(self, self.context.operation, grad_TD, rows_RD, weights_TK, *slots):
             try:
                 _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
                 grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
@@ -291,7 +291,7 @@ class PeerToPeerPrimitives(Dispatcher):
             if rows_RD is not None:
                 dots_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=grad_TD.device)
             self.memory.operations.spread(
-                self.packed(self.current),
+                self.packed(self.context.operation),
                 Offer(at, offset_of(heap, grad_RD)),
                 handle.state,
                 weights_TK,
@@ -344,11 +344,11 @@ class PeerToPeerPrimitives(Dispatcher):
 
         During a CUDA graph capture no handshake can run, so only this rank raises.
         """
-        fault = self.current.fault
+        fault = self.context.operation.fault
         if fault is not None and capturing(self.device):
             raise fault
-        with KernelOperation(self, self.current):
-            self.memory.operations.meet(self.packed(self.current), NOTHING)
+        with KernelOperation(self, self.context.operation):
+            self.memory.operations.meet(self.packed(self.context.operation), NOTHING)
             self.memory.check()
         raise fault or AssertionError("_refuse was called without a fault")
 
@@ -356,7 +356,7 @@ class PeerToPeerPrimitives(Dispatcher):
         """Report in a handshake that this rank has no room in its heap, so that every rank raises."""
         if capturing(self.device):
             raise problem  # a captured handshake would run only with the graph, and this error ends the capture
-        self.memory.operations.meet(self.packed(self.current), Offer(NOWHERE))
+        self.memory.operations.meet(self.packed(self.context.operation), Offer(NOWHERE))
         self.memory.check()
         raise problem
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_comm.comm.group_setup import agree_in
+from moe_comm.comm.group_setup import agree_on_written
 from moe_comm.errors import CheckpointError, ConfigError, UnsupportedModel
 from moe_comm.layers.data_parallel import (
     clip_grad_norm_,
@@ -79,8 +79,8 @@ def write_on(writes: bool, write: Callable[[], None], target: str) -> None:
     """Call ``write`` on the ranks where ``writes`` is true, and wait for it on all ranks. Collective.
 
     Raises:
-        CheckpointError: writing failed on another rank, or an error of this library with its class. That rank raises
-            its original exception.
+        CheckpointError: writing failed on another rank. If that rank raised an error of this library, its class is
+            raised instead. That rank raises its original exception.
     """
     outcome: str | Exception = ""
     if writes:
@@ -88,7 +88,7 @@ def write_on(writes: bool, write: Callable[[], None], target: str) -> None:
             write()
         except Exception as error:
             outcome = error
-    agree_in(dist.group.WORLD, outcome, f"writing {target}", CheckpointError)
+    agree_on_written(dist.group.WORLD, outcome, target, CheckpointError)
 
 
 class _HandlesExperts:

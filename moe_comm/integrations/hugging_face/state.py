@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_comm.comm.group_setup import agree_in
+from moe_comm.comm.group_setup import agree_on_written
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
@@ -47,7 +47,7 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
             type(model).save_pretrained(model, folder, state_dict=full, **kwargs)
         except Exception as error:
             outcome = error
-    agree_in(dispatcher.group, outcome, f"writing the model to {folder}", ConfigError)
+    agree_on_written(dispatcher.group, outcome, f"the model to {folder}", ConfigError)
 
 
 def gather_full(local: Tensor, sharding: Sharding, group: dist.ProcessGroup | None, name: str) -> Tensor:

@@ -396,7 +396,8 @@ class MoELayer(ExpertParallel):
         """Dispatch the rows, in autocast's dtype if autocast is on."""
         x_TD, width = tokens.x_TD, getattr(self.shared, "ffn", 0)
         if torch.is_autocast_enabled(x_TD.device.type):
-            x_TD = x_TD.to(compute_dtype(x_TD))
+            with self.dispatcher.abort_on_error(self.label):  # the cast allocates memory
+                x_TD = x_TD.to(compute_dtype(x_TD))
         call = self.start_call(
             self.experts,
             x_TD,

@@ -148,11 +148,6 @@ class SharedDispatch(RowDispatch):
 
         return self.dispatcher.dispatch_by(x_TD, complete, self.handle.label, counted=False)
 
-    def dispatch_in_flight(self, send: SharedSend, x_TD: Tensor) -> Tensor:
-        """Return the rows of the dispatch, differentiable, before they are complete; see ``SharedSend.close``."""
-        rows = send.rows_RD, self.handle
-        return self.dispatcher.dispatch_by(x_TD, lambda _: rows, self.handle.label, counted=False).rows_RD
-
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
         self.dispatcher.refuse(fault, torch.empty(0, dtype=self.handle.dtype, device="cpu"), label=self.handle.label)
 

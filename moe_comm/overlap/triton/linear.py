@@ -70,14 +70,6 @@ def matmul_scatter(
     return _FusedLinear.apply(x_TK, weight_NK, kernels, "matmul_scatter")  # type: ignore[no-any-return]
 
 
-def reference_product(a_MK: Tensor, b_KN: Tensor, block_k: int) -> Tensor:
-    """Compute the kernels' GEMM in plain torch: fp32, summed block by block of K, rounded once."""
-    total_MN = a_MK.new_zeros(a_MK.shape[0], b_KN.shape[1], dtype=torch.float32)
-    for first in range(0, a_MK.shape[1], block_k):
-        total_MN += a_MK[:, first : first + block_k].float() @ b_KN[first : first + block_k].float()
-    return total_MN.to(a_MK.dtype)
-
-
 def _kernels(x: Tensor, group: ProcessGroup | None, programs: Programs | None) -> LinearKernels:
     return LinearKernels.of(group, x) if programs is None else LinearKernels.with_programs(group, x, programs)
 

@@ -104,7 +104,7 @@ def _layer(rank: int, world: int, arg: tuple[torch.dtype, str, bool]) -> None:
         experts.gemm_dtype = "fp8"
         x_TD, weights_TK = drawn(9, 256, dtype=dtype).requires_grad_(), drawn(9, 2, seed=1).requires_grad_()
         call = ExpertCall.start(dispatcher, x_TD, some_ids(9, 2, 4), weights_TK, "", scaled=True)
-        y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call.compute))
+        y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call))
         y_TD.backward(drawn(9, 256, dtype=dtype, seed=2))
         grads = [x_TD.grad, weights_TK.grad, *(p.grad for p in experts.parameters())]
         return [y_TD.detach(), *(grad for grad in grads if grad is not None)]
