@@ -128,7 +128,7 @@ def test_snippets_that_are_not_run_are_python(page: Path) -> None:
 
 def command_lines(page: Path, start: str) -> set[str]:
     """Return every command that begins with the pattern ``start``, on a line of its own or in an inline span."""
-    text = page.read_text()
+    text = re.sub(r"\\\n *", "", page.read_text())
     inline = re.findall(rf"`({start}[^`…]*)`", text)
     lines = re.findall(rf"^(?:    )?({start}[^\n`]*)$", text, re.MULTILINE)
     return {line.strip() for line in [*inline, *lines]}
