@@ -176,6 +176,7 @@ class Dispatcher(Operations):
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         with operation:
             if scaled and self.options.wire_dtypes.of(operation.op).format == "fp8":
+                # Experts read the received bytes, so rows are decoded for checksums only.
                 rows, handle = self._send_scaled(tokens_TD, ids_TK)
                 rows_RD = rows.dequantized(x_TD.dtype) if self.options.checksums else tokens_TD
             else:
@@ -187,6 +188,7 @@ class Dispatcher(Operations):
                 rows = quantize_rows(rows_RD) if scaled else None
             if words_TKX is not None:
                 handle.extra = ExtraRoutes(operation.extra, ids_TK.reshape(-1, 1))
+                # This backend did not send the extra values with the rows.
                 if words_RX is None:
                     words_RX = self._send_words(words_TKX, handle)
             if self.options.checksums:
@@ -407,6 +409,7 @@ class Dispatcher(Operations):
             fault, label = InputError(f"label must be a str; got {type(label).__name__}"), ""
         if fault is None and scaled:
             fault = scaled_fault(x_TD)
+        # Mismatches of earlier rows that no caller has taken are raised here, on every rank.
         if fault is None and self.options.checksums:
             fault = self.corruption.fault()
         return Operation(

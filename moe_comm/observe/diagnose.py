@@ -85,6 +85,7 @@ def _slow_ranks(window: Window, limits: DiagnosisLimits) -> list[Diagnosis]:
             if len(ranks) < 2:
                 continue
             own_SW, rows_SW = window.parts[part][:, ranks], window.rows_SW[:, ranks]
+            # Compare only steps that all ranks of the stage have recorded.
             complete_S = (np.isfinite(own_SW) & np.isfinite(rows_SW)).all(1)
             own_SW = own_SW[complete_S]
             if part == "compute":

@@ -103,6 +103,8 @@ def effective_time(run: Path, end_s: float | None = None) -> EffectiveTime | Non
             checkpoint_s += checkpoint
         else:
             again_s += total
+    # The time between the last step of an attempt and the first one of the next is a pause if the user ended the
+    # attempt, and a restart after a fault.
     restart_s = paused_s = 0.0
     start_s = first.ready_s - first.started_s
     for previous, attempt in pairwise(attempts):

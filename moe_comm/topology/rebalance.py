@@ -360,16 +360,19 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
         return Decision(None, "the placement is fixed" if kind == "fixed" else "the window has no rows")
     before = sum(busiest_rows(loads_E, current) for loads_E in window)
     ratio = over_mean(before, rows, current.world)
+    # Skip the search if even the lower bound of the rows would not save enough.
     least = sum(_least(loads_E, current.world, kind) for loads_E in window)
     if least >= (1 - threshold) * before:
         what = "evenly" if kind == "replicate" or least * current.world < 1.01 * rows else "because of one expert"
         reason = f"the busiest rank has {ratio:.2f} times the mean rows and could save at most"
         return Decision(None, f"{reason} {1 - least / before:.1%} ({what} loaded)", 0, 0, ratio, ratio)
+    # Find a candidate for the sums of the window.
     sums_E = [sum(loads) for loads in zip(*window, strict=True)]
     free_s = STALL * before / len(window) * settings.seconds_per_row
     experts = current.num_experts
     free_moves = int(min(experts, free_s / settings.seconds_to_move)) if settings.seconds_to_move else experts
     new = rebalance(sums_E, current, settings.slots, free_moves)
+    # Score it in each step: the busiest rank of a step determines its time. Copies also cost time in every step.
     moves = Moves.of(current, new)
     after = sum(busiest_rows(loads_E, new) for loads_E in window)
     published = (_copies(new) - _copies(current)) * settings.seconds_to_publish

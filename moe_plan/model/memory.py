@@ -110,6 +110,7 @@ def memory(
     split = mapping.splits
     peaks_of = in_flight_peaks(schedule, parallel.pp, mapping.virtual, micro_batches)
     size = load.size
+    # Parameters, gradients and optimizer state of one layer of each kind, the embedding and the head.
     sharding = mapping.sharding if parallel.world > 1 else "replicate"
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
@@ -119,6 +120,7 @@ def memory(
         parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared, mapping.replicas, copies > 0
     )
     fixed = fixed_parts(shape, memory_model)
+    # Bytes per token of activations, of the loss and of the gradients between the halves of a split backward pass.
     tokens = _tokens(mapping, load)
     estimate = _estimate(shape, size, parallel.tp, mapping.recompute, rows=load.busiest(parallel.ep), etp=parallel.etp)
     halfway = split_gradient_bytes(estimate, mapping.fuses or mapping.overlap == "chunks") if split else (0.0, 0.0)
@@ -128,6 +130,7 @@ def memory(
     memories = []
     expert = shape.parameters("moe")["experts"] // (shape.experts * parallel.etp) if copies else 0
     for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
+        # Most positions have the same layers, so compute what depends on the layers once.
         if (parts, len(stages)) not in by_contents:
             layers = (parts.dense, parts.moe)
             largest = max((part.params for part, count in zip(fixed, layers, strict=False) if count), default=0)

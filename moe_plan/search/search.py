@@ -192,6 +192,7 @@ class _Search:
         self.tried = sum(map(self._mappings, self._trades))
 
     def result(self) -> SearchResult:
+        # Drop degrees if even their mapping with the least memory does not fit. Queue the others by their lower bound.
         for p, trades in self._trades.items():
             if self._can_fit(p, None):
                 for shape, overlap, dispatcher in product(trades.shapes, self.space.overlap, trades.dispatchers):

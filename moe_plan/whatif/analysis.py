@@ -157,6 +157,7 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     ranks, first, of_rank_N = np.unique(table.rank_N, return_index=True, return_inverse=True)
     of_rank_N = of_rank_N.reshape(-1)
     coordinates = {dimension: coordinate_N[first] for dimension, coordinate_N in table.coordinates.items()}
+    # One lane for each S_x: the operations that keep their measured durations. All lanes share one replay.
     lanes: dict[tuple[str, object], Bools] = {("operation", str(kind)): kinds == kind for kind in np.unique(kinds)}
     for dimension, coordinate_N in table.coordinates.items():
         lanes |= {
@@ -172,12 +173,14 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
         dimension: tuple(slowdown_of[dimension, coordinate] for coordinate in range(int(coordinate_N.max()) + 1))
         for dimension, coordinate_N in table.coordinates.items()
     }
+    # S of each rank. With too many ranks it is estimated from the coordinates.
     score_R = np.array([slowdown_of.get(("rank", int(rank)), np.inf) for rank in ranks])
     if not np.isfinite(score_R).all():
         score_R = _least_of_coordinates(coordinates, by_coordinate)
     worker_DP = np.minimum.outer(
         np.array(by_coordinate.get("dp", (np.inf,))), np.array(by_coordinate.get("pp", (np.inf,)))
     )
+    # M_W and M_S.
     worst = _worst_ranks(ranks, score_R)
     shares = replays.recovered_shares(
         [np.isin(table.rank_N, worst)]

@@ -263,11 +263,13 @@ class HierarchicalDispatcher(Dispatcher):
                 grad_ND, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, side.inside, operation)
             return grad_ND, weights_TK if dots_UK is None else dots_UK.flatten()[side.units.slot_S]
 
+        # Tokens of this host first, while those of other hosts are in flight.
         near_ND, near_dots_S = forward(near, near_weights, near_grad)
         grad_RD.index_copy_(0, near.place_N, near_ND)
         far_ND, far_dots_S = forward(far, far_weights, far_grad)
         if rows_RD is None:
             return grad_RD.index_copy_(0, far.place_N, far_ND), None
+        # Return the dot products of relayed slots to the ranks of their tokens.
         pending_dots = self._rail.start(far_dots_S, far.slots_H, plan.slots_H, self.context.operation, "weights")
         grad_RD.index_copy_(0, far.place_N, far_ND)
         dots = near_dots_S.new_zeros(handle.num_tokens * handle.top_k)

@@ -164,6 +164,7 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> BackendChoice:
     remote_slots, off_host_slots = slots * (world - 1) / world, slots * (facts.hosts - 1) / facts.hosts
     both_ways = traffic.wire_row("dispatch") + traffic.wire_row("combine")
     in_place = (3 * slots + 1) * row
+    # The terms of the table in the module docstring.
     candidates = [
         BackendCost("local", "" if world == 1 else _LOCAL.format(world=world), 0, 0, in_place),
         BackendCost("shared_memory", _shared_memory_problem(facts), 0, 0, in_place),

@@ -43,6 +43,7 @@ def build_dispatcher(
         placement = config.placement_on(ranks // etp)
     except ConfigError as fault:
         refuse_dispatcher(fault, None if on_meta else group, options)
+    # The dispatcher treats each slice of an expert as an expert.
     slots = placement.layout.sliced(etp)
     itemsize, opts = (dtype or torch.get_default_dtype()).itemsize, options or DispatchOptions()
     traffic = Traffic(

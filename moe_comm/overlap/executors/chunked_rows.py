@@ -103,6 +103,7 @@ class ChunkedDispatch(RowDispatch):
         operation.weights_grad = weights_grad
         with dispatcher.report(operation), dispatcher.running(operation):
             handle = dispatcher.prepare_dispatch(x_TD, ids_TK)
+        # All ranks compute the number of chunks from the same counts, so they agree without another exchange.
         rows_WE = handle.state.rows_WE
         wire_dtype = dispatcher.options.wire_dtypes.of("dispatch")
         row_bytes = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)

@@ -81,6 +81,8 @@ def run_ranges(
         for row_range in segments.own:
             compute(row_range)
         return
+    # Received segments have priority, because their results must still be sent. Without any, compute own rows, then do
+    # other work, then wait.
     pending_own, num_pending = PendingOwnRows(segments), sum(map(len, segments.groups))
     while num_pending:
         completed = send.poll(wait=False)
@@ -189,6 +191,7 @@ class _Experts(torch.autograd.Function):
         run.send = None
         experts = settings.with_tensors(tensors)
         try:
+            # Start both transfers: results return while later rows are still received.
             if send is not None:
                 send.start(None)
             if run.returns:
@@ -212,6 +215,7 @@ class _Experts(torch.autograd.Function):
                     quantized.quantize(row_range.rows)
                 mlp_pass.row_range(row_range.expert, row_range.rows)
 
+            # Compute segments as they complete. Each is returned when it is computed.
             run_ranges(dispatch.segments, send, back, compute)
             if back is not None:
                 back.close(run.wide_TK, lambda: False)

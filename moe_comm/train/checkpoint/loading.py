@@ -75,14 +75,17 @@ def load(
         needed = {reader.location(item.storage_index).file for item in items}
         return _mask(reader.names, entries), _mask(files, needed)
 
+    # 1. open
     requests = gather_or_raise(group, open_and_plan)
     reader, items = opened[0]
     used = reduce(or_, (names for names, _ in requests))
     unused = [name for n, name in enumerate(reader.names) if not used >> n & 1]
     if unused and not allow_unused:
         raise CheckpointError(f"{reader.path} contains tensors that no rank requests: {first_names(unused)}")
+    # 2. verify
     to_verify = _to_verify(reader, [files for _, files in requests], 0 if group is None else group.rank())
     gather_or_raise(group, lambda: reader.verify(to_verify))
+    # 3. read
     run_torch(
         lambda: dcp.load(
             dict(entries),

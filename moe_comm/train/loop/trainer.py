@@ -174,6 +174,7 @@ class Trainer:
         data_s = time.perf_counter() - began
         COMMUNICATION.take()
         clock, lr = _Clock(), learning_rate(self.config.optimizer, step, self.config.run.steps)
+        # The guard may request reruns: because of the loss, before gradients are reduced, or because of their norm.
         while True:
             summary, decision = self._forward_backward(step, batch, clock)
             grad_norm = math.nan
@@ -186,6 +187,7 @@ class Trainer:
             staged_s, placement = self._update(step + 1, lr, summary, clock)
         if (every := self.config.guard.weights_every) and (step + 1) % every == 0:
             self._check_weights()
+        # The save after the previous step counts as time of this step.
         total_s = time.perf_counter() - began + saved_s
         compute_s, communication_s = max(clock.busy - clock.communication, 0.0), clock.communication + clock.agreement
         mfu = None

@@ -266,6 +266,7 @@ class Pipeline:
         with self._convert_errors("an evaluation over the pipeline"), torch.no_grad():
             for EVENTS.micro, batch in enumerate(batches):
                 for index, module in zip(self._indices, self._modules, strict=True):
+                    # The input comes from the batch, from a stage of this rank, or from the rank of the previous stage.
                     source = None if index == 0 else self._plan.rank_of(index - 1)
                     if source is None:
                         x = batch.ids_BS
@@ -290,6 +291,7 @@ class Pipeline:
                             ACTIVATIONS, between(index), dist.get_global_rank(self._group, target), sent.nbytes
                         )
                         sends.append((_p2p(dist.isend, sent, self._group, target), sent))
+            # ``sends`` keeps the sent tensors alive until here.
             for work, _ in sends:
                 work.wait()
         _reshard(self._modules)

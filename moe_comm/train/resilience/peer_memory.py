@@ -341,6 +341,7 @@ class PeerSnapshots(StepHook):
         headers = {owner: torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu") for owner in replicas}
         works = [self._receive(headers[owner], owner) for owner in replicas]
         works.append(self._send(torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)))
+        # A slot is incomplete while it is written.
         for slots, slot in replicas.values():
             slots.clear(slot)
         for at in range(0, max(self._capacities[rank], *(self._capacities[owner] for owner in replicas), 1), BLOCK):
