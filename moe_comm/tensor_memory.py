@@ -33,7 +33,7 @@ _SPECIAL = _VIEWS | _TRANSFORMS | _META | _bits("Python", "Sparse", "SparseCsr",
 
 
 def in_memory(*tensors: Tensor | None) -> bool:
-    """Return whether the values of all tensors are at their addresses, in strides, and are all that there is to them.
+    """Return whether the values of all tensors are at their addresses, in strides, and the tensors have no other state.
 
     None is allowed. False also for tensors with a tangent of forward-mode differentiation.
     """

@@ -128,7 +128,7 @@ class RankExchange:
             ids_E1 = torch.arange(num_experts, device=self._device).unsqueeze(1)
             counts_E1 = materialized(tokens_per_expert).int().view(torch.float32).unsqueeze(1)
             counts_N1 = self._dispatcher(x, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
-            counts_L = counts_N1.view(-1, self.group_size).sum(1)  # of all ranks, for this rank's experts
+            counts_L = counts_N1.view(-1, self.group_size).sum(1)  # rows from all ranks for this rank's experts
         routes = RankRoutes(dispatcher, ids_TN)
         rows, words_RX = routes.send_with(values, words)
         if topk_idx is not None:

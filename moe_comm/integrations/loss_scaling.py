@@ -24,7 +24,7 @@ MICRO_BATCHES = "moe_comm_micro_batches"
 
 
 def follow_torch() -> None:
-    """Wrap ``GradScaler.scale``, and that of the scaler of FSDP."""
+    """Wrap ``scale`` of ``GradScaler`` and of FSDP's ``ShardedGradScaler``."""
 
     def scale(original: Callable[..., Any], self: Any, outputs: Any) -> Any:
         return original(self, _scaled(outputs))

@@ -73,7 +73,7 @@ class QueuedTimes:
             while self._pending and self._pending[0][2].event.query():
                 seen_ns = time.monotonic_ns()
                 span, begin_event, end_event = self._pending.popleft()
-                if not begin_event.event.query():  # it is on another stream, which is behind
+                if not begin_event.event.query():  # this event is on another stream, which is behind
                     self._pending.append((span, begin_event, end_event))
                     return
                 begin_ns = self._placed(begin_event, seen_ns)

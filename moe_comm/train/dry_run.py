@@ -259,7 +259,7 @@ class _ParameterStorage:
         """Return the parameter, gradient and optimizer memory of the rank with coordinates ``place``."""
         total = FixedMemory()
         gathered: dict[str, int] = {}
-        shared: set[str] = set()  # parameters whose memory for copies another layer has
+        shared: set[str] = set()  # parameters that share the memory for copies with another layer
         partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
         for name, sharding in shardings.items():
             strategy = self._strategy_of(sharding)
@@ -401,7 +401,7 @@ def check_start(config: TrainConfig, world: int) -> None:
     RunFolder.check(config)
     if config.checkpoint.resume in ("no", "auto"):  # otherwise the run continues in the folder of that checkpoint
         _check_writable("run.folder", config.run.folder)
-    if not Path(config.data.cache).expanduser().exists():  # one that cannot be written may have been filled before
+    if not Path(config.data.cache).expanduser().exists():  # a cache that cannot be written may have been filled before
         _check_writable("data.cache", config.data.cache)
 
 

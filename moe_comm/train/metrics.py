@@ -289,7 +289,7 @@ class TensorBoardSink:
         # tensorboard takes a second to import, and only rank 0 writes event files.
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        make_folders(folder.parent, folder.name)  # event files are written into no folder that a link leads to
+        make_folders(folder.parent, folder.name)  # never write event files into a folder that is a link
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=done + 1 if done else None)
         self._series = series
 

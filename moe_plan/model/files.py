@@ -429,7 +429,8 @@ def _window(read: _Reader, layers: int, family: FamilyDefaults) -> tuple[int | N
         return None, 0
     if kinds is not None:
         windowed = kinds.count("sliding_attention")
-    elif "use_sliding_window" in read.config and "max_window_layers" in read.config:  # Qwen: the first have no window
+    elif "use_sliding_window" in read.config and "max_window_layers" in read.config:
+        # Qwen: the first layers have no window.
         windowed = layers - min(read.optional("max_window_layers") or 0, layers)
     else:
         period = read.optional("sliding_window_pattern", "_sliding_window_pattern") or family.full_every

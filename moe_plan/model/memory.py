@@ -172,7 +172,7 @@ def peak_saved(
 
 
 def fullest(memories: Sequence[PositionMemory]) -> PositionMemory:
-    """Return the position whose ranks hold the most."""
+    """Return the pipeline position whose ranks need the most memory."""
     return max(memories, key=lambda position: position.total)
 
 

@@ -301,7 +301,7 @@ class _World:
     def shape(self, axis: str) -> tuple[int, int, int]:
         """Return the shape in which groups of ``axis`` lie along the middle dimension of the world."""
         p = self.parallel
-        if axis == "ep":  # with the ranks that share its experts
+        if axis == "ep":  # the group includes the ranks that share its experts
             return (p.pp * p.edp, p.ep * p.etp, 1)
         return (p.pp, p.dp * p.cp, p.tp) if axis == "dp_cp" else (p.pp, p.edp, p.ep * p.etp)
 

@@ -49,7 +49,7 @@ def processor_quota(cores: float | None) -> Iterator[None]:
         yield
     finally:
         (before / "cgroup.procs").write_text(str(os.getpid()))
-        with suppress(OSError):  # a child process is still in it; a later call removes it
+        with suppress(OSError):  # a child process is still in the cgroup; a later call removes the cgroup
             group.rmdir()
 
 

@@ -168,7 +168,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     def before(step: int) -> None:
         nonlocal ids_TK
         if step == bench.warmup:
-            for contestant in layers:  # the times of switches remain
+            for contestant in layers:  # discards the times of warm-up steps, but not of switches
                 for phase in ("forward", "backward", "total"):
                     clock.times[contestant.name, phase] = []
                 contestant.published_bytes = 0

@@ -29,7 +29,7 @@ def order(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def order_and_count(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return ``order`` and, on the CPU, the slots of each expert, dropped slots and invalid slots."""
     if not for_triton(ids_TK):
-        order_S, place_TK = plain.order_slots(ids_TK, num_experts)  # before the counts, for which the CPU waits
+        order_S, place_TK = plain.order_slots(ids_TK, num_experts)  # queued before the counts, for which the CPU waits
         return order_S, place_TK, plain.count_slots(ids_TK, num_experts)[: num_experts + 2].tolist()
     from moe_comm.kernels.triton.slot_order import order_slots  # needs Triton
 

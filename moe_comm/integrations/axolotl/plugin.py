@@ -84,7 +84,7 @@ class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused
 
         axolotl calls ``save_pretrained`` on rank 0 of each host after this.
         """
-        if dist.is_initialized() and "save_pretrained" in vars(model):  # not an adapter's model; axolotl calls it twice
+        if dist.is_initialized() and "save_pretrained" in vars(model):  # axolotl also calls this for an adapter
             whole = state_dict(model, rank0_only=True, cpu=True)
             write = type(model).save_pretrained
             model.save_pretrained = partial(write, model, is_main_process=bool(whole), state_dict=whole)

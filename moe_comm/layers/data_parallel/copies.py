@@ -173,7 +173,7 @@ class ExpertCopies:
         """
         param_HX = self.parameter(name)  # not the leaf of an interleaved micro-batch (TurnParameters)
         self.unreduced = True
-        watch_copies(param_HX, self.check_reduced)  # here, because deep copies and loads may replace a parameter
+        watch_copies(param_HX, self.check_reduced)  # deep copies and loads may replace a parameter
         homes, task = param_HX.shape[0], torch._C._current_graph_task_id()
         if param_HX.grad is None and self._tasks.get(name) != task:
             self._gradients.pop(name, None)

@@ -387,7 +387,7 @@ class MoELayer(ExpertParallel):
             x_TD, routing = real.take(x_TD), None if routing is None else real.take_routing(routing)
             index_T = real.take(index_T) if index_T is not None and index_T.shape == real.mask_N.shape else index_T
         if routing is None:
-            arguments = {} if real is None else {"mask_N": real.mask_N}  # a router of the caller may not have it
+            arguments = {} if real is None else {"mask_N": real.mask_N}  # other routers may not take a mask
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1, **arguments)
         ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
         return _Tokens(x_TD, ids_TK, weights_TK, identity_T1, real, routing.aux_loss)

@@ -139,7 +139,7 @@ class _LinearCollective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_fn: partial[Tensor], backward_fn: partial[Tensor]) -> Tensor:
         ctx.forward_fn, ctx.backward_fn = forward_fn, backward_fn
-        with abort_on_error("", forward_fn.args[0]):  # what fails here, peers would wait for
+        with abort_on_error("", forward_fn.args[0]):  # if this fails, peers would wait for this rank
             return forward_fn(_checked(x))
 
     @staticmethod

@@ -153,7 +153,7 @@ class TurnParameters:
         self._leaves: dict[nn.Parameter, list[nn.Parameter]] = {}  # of micro-batches 1, 2, ...
         self._adds_in_order = True
         self._task = -1  # autograd's number of the backward pass that adds gradients; -1 if none is running
-        self._complete: set[nn.Parameter] = set()  # parameters that got their gradient in it
+        self._complete: set[nn.Parameter] = set()  # parameters that got their gradient in that backward pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TurnParameters:
         return TurnParameters()

@@ -89,7 +89,7 @@ class ShortcutBlock(TransformerBlock):
             raise ConfigError(f"layer {layer} of this configuration has no experts with a shortcut")
         super().__init__(config, layer, plan)
         self.schedule = schedule or Shortcut()
-        widths = (0, config.dense_ffn, attention_width(config), config.dense_ffn)  # of the modules at ``BRANCH_POINTS``
+        widths = (0, config.dense_ffn, attention_width(config), config.dense_ffn)  # by ``BRANCH_POINTS``
         compute, result = (BRANCH_POINTS.index(point) + 1 for point in (self.schedule.compute, self.schedule.result))
         self.moe.beside = (sum(widths[:compute]), sum(widths[compute:result]))
 

@@ -33,7 +33,7 @@ def spread_lines(path: Path, most: int) -> Iterator[bytes]:
         if size <= most * length:
             yield from all_lines(path)
             return
-        if os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:  # no writer leaves holes; samples of them are of no use
+        if os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:  # no writer leaves holes, so do not sample them
             yield from itertools.islice(all_lines(path), most)
             return
         reached = 0

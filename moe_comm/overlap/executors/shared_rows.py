@@ -220,7 +220,7 @@ class SharedSend(RowSend):
             ready = ready[: self._group_size]
         self._pending_peers = [peer for peer in pending if peer not in ready]
         if not self._pending_peers and self.on_complete is not None:
-            self.close()  # now, because the return of the results starts in on_complete
+            self.close()  # before the rows are computed: on_complete starts the return
         return ready
 
     def close(self) -> None:

@@ -240,7 +240,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
 
     cpu_guard.apply()
     timeout_s = seconds_of("timeout_s", timeout_s)
-    if dist.is_initialized():  # who has made a process group needs no other variables for it
+    if dist.is_initialized():  # the variables for a rendezvous are not needed if there is a process group
         local = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         local_rank, local_world = (int(text) if text.isdecimal() else n for n, text in enumerate(local))
         own = RankEnvironment(0, 1, local_rank, local_world, one_host=True)

@@ -65,7 +65,7 @@ class Phase(IntEnum):
     STEP = 1
     BETWEEN = 2  # between steps: evaluation or a checkpoint may take long
     LEFT = 3  # finished; the end of its process is expected
-    FAILED = 4  # left with an error of its own
+    FAILED = 4  # left because of its own error
     CAUGHT = 5  # left with an error that another rank caused
 
 

@@ -52,7 +52,7 @@ def gather_or_raise(group: ProcessGroup | None, call: Callable[[], T]) -> list[T
 def gather_processes(group: ProcessGroup) -> Peers:
     """Return the processes of all ranks of ``group``, to name those that end. Collective."""
     processes = gather_or_raise(group, Process.own)
-    return Peers(processes, group.rank(), dist.HashStore(), "")  # it is not asked for notes, which need a store
+    return Peers(processes, group.rank(), dist.HashStore(), "")  # no notes are read: the store is local
 
 
 def run_torch(call: Callable[[], object]) -> None:

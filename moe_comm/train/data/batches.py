@@ -119,7 +119,7 @@ class GlobalBatch:
                 "raise data.batch or lower data.micro_batches"
             )
         base, extra = divmod(self.rows, dp)  # the last ``extra`` ranks have one sequence more
-        larger = dp_rank - (dp - extra)  # number of such ranks before this one; negative if this one is not larger
+        larger = dp_rank - (dp - extra)  # number of larger ranks before this rank; negative if this rank is not larger
         begin = dp_rank * base + max(larger, 0)
         own_rows = slice(begin, begin + base + (larger >= 0))
         rows = [

@@ -117,7 +117,7 @@ class ExpertPlacements:
         if not self.active:
             return None
         if not self._reserved:
-            self._reserved = True  # now, because the optimizer has its state after its first step
+            self._reserved = True  # measured here, because the optimizer has its state after its first step
             for name, layer in list(self._layers.items())[:1]:
                 reserve_memory(layer, name, self._data_parallel, self._optimizer.state_tensors())
         experts = next(iter(self.by_layer.values())).num_experts

@@ -114,7 +114,7 @@ class TransferThread:
         COMMUNICATION.ignore_thread()
         while (call := self._calls.get()) is not None:
             self._transfer(call)
-            del call  # its tensors, while the thread waits for the next one
+            del call  # free its tensors before the thread waits for the next collective
 
     def _transfer(self, call: _Call) -> None:
         try:

@@ -101,7 +101,7 @@ class GradientReducer:
 
 
 def buckets(sizes: Sequence[int], largest: int) -> list[list[int]]:
-    """Split the indices of ``sizes`` into consecutive buckets of total size up to ``largest``, or of one index."""
+    """Split the indices of ``sizes`` into consecutive buckets: of size up to ``largest``, or of one larger item."""
     result: list[list[int]] = []
     free = -1
     for i, size in enumerate(sizes):

@@ -239,7 +239,7 @@ class StepGuard:
         self.step, self.reruns = step, 0
         self._damaged = 0
         self._first: _Problem | None = None  # problem of the execution that caused the last rerun
-        self._rerun_kinds: set[str] = set()  # kinds of problems that have had their rerun
+        self._rerun_kinds: set[str] = set()  # kinds of problems for which the step was rerun
         self._first_digest: StepDigest | None = None
         self._current: StepDigest | None = None
         self._changed: tuple[int, ...] = ()  # flags of each rank, ``LOSS`` and ``GRADIENT``; () if none changed
