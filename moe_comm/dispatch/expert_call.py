@@ -213,7 +213,7 @@ class ExpertCall:
         """Run the expert MLPs.
 
         Args:
-            rows: ``self.rows``, or the result of hooks that take it.
+            rows: ``self.rows``, or what a hook returned for it.
             rows_per_expert: number of rows of each local expert.
             mlp: parameters of the experts, in the dtype of ``rows``.
 

@@ -143,7 +143,7 @@ class RankLog:
         )
 
     def _peers(self, totals: Totals) -> list[tuple[int, int]]:
-        """Return the bytes sent to each peer; bytes to a group of two go to the other rank."""
+        """Return the bytes sent to each peer. Group traffic is attributed to a peer only in groups of two."""
         peers = dict(totals.peers)
         for group, nbytes in totals.groups.items():
             others = self._others.get(group)

@@ -86,7 +86,7 @@ class Assignment:
         return sum(a != b for a, b in zip(self.home_E, old_E, strict=True))
 
     def improve(self, enough: int = 0) -> None:
-        """Exchange experts of the busiest rank while it has more than ``enough`` rows and they decrease.
+        """Exchange experts of the busiest rank while it has more than ``enough`` rows and exchanges reduce them.
 
         It exchanges one expert for one, or else two for two.
         """

@@ -244,7 +244,7 @@ class Cluster:
         return GroupSpan(tuple(parts))
 
     def free_share(self, span: GroupSpan) -> float:
-        """Return the share of a transfer over ``span`` that leaves the cores that compute free (``Link.processor``)."""
+        """Return the share of a transfer over ``span`` during which all cores can compute (``Link.processor``)."""
         return 1 - (self.between if span.hosts > 1 else self.inside).processor
 
     def all_gather(self, num_bytes: float, group: GroupSpan | Iterable[int]) -> CollectiveCost:

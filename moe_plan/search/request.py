@@ -96,7 +96,7 @@ class PlanRequest:
 
     @property
     def host(self) -> int:
-        """The largest block of consecutive ranks that is on one host for every aligned start."""
+        """The largest size such that each aligned block of that many consecutive ranks is on one host."""
         gpus, host_size = self.cluster.gpus, self.cluster.host_size
         return gpus if gpus <= host_size else math.gcd(gpus, host_size)
 

@@ -82,7 +82,7 @@ class BlockOperations:
 
     @property
     def kinds(self) -> tuple[tuple[Operation, ...], ...]:
-        """Operations by ``moe_plan.orders.PassKind``."""
+        """Operations of each ``moe_plan.orders.PassKind``: forward, backward, and the halves of backward."""
         return self.forward, self.backward, self.input, self.weight
 
     def seconds(self, kind: OperationKind | None = None) -> tuple[float, float]:

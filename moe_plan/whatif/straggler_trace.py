@@ -298,7 +298,7 @@ class _Builder:
     def _transfers(
         self, direction: str, verb: str, operations: list[int], passes: list[int], worker: tuple[int, int, int]
     ) -> None:
-        """Connect receives with following passes, and sends with preceding ones. Both ends form a collective.
+        """Connect receives with the next pass, and sends with the previous pass. A send and its receive start together.
 
         ``worker``: step, data-parallel rank and stage.
         """

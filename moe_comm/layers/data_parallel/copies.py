@@ -96,7 +96,7 @@ class ExpertCopies:
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
         self._experts, self._shards, self._label = experts, shards, label
         self._stacks: dict[str, Tensor] = {}  # all slots of each parameter, [S, ...]
-        self._gradients: dict[str, Tensor] = {}  # of copies, [C, ...]
+        self._gradients: dict[str, Tensor] = {}  # gradients of copies, [C, ...]
         self._tasks: dict[str, int] = {}  # autograd's number of the last backward pass
         self._shared: SharedStacks | None = None
         self._fill = 0
