@@ -28,7 +28,7 @@ class OperationStream:
         self.is_separate = own and device.type == "cuda"
 
     def use_side_stream(self, side: bool) -> None:
-        """Run the operations that follow on a separate stream also without ``own``, and do not make the caller's stream
+        """Run later operations on a separate stream even without ``own``, and do not make the caller's stream
         wait."""
         self.is_separate = (side or self._own) and self._device.type == "cuda"
         self.caller_waits = not side

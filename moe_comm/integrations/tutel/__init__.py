@@ -1,4 +1,4 @@
-"""Tutel's MoE layer over the dispatchers of this library: ``moe_layer``. The module ``routed`` does not import Tutel."""
+"""Tutel's MoE layer over the dispatchers of this library: ``moe_layer``. Only ``routed`` needs no Tutel."""
 
 from moe_comm.lazy import attach_stub
 
