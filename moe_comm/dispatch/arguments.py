@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_comm.comm.header import DTYPES
 from moe_comm.dispatch.types import DROPPED, DispatchHandle, routing_error
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.fp8 import BLOCK
-from moe_comm.tensor_memory import readable
+from moe_comm.tensor_memory import in_memory, readable
 
+_PLAIN = {Tensor, nn.Parameter}
 ID_DTYPES = (torch.int64, torch.int32)
 EXTRA_DTYPES = (torch.float32, torch.int32)
 
@@ -37,6 +38,9 @@ def as_tensors(**values: Tensor | Array | None) -> tuple[list[Tensor], InputErro
         The tensors, and the error if a value is neither, cannot be shared, or has no memory. The value is then replaced
         by an empty tensor, so that the caller can report the error to the other ranks.
     """
+    tensors: list[Any] = list(values.values())
+    if _PLAIN.issuperset(map(type, tensors)) and in_memory(*tensors):
+        return tensors, None
     tensors, fault = [], None
     for name, value in values.items():
         try:

@@ -42,7 +42,7 @@ from moe_comm.kernels.fp8 import (
     scaled_grouped_mm_into,
 )
 from moe_comm.kernels.native import for_triton
-from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, product_into
+from moe_comm.kernels.row_invariant import MIN_ROWS, TILE, aligned, are_aligned, expert_mm, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
@@ -250,7 +250,9 @@ class _MLPForward(ExpertForward):
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
         self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        self._b13, self._b2 = by_expert((b13_EG, b2_ED), experts)
+        self._without_biases = b13_EG is None and b2_ED is None
+        self._b13 = [None] * experts if b13_EG is None else b13_EG.unbind(0)
+        self._b2 = [None] * experts if b2_ED is None else b2_ED.unbind(0)
 
     def row_range(self, expert: int, rows: slice) -> None:
         h = self._h_RG[rows] if self._keep else self._h_RG[: rows.stop - rows.start]
@@ -258,10 +260,23 @@ class _MLPForward(ExpertForward):
 
     def all_rows(self) -> None:
         saved = self._h_RG.split(self._sizes) if self._keep else None
-        out = self._out_RD.split(self._sizes)
-        for expert, rows in enumerate(self._rows_RD.split(self._sizes)):
-            if size := self._sizes[expert]:
-                self._run(expert, rows, self._h_RG[:size] if saved is None else saved[expert], out[expert])
+        out, act_RF = self._out_RD.split(self._sizes), self._act_RF
+        # What ``expert_mm`` decides for each GEMM is equal for all experts with enough rows.
+        whole = (
+            self._aligned
+            and self._without_biases
+            and are_aligned(self._h_RG, act_RF, self._out_RD)
+            and not (self._rows_RD.shape[1] % TILE or act_RF.shape[1] % TILE or self._h_RG.shape[1] % TILE)
+        )
+        for expert, rows_rD in enumerate(self._rows_RD.split(self._sizes)):
+            size = self._sizes[expert]
+            h_rG = self._h_RG[:size] if saved is None else saved[expert]
+            if whole and size >= MIN_ROWS:
+                torch.mm(rows_rD, self._w13[expert].t(), out=h_rG)
+                self._activation.forward(h_rG, act_RF[:size])
+                torch.mm(act_RF[:size], self._w2[expert].t(), out=out[expert])
+            elif size:
+                self._run(expert, rows_rD, h_rG, out[expert])
 
     def _run(self, e: int, rows_rD: Tensor, h_rG: Tensor, out_rD: Tensor) -> None:
         act_rF, w13_GD, w2_DF = self._act_RF[: rows_rD.shape[0]], self._w13[e], self._w2[e]

@@ -52,7 +52,7 @@ def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> T
     out_MN = out if out is not None and direct else a_MK.new_empty(m, padded_n)
     if out_MN.numel():
         if not whole_tiles:
-            b_KN = _padded(b_KN, padded_k, padded_n)
+            b_KN = F.pad(b_KN, (0, padded_n - n, 0, padded_k - k))
         if k != padded_k or a_MK.data_ptr() % ALIGNMENT:
             a_MK = _padded(a_MK, padded_m, padded_k).contiguous()
             a_MK = a_MK.clone() if a_MK.data_ptr() % ALIGNMENT else a_MK
@@ -62,7 +62,7 @@ def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> T
         elif tiled:
             torch.mm(a_MK[:tiled], b_KN, out=out_MN[:tiled])
         if tiled < m:
-            out_MN[tiled:] = torch.mm(_padded(a_MK[tiled:], TILE, padded_k), b_KN)[: m - tiled]
+            out_MN[tiled:] = torch.mm(F.pad(a_MK[tiled:], (0, 0, 0, TILE + tiled - m)), b_KN)[: m - tiled]
     if out is not None:
         return out if direct else out.copy_(out_MN[:, :n])
     # Return a dense tensor: torch computes pointwise functions of strided tensors differently.

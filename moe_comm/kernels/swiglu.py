@@ -45,8 +45,11 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
 
         on_gpu.swiglu_forward(h_RG, out_RF)
     elif h_RG.is_cpu and (native := core()) is not None:
-        pointers = row_address(h_RG, dtype)[0], h_RG.stride(0), address(out_RF, dtype)
-        native.swiglu_forward(*pointers, *out_RF.shape, NATIVE_DTYPES[dtype], torch.get_num_threads())
+        # Shapes, dtypes and strides are checked. Native code cannot negate, and 0 is the address of no memory.
+        h, out = h_RG.data_ptr(), out_RF.data_ptr()
+        if (rows and width and not (h and out)) or h_RG.is_neg() or out_RF.is_neg() or not out_RF.is_cpu:
+            raise InputError("swiglu needs tensors whose values are in CPU memory")
+        native.swiglu_forward(h, h_RG.stride(0), out, rows, width, NATIVE_DTYPES[dtype], torch.get_num_threads())
     else:
         swiglu_forward_reference(h_RG, out_RF)
 

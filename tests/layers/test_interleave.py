@@ -397,7 +397,7 @@ def test_a_gradient_that_is_complete_before_that_of_the_second_micro_batch_raise
         for turn in order:
             with parameters.used(turn, linear):
                 losses.append(linear(x))
-        with pytest.raises(ConfigError, match="in their order") if order == (1, 0) else nullcontext():
+        with pytest.raises(ConfigError, match="in the same order") if order == (1, 0) else nullcontext():
             torch.autograd.backward(losses)
             assert linear.weight.grad is not None and linear.weight.grad.tolist() == [[2, 4]]
         linear.zero_grad()

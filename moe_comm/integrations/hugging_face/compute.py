@@ -28,10 +28,9 @@ def start_call(
     ids_TK: Tensor,
     weights_TK: Tensor,
     *,
-    width: int = 0,
     fp8: bool = False,
 ) -> ExpertCall:
-    """Dispatch the rows of a call of an experts module; see ``ExpertParallel.start_call``. Collective.
+    """Dispatch the rows of a call of an experts module; see ``ExpertParallel._start_call``. Collective.
 
     Raises:
         RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
@@ -40,7 +39,7 @@ def start_call(
     x_TD, ids_TK, weights_TK = dispatcher.readable(parallel.label, x=x_TD, ids=ids_TK, weights=weights_TK)
     with dispatcher.abort_on_error(parallel.label):
         ids_TK = mark_invalid(ids_TK, weights_TK)
-    return parallel.start_call(experts, x_TD, ids_TK, weights_TK, width=width, fp8=fp8)
+    return parallel._start_call(experts, x_TD, ids_TK, weights_TK, fp8=fp8)
 
 
 def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from moe_comm.comm.group_setup import as_group, communicator_of, group_or_defaul
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, start_call
+from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.integrations.hugging_face.padding import PaddingMask
@@ -96,7 +96,7 @@ class EPExperts(ExpertParallel):
         self.training = experts.training
         over_ep = Split.of_experts(self.placement)
         shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
-        self.attach(self, shardings, replicated)
+        self._attach(self, shardings, replicated)
 
     @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class EPExperts(ExpertParallel):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
-        fault = self.publish_if_due(self)
+        fault = self._publish_if_due(self)
         if fault is not None:
             self.dispatcher.refuse(fault, label=self.label)
         hidden_states, top_k_index, top_k_weights = self.dispatcher.readable(
@@ -128,14 +128,15 @@ class EPExperts(ExpertParallel):
             if real is not None:
                 top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
             x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
-        call = start_call(self, self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8)
+            top_k_index = mark_invalid(top_k_index, top_k_weights)
+        call = self._start_call(self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8)
         with call.abort_on_error(), without_autocast(x_TD):
-            rows_per_expert, copies = self.prepare_experts(self, call), self.copies
+            rows_per_expert, copies = self._prepare_experts(self, call), self.copies
             stacks = copies is not None and len(rows_per_expert) == copies.num_slots
             weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
             mlp = expert_mlp(self.layout, weights, call.rows.dtype, self.gemm_dtype)
             out_RD = call.compute(call.rows, rows_per_expert, mlp)
-            self.follow_backward(self, call, out_RD)
+            self._follow_backward(self, call, out_RD)
         y_TD = call.combine(out_RD).to(hidden_states.dtype)
         return y_TD if real is None else real.spread(y_TD)
 
@@ -150,7 +151,7 @@ class EPExperts(ExpertParallel):
         if fault is None and not (x.dim() and x.is_floating_point()):
             fault = InputError(f"hidden_states must be floating-point tokens [..., D]; got {x.dtype} {tuple(x.shape)}")
         if fault is not None:
-            self.publish_if_due(self)  # as the other ranks do before they dispatch
+            self._publish_if_due(self)  # as the other ranks do before they dispatch
             self.dispatcher.refuse(fault, label=self.label)
 
     def publish_copies(self) -> int:

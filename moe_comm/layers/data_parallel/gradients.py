@@ -17,7 +17,6 @@ DDP reduces. Averages are idempotent, so this is right with and without ``no_syn
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.comm.header import TRAINED
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """DDP communication hooks of torch that average."""
+active_ddp: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module
+"""Returns the DistributedDataParallel whose forward pass runs, or None."""
 
 
 class ExpertGradients:
@@ -124,7 +126,7 @@ class ExpertGradients:
         Raises:
             ConfigError: a wrapper treats experts as replicated; the message contains the line of code to add.
         """
-        if adapter_fault(experts, self.label) is not None:
+        if experts._modules and adapter_fault(experts, self.label) is not None:
             return  # the layer raises it on every rank
         if self.prepared_for_fsdp or self.left_to_caller:
             return
@@ -140,7 +142,8 @@ class ExpertGradients:
             if not same or (param.requires_grad and not hooked):
                 self._hook(experts, name, param, hooked and same)
         replicated = self._replicated()
-        if replicated is not None:
+        # Nothing changes for a parameter that is audited.
+        if replicated is not None and (self.audit is None or self._watched_replicated() is not replicated):
             self._watch(experts, replicated)
         # Detect DDP even if gradients are disabled, as in the first forward pass of reentrant checkpointing. Its second
         # forward pass runs outside of DDP's.
@@ -274,12 +277,6 @@ def replicated_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 
 def _no_reference() -> None:
     """Stand in for a weak reference whose object no longer exists."""
-
-
-def active_ddp() -> Any:
-    """Return the DistributedDataParallel whose forward pass runs, or None."""
-    module = sys.modules.get("torch.nn.parallel.distributed")
-    return None if module is None else module.DistributedDataParallel._get_active_ddp_module()
 
 
 def _edp_group(ep: ProcessGroup, group: ProcessGroup) -> ProcessGroup | None:

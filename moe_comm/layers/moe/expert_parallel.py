@@ -1,9 +1,9 @@
 """The state of an expert-parallel layer on one rank, and the transfer of its rows. All kinds of layers share this code.
 
-    start_call         ids ─▶ slots ─▶ dispatch ─▶ rows of this rank's experts
-    prepare_experts    copies of experts get their weights; which row counts to compute with
+    _start_call        ids ─▶ slots ─▶ dispatch ─▶ rows of this rank's experts
+    _prepare_experts   copies of experts get their weights; which row counts to compute with
     (the layer)        experts on the rows
-    follow_backward    what runs in backward before the experts
+    _follow_backward   what runs in backward before the experts
     call.combine       sums of each token's results
 
 ``MoELayer`` and ``EPExperts``, the experts of swapped Hugging Face blocks, are subclasses. The registries of
@@ -88,7 +88,7 @@ class ExpertParallel(ParallelModule):
         """Return the objects that communicate with other processes."""
         return [self.dispatcher]
 
-    def attach(
+    def _attach(
         self, experts: Any, shardings: Mapping[str, Sharding], replicated: Callable[[], nn.Parameter | None]
     ) -> bool:
         """Install the hooks of distributed parameters of ``experts``; see ``attach_experts``. Return False on one
@@ -115,7 +115,7 @@ class ExpertParallel(ParallelModule):
 
             self.slots = SlotTable(placement, parts)
 
-    def publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
+    def _publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
         """Publish the copies of experts if needed. Publishing is collective, so it precedes all checks of a call.
 
         Args:
@@ -126,11 +126,11 @@ class ExpertParallel(ParallelModule):
         """
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         fault: MoeCommError | None = None if copies is None else copies.publish_if_due(later=later)
-        if self.dispatcher.world > 1:
+        if experts._modules and self.dispatcher.world > 1:
             fault = adapter_fault(experts, self.label) or fault
         return fault
 
-    def start_call(
+    def _start_call(
         self,
         experts: nn.Module,
         x_TD: Tensor,
@@ -175,7 +175,7 @@ class ExpertParallel(ParallelModule):
             scaled=fp8,
         )
 
-    def prepare_experts(self, experts: nn.Module, call: ExpertCall) -> tuple[int, ...]:
+    def _prepare_experts(self, experts: nn.Module, call: ExpertCall) -> tuple[int, ...]:
         """Write the weights of the copies of experts. Collective if another layer has used their memory.
 
         Returns:
@@ -189,15 +189,15 @@ class ExpertParallel(ParallelModule):
         # A rank without experts always computes with the slots for copies, so that its parameters have gradients.
         return counts[:homes] if homes and call.skips_empty_slots and not self.placement.has_copies else counts
 
-    def follow_backward(self, experts: nn.Module, call: ExpertCall, out_RD: Tensor) -> None:
+    def _follow_backward(self, experts: nn.Module, call: ExpertCall, out_RD: Tensor) -> None:
         """Register the hooks that run in backward before the experts that computed ``out_RD``."""
         if self.in_flight_hook is not None:
-            self.call_in_backward(out_RD)
+            self._call_in_backward(out_RD)
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         if copies is not None and self._uses_copies(call):  # after the hook, in which other layers may use the memory
             copies.materialize_in_backward(out_RD)
 
-    def call_in_backward(self, rows: Tensor) -> None:
+    def _call_in_backward(self, rows: Tensor) -> None:
         """Call ``in_flight_hook`` in backward before the operator that returned ``rows``."""
         hook = self.in_flight_hook
         if hook is not None and rows.requires_grad:

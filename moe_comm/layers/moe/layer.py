@@ -166,7 +166,7 @@ class MoELayer(ExpertParallel):
         self.register_buffer("dropped_total", dropped, persistent=False)
         check_parts(router, experts, dispatcher, self.placement)
         shardings = experts.shardings_over(self.placement)
-        if self.attach(experts, shardings, partial(replicated_parameter, router, "weight")):
+        if self._attach(experts, shardings, partial(replicated_parameter, router, "weight")):
             exclude_from_ddp(self)
 
     @classmethod
@@ -398,7 +398,7 @@ class MoELayer(ExpertParallel):
         if torch.is_autocast_enabled(x_TD.device.type):
             with self.dispatcher.abort_on_error(self.label):  # the cast allocates memory
                 x_TD = x_TD.to(compute_dtype(x_TD))
-        call = self.start_call(
+        call = self._start_call(
             self.experts,
             x_TD,
             tokens.ids_TK,
@@ -412,15 +412,15 @@ class MoELayer(ExpertParallel):
         dropped = None if self.capacity is None else self.num_dropped
         self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
         if self.in_flight_hook is not None:
-            self.call_in_backward(call.rows)
+            self._call_in_backward(call.rows)
         return call
 
     def _run_experts(self, call: ExpertCall) -> Tensor:
         with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
-            rows_per_expert = self.prepare_experts(self.experts, call)
+            rows_per_expert = self._prepare_experts(self.experts, call)
             # Call the module, so that its hooks run: a hook of FSDP gathers the weights.
             out_RD: Tensor = self.experts(call.rows, rows_per_expert, call)
-        self.follow_backward(self.experts, call, out_RD)
+        self._follow_backward(self.experts, call, out_RD)
         return out_RD
 
     def _add_branches(self, y_TD: Tensor, shared_TD: Tensor | None, tokens: _Tokens) -> Tensor:
@@ -441,7 +441,7 @@ class MoELayer(ExpertParallel):
         self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None, interleaved: bool
     ) -> Tensor:
         """Return ``x`` with its values in memory, or raise the error of invalid arguments on all ranks."""
-        fault = self.publish_if_due(self.experts, later=interleaved)
+        fault = self._publish_if_due(self.experts, later=interleaved)
         given = routing is not None
         (x,), unusable = as_tensors(x=x)
         if unusable is None:
