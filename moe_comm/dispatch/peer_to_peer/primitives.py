@@ -337,7 +337,7 @@ class PeerToPeerPrimitives(Dispatcher):
 
     def _refuse_capture(self, what: str, instead: str) -> NoReturn:
         """Raise the error of an operation for which the CPU waits, while a CUDA graph captures the stream."""
-        raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
+        raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, for which the CPU waits: {instead}")
 
     def _refuse(self) -> NoReturn:
         """Report the fault (invalid input) of this rank in a handshake, so that every rank raises it.

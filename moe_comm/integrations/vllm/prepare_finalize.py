@@ -198,7 +198,7 @@ def choose(original: Callable[..., Any], moe: Any, quant_config: Any, *args: Any
     # A compiled model on the CPU is one graph; on GPUs an operator hides the layer from the compiler.
     if graphs.mode != CompilationMode.NONE if cpu else graphs.cudagraph_mode != CUDAGraphMode.NONE:
         raise ConfigError(
-            "MOE_COMM_VLLM=1: moe_comm exchanges numbers of rows on the host, which "
+            "MOE_COMM_VLLM=1: moe_comm exchanges numbers of rows on the CPU, which "
             f"{'a compiled model' if cpu else 'a CUDA graph'} cannot contain; use enforce_eager=True"
         )
     return MoeCommPrepareAndFinalize(get_ep_group().device_group, per_rank=not cpu)
