@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
@@ -91,14 +91,14 @@ def compare(
         RankMismatch: a setting differs.
         The class of the fault: the settings of a rank are invalid.
     """
-    own = {name: value if isinstance(value, int) else digest(value) for name, value in same.items()} | dict(facts or {})
+    numbers = {name: value if isinstance(value, int) else digest(value) for name, value in same.items()}
     lines = [f"{field}\t{text[:VALUE_CHARS]}" for name, value in same.items() for field, text in _as_text(name, value)]
     # If the text is too long, the texts of the last settings are cut, and not the numbers.
-    outcome = fault if fault is not None else "\n".join((json.dumps(own), *lines))
+    outcome = fault if fault is not None else "\n".join((json.dumps([numbers, facts or {}]), *lines))
     texts = agree(outcome, lambda text: gather_texts(channel, f"building {what}", text))
-    received = [json.loads(text.partition("\n")[0]) for text in texts]
-    by_rank = {name: [int(numbers.get(name, -1)) for numbers in received] for name in own}
-    if differing := [name for name in same if len(set(by_rank[name])) > 1]:
+    same_W, facts_W = zip(*(json.loads(text.partition("\n")[0]) for text in texts), strict=True)
+    same_by_rank = _by_rank(same_W)
+    if differing := [name for name, values in same_by_rank.items() if len(set(values)) > 1]:
         names = ", ".join(differing)
         shown = differences([text.partition("\n")[2] for text in texts])
         raise RankMismatch(
@@ -106,7 +106,12 @@ def compare(
             f"{shown.removeprefix(f'{names}: ') or 'their values are too long to show'}. "
             "All ranks of a group must use the same settings."
         )
-    return by_rank
+    return same_by_rank | _by_rank(facts_W)
+
+
+def _by_rank(numbers_W: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
+    """Return the numbers by name and rank; -1 where a rank does not have the name."""
+    return {name: [numbers.get(name, -1) for numbers in numbers_W] for of_rank in numbers_W for name in of_rank}
 
 
 def differences(texts: list[str]) -> str:

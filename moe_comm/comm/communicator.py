@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
@@ -54,13 +54,6 @@ class CollectiveOptions:
         object.__setattr__(self, "timeout_s", seconds_of("timeout_s", self.timeout_s))
 
 
-class Releases(Protocol):
-    """An object that holds resources of a group."""
-
-    def release(self) -> None:
-        """Drop references to these resources, because the group is being destroyed."""
-
-
 class Communicator:
     """The state of one process group in this process, which all its dispatchers and channels share.
 
@@ -80,7 +73,7 @@ class Communicator:
         backends: name of the torch backend, by device type.
         core: communicator of the native core; None without shared memory.
         core_timeout_s: timeout that is currently set in ``core``.
-        users: objects to release when the group is destroyed.
+        users: dispatchers of the group, whose ``release`` is called when the group is destroyed.
         retained: memory that peers may still read after an error; it is not reused.
         closed: whether the group has been destroyed.
     """
@@ -97,7 +90,7 @@ class Communicator:
         self.backends = {device.type: group._get_backend(device).name() for device in group._device_types}
         self._group: ProcessGroup | None = group
         self._store: Store | None = PrefixStore("moe_comm", store)  # not the group's own object; see ``register``
-        self.users: weakref.WeakSet[Releases] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._objects: dict[Hashable, Any] = {}
         self.core: _C.Communicator | None = None
         self.core_timeout_s = 0.0

@@ -16,7 +16,7 @@ from moe_comm.comm.channel import AbortOnError, Channel
 from moe_comm.comm.communicator import CollectiveOptions, Communicator
 from moe_comm.comm.peers import Peers, Process
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.comm.shared_heap import SharedHeap, SharedOptions
+from moe_comm.comm.shared_heap import SharedHeap
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.runtime.groups import rank_and_size
 from moe_comm.runtime.memory import native_is_built
@@ -61,11 +61,11 @@ def _set_up(comm: Communicator, timeout_s: float | None) -> None:
     comm.peers = Peers(processes, comm.rank, comm.store, f"{by_rank['name'][0]:x}")
 
 
-def heap_of(comm: Communicator, timeout_s: float, options: SharedOptions | None = None) -> SharedHeap:
-    """Return the shared memory of ``comm``. The first call is collective, and only its ``options`` are used."""
+def heap_of(comm: Communicator, timeout_s: float) -> SharedHeap:
+    """Return the shared memory of ``comm``. The first call is collective."""
 
     def make() -> SharedHeap:
-        heap = SharedHeap(Channel(comm, timeout_s), options)
+        heap = SharedHeap(Channel(comm, timeout_s))
         comm.use(heap.communicator)
         return heap
 

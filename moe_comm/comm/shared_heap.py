@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from types import ModuleType
 
 from moe_comm.comm.agree import agree, gather_texts
@@ -23,58 +22,33 @@ from moe_comm.runtime.memory import native
 SEGMENT_PREFIX = "moe_comm"
 SPIN_US = 50.0
 """Spin time before a rank with its own core sleeps, in microseconds. A wake-up takes about as long."""
-
-
-@dataclass(frozen=True)
-class SharedOptions:
-    """Options of shared memory.
-
-    Args:
-        spin_us: microseconds to spin before sleeping; None spins only if each rank has its own core.
-        initial_bytes: initial size of each heap.
-        reserve_bytes: address range that each heap can grow into.
-        first_progress: initial value of the progress counters, so that tests can let them wrap around.
-    """
-
-    spin_us: float | None = None
-    initial_bytes: int = 4 << 20
-    reserve_bytes: int = 1 << 38
-    first_progress: int = 0
-
-
-def _core_mask() -> int:
-    """Return the cores that this process may use, as a bit mask."""
-    return sum(1 << core for core in os.sched_getaffinity(0))
-
-
-def _distinct_cores(masks: Iterable[str]) -> int:
-    """Return the number of cores in the union of hexadecimal masks."""
-    union = 0
-    for mask in masks:
-        union |= int(mask, 16)
-    return union.bit_count()
+INITIAL_BYTES, RESERVE_BYTES = 4 << 20, 1 << 38
+"""Initial size of each heap, and the address range that it can grow into."""
+FIRST_PROGRESS = 0
+"""Initial value of the progress counters. Tests let them wrap around."""
 
 
 class SharedHeap:
     """The heaps of all ranks, mapped into this process. Construction is collective over the ranks of ``channel``."""
 
-    def __init__(self, channel: Channel, options: SharedOptions | None = None) -> None:
+    def __init__(self, channel: Channel) -> None:
         core = native()
         core.sweep_stale(SEGMENT_PREFIX)
         try:
-            self._create(core, channel, options or SharedOptions())
+            self._create(core, channel)
         finally:
             # Also after errors: a stored exception would keep this object, and so the name, alive.
             if hasattr(self, "heap"):
                 self.heap.unlink()
 
-    def _create(self, core: ModuleType, channel: Channel, options: SharedOptions) -> None:
+    def _create(self, core: ModuleType, channel: Channel) -> None:
         """Create this rank's heap and attach those of the others."""
         name = f"/{SEGMENT_PREFIX}.{os.getpid()}.{secrets.token_hex(8)}"
         # A rank that fails reports it in the next exchange, so that the others do not wait.
-        outcome: str | Exception = f"{host_key()} {name} {_core_mask():x}"
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        outcome: str | Exception = f"{host_key()} {name} {cores:x}"
         try:
-            self.heap = core.Heap(name, core.Communicator.control_bytes(), options.initial_bytes, options.reserve_bytes)
+            self.heap = core.Heap(name, core.Communicator.control_bytes(), INITIAL_BYTES, RESERVE_BYTES)
         except HeapError as error:
             outcome = error
         gather = partial(gather_texts, channel, "setting up shared memory")
@@ -83,12 +57,12 @@ class SharedHeap:
             raise ConfigError(
                 "shared_memory needs all ranks of the group on one host with one /dev/shm; use all_to_all between hosts"
             )
-        spin = SPIN_US if _distinct_cores(masks) >= channel.world else 0.0
-        spin = spin if options.spin_us is None else options.spin_us
+        distinct_cores = reduce(or_, (int(mask, 16) for mask in masks)).bit_count()
+        spin = SPIN_US if distinct_cores >= channel.world else 0.0
         outcome = ""
         try:
             self.communicator = core.Communicator(
-                self.heap, channel.rank, channel.world, channel.timeout_s, spin, options.first_progress
+                self.heap, channel.rank, channel.world, channel.timeout_s, spin, FIRST_PROGRESS
             )
         except HeapError as error:
             outcome = error

@@ -20,7 +20,6 @@ from torch import Tensor
 from moe_comm.comm import header as head
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import GroupCalls, Header, check, describe
-from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.types import peers_routing_error, routing_error
 from moe_comm.errors import MoeCommError, RankMismatch, mark_known
@@ -31,20 +30,6 @@ EXTRA = 5
 DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
 
 Words = npt.NDArray[np.int64]
-
-
-def settings_of(dispatcher: Dispatcher) -> dict[str, object]:
-    """Return the settings that must be equal on all ranks that build a dispatcher."""
-    options, placement = dispatcher.options, dispatcher.placement
-    return {
-        "backend": dispatcher.name,
-        "number of experts": placement.num_experts,
-        "experts per rank": placement.experts_per_rank,
-        "deterministic": int(options.deterministic),
-        "checked": int(options.checked),
-        "wire_dtypes": options.wire_dtypes,
-        "checksums": int(options.checksums),
-    }
 
 
 @dataclass(frozen=True)

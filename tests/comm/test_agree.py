@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
-from moe_comm.comm.agree import agree, differences
+from moe_comm.comm.agree import agree, compare, differences
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import communicator_of
 from moe_comm.errors import CheckpointError, HeapError
+from tests.dispatch.workers import ErrorText, caught
+from tests.pool import RankPool
 
 
 def gather(own: str) -> list[str]:
@@ -26,3 +31,14 @@ def test_the_error_of_a_rank_is_raised_with_its_class() -> None:
 def test_only_differing_settings_are_named() -> None:
     assert differences(["a\t1\nb\t2", "a\t1\nb\t3"]) == "b: rank 0: 2, rank 1: 3"
     assert differences(["a\t1", "b\t1"]) == "a: rank 0: 1, rank 1: not given; b: rank 0: not given, rank 1: 1"
+
+
+def compare_settings(rank: int, world: int, _: None) -> ErrorText:
+    """Rank 1 has one setting more."""
+    channel = Channel(communicator_of(dist.group.WORLD), 60.0)
+    return caught(lambda: compare(channel, "a test", {"size": 3} | ({"extra": 1} if rank else {})))
+
+
+def test_a_setting_of_one_rank_only_raises_on_every_rank(pool2: RankPool) -> None:
+    for kind, text in pool2.run(compare_settings):
+        assert kind == "RankMismatch" and "extra: rank 0: not given, rank 1: 1" in text

@@ -16,7 +16,6 @@ from moe_comm.comm import registered
 from moe_comm.comm.registered import RegisteredMemory, registered_memory, registration_problem
 from moe_comm.dispatch.hierarchical import rail
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from moe_comm.dispatch.hierarchical.rail import ChunkOptions
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.dispatch.wire.wire_dtype import WireDtypes
 from moe_comm.errors import MissingDependency
@@ -146,9 +145,8 @@ def exchange_between_hosts(rank: int, world: int, wire: WireDtypes) -> tuple[boo
     """Return whether registered memory gives the same bits over gloo, and its uses in a dispatch and in a combine."""
     options = DispatchOptions(wire_dtypes=wire)
     placement = ExpertPlacement.balanced(8, world)
-    dispatcher = HierarchicalDispatcher(
-        placement, dist.group.WORLD, rank, options, hosts=[0, 0, 1, 1], chunks=ChunkOptions(min_bytes=64, max_chunks=3)
-    )
+    dispatcher = HierarchicalDispatcher(placement, dist.group.WORLD, rank, options, hosts=[0, 0, 1, 1])
+    dispatcher.rail.min_chunk_bytes, dispatcher.rail.max_chunks = 64, 3
     draw = torch.Generator().manual_seed(rank)
     x_TD, ids_TK = torch.randn(20, 32, generator=draw), torch.randint(0, 8, (20, 3), generator=draw)
     weights_TK = torch.rand(20, 3, generator=draw)

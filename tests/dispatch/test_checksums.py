@@ -135,8 +135,10 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) and torch.equal(a.isnan(), b.isnan())
 
 
-@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "wire_dtype"),
+    [*(("all_to_all", name) for name in WIRE_DTYPES), *zip(BACKENDS[1:], WIRE_DTYPES[:4], strict=True)],
+)
 def test_a_flipped_bit_raises_on_every_rank_and_intact_rows_pass(
     pool4: RankPool, backend: str, wire_dtype: str, device: str
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_comm.dispatch import Dispatcher, WireDtypes
 from tests.dispatch import cases
 from tests.dispatch.cases import Case
-from tests.dispatch.test_contract import BACKENDS, usable
+from tests.dispatch.test_contract import BACKENDS, HALF, usable
 from tests.dispatch.workers import ErrorText, Job, build, caught, to_device
 from tests.pool import RankPool
 
@@ -40,7 +40,7 @@ def run(rank: int, world: int, job: Job) -> list[str]:
     """Dispatch, send again and differentiate extra values. Return the names of cases with other bits."""
     wrong = []
     group = dist.group.WORLD if world > 1 else None
-    for number, case in enumerate(cases.CASES):
+    for number, case in enumerate(job.cases):
         dispatcher = build(case, group, job, rank, world)
         part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
         sizes = case.tokens_per_rank(world)
@@ -108,7 +108,7 @@ def test_values_arrive_with_their_rows_and_gradients_return(
     backend: str, world: int, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
-    assert pools[world].run(run, Job(backend, device), timeout=240) == [[]] * world
+    assert pools[world].run(run, Job(backend, device, names=HALF[world]), timeout=240) == [[]] * world
 
 
 @pytest.mark.parametrize("backend", ["local", "plain"])

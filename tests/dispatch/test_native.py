@@ -13,7 +13,6 @@ import torch.distributed as dist
 _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.comm.header import FAULTS, NUM_COMPARED, OPS, WORDS, Header  # noqa: E402
-from moe_comm.comm.shared_heap import SharedOptions  # noqa: E402
 from moe_comm.dispatch.backends.local import NativeLocalDispatcher  # noqa: E402
 from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # noqa: E402
 from moe_comm.dispatch.dispatcher import Dispatcher  # noqa: E402
@@ -21,19 +20,17 @@ from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RankMismatch, RoutingError  # noqa: E402
 from moe_comm.runtime.memory import private_heap  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
+from tests.dispatch.workers import heap_constants  # noqa: E402
 from tests.pool import RankPool  # noqa: E402
 
 EXPERTS = 6
 
 
-def make_shared(rank: int, world: int, **kwargs: Any) -> SharedMemoryDispatcher:
-    return SharedMemoryDispatcher(
-        ExpertPlacement.balanced(EXPERTS, world),
-        dist.new_group(),
-        rank,
-        DispatchOptions(timeout_s=60.0),
-        SharedOptions(**kwargs),
-    )
+def make_shared(rank: int, world: int, **constants: int) -> SharedMemoryDispatcher:
+    with heap_constants(**constants):
+        return SharedMemoryDispatcher(
+            ExpertPlacement.balanced(EXPERTS, world), dist.new_group(), rank, DispatchOptions(timeout_s=60.0)
+        )
 
 
 def random_call(dispatcher: Dispatcher, shared_random: torch.Generator, own_random: torch.Generator) -> None:
@@ -72,7 +69,7 @@ def exercise(dispatcher: Dispatcher, rank: int, heap: Any) -> tuple[int, list[in
 
 
 def exercise_shared(rank: int, world: int, _: None) -> tuple[int, list[int], list[int]]:
-    dispatcher = make_shared(rank, world, initial_bytes=0)
+    dispatcher = make_shared(rank, world, INITIAL_BYTES=0)
     return exercise(dispatcher, rank, dispatcher.shared.heap)
 
 
@@ -117,7 +114,7 @@ def test_combine_reads_rows_of_the_heap_in_place_and_copies_others(pool2: RankPo
 
 def out_of_memory(rank: int, world: int, _: None) -> tuple[str, str, int]:
     """Rank 1's heap is too small for its rows."""
-    dispatcher = make_shared(rank, world, initial_bytes=0, reserve_bytes=(2 << 20) if rank else (1 << 30))
+    dispatcher = make_shared(rank, world, INITIAL_BYTES=0, RESERVE_BYTES=(2 << 20) if rank else (1 << 30))
     x_TD = torch.ones(2048, 512)
     last_expert_ids = torch.full((2048, 1), EXPERTS - 1)
     try:

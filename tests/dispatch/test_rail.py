@@ -4,27 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
 from moe_comm.comm.channel import PendingTensor
-from moe_comm.dispatch.hierarchical.rail import ChunkOptions, PendingBlocks, gather_ranges
-from moe_comm.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "count"), [(0, 1), (99, 1), (100, 1), (199, 1), (200, 2), (399, 3), (400, 4), (10**9, 4)]
-)
-def test_a_chunk_has_its_minimum_bytes_and_the_number_is_limited(num_bytes: int, count: int) -> None:
-    assert ChunkOptions(min_bytes=100, max_chunks=4).count(num_bytes) == count
-
-
-@pytest.mark.parametrize("options", [{"min_bytes": 0}, {"max_chunks": 0}])
-def test_invalid_chunk_options_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        ChunkOptions(**options)
+from moe_comm.dispatch.hierarchical.rail import PendingBlocks, gather_ranges
 
 
 def pending_blocks(rows_ND: Tensor, cuts: list[int], own: range) -> PendingBlocks:

@@ -17,10 +17,10 @@ pytest.importorskip("moe_comm._C", reason="the native core is not built")
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of, heap_of
 from moe_comm.comm.shared_channel import LOCAL_SUM_BYTES, SharedChannel
-from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.selection.factory import make_dispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.runtime.memory import block
+from tests.dispatch.workers import heap_constants
 from tests.pool import RankPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -121,7 +121,8 @@ def _fall_back_to_backend(rank: int, world: int, arg: Any) -> None:
     group = dist.new_group(backend="gloo")
     assert group is not None
     comm = communicator_of(group)
-    shared_heap = heap_of(comm, 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
+    with heap_constants(INITIAL_BYTES=0, RESERVE_BYTES=64 << 20):
+        shared_heap = heap_of(comm, 60.0)
     reserved = block(shared_heap.heap, 1, 13 << 20, torch.float32) if rank == 1 else None  # all but 12 MB of its heap
     shared = SharedChannel(comm, 60.0)
     shared.attach_heap(shared_heap)

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moe_comm.comm import shared_heap
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
@@ -24,9 +26,20 @@ from tests.dispatch import cases
 from tests.dispatch.cases import Batch, Case
 
 
+@contextmanager
+def heap_constants(**constants: int) -> Iterator[None]:
+    """Change constants of ``comm/shared_heap.py`` for heaps that the block creates."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(shared_heap, name, value)
+        yield
+
+
 @dataclass(frozen=True)
 class Job:
-    """backend: of ``make_dispatcher``, or "plain" for the reference. device: of the tensors. how: how a rank fails."""
+    """backend: of ``make_dispatcher``, or "plain" for the reference. device: of the tensors. how: how a rank fails.
+    names: of the cases to run.
+    """
 
     backend: str
     device: str = "cpu"
@@ -37,6 +50,11 @@ class Job:
     wire_dtypes: WireDtypes = WireDtypes()  # noqa: RUF009 - frozen
     peers: PeerToPeerOptions = PeerToPeerOptions()  # noqa: RUF009
     checksums: bool = False
+    names: tuple[str, ...] = tuple(cases.BY_NAME)
+
+    @property
+    def cases(self) -> list[Case]:
+        return [cases.BY_NAME[name] for name in self.names]
 
     @property
     def options(self) -> DispatchOptions:
@@ -185,10 +203,10 @@ def run_case(case: Case, job: Job, group: Any, rank: int, world: int) -> Result:
 
 
 def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
-    """Run every case. Return each case's result, or the traceback of the first failure."""
+    """Run the cases of ``job``. Return each case's result, or the traceback of the first failure."""
     results: dict[str, Result | str] = {}
     group = dist.group.WORLD
-    for case in cases.CASES:
+    for case in job.cases:
         try:
             results[case.name] = run_case(case, job, group, rank, world)
         except Exception:
@@ -229,7 +247,7 @@ def in_flight(rank: int, world: int, job: Job) -> list[bool]:
 def spread_rows(rank: int, world: int, job: Job) -> list[str]:
     """Spread other rows along the routes of a dispatch. Return the names of cases that differ from a new dispatch."""
     wrong = []
-    for case in cases.CASES:
+    for case in job.cases:
         if case.experts_per_rank(world) is not None or case.num_experts != 8:
             continue
         dispatcher = build(case, dist.group.WORLD, job, rank, world)
@@ -265,7 +283,7 @@ def many_shapes(rank: int, world: int, job: Job) -> list[str]:
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     reference = build(cases.BY_NAME["plain"], None, replace(job, backend="plain"), 0, 1)
     wrong = []
-    for i in range(60):
+    for i in range(24):
         tokens, hidden, top_k, dtype = (int(torch.randint(0, n, (), generator=g)) for n in (90, 70, 8, 3))
         case = Case(
             f"shape {i}",

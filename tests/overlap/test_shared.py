@@ -24,7 +24,6 @@ pytest.importorskip("moe_comm._C", reason="the native core is not built")
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import channel_of, communicator_of, configure_collectives, heap_of
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.errors import PeerDied, PeerError, PeerTimeout, RankMismatch
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap import shared
@@ -32,6 +31,7 @@ from moe_comm.overlap.gather_matmul import gather_matmul, reference as gather_re
 from moe_comm.overlap.matmul_scatter import matmul_scatter, reference as scatter_reference
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import block
+from tests.dispatch.workers import heap_constants
 from tests.layers.reference import draw
 from tests.pool import RankPool, with_longer_deadline
 
@@ -223,7 +223,8 @@ def test_ranks_that_disagree_on_the_weight_gradient_raise(pool2: RankPool) -> No
 def _fill_heap(rank: int, world: int, arg: Any) -> None:
     """Fill the heap of the last rank and check that all ranks fall back to chunks."""
     group = _new_group()
-    shared_heap = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
+    with heap_constants(INITIAL_BYTES=0, RESERVE_BYTES=64 << 20):
+        shared_heap = heap_of(communicator_of(group), 60.0)
     # The block leaves 4 MiB of the last rank's heap.
     filler = block(shared_heap.heap, 1, 15 << 20, torch.float32) if rank == world - 1 else None
     for name in OPERATORS:

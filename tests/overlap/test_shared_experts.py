@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.comm.group_setup import communicator_of, heap_of
-from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.native import NativeOutgoingRows, SharedMemoryDispatcher
@@ -42,6 +41,7 @@ from moe_comm.overlap.matmul_combine import matmul_combine, reference as combine
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
+from tests.dispatch.workers import heap_constants
 from tests.layers.reference import draw
 from tests.pool import RankPool, with_longer_deadline
 
@@ -331,7 +331,8 @@ def _fill_heap(rank: int, world: int, _: Any) -> None:
     """Fill the heap of rank 1, so that there is no memory for its results."""
     group = dist.new_group(backend="gloo")
     assert group is not None
-    shared_heap = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=4 << 20))
+    with heap_constants(INITIAL_BYTES=0, RESERVE_BYTES=4 << 20):
+        shared_heap = heap_of(communicator_of(group), 60.0)
     dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=60))
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)

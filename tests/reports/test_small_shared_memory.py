@@ -14,11 +14,11 @@ import torch.distributed as dist
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm import DispatchOptions, make_dispatcher
-from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.backends.native import SharedMemoryDispatcher
 from moe_comm.errors import HeapError
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement
+from tests.dispatch.workers import heap_constants
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +57,10 @@ def test_the_launcher_raises_the_error_of_the_rank_without_memory() -> None:
 
 def setup_errors(rank: int, world: int, failing: int) -> str:
     """The rank ``failing`` cannot create its heap."""
-    options = SharedOptions(initial_bytes=8 << 20, reserve_bytes=4 << 20) if rank == failing else None
-    with pytest.raises(HeapError) as caught:
+    sizes = {"INITIAL_BYTES": 8 << 20, "RESERVE_BYTES": 4 << 20} if rank == failing else {}
+    with heap_constants(**sizes), pytest.raises(HeapError) as caught:
         SharedMemoryDispatcher(
-            ExpertPlacement.balanced(4, world), dist.new_group(), rank, DispatchOptions(timeout_s=60), options
+            ExpertPlacement.balanced(4, world), dist.new_group(), rank, DispatchOptions(timeout_s=60)
         )
     return str(caught.value)
 

@@ -21,12 +21,13 @@ _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.comm import shared_heap as shared  # noqa: E402
 from moe_comm.comm.group_setup import communicator_of, heap_of  # noqa: E402
-from moe_comm.comm.shared_heap import SEGMENT_PREFIX, SharedOptions  # noqa: E402
+from moe_comm.comm.shared_heap import SEGMENT_PREFIX  # noqa: E402
 from moe_comm.dispatch.backends.local import LocalDispatcher  # noqa: E402
 from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # noqa: E402
 from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
 from moe_comm.errors import HeapError, PeerDied, PeerError, PeerTimeout, RankMismatch  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
+from tests.dispatch.workers import heap_constants  # noqa: E402
 from tests.pool import RankFailure, RankPool, with_longer_deadline  # noqa: E402
 
 SHM = Path("/dev/shm")
@@ -42,15 +43,11 @@ def names_of(pids: list[int]) -> list[str]:
 
 
 def dispatcher(
-    rank: int, world: int, group: Any = None, timeout_s: float = 60.0, **kwargs: Any
+    rank: int, world: int, group: Any = None, timeout_s: float = 60.0, **constants: int
 ) -> SharedMemoryDispatcher:
-    return SharedMemoryDispatcher(
-        ExpertPlacement.balanced(EXPERTS, world),
-        group or dist.group.WORLD,
-        rank,
-        DispatchOptions(timeout_s=timeout_s),
-        SharedOptions(**kwargs) if kwargs else None,
-    )
+    placement, options = ExpertPlacement.balanced(EXPERTS, world), DispatchOptions(timeout_s=timeout_s)
+    with heap_constants(**constants):
+        return SharedMemoryDispatcher(placement, group or dist.group.WORLD, rank, options)
 
 
 def inputs(rank: int, world: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -142,7 +139,7 @@ def fail_to_create(rank: int, world: int, what: str) -> tuple[str, str, bool]:
     options: dict[str, Any] = {}
     if rank == 1:
         options = (
-            {"reserve_bytes": 1 << 62} if what == "reserve" else {"initial_bytes": 8 << 20, "reserve_bytes": 4 << 20}
+            {"RESERVE_BYTES": 1 << 62} if what == "reserve" else {"INITIAL_BYTES": 8 << 20, "RESERVE_BYTES": 4 << 20}
         )
     error = caught(lambda: dispatcher(rank, world, group, **options))
     dist.barrier()
@@ -250,7 +247,7 @@ def test_a_stopped_rank_is_a_timeout_that_names_the_state_of_every_rank(pool3: R
 
 def raise_in_the_middle(rank: int, world: int, _: None) -> tuple[str, str]:
     """Rank 1's address range is too small to map the grown heap of rank 0."""
-    d = dispatcher(rank, world, dist.new_group(), reserve_bytes=(8 << 20) if rank == 1 else (1 << 30))
+    d = dispatcher(rank, world, dist.new_group(), RESERVE_BYTES=(8 << 20) if rank == 1 else (1 << 30))
     x_TD = torch.ones(6000, HIDDEN * 8)
     error = caught(lambda: d.dispatch(x_TD, torch.zeros(6000, 1, dtype=torch.int64)))
     return type(error).__name__, str(error)
@@ -299,7 +296,7 @@ def test_ctrl_c_ends_a_wait_and_the_peers_get_an_error(pool2: RankPool) -> None:
 
 
 def many_steps(rank: int, world: int, first_progress: int) -> list[bool]:
-    d = dispatcher(rank, world, dist.new_group(), first_progress=first_progress)
+    d = dispatcher(rank, world, dist.new_group(), FIRST_PROGRESS=first_progress)
     return [step_is_right(d, rank, world, step) for step in range(6)]
 
 

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.group_setup import heap_of
 from moe_comm.comm.header import failure, fault_word
-from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.arguments import ID_DTYPES
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import Operation
@@ -344,11 +343,10 @@ class SharedMemoryDispatcher(NativeDispatcher, PendingDispatcher):
         group: ProcessGroup,
         rank: int,
         options: DispatchOptions | None = None,
-        shared: SharedOptions | None = None,
     ) -> None:
         super().__init__(placement, group, rank, options)
         assert self.comm is not None
-        self.shared = heap_of(self.comm, self.options.timeout_s, shared)
+        self.shared = heap_of(self.comm, self.options.timeout_s)
         self._open(self.shared.heap, self.comm)
 
     def release(self) -> None:

@@ -30,6 +30,7 @@ rows from one rank to another.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,13 +42,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
+from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import describe
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.local import local_dispatcher
+from moe_comm.dispatch.backends.native import supported
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.handshake import Counts, Handshake, settings_of
-from moe_comm.dispatch.hierarchical.inside_host import InsideHandle, InsideHost
-from moe_comm.dispatch.hierarchical.rail import ChunkOptions, Rail, gather_ranges
+from moe_comm.dispatch.handshake import Counts, Handshake
+from moe_comm.dispatch.hierarchical.rail import Rail, gather_ranges
 from moe_comm.dispatch.hierarchical.relay_routes import (
     HostMap,
     RelayUnits,
@@ -63,9 +66,130 @@ from moe_comm.dispatch.slots.sums import weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups, rounded_in_groups
 from moe_comm.dispatch.wire.wire_dtype import WireDtype, bytes_per_row, pack, rounded, unpack
-from moe_comm.errors import ConfigError, PeerError
+from moe_comm.errors import ConfigError, HeapError, PeerError
 from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.topology import ExpertPlacement
+
+
+@dataclass(frozen=True)
+class InsideHandle:
+    """Handle of a dispatch inside the host, with the dispatcher and the expert ids of that dispatch."""
+
+    dispatcher: Dispatcher
+    handle: DispatchHandle
+    ids_UK: Tensor
+
+
+class InsideHost:
+    """Dispatch and combine among the ranks of one host. Construction is collective over them.
+
+    CPU rows of a dtype that the native core supports use shared memory. Other rows, and calls whose rows do not fit in
+    /dev/shm, use ``all_to_all`` over the host's subgroup, with the same bits. All ranks of a host make the same choice:
+    its inputs have been compared, and the handshake reports a full /dev/shm.
+
+    Args:
+        placement: placement of the host's experts, whose ids start at 0.
+        comm, hosts, rank: communicator and hosts of all ranks, and this process's rank among them.
+        shared: whether the ranks of each host share memory.
+    """
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        comm: Communicator,
+        hosts: HostMap,
+        rank: int,
+        options: DispatchOptions,
+        shared: bool,
+    ) -> None:
+        self._members = hosts.members(hosts.host(rank))
+        local_rank = hosts.local(rank)
+        plain_options = DispatchOptions(options.timeout_s, True, options.checked)
+        self._shared: Dispatcher | None = None
+        self._plain: AllToAllDispatcher | None = None
+        if hosts.per_host == 1:
+            self._alone: Dispatcher = local_dispatcher(placement, None, plain_options)
+            return
+        host_group = comm.subgroup(self._members, options.timeout_s)
+        self._plain = AllToAllDispatcher(placement, host_group, local_rank, plain_options)
+        if shared:
+            from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # needs the native core
+
+            try:
+                self._shared = SharedMemoryDispatcher(placement, host_group, local_rank, plain_options)
+            except HeapError as error:  # raised on every rank of the host, so all of them use ``_plain``
+                _warn(error)
+
+    def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return storage that peers on this host read in place, if possible."""
+        if self._shared is not None:
+            try:
+                return self._shared.empty_rows(num_rows, width, dtype, device)
+            except HeapError:  # the next operation reports it to all ranks
+                pass
+        return torch.empty(num_rows, width, dtype=dtype, device=device)
+
+    def send(self, x_UD: Tensor, ids_UK: Tensor, operation: Operation) -> tuple[Tensor, InsideHandle]:
+        """See ``Dispatcher._send``."""
+        if self._plain is None:
+            dispatcher = self._alone
+        else:
+            dispatcher = self._shared if self._shared is not None and supported(x_UD) else self._plain
+        with self._rank_names():
+            try:
+                with dispatcher.running(operation):
+                    rows_RD, handle = dispatcher._send(x_UD, ids_UK)
+            except HeapError as error:
+                dispatcher = self._fallback(dispatcher, error)
+                with dispatcher.running(operation):
+                    rows_RD, handle = dispatcher._send(x_UD, ids_UK)
+        return rows_RD, InsideHandle(dispatcher, handle, ids_UK)
+
+    def sum(self, rows_RD: Tensor, weights_UK: Tensor | None, inside: InsideHandle, operation: Operation) -> Tensor:
+        """See ``Dispatcher._sum``."""
+        with self._rank_names():
+            try:
+                with inside.dispatcher.running(operation):
+                    return inside.dispatcher._sum(rows_RD, weights_UK, inside.handle)
+            except HeapError as error:
+                dispatcher = self._fallback(inside.dispatcher, error)
+                with dispatcher.running(operation):
+                    return dispatcher._sum(rows_RD, weights_UK, self._dispatch_again(dispatcher, inside, rows_RD))
+
+    def spread(
+        self, grad_UD: Tensor, rows_RD: Tensor | None, weights_UK: Tensor, inside: InsideHandle, operation: Operation
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``Dispatcher._spread``."""
+        with self._rank_names():
+            try:
+                with inside.dispatcher.running(operation):
+                    return inside.dispatcher._spread(grad_UD, rows_RD, weights_UK, inside.handle)
+            except HeapError as error:
+                dispatcher = self._fallback(inside.dispatcher, error)
+                with dispatcher.running(operation):
+                    handle = self._dispatch_again(dispatcher, inside, grad_UD)
+                    return dispatcher._spread(grad_UD, rows_RD, weights_UK, handle)
+
+    def _fallback(self, dispatcher: Dispatcher, error: HeapError) -> AllToAllDispatcher:
+        if self._plain is None or dispatcher is self._plain:
+            raise error
+        _warn(error)
+        return self._plain
+
+    def _dispatch_again(self, dispatcher: AllToAllDispatcher, inside: InsideHandle, rows: Tensor) -> DispatchHandle:
+        """Return the handle of the same dispatch, of the dispatcher without shared memory."""
+        handle = dispatcher.prepare_dispatch(rows.new_empty(inside.ids_UK.shape[0], 0), inside.ids_UK)
+        return replace(handle, hidden=inside.handle.hidden)
+
+    @contextmanager
+    def _rank_names(self) -> Iterator[None]:
+        """Add the range of global ranks to errors about peers, whose rank numbers are local to the host."""
+        try:
+            yield
+        except PeerError as error:
+            first, last = self._members[0], self._members[-1]
+            raise type(error)(f"between ranks {first}..{last} of one host, numbered from 0 here: {error}") from error
+
 
 Ints = tuple[int, ...]
 PerHost = list[Ints]
@@ -117,17 +241,17 @@ class RelayHandle:
 class HierarchicalDispatcher(Dispatcher):
     """For several hosts with equal numbers of ranks; any device. Construction is collective over ``group``.
 
+    ``make_dispatcher`` compares the settings of ranks; this class does not.
+
     Args:
         placement, group, rank, options: see ``Dispatcher``.
         hosts: one number per rank, equal for ranks of one host; detected by default.
-        chunks: how rows between hosts are divided into chunks; equal on all ranks.
 
     Attributes:
         wire_bytes: bytes sent to other hosts, by operation. ``inter_host_bytes`` has the formula.
 
     Raises:
         ConfigError: hosts have different numbers of ranks, or ranks of a host are not adjacent; on every rank.
-        RankMismatch: ranks pass different settings; on every rank.
         PeerDied, PeerTimeout: a rank died, or did not call in time.
     """
 
@@ -142,23 +266,16 @@ class HierarchicalDispatcher(Dispatcher):
         rank: int,
         options: DispatchOptions | None = None,
         hosts: Sequence[int] | None = None,
-        chunks: ChunkOptions | None = None,
     ) -> None:
         super().__init__(placement, group, rank, options)
         assert self.comm is not None
         self.channel = Channel(self.comm, self.options.timeout_s)
-        fault = None
-        if hosts is not None and len(hosts) != self.world:
-            fault = ConfigError(f"hosts must have one number for each of the {self.world} ranks; got {len(hosts)}")
-        chunks = ChunkOptions() if chunks is None else chunks
-        same = settings_of(self) | {"hosts": None if hosts is None else tuple(hosts), "chunks": chunks}
-        compare(self.channel, f"the {self.name} dispatcher", same, fault=fault)
         self.hosts = HostMap.of(self.comm.hosts if hosts is None else hosts)
         shared = self.comm.native and all(
             len({self.comm.hosts[member] for member in self.hosts.members(host)}) == 1
             for host in range(self.hosts.count)
         )
-        self._rail = Rail(self.channel, self.hosts, rank, chunks)
+        self.rail = Rail(self.channel, self.hosts, rank)
         self._host = self.hosts.host(rank)
         self._experts = self.hosts.experts(placement)
         self._handshake = Handshake(self.channel, placement, self.calls)
@@ -167,7 +284,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     @property
     def wire_bytes(self) -> dict[str, WireBytes]:
-        return self._rail.wire_bytes
+        return self.rail.wire_bytes
 
     def _report_stop(self, text: str) -> None:
         self.channel.give_up(text)
@@ -184,7 +301,7 @@ class HierarchicalDispatcher(Dispatcher):
         copies = torch.tensor(plan.copies_H, dtype=torch.int64, device="cpu").to(self.channel.control_device)
         copies_WH = [tuple(row) for row in self.channel.all_gather(copies, describe(operation)).cpu().tolist()]
         copies_H, slots_H, most_out = self._relayed(copies_WH), self._relayed(slots_WH), self._max_far_count(copies_WH)
-        pending_ids = self._rail.start(plan.ids_CK, plan.copies_H, copies_H, operation, "ids")
+        pending_ids = self.rail.start(plan.ids_CK, plan.copies_H, copies_H, operation, "ids")
         near_tokens, far_tokens = self._start_tokens(x_TD, plan, copies_H, most_out)
         own = self.local_experts
         near_N, far_N = expert_places(counts.rows_WE, own, self.hosts, self._host, x_TD.device)
@@ -201,10 +318,10 @@ class HierarchicalDispatcher(Dispatcher):
             rows_RD.index_copy_(0, place_N, rows_ND)
             return RelaySide(copies_H, slots_H, units, inside, place_N)
 
-        own_ids_PK = self._rail.own(plan.ids_CK, plan.copies_H)
-        near_copies_H, near_slots_H = self._rail.only_own(copies_H), self._rail.only_own(slots_H)
+        own_ids_PK = self.rail.own(plan.ids_CK, plan.copies_H)
+        near_copies_H, near_slots_H = self.rail.only_own(copies_H), self.rail.only_own(slots_H)
         near = forward(own_ids_PK, near_copies_H, near_slots_H, near_tokens, near_N)
-        far_copies_H, far_slots_H = self._rail.without_own(copies_H), self._rail.without_own(slots_H)
+        far_copies_H, far_slots_H = self.rail.without_own(copies_H), self.rail.without_own(slots_H)
         far = forward(pending_ids(), far_copies_H, far_slots_H, far_tokens, far_N)
         most_back = most_out if row_kind == "sums" else self._max_far_count(slots_WH)
         state = RelayHandle(plan, near, far, most_out, most_back)
@@ -270,11 +387,11 @@ class HierarchicalDispatcher(Dispatcher):
         if rows_RD is None:
             return grad_RD.index_copy_(0, far.place_N, far_ND), None
         # Return the dot products of relayed slots to the ranks of their tokens.
-        pending_dots = self._rail.start(far_dots_S, far.slots_H, plan.slots_H, self.context.operation, "weights")
+        pending_dots = self.rail.start(far_dots_S, far.slots_H, plan.slots_H, self.context.operation, "weights")
         grad_RD.index_copy_(0, far.place_N, far_ND)
         dots = near_dots_S.new_zeros(handle.num_tokens * handle.top_k)
-        dots[self._rail.own(plan.slot_S, plan.slots_H)] = near_dots_S
-        dots[self._rail.far(plan.slot_S, plan.slots_H)] = pending_dots()
+        dots[self.rail.own(plan.slot_S, plan.slots_H)] = near_dots_S
+        dots[self.rail.far(plan.slot_S, plan.slots_H)] = pending_dots()
         return grad_RD, dots.view(handle.num_tokens, handle.top_k)
 
     # --- helpers ---
@@ -316,8 +433,8 @@ class HierarchicalDispatcher(Dispatcher):
         """Start sending weights. Return functions that give ``RelaySide.weights`` of the near and of the far side."""
         plan = relay.plan
         weights_S = weights_TK.reshape(-1)[plan.slot_S]
-        pending = self._rail.start(weights_S, plan.slots_H, relay.far.slots_H, self.context.operation, "weights")
-        own_S = self._rail.own(weights_S, plan.slots_H)
+        pending = self.rail.start(weights_S, plan.slots_H, relay.far.slots_H, self.context.operation, "weights")
+        own_S = self.rail.own(weights_S, plan.slots_H)
         return (lambda: relay.near.weights(own_S, only_leading), lambda: relay.far.weights(pending(), only_leading))
 
     def _start_tokens(
@@ -330,16 +447,16 @@ class HierarchicalDispatcher(Dispatcher):
         """
         wire_dtype: WireDtype = self.options.wire_dtypes.of(self.context.operation.op)
         width, dtype = rows_TD.shape[1], rows_TD.dtype
-        near_N = self._rail.own(plan.token_C, plan.copies_H)
-        far_N = self._rail.far(plan.token_C, plan.copies_H)
-        send_H, receive_H = self._rail.without_own(plan.copies_H), self._rail.without_own(copies_H)
+        near_N = self.rail.own(plan.token_C, plan.copies_H)
+        far_N = self.rail.far(plan.token_C, plan.copies_H)
+        send_H, receive_H = self.rail.without_own(plan.copies_H), self.rail.without_own(copies_H)
         if wire_dtype.scales == "group":
             far = self._start_groups(take(rows_TD, far_N), send_H, receive_H, max_block_rows)
             near = partial(rounded_in_groups, take(rows_TD, near_N), wire_dtype)
             return _at_index(near), _at_index(lambda: far(rows_TD.new_empty(0, width)))
         packed_TX = pack(rows_TD, wire_dtype)
         decode: Callable[[Tensor], Tensor] = partial(unpack, wire_dtype=wire_dtype, hidden=width, dtype=dtype)
-        pending = self._rail.start_rows(
+        pending = self.rail.start_rows(
             lambda ranges: take(packed_TX, gather_ranges(far_N, ranges)),
             send_H,
             receive_H,
@@ -364,7 +481,7 @@ class HierarchicalDispatcher(Dispatcher):
         if wire_dtype.scales == "group":
             receive = self._start_groups(rows_UD, send_H, receive_H, relay.most_back)
             return lambda own_UD: receive(rounded_in_groups(own_UD, wire_dtype))
-        pending = self._rail.start_rows(
+        pending = self.rail.start_rows(
             lambda ranges: pack(gather_ranges(rows_UD, ranges), wire_dtype),
             send_H,
             receive_H,
@@ -379,17 +496,17 @@ class HierarchicalDispatcher(Dispatcher):
     ) -> Callable[[Tensor], Tensor]:
         """Start sending rows and group scales to other hosts. Return a function that inserts this host's block."""
         wire_dtype, dtype = self.options.wire_dtypes.of(self.context.operation.op), rows_ND.dtype
-        far_H = self._rail.without_own(receive_H)
+        far_H = self.rail.without_own(receive_H)
         sent, received = (
             RowGroups.of(np.array(sizes, np.int64), range(self.hosts.count + 1), rows_ND.device)
             for sizes in (send_H, far_H)
         )
         packed_NX, scale_GD = encode_groups(rows_ND, sent, wire_dtype)
         most_bytes = max_block_rows * bytes_per_row(rows_ND.shape[1], wire_dtype, dtype)
-        packed = self._rail.start_rows(
+        packed = self.rail.start_rows(
             partial(gather_ranges, packed_NX), send_H, far_H, most_bytes, self.context.operation
         )
-        scales = self._rail.start(scale_GD, sent.per_rank, received.per_rank, self.context.operation, "rows")
+        scales = self.rail.start(scale_GD, sent.per_rank, received.per_rank, self.context.operation, "rows")
 
         def receive(own_PD: Tensor) -> Tensor:
             far_ND = decode_groups(packed.take(lambda rows: rows, packed_NX[:0]), scales(), received, dtype)
@@ -412,3 +529,12 @@ class HierarchicalDispatcher(Dispatcher):
 def _at_index(rows: Callable[[], Tensor]) -> Callable[..., Tensor]:
     """Return a function of an optional index into ``rows()``."""
     return lambda index_N=None: rows() if index_N is None else take(rows(), index_N)
+
+
+def _warn(error: HeapError) -> None:
+    warnings.warn(
+        f"{error}; rows inside this host are sent over the group's backend instead, which is slower. Enlarge /dev/shm "
+        "(docker run --shm-size)",
+        RuntimeWarning,
+        stacklevel=5,
+    )

@@ -31,39 +31,11 @@ from moe_comm.comm.header import describe
 from moe_comm.comm.registered import registered_memory
 from moe_comm.dispatch.hierarchical.relay_routes import OPS, HostMap, WireBytes
 from moe_comm.dispatch.operation import Operation
-from moe_comm.errors import ConfigError
 from moe_comm.runtime.memory import warm_rows
 
 T = TypeVar("T")
 RowRanges = list[range]
 """One row range of each of several blocks."""
-
-
-@dataclass(frozen=True)
-class ChunkOptions:
-    """How rows between hosts are divided into chunks. Does not change results or the number of bytes.
-
-    Args:
-        min_bytes: minimum size of the largest block between two ranks in each chunk, if there are several chunks.
-        max_chunks: maximum number of chunks. 1 sends all rows in one message.
-
-    Raises:
-        ConfigError: a number below 1.
-    """
-
-    min_bytes: int = 256 << 10
-    max_chunks: int = 8
-
-    def __post_init__(self) -> None:
-        if self.min_bytes < 1 or self.max_chunks < 1:
-            raise ConfigError(
-                f"min_bytes and max_chunks must be at least 1; got {self.min_bytes} and {self.max_chunks}. "
-                "ChunkOptions(max_chunks=1) sends all rows in one message"
-            )
-
-    def count(self, num_bytes: int) -> int:
-        """Return the number of chunks if the largest block has ``num_bytes``."""
-        return max(1, min(self.max_chunks, num_bytes // self.min_bytes))
 
 
 @dataclass(frozen=True)
@@ -112,11 +84,18 @@ class PendingBlocks:
 
 
 class Rail:
-    """Exchanges with the ranks of the same local rank on other hosts. ``wire_bytes`` counts sent bytes by operation."""
+    """Exchanges with the ranks of the same local rank on other hosts.
 
-    def __init__(self, channel: Channel, hosts: HostMap, rank: int, chunks: ChunkOptions) -> None:
+    wire_bytes: sent bytes by operation.
+    min_chunk_bytes: minimum size of the largest block between two ranks in each chunk, if there are several chunks.
+    """
+
+    min_chunk_bytes = 256 << 10
+    max_chunks = 8
+
+    def __init__(self, channel: Channel, hosts: HostMap, rank: int) -> None:
         self.wire_bytes = dict.fromkeys(OPS, WireBytes())
-        self._channel, self._hosts, self._chunks = channel, hosts, chunks
+        self._channel, self._hosts = channel, hosts
         self._host = hosts.host(rank)
         self._ranks = hosts.rail(rank)
         self._has_exchanged = False
@@ -145,7 +124,7 @@ class Rail:
             most_bytes: size of the largest block between two ranks, or an upper bound; equal on all ranks.
         """
         sent, received = blocks(send_H), blocks(receive_H)
-        count = self._chunks.count(most_bytes)
+        count = max(1, min(self.max_chunks, most_bytes // self.min_chunk_bytes))
         chunks = []
         for chunk in range(count):
             send, receive = ([_cut(block, chunk, count) for block in host_blocks] for host_blocks in (sent, received))

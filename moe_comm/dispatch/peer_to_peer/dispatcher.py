@@ -37,7 +37,7 @@ from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, dense
 from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
-from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.protocol import SAME
@@ -64,20 +64,6 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
     @cached_property
     def _low_latency_buffers(self) -> dict[tuple[int, torch.dtype, int], LowLatencyBuffers]:
         return {}
-
-    def dispatch_async(
-        self, x_TD: Tensor, ids_TK: Tensor, *, label: str = ""
-    ) -> tuple[Dispatched, torch.cuda.Event | None]:
-        """Call ``dispatch`` without making the caller's stream wait for it.
-
-        Returns:
-            The dispatch, and with ``own_stream`` an event after which its rows may be used; otherwise None.
-        """
-        self._stream.caller_waits = False
-        try:
-            return self.dispatch(x_TD, ids_TK, label=label), self._stream.event
-        finally:
-            self._stream.caller_waits = True
 
     def dispatch_fixed(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> FixedDispatched:
         """Dispatch into a block of ``PeerToPeerOptions.capacity_rows`` rows without CPU synchronization.

@@ -151,7 +151,10 @@ class LowLatencyHandle:
         self.has_received = True
         if self.memory.emulated:
             self.memory.current = self.operation
-            self.memory.raise_fault()
+            try:
+                self.memory.raise_fault()
+            finally:
+                self.memory.end()
         return counts_LW[:num_local]
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.channel import SAME_CALLS, Channel
 from moe_comm.comm.header import Header, describe, failure
 from moe_comm.comm.peers import Peers
@@ -114,7 +116,6 @@ class PeerGroupMemory:
 
     def begin(self, operation: Header, timeout_s: float) -> None:
         """Prepare ``operation``, whose kernels wait for at most ``timeout_s``. Call it before its first kernel."""
-        self.current = operation
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         if self.uncombined:
@@ -122,9 +123,12 @@ class PeerGroupMemory:
                 f"rank {self.rank} begins {describe(operation)} between {self.uncombined} and its low_latency_combine; "
                 "call low_latency_combine first, because the dispatch and its combine are one turn of the protocol"
             )
+        self.current = operation
         if self.operations.plan.failed():
             # An unchecked operation failed. The progress of other ranks is unknown.
-            raise self._mark_unusable(self.error_of(self.operations.report, None))
+            error = self._mark_unusable(self.error_of(self.operations.report, None))
+            self.end()
+            raise error
         self._timeout_s = timeout_s
         if not self.emulated:
             self._order.enter()
@@ -248,18 +252,12 @@ def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, devi
     if channel is None or group is None or channel.comm.world == 1:
         return single_block(total, device)
     if device.type == "cuda":
-        problem, blocks = "", None
+        outcome: str | HeapError = ""
         try:
             blocks = symmetric_blocks(group, device, total)
         except (MoeCommError, RuntimeError) as error:
-            problem = str(error)
-        failed = channel.all_gather(
-            torch.tensor([int(bool(problem))], dtype=torch.int64, device="cpu").to(channel.control_device),
-            "sharing blocks",
-        )
-        bad = failed.flatten().nonzero().flatten().tolist()
-        if bad or blocks is None:
-            raise HeapError(f"symmetric memory of {total} bytes: {problem or f'ranks {bad} could not set it up'}")
+            outcome = HeapError(f"symmetric memory of {total} bytes: {error}")
+        agree(outcome, partial(gather_texts, channel, "sharing blocks"))
         return blocks
     what = "blocks for peer_to_peer"
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.agree import compare
+from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, fault_word
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory, shared_peer_memory
 from moe_comm.dispatch.peer_to_peer.rows import (
@@ -70,6 +70,8 @@ RowsT = TypeVar("RowsT", Tensor, ScaledRows)
 class PeerToPeerPrimitives(Dispatcher):
     """Dispatch, combine and their backward passes with kernels. Construction is collective over ``group``.
 
+    ``make_dispatcher`` compares the settings of ranks; this class does not.
+
     ``state`` of a dispatch handle is a [T, K] tensor: the owner rank and row of each slot, packed as in csrc/layout.h,
     and -1 for dropped slots.
 
@@ -82,7 +84,6 @@ class PeerToPeerPrimitives(Dispatcher):
     Raises:
         ConfigError: unsupported device, or ``fast_combine`` with ``deterministic``.
         MissingDependency: no kernels for the device.
-        RankMismatch: ranks pass different settings.
         HeapError: a rank cannot allocate its memory; raised on every rank.
     """
 
@@ -121,10 +122,10 @@ class PeerToPeerPrimitives(Dispatcher):
         self.channel: Channel | None = None
         if self.comm is not None:
             self.channel = Channel(self.comm, self.options.timeout_s)
-            same = settings_of(self) | {"options of peer_to_peer": self.peer_options, "device": self.device.type}
-            compare(self.channel, f"the {self.name} dispatcher", same, fault=fault)
-        if fault is not None or launcher is None:
-            raise fault or ConfigError("no launcher")
+            agree(fault or "", partial(gather_texts, self.channel, f"building the {self.name} dispatcher"))
+        if fault is not None:
+            raise fault
+        assert launcher is not None, "every rank raises a fault"
         self.memory: PeerGroupMemory = (
             shared_peer_memory(self.channel, group, rank, placement.offsets, self.device, self.peer_options, launcher)
             if blocks is None
