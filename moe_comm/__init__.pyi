@@ -8,7 +8,7 @@ from moe_comm.dispatch.types import (
     DispatchOptions as DispatchOptions,
     PeerToPeerOptions as PeerToPeerOptions,
 )
-from moe_comm.dispatch.wire.wire_dtype import (
+from moe_comm.dispatch.wire_dtype import (
     WireDtype as WireDtype,
     WireDtypes as WireDtypes,
 )

@@ -17,7 +17,7 @@ from moe_comm.comm.registered import RegisteredMemory
 from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
-from moe_comm.dispatch.wire.wire_dtype import bytes_per_row
+from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.gpu.heap import heap_bytes
 from moe_comm.topology import ExpertPlacement
 

@@ -15,5 +15,5 @@ from moe_comm.dispatch.types import (
     DispatchOptions as DispatchOptions,
     PeerToPeerOptions as PeerToPeerOptions,
 )
-from moe_comm.dispatch.wire.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes
 from moe_comm.kernels.fp8 import ScaledRows as ScaledRows

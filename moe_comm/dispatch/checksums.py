@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, rounded
+from moe_comm.dispatch.wire_dtype import WireDtype, rounded
 from moe_comm.errors import CorruptPayload
 from moe_comm.runtime.memory import as_dtype
 

@@ -46,7 +46,7 @@ from moe_comm.dispatch.arguments import (
 from moe_comm.dispatch.checksums import CorruptionLog, SentChecksums, sums_by_expert
 from moe_comm.dispatch.operation import Operation, Operations
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions, ExtraRoutes
-from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, quantized, rounded
+from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized, rounded
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
@@ -438,7 +438,7 @@ class Dispatcher(Operations):
         wire_dtype = self.options.wire_dtypes.of(self.context.operation.op)
         if wire_dtype.scales != "group":
             return rounded(rows_RD, wire_dtype)
-        from moe_comm.dispatch.wire.group_scales import rounded_in_groups  # an option that few calls use
+        from moe_comm.dispatch.wire_dtype import rounded_in_groups  # an option that few calls use
 
         return rounded_in_groups(rows_RD, wire_dtype)
 

@@ -17,7 +17,7 @@ from moe_comm.comm.channel import AbortOnError, raised_text
 from moe_comm.comm.header import GroupCalls, Header, describe
 from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire.wire_dtype import SAME, bytes_per_row
+from moe_comm.dispatch.wire_dtype import SAME, bytes_per_row
 from moe_comm.errors import InputError, MoeCommError, PeerError, PeerRaised, known_to_peers, mark_known
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, Open

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, WireDtypes
+from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.seconds import seconds_of

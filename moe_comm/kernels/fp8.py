@@ -115,7 +115,7 @@ def quantize_rows(rows_RD: Tensor) -> ScaledRows:
 
 
 def of_packed(packed_RB: Tensor, hidden: int, num_scales: int | None = None) -> ScaledRows:
-    """Return views of packed rows: ``hidden`` values, padding to 4 bytes, scales (``dispatch/wire/wire_dtype.py``).
+    """Return views of packed rows: ``hidden`` values, padding to 4 bytes, scales (``dispatch/wire_dtype.py``).
 
     Args:
         packed_RB: uint8, rows of a multiple of 4 bytes.

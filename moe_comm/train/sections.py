@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from moe_comm.dispatch.wire.wire_dtype import WireDtypeName, WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement

@@ -41,4 +41,4 @@ def compare_settings(rank: int, world: int, _: None) -> ErrorText:
 
 def test_a_setting_of_one_rank_only_raises_on_every_rank(pool2: RankPool) -> None:
     for kind, text in pool2.run(compare_settings):
-        assert kind == "RankMismatch" and "extra: rank 0: not given, rank 1: 1" in text
+        assert kind == "RankMismatch" and "extra when building a test: rank 0: not given, rank 1: 1" in text

@@ -17,7 +17,7 @@ from moe_comm.comm.registered import RegisteredMemory, registered_memory, regist
 from moe_comm.dispatch.hierarchical import rail
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.types import DispatchOptions
-from moe_comm.dispatch.wire.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import MissingDependency
 from moe_comm.topology import ExpertPlacement
 from tests.pool import RankPool

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.checksums import row_sums
-from moe_comm.dispatch.wire.wire_dtype import WireDtypeName
+from moe_comm.dispatch.wire_dtype import WireDtypeName
 from moe_comm.errors import CorruptPayload, RankMismatch
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mlp import ExpertMLP

@@ -20,7 +20,7 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     relay_units,
     return_format,
 )
-from moe_comm.dispatch.wire.wire_dtype import bytes_per_row
+from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch.workers import two_hosts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_comm.dispatch import WireDtypes
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, decode, encode, rounded
+from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode, rounded
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
 from tests.dispatch.workers import ErrorText, Job, caught

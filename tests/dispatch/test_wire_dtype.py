@@ -12,8 +12,19 @@ from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions, WireDtype, WireDtypes
 from moe_comm.dispatch.selection.choice import GroupFacts, Traffic, choose
-from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups, rounded_in_groups
-from moe_comm.dispatch.wire.wire_dtype import WireDtypeName, bytes_per_row, decode, encode, pack, rounded, unpack
+from moe_comm.dispatch.wire_dtype import (
+    RowGroups,
+    WireDtypeName,
+    bytes_per_row,
+    decode,
+    decode_groups,
+    encode,
+    encode_groups,
+    pack,
+    rounded,
+    rounded_in_groups,
+    unpack,
+)
 from moe_comm.errors import ConfigError, InputError
 from tests.dispatch import cases, workers
 from tests.train.common import config_of

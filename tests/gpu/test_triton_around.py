@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.slots import plain
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, decode, encode
+from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
 from moe_comm.kernels.fp8 import quantize_weights
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from moe_comm.layers.moe.experts import Experts

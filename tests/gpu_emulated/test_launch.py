@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_comm.comm import header
 from moe_comm.dispatch.peer_to_peer import access as peer_access
 from moe_comm.dispatch.peer_to_peer.rows import RowFormat
-from moe_comm.dispatch.wire.wire_dtype import WireDtype
+from moe_comm.dispatch.wire_dtype import WireDtype
 from moe_comm.errors import ConfigError, HeapError, MissingDependency
 from moe_comm.gpu import launch, nvrtc, protocol
 from moe_comm.gpu.arguments import Packer, kernel_constants, kernel_fields

@@ -20,7 +20,7 @@ from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
-from moe_comm.dispatch.wire.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, MissingDependency, PeerRaised
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP

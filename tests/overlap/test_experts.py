@@ -17,7 +17,7 @@ from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.expert_call import grouped_mlp
 from moe_comm.dispatch.slots.capacity import Capacity
-from moe_comm.dispatch.wire.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP

@@ -16,7 +16,7 @@ from moe_comm.dispatch import DispatchOptions, make_dispatcher
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.types import PeerToPeerOptions
-from moe_comm.dispatch.wire.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import InputError, PeerRaised
 from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of

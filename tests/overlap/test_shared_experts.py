@@ -23,7 +23,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.native import NativeOutgoingRows, SharedMemoryDispatcher
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.wire.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import (
     ConfigError,
     HeapError,

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from moe_comm.bench.common.clock import LEAD_NS, sync_group
 from moe_comm.comm.channel import Channel
+from moe_comm.dispatch import wire_dtype
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.slots import plain
-from moe_comm.dispatch.wire import wire_dtype
 from moe_comm.errors import MissingDependency, pip_install
 from moe_comm.kernels import autograd, row_invariant
 from moe_comm.kernels.activations import Activation, SwiGLU

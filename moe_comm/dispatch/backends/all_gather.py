@@ -32,8 +32,16 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.slots.sums import scale_
 from moe_comm.dispatch.types import DispatchHandle
-from moe_comm.dispatch.wire.group_scales import GROUP, RowGroups, decode_groups, encode_groups
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, pack, unpack, unpack_scaled
+from moe_comm.dispatch.wire_dtype import (
+    GROUP,
+    RowGroups,
+    WireDtype,
+    decode_groups,
+    encode_groups,
+    pack,
+    unpack,
+    unpack_scaled,
+)
 from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import take

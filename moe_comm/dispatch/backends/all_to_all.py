@@ -33,8 +33,7 @@ from moe_comm.dispatch.handshake import Counts, Handshake, Words
 from moe_comm.dispatch.slots import plain, sums
 from moe_comm.dispatch.slots.sums import scale_, take, weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, pack, unpack, unpack_scaled
+from moe_comm.dispatch.wire_dtype import RowGroups, WireDtype, decode_groups, encode_groups, pack, unpack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.topology import ExpertPlacement
 

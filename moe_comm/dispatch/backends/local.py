@@ -10,7 +10,7 @@ from moe_comm.dispatch.backends.native import NativeDispatcher, supported
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions, routing_error
-from moe_comm.dispatch.wire.wire_dtype import pack, unpack_scaled
+from moe_comm.dispatch.wire_dtype import pack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import native, native_is_built, private_heap
 from moe_comm.topology import ExpertPlacement

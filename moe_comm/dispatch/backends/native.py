@@ -23,7 +23,7 @@ from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire.wire_dtype import rounded
+from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
 from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
 from moe_comm.tensor_memory import address, row_address

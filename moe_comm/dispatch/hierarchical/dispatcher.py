@@ -64,8 +64,17 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.slots.sums import weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire.group_scales import RowGroups, decode_groups, encode_groups, rounded_in_groups
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, bytes_per_row, pack, rounded, unpack
+from moe_comm.dispatch.wire_dtype import (
+    RowGroups,
+    WireDtype,
+    bytes_per_row,
+    decode_groups,
+    encode_groups,
+    pack,
+    rounded,
+    rounded_in_groups,
+    unpack,
+)
 from moe_comm.errors import ConfigError, HeapError, PeerError
 from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.topology import ExpertPlacement

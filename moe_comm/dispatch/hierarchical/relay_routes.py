@@ -28,8 +28,7 @@ from torch import Tensor
 from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD
 from moe_comm.dispatch.handshake import Words
 from moe_comm.dispatch.slots import plain
-from moe_comm.dispatch.wire.group_scales import GROUP
-from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, WireDtype, WireDtypes, bytes_per_row
+from moe_comm.dispatch.wire_dtype import GROUP, UNCHANGED, WireDtype, WireDtypes, bytes_per_row
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.topology import ExpertPlacement

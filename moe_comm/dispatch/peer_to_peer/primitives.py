@@ -30,8 +30,7 @@ from moe_comm.dispatch.peer_to_peer.rows import (
 )
 from moe_comm.dispatch.peer_to_peer.streams import OperationStream
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire.group_scales import rounded_in_groups
-from moe_comm.dispatch.wire.wire_dtype import rounded
+from moe_comm.dispatch.wire_dtype import rounded, rounded_in_groups
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, apply_scales, as_scaled
+from moe_comm.dispatch.wire_dtype import WireDtype, apply_scales, as_scaled
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, round_up
 from moe_comm.gpu.heap import Heap, HeapBlock

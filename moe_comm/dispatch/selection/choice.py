@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_comm.dispatch.wire.wire_dtype import UNCHANGED, WireDtypes, bytes_per_row
+from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes, bytes_per_row
 
 WIRE_BYTE = 8.0
 BETWEEN_BYTE = 16.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -49,7 +50,7 @@ def make_dispatcher(
             A group of one rank always gets ``local``; the results are the same.
         experts_per_rank: number of experts of each rank; default: balanced.
         options: see ``DispatchOptions``.
-        traffic: expected sizes, for the cost model of ``auto``.
+        traffic: expected sizes, for the cost model of ``auto``. ``options`` replace those that it also has.
         device: device of the rows; default: CUDA if the group has NCCL, else the CPU.
         expert_placement: the placement by which the caller replaces expert ids by ids of slots. Ranks compare it here
             and in each dispatch.
@@ -143,7 +144,7 @@ def explain_choice(
     _, world = rank_and_size(group)
     if group is None or world == 1:
         facts = GroupFacts(1, 1, native_is_built(), torch.device(device or "cpu").type, "nothing")
-        return str(choose(facts, traffic or _traffic(options)))
+        return str(choose(facts, _traffic(traffic, options)))
     return str(_compare(group, options, traffic, device, {"expected traffic": traffic}, None))
 
 
@@ -184,7 +185,7 @@ def _compare(
         access.problem_of(all_words["GPU"], all_words["access"]) if rows_device.type == "cuda" else "",
         options.peer_to_peer.emulate,
     )
-    return choose(facts, traffic or _traffic(options))
+    return choose(facts, _traffic(traffic, options))
 
 
 def _host_by_host(hosts: Sequence[int]) -> bool:
@@ -199,8 +200,8 @@ def _host_by_host(hosts: Sequence[int]) -> bool:
     return True
 
 
-def _traffic(options: DispatchOptions) -> Traffic:
-    return Traffic(deterministic=options.deterministic, wire_dtypes=options.wire_dtypes)
+def _traffic(traffic: Traffic | None, options: DispatchOptions) -> Traffic:
+    return replace(traffic or Traffic(), deterministic=options.deterministic, wire_dtypes=options.wire_dtypes)
 
 
 def warn_no_peer_access(choice: BackendChoice) -> None:

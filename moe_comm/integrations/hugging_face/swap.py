@@ -259,8 +259,6 @@ def parallelize_moe(
         raise fault
     device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
     traffic = Traffic(
-        deterministic=effective.deterministic,
-        wire_dtypes=effective.wire_dtypes,
         overlap=overlap is not None,
         fused=overlap is not None and overlap.uses_kernels,
         scaled=expert_gemm_dtype == "fp8",

@@ -3,7 +3,7 @@
     | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |
 
 "to 4 bytes" are zeros up to a multiple of 4 bytes. The bytes are those of ``encode`` in
-``dispatch/wire/wire_dtype.py``, the reference, applied to the operator's output: the activation is first rounded to the
+``dispatch/wire_dtype.py``, the reference, applied to the operator's output: the activation is first rounded to the
 dtype of ``h``, so the fused and separate forms have the same bits. If a block has a NaN or an infinity, its values are
 all NaN, whose sign may differ.
 """

@@ -45,16 +45,13 @@ def build_dispatcher(
         refuse_dispatcher(fault, None if on_meta else group, options)
     # The dispatcher treats each slice of an expert as an expert.
     slots = placement.layout.sliced(etp)
-    itemsize, opts = (dtype or torch.get_default_dtype()).itemsize, options or DispatchOptions()
     traffic = Traffic(
         config.router.top_k * etp,
         config.hidden,
-        itemsize,
-        opts.deterministic,
-        opts.wire_dtypes,
-        overlap is not None,
-        overlap is not None and overlap.uses_kernels,
-        config.expert_gemm_dtype == "fp8",
+        (dtype or torch.get_default_dtype()).itemsize,
+        overlap=overlap is not None,
+        fused=overlap is not None and overlap.uses_kernels,
+        scaled=config.expert_gemm_dtype == "fp8",
     )
 
     def make_on(target: torch.device | str | None) -> Dispatcher:

@@ -28,7 +28,7 @@ from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import KINDS, Operation
 from moe_comm.dispatch.slots.sums import scale_, weighted_sum
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
-from moe_comm.dispatch.wire.wire_dtype import bytes_per_row, pack, unpack, unpack_scaled
+from moe_comm.dispatch.wire_dtype import bytes_per_row, pack, unpack, unpack_scaled
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.overlap.chunk_plan import ChunkPlan, RowRange, RowSegments, max_sent_rows

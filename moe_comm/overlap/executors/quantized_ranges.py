@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, bytes_per_row, pack, scaled_format, unpack_scaled
+from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, scaled_format, unpack_scaled
 from moe_comm.runtime.memory import warm_rows
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, quantized, rounded
+from moe_comm.dispatch.wire_dtype import WireDtype, quantized, rounded
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import RowRange, RowSegments, max_sent_rows, ranges_by_source

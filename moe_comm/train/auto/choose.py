@@ -23,7 +23,7 @@ from functools import partial
 from statistics import median
 from typing import Any, get_args
 
-from moe_comm.dispatch.wire.wire_dtype import WireDtypeName, WireDtypes, bytes_per_row
+from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes, bytes_per_row
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig

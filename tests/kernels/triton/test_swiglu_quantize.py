@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, decode, encode
+from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
 from moe_comm.errors import InputError
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from tests.kernels.triton.common import DTYPES, drawn, kernels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.local import LocalDispatcher
-from moe_comm.dispatch.wire.wire_dtype import WireDtype, pack, unpack
+from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
 from moe_comm.kernels import native
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing

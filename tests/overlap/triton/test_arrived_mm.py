@@ -20,7 +20,7 @@ pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 import moe_comm
 from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
-from moe_comm.dispatch.wire.wire_dtype import WireDtypes
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig

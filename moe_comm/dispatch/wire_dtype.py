@@ -16,19 +16,30 @@ up to the rounding of the scale (2^-23; none for a power of two) and of the resu
 makes its whole block NaN. The scale of the block is NaN then, because versions of torch convert infinity to e4m3
 differently (to NaN or 448).
 
-MegaScale-MoE (arXiv 2505.11432) quantises gradients per channel over groups of 128 tokens. That is also one scale per
-128 values, but the scales of a group take four times the bytes of a row, so a row cannot contain them. They are sent
-separately (``group_scales.py``). The rows of a group depend on the number of ranks, so this format requires
-``DispatchOptions(deterministic=False)``. Prefer "fp8_block", which also has one scale per 128 values: its bits do not
-depend on the number of ranks, and it needs fewer bytes if groups have few rows. (DeepSeek-V3, arXiv
-2412.19437, section 3.3, uses 1 x 128 blocks for gradients and activations.)
+MegaScale-MoE (arXiv 2505.11432) quantises gradients per channel over groups of up to 128 consecutive rows of one source
+rank and one expert. The scales of a group have four times the bytes of a row. They are sent separately, once per group,
+and both sides compute the groups from the exchanged counts:
+
+    rank 0 sends   e0: 130 rows   e1: 5 rows │ e2: 0 rows   e3: 128 rows
+    groups            0 (128)  1 (2)  2 (5)  │                 3 (128)
+    scales         ─────── 3 rows ─────────▶ rank 0          1 row ─▶ rank 1
+
+The rows of a group, and so the bits, depend on how tokens are distributed over ranks, so this format requires
+``DispatchOptions(deterministic=False)``. NaN and infinity become NaN and do not change the scales of their group.
+Prefer "fp8_block", which also has one scale per 128 values: its bits do not depend on the number of ranks, and it needs
+fewer bytes if groups have few rows. (DeepSeek-V3, arXiv 2412.19437, section 3.3, uses 1 x 128 blocks for gradients and
+activations.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -56,6 +67,8 @@ WireDtypeName = Literal[
 ALIGN = 16
 """Alignment of a row in bytes, so that copies and gathers move whole words."""
 SCALE_BYTES = 4
+GROUP = 128
+"""Maximum number of rows that share scales."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +325,7 @@ def unpack_scaled(packed: Tensor, wire_dtype: WireDtype, hidden: int) -> ScaledR
 
 def _check_no_group_scales(wire_dtype: WireDtype) -> None:
     if wire_dtype.scales == "group":
-        raise ConfigError(f"{wire_dtype.name} does not store scales in rows; use group_scales.encode_groups")
+        raise ConfigError(f"{wire_dtype.name} does not store scales in rows; use encode_groups")
 
 
 def _up(size: int, to: int) -> int:
@@ -328,3 +341,64 @@ def _scale_bytes(hidden: int, wire_dtype: WireDtype) -> tuple[int, int]:
 def _blocks(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """View rows as [R, S, B]: the B channels that share each of S scales. Zeros pad the last block."""
     return rows_RD.unsqueeze(1) if wire_dtype.scales == "token" else in_blocks(rows_RD)
+
+
+# --- scales per group of rows ---
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """group_R: group of each row, in order. per_rank: number of groups sent to, or received from, each rank."""
+
+    group_R: Tensor
+    per_rank: tuple[int, ...]
+
+    @classmethod
+    def of(cls, blocks: npt.NDArray[np.int64], offsets: Sequence[int], device: torch.device) -> RowGroups:
+        """Divide blocks of consecutive rows into groups.
+
+        Args:
+            blocks: rows in each block.
+            offsets: first block of each rank, and the number of blocks at the end.
+        """
+        rows_B = torch.from_numpy(blocks.copy())
+        groups_B = (rows_B + GROUP - 1) // GROUP
+        per_rank = tuple(int(groups_B[lo:hi].sum()) for lo, hi in pairwise(offsets))
+        num_rows = int(rows_B.sum())
+        # First row and first group of each block.
+        start_B, first_B = rows_B.cumsum(0) - rows_B, groups_B.cumsum(0) - groups_B
+        facts_3B = torch.stack((rows_B, start_B, first_B)).to(device, non_blocking=True)
+        start_R, first_R = torch.repeat_interleave(facts_3B[1:], facts_3B[0], dim=1, output_size=num_rows)
+        return cls(first_R + (torch.arange(num_rows, device=device) - start_R) // GROUP, per_rank)
+
+
+def encode_groups(rows_RD: Tensor, groups: RowGroups, wire_dtype: WireDtype) -> tuple[Tensor, Tensor]:
+    """Return rows without scales, as 8-byte words [R, ceil(D / 16) * 2], and [G, D] fp32 scales."""
+    num_rows, hidden = rows_RD.shape
+    wide_RD = rows_RD.to(torch.float32)
+    finite_RD = wide_RD.isfinite()
+    amax_GD = wide_RD.new_zeros(sum(groups.per_rank), hidden)
+    group_RD = groups.group_R.unsqueeze(1).expand(num_rows, hidden)
+    amax_GD.scatter_reduce_(0, group_RD, wide_RD.abs().masked_fill(~finite_RD, 0.0), "amax")
+    scale_GD = scales_for(amax_GD, wire_dtype.power_of_two)
+    packed_RB = torch.zeros(
+        num_rows, bytes_per_row(hidden, wire_dtype, rows_RD.dtype), dtype=torch.uint8, device=rows_RD.device
+    )
+    scaled_RD = (wide_RD / scale_GD[groups.group_R]).masked_fill_(~finite_RD, torch.nan)
+    packed_RB[:, :hidden].view(E4M3).copy_(scaled_RD)
+    return as_dtype(torch.int64, packed_RB), scale_GD
+
+
+def decode_groups(packed_RX: Tensor, scale_GD: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
+    """The inverse of ``encode_groups`` up to rounding: [R, D] rows of ``dtype``."""
+    values_RD = as_dtype(torch.uint8, packed_RX)[:, : scale_GD.shape[1]].view(E4M3).to(torch.float32)
+    return saturating_cast(values_RD.mul_(scale_GD[groups.group_R]), dtype)
+
+
+def rounded_in_groups(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
+    """Round consecutive rows in groups, for backends that move rows in place."""
+    if not rows_RD.numel():
+        return rows_RD
+    groups = RowGroups.of(np.array([rows_RD.shape[0]]), (0, 1), rows_RD.device)
+    packed_RX, scale_GD = encode_groups(rows_RD, groups, wire_dtype)
+    return decode_groups(packed_RX, scale_GD, groups, rows_RD.dtype)
