@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.transformer.config import Recompute
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology.parallel import ShardingMode
 from moe_plan.model.mapping import Dispatcher, OverlapMode
 

@@ -13,7 +13,7 @@ import typer
 
 from moe_comm.cli.options import JsonOut, echo, load
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.layers.transformer.config import Recompute
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import ScheduleName
 from moe_comm.topology.rebalance import PlacementKind

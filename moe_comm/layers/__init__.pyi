@@ -56,10 +56,7 @@ from moe_comm.layers.parallel.embedding import (
     VocabParallelEmbedding as VocabParallelEmbedding,
     VocabParallelHead as VocabParallelHead,
 )
-from moe_comm.layers.parallel.interleave import (
-    BackwardTurns as BackwardTurns,
-    StageInput as StageInput,
-)
+from moe_comm.layers.parallel.interleave import BackwardTurns as BackwardTurns
 from moe_comm.layers.parallel.linear import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
@@ -69,7 +66,7 @@ from moe_comm.layers.parallel.shard import shardings_of as shardings_of
 from moe_comm.layers.transformer.block import TransformerBlock as TransformerBlock
 from moe_comm.layers.transformer.config import TransformerConfig as TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize as initialize
-from moe_comm.layers.transformer.model import Transformer as Transformer
+from moe_comm.layers.transformer.model import StageInput as StageInput, Transformer as Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan as ModelPlan
 from moe_comm.layers.transformer.shortcut import (
     Shortcut as Shortcut,

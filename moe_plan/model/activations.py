@@ -27,8 +27,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from moe_comm.layers.transformer.config import Recompute
-from moe_comm.layers.transformer.shape import MASTER, LayerKind, ModelShape, Weight
+from moe_comm.layers.transformer.shape import MASTER, LayerKind, ModelShape, Recompute, Weight
 
 LOGITS_CHUNK = 1 << 24
 """Logits that the trainer computes at a time, as ``CHUNK_ELEMENTS`` of ``moe_comm.layers.parallel.cross_entropy``."""

@@ -18,8 +18,7 @@ from typing import Literal, Self, get_args
 import numpy as np
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.transformer.config import Recompute
-from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.layers.transformer.shape import ModelShape, Recompute
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import can_split, stages_per_rank

@@ -28,7 +28,7 @@ from itertools import product
 from typing import Any, get_args
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.transformer.config import Recompute
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import check_micro_batches, find_schedule

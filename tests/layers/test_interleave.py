@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_comm.errors import ConfigError, InputError, MoeCommError
-from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps, TurnParameters, finish, take_turns
+from moe_comm.layers.parallel.interleave import BackwardTurns, Steps, TurnParameters, finish, take_turns
 from moe_comm.layers.parallel.names import state_key
 from moe_comm.layers.parallel.recompute import activation_bytes
-from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
-from moe_comm.layers.transformer.model import ModelPlan, Transformer
+from moe_comm.layers.transformer.model import ModelPlan, StageInput, Transformer
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.train.config import load

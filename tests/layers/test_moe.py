@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_comm
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.dispatch.slots.capacity import Capacity
-from moe_comm.errors import ConfigError, InputError, RoutingError
+from moe_comm.errors import ConfigError, InputError, MoeCommError, RoutingError
 from moe_comm.layers import (
     Experts,
     MoEConfig,
@@ -22,6 +24,7 @@ from moe_comm.layers import (
     RouterConfig,
     Routing,
     SharedExpert,
+    TransformerConfig,
     ZeroExperts,
     gather_state_dict,
     load_state_dict,
@@ -208,6 +211,22 @@ def test_bad_input_raises_typed_errors() -> None:
     x[2, 0] = float("nan")
     with pytest.raises(RoutingError, match="token 2"):
         layer(x)
+
+
+def test_a_call_in_steps_computes_what_forward_does_and_has_one_result() -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    call = layer.begin(draw(5, 16))
+    with pytest.raises(MoeCommError, match="once, after"):
+        call.result()
+    call.compute()
+    assert torch.equal(call.result(), layer(draw(5, 16)))
+    with pytest.raises(MoeCommError, match="once, after"):
+        call.result()
+
+
+@pytest.mark.parametrize("config", [MoEConfig, TransformerConfig])
+def test_type_hints_of_configurations_can_be_read(config: type) -> None:
+    assert get_type_hints(config).keys() == {field.name for field in fields(config)}
 
 
 def test_modules_that_do_not_match_raise() -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_comm.layers.parallel.recompute import activation_bytes, recomputed, recomputed_block, selective_recompute
-from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, batch, own
 from tests.pool import RankPool

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from moe_comm.layers.data_parallel import leave_gradients
 from moe_comm.layers.parallel.shard import shardings_of
-from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.topology.parallel import ShardingMode

@@ -19,10 +19,10 @@ from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeCon
 from moe_comm.layers.moe.layer import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.layers.parallel.recompute import activation_bytes
-from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.layers.transformer.shape import ModelShape, Recompute
 from moe_comm.topology import ParallelMesh
 from moe_comm.topology.pipeline import SCHEDULES, check_micro_batches
 from moe_comm.train.config import load, ready_configs

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import as_group
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
@@ -16,8 +17,6 @@ from moe_comm.topology import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from moe_comm.dispatch.slots.capacity import Capacity
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.dispatch.arguments import as_tensors, tokens_fault
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.errors import InputError
+from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.layers.data_parallel.attach import exclude_from_ddp, gradients_of
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
@@ -271,7 +271,7 @@ class MoELayer(ExpertParallel):
         """
         from moe_comm.layers.moe.relocation import move_rows, stacks_to_move
 
-        stacks = stacks_to_move(self, placement, {} if optimizer is None else optimizer.state)
+        stacks = stacks_to_move(self, self.experts, placement, {} if optimizer is None else optimizer.state)
         what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
         sent_bytes = move_rows(stacks, self.dispatcher.group, self.dispatcher.rank, what)
         self.set_placement(placement)
@@ -533,8 +533,8 @@ class MoECall:
     def result(self) -> Tensor:
         """Return what ``MoELayer.forward`` returns."""
         if self._computed is None:
-            raise RuntimeError("MoECall.result was called before MoECall.compute")
-        shared_TD, out_RD = self._computed
+            raise MoeCommError("MoECall.result must be called once, after MoECall.compute")
+        (shared_TD, out_RD), self._computed = self._computed, None
         y_TD = self._layer._add_branches(self._call.combine(out_RD), shared_TD, self._tokens).view(self._shape)
-        del self._computed, self._tokens, self._call  # the caller may keep this object longer than their memory
+        del self._tokens, self._call  # the caller may keep this object longer than their memory
         return y_TD

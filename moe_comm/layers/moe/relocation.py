@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,11 @@ from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, share_b
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
+from moe_comm.layers.moe.expert_parallel import ExpertParallel
+from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import Box, Placement, Sharding
-
-if TYPE_CHECKING:
-    from moe_comm.layers.moe.layer import MoELayer
 
 Index = tuple[slice, ...]
 
@@ -350,8 +349,10 @@ def check_relocation(old: Placement, new: Placement) -> None:
         )
 
 
-def stacks_to_move(layer: MoELayer, placement: Placement, state: Mapping[Any, Mapping[str, Any]]) -> list[MovedStack]:
-    """Return the expert weights of ``layer``, each with the tensors of ``state`` that move with it. Collective.
+def stacks_to_move(
+    layer: ExpertParallel, experts: Experts, placement: Placement, state: Mapping[Any, Mapping[str, Any]]
+) -> list[MovedStack]:
+    """Return the weights of the layer's ``experts``, each with the tensors of ``state`` that move with it. Collective.
 
     Raises:
         ConfigError, RankMismatch: ``placement`` is invalid, or it or the tensors differ between ranks; on all ranks.
@@ -360,9 +361,9 @@ def stacks_to_move(layer: MoELayer, placement: Placement, state: Mapping[Any, Ma
     moved: dict[str, list[Tensor]] = {}
     try:
         check_relocation(layer.placement, placement)
-        for name, param in layer.experts.named_parameters():
+        for name, param in experts.named_parameters():
             moved[name] = [param.data, *map(plain, moved_state(name, param, state.get(param, {})))]
-        if any(managed_by_fsdp(param) for param in layer.experts.parameters()):
+        if any(managed_by_fsdp(param) for param in experts.parameters()):
             raise ConfigError(f"FSDP shards the experts of layer {layer.label!r}, which cannot be relocated")
     except ConfigError as error:
         fault = error
@@ -377,7 +378,7 @@ def stacks_to_move(layer: MoELayer, placement: Placement, state: Mapping[Any, Ma
         compare(channel_of(dispatcher.group), "a relocation of experts", same, fault=fault)
     elif fault is not None:
         raise fault
-    old, new = (layer.experts.shardings_over(one) for one in (layer.placement, placement))
+    old, new = (experts.shardings_over(one) for one in (layer.placement, placement))
     etp = layer.sizes["etp"]
     places = [{"ep": rank // etp, "etp": rank % etp} for rank in range(dispatcher.world)]
     return [MovedStack.of(tensors, old[name], new[name], places) for name, tensors in moved.items()]

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,22 +28,9 @@ from torch.autograd import Variable
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.recompute import new_forward
 
-if TYPE_CHECKING:
-    from moe_comm.layers.attention.sequence import Documents
-
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A computation that yields where other work can hide its pending transfers, and returns its result."""
-
-
-@dataclass(frozen=True, eq=False)
-class StageInput:
-    """Arguments of ``Transformer.forward`` for one micro-batch."""
-
-    x: Tensor
-    positions: Tensor | None = None
-    documents: Documents | Tensor | None = None
-    mask: Tensor | None = None
 
 
 def finish(steps: Steps[T]) -> T:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import AttentionConfig
-
-if TYPE_CHECKING:
-    from moe_comm.layers.moe.config import MoEConfig
-
-Recompute = Literal["none", "selective", "full"]
-
+from moe_comm.layers.moe.config import MoEConfig
 
 MOST_LAYERS = 1 << 12
 """Largest accepted number of layers, four times that of the deepest published models."""

@@ -7,6 +7,7 @@ ids [B, S/cp] ─ embed ─▶ x [B, S/(cp*tp), D] ─ layers ─▶ x ─ norm 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from moe_comm.layers.attention.rope import Rope, RopeTable
 from moe_comm.layers.attention.sequence import Documents, local_positions
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters, finish, in_turns
+from moe_comm.layers.parallel.interleave import Steps, TurnParameters, finish, in_turns
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.norm import RMSNorm
 from moe_comm.layers.transformer.block import TokenContext, TransformerBlock, TurnTokens, materialize
@@ -29,6 +30,16 @@ from moe_comm.layers.transformer.shortcut import ShortcutBlock
 __all__ = ["ModelPlan", "Transformer"]
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
+
+
+@dataclass(frozen=True, eq=False)
+class StageInput:
+    """Arguments of ``Transformer.forward`` for one micro-batch."""
+
+    x: Tensor
+    positions: Tensor | None = None
+    documents: Documents | Tensor | None = None
+    mask: Tensor | None = None
 
 
 class Transformer(ParallelModule):

@@ -14,7 +14,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.sequence import check_context, local_positions
-from moe_comm.layers.transformer.config import Recompute
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 

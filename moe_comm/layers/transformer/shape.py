@@ -19,16 +19,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, get_args
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import MLAConfig, QKNorm
-from moe_comm.layers.transformer.config import TransformerConfig
+
+if TYPE_CHECKING:  # loads torch, which the planner does without
+    from moe_comm.layers.transformer.config import TransformerConfig
 
 Latent = MLAConfig
 """Widths of multi-head latent attention: q_rank (None: direct queries), kv_rank, nope_dim, rope_dim, v_dim."""
 
 LayerKind = Literal["moe", "dense"]
+Recompute = Literal["none", "selective", "full"]
 N = TypeVar("N", int, float)
 
 FAMILY = {

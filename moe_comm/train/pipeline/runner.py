@@ -20,7 +20,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.collectives import channel_of
-from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput
+from moe_comm.layers.parallel.interleave import BackwardTurns
+from moe_comm.layers.transformer.model import StageInput
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, communication_span
 from moe_comm.runtime.seconds import seconds_of

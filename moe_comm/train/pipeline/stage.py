@@ -23,7 +23,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # no public names
 
 from moe_comm.errors import InputError
-from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps, TurnParameters
+from moe_comm.layers.parallel.interleave import BackwardTurns, Steps, TurnParameters
+from moe_comm.layers.transformer.model import StageInput
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, Open
 from moe_comm.train.parallel.parameters import master_dtype

@@ -16,12 +16,11 @@ from moe_comm.layers.attention.config import AttentionConfig
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.layers.parallel.interleave import StageInput
 from moe_comm.layers.parallel.recompute import activation_bytes
-from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
-from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.layers.transformer.model import ModelPlan, StageInput, Transformer
+from moe_comm.layers.transformer.shape import ModelShape, Recompute
 from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
 from moe_comm.train.loop.build import overlaps_experts

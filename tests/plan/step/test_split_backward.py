@@ -14,10 +14,10 @@ from moe_comm.layers.attention.config import AttentionConfig
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.layers.parallel import recompute as recompute_module
-from moe_comm.layers.parallel.interleave import StageInput
-from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
-from moe_comm.layers.transformer.model import ModelPlan, Transformer
+from moe_comm.layers.transformer.model import ModelPlan, StageInput, Transformer
+from moe_comm.layers.transformer.shape import Recompute
 from moe_plan.model.mapping import Mapping
 from moe_plan.orders import PassKind
 from moe_plan.step.blocks import FREE, halves

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_comm.layers.transformer.config import Recompute
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import SCHEDULES

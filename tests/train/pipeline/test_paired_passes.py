@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import InputError, MoeCommError
-from moe_comm.layers.transformer.config import Recompute
 from moe_comm.layers.transformer.model import Transformer
+from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
 from moe_comm.topology import ParallelConfig
