@@ -1,6 +1,11 @@
 """Ranks for tests: processes that are reused between tests, with a deadline and stack traces after a timeout.
 
-    with RankPool(2) as pool:
+    @on_ranks(2, 4)                                   # once with 2 ranks, once with 4
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_sum(group: dist.ProcessGroup, rank: int, dtype: torch.dtype) -> None:
+        assert ...                                    # runs on every rank
+
+    with RankPool(2) as pool:                         # where the test compares results of ranks
         results = pool.run(work, arg, timeout=60)     # work(rank, world, arg), a module-level function
 
 Each rank is a process with one torch thread. Its default process group is gloo with a FileStore on loopback. Functions
@@ -24,8 +29,10 @@ collected tests do not need.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -42,6 +49,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 GROUP_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
@@ -249,6 +258,39 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+def on_ranks(*worlds: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: run a test on every rank of the module's pools, once for each number of ranks in ``worlds``.
+
+    The test gets ``rank``, ``world`` and ``group`` (the default group), if it has parameters of these names. Its other
+    parameters are fixtures and parametrized values of the main process, which are pickled. Place it above other marks.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(body).parameters
+        of_ranks = {"rank", "world", "group"} & parameters.keys()
+
+        def on_rank(rank: int, world: int, arguments: dict[str, Any]) -> None:
+            from torch.distributed import group
+
+            values = {"rank": rank, "world": world, "group": group.WORLD}
+            body(**{name: values[name] for name in of_ranks}, **arguments)
+
+        @functools.wraps(body)
+        def test(pools: dict[int, RankPool], ranks: int, **arguments: Any) -> None:
+            pools[ranks].run(on_rank, arguments, timeout)
+
+        on_rank.__module__, on_rank.__qualname__ = body.__module__, f"{body.__qualname__}.on_rank"
+        test.on_rank = on_rank  # type: ignore[attr-defined]  # where ranks find it
+        requested = ["pools", "ranks", *(name for name in parameters if name not in of_ranks)]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what pytest reads
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in requested]
+        )
+        del test.__wrapped__  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("ranks", worlds)(test)
+
+    return decorate
 
 
 def with_longer_deadline(check: Callable[[float], None], *deadlines_s: float) -> None:

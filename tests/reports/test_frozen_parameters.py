@@ -15,7 +15,7 @@ import moe_comm
 from moe_comm import DispatchOptions, MoEConfig, MoELayer, RouterConfig
 from moe_comm.errors import MoeCommError
 from moe_comm.layers.data_parallel import expert_parameters
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 HIDDEN = 8
 CONFIG = MoEConfig(hidden=HIDDEN, ffn=16, router=RouterConfig(4, 2), shared_ffn=8)
@@ -99,39 +99,26 @@ def step(model: Model, rank: int, context: Callable[[], AbstractContextManager[A
     return ""
 
 
-def frozen_on_rank_1(rank: int, world: int, arg: tuple[str, Any]) -> dict[str, str]:
-    backend, overlap = arg
-    messages = {}
+@on_ranks(2)
+@pytest.mark.parametrize(("backend", "overlap"), [("shared_memory", None), ("all_to_all", "auto")])
+def test_what_is_frozen_on_one_rank_only_raises_on_every_rank(
+    group: dist.ProcessGroup, rank: int, backend: str, overlap: Any
+) -> None:
     for everywhere in (nothing, all_but_experts):
+        harmless = (nothing,) if everywhere is nothing else (nothing, router, shared_expert, first_layer)
         for frozen in FROZEN:
-            model = Model(dist.group.WORLD, overlap, backend)
+            model = Model(group, overlap, backend)
             for param in everywhere(model) + (frozen(model) if rank else []):
                 param.requires_grad_(False)
-            messages[f"{everywhere.__name__} everywhere, {frozen.__name__} on rank 1"] = step(model, rank)
+            message = step(model, rank)
+            assert message == "" if frozen in harmless else message.startswith("RankMismatch: "), (frozen, message)
     for context in (torch.no_grad, torch.inference_mode):
         for frozen in (nothing, all_but_experts):
-            model = Model(dist.group.WORLD, overlap, backend)
+            model = Model(group, overlap, backend)
             for param in frozen(model):
                 param.requires_grad_(False)
-            text = step(model, rank, context if rank else nullcontext)
-            messages[f"{context.__name__} on rank 1, {frozen.__name__} frozen"] = text
-    return messages
-
-
-@pytest.mark.parametrize("setting", [("shared_memory", None), ("all_to_all", "auto")], ids=["serial", "pipelined"])
-def test_what_is_frozen_on_one_rank_only_raises_on_every_rank(setting: tuple[str, Any], pool2: RankPool) -> None:
-    for messages in pool2.run(frozen_on_rank_1, setting, timeout=90):
-        for name, message in messages.items():
-            trained = name.endswith("nothing on rank 1")
-            harmless = name.startswith("all_but_experts") and name.split()[2] in (
-                "router",
-                "shared_expert",
-                "first_layer",
-            )
-            if trained or harmless:
-                assert message == "", f"{name}: {message}"
-            else:
-                assert message.startswith("RankMismatch: "), f"{name}: {message}"
+            message = step(model, rank, context if rank else nullcontext)
+            assert message.startswith("RankMismatch: "), (context, frozen, message)
 
 
 def train(model: Model, x: Tensor, mask: Tensor | None, ranks: int = 1) -> tuple[dict[str, Tensor], float]:
@@ -154,10 +141,14 @@ def train(model: Model, x: Tensor, mask: Tensor | None, ranks: int = 1) -> tuple
     return moe_comm.state_dict(model), float(norm)
 
 
-def train_some_experts(rank: int, world: int, mask: Tensor) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [(0, 3), (2,)])
+def test_any_experts_may_be_trained(group: dist.ProcessGroup, rank: int, world: int, trained: tuple[int, ...]) -> None:
+    mask = torch.zeros(4, dtype=torch.bool)
+    mask[list(trained)] = True
     x = torch.randn(world, 6, HIDDEN, generator=torch.Generator().manual_seed(0))
     want, want_norm = train(Model(None), x.flatten(0, 1), mask)
-    got, norm = train(Model(dist.group.WORLD), x[rank], mask, world)
+    got, norm = train(Model(group), x[rank], mask, world)
     assert norm == pytest.approx(want_norm, rel=1e-5)
     before = Model(None).state_dict()
     for name, value in want.items():
@@ -166,10 +157,3 @@ def train_some_experts(rank: int, world: int, mask: Tensor) -> None:
             assert torch.equal(got[name][~mask], before[name][~mask]) and not torch.equal(
                 got[name][mask], before[name][mask]
             )
-
-
-@pytest.mark.parametrize("trained", [(0, 3), (2,)])
-def test_any_experts_may_be_trained(trained: tuple[int, ...], pool2: RankPool) -> None:
-    mask = torch.zeros(4, dtype=torch.bool)
-    mask[list(trained)] = True
-    pool2.run(train_some_experts, mask, timeout=60)
