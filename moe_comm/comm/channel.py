@@ -23,11 +23,10 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
-from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
+from moe_comm.errors import ANY, MoeCommError, PeerDied, PeerError, PeerTimeout, known_to_peers
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS, communication_span
-from moe_comm.runtime.memory import as_dtype, warm_rows
-from moe_comm.tensor_memory import materialized
+from moe_comm.runtime.memory import as_dtype, materialized, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm.comm.communicator import Communicator
@@ -349,9 +348,16 @@ class AbortOnError:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        # Activation checkpointing ends a forward pass early with _StopRecomputationError.
-        if isinstance(error, Exception) and not isinstance(error, _StopRecomputationError):
+        if isinstance(error, Exception):
             self._abort(error)
+
+
+def needs_report(error: Exception, comm: object = ANY) -> bool:
+    """Return whether the ranks of communicator ``comm`` must learn of ``error``, which they may have raised too.
+
+    Activation checkpointing ends a forward pass early with _StopRecomputationError, on all ranks.
+    """
+    return not isinstance(error, _StopRecomputationError) and not known_to_peers(error, comm)
 
 
 def raised_text(error: Exception, label: str) -> str:

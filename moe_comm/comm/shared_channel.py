@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_comm.comm.channel import Channel, PendingTensor, operation, raised_text
+from moe_comm.comm.channel import Channel, PendingTensor, needs_report, operation, raised_text
 from moe_comm.comm.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
 from moe_comm.comm.shared_heap import SharedHeap
-from moe_comm.errors import HeapError, MoeCommError, PeerRaised, known_to_peers, mark_known
+from moe_comm.errors import HeapError, MoeCommError, PeerRaised, mark_known
 from moe_comm.kernels.autograd import sum_in_rank_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows
-from moe_comm.tensor_memory import address
+from moe_comm.runtime.memory import DTYPE_CODES, address, block, native, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap
@@ -208,7 +207,7 @@ class SharedChannel(Channel):
             label: name of the layer.
             in_flight: this rank, or a peer, may be in a transfer of the group's backend.
         """
-        if self.world == 1 or known_to_peers(error, self.comm) or self.rows_device.type == "cuda":
+        if self.world == 1 or not needs_report(error, self.comm) or self.rows_device.type == "cuda":
             return
         self.comm.check()
         if self.comm.core is not None:

@@ -1,4 +1,3 @@
-from moe_comm.dispatch.arguments import Array as Array
 from moe_comm.dispatch.dispatcher import Dispatcher as Dispatcher
 from moe_comm.dispatch.selection.choice import Traffic as Traffic
 from moe_comm.dispatch.selection.factory import (
@@ -17,3 +16,4 @@ from moe_comm.dispatch.types import (
 )
 from moe_comm.dispatch.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes
 from moe_comm.kernels.fp8 import ScaledRows as ScaledRows
+from moe_comm.runtime.memory import Array as Array

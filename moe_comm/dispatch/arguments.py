@@ -1,60 +1,19 @@
-"""Arguments of a dispatcher's operations: arrays of other libraries as tensors without a copy, and checks.
-
-A fault is reported to the other ranks before it is raised.
-"""
+"""Checks of the arguments of a dispatcher's operations. A fault is reported to the other ranks before it is raised."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_comm.comm.header import DTYPES
 from moe_comm.dispatch.types import DROPPED, DispatchHandle, routing_error
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.fp8 import BLOCK
-from moe_comm.tensor_memory import in_memory, readable
 
-_PLAIN = {Tensor, nn.Parameter}
 ID_DTYPES = (torch.int64, torch.int32)
 EXTRA_DTYPES = (torch.float32, torch.int32)
-
-
-class Array(Protocol):
-    """An array that other libraries can read through DLPack: CuPy, JAX and Numba on a GPU, NumPy on the CPU."""
-
-    def __dlpack__(self, *, stream: Any = None) -> Any:
-        """Return a DLPack capsule whose values are complete on ``stream``."""
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return kind and index of the device."""
-
-
-def as_tensors(**values: Tensor | Array | None) -> tuple[list[Tensor], InputError | None]:
-    """Return tensors with the values of ``values``, which are tensors or arrays, by name, in memory.
-
-    Returns:
-        The tensors, and the error if a value is neither, cannot be shared, or has no memory. The value is then replaced
-        by an empty tensor, so that the caller can report the error to the other ranks.
-    """
-    tensors: list[Any] = list(values.values())
-    if _PLAIN.issuperset(map(type, tensors)) and in_memory(*tensors):
-        return tensors, None
-    tensors, fault = [], None
-    for name, value in values.items():
-        try:
-            tensors.append(readable(value if isinstance(value, Tensor) else torch.from_dlpack(value), name))
-            continue
-        except InputError as error:
-            fault = error
-        except (AttributeError, TypeError, BufferError, RuntimeError) as error:
-            # from_dlpack raises AttributeError or TypeError for objects without DLPack, the others for arrays that it
-            # cannot share, such as read-only ones.
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            fault = InputError(f"{name}: expected a tensor, or an array with DLPack; got {kind} ({error})")
-        tensors.append(torch.empty(0, 0, dtype=torch.float32, device="cpu"))
-    return tensors, fault
 
 
 def dispatch_fault(x_TD: Tensor, ids_TK: Tensor, num_experts: int | None) -> MoeCommError | None:

@@ -35,8 +35,6 @@ from moe_comm.comm.communicator import refuse_pickling
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD, GroupCalls, describe
 from moe_comm.dispatch.arguments import (
-    Array,
-    as_tensors,
     combine_fault,
     dispatch_fault,
     extra_fault,
@@ -52,6 +50,7 @@ from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, communication_span
+from moe_comm.runtime.memory import Array, as_tensors
 from moe_comm.topology import ExpertPlacement, Placement
 
 _makers = count(1)
@@ -448,7 +447,13 @@ class Dispatcher(Operations):
         return dispatch_fault(x_TD, ids_TK, None if self.checks_ids else self.num_experts)
 
     def _handle(
-        self, x_TD: Tensor, rows_per_expert: tuple[int, ...], num_rows: int, num_dropped: int, state: Any
+        self,
+        x_TD: Tensor,
+        rows_per_expert: tuple[int, ...],
+        num_rows: int,
+        num_dropped: int,
+        state: Any,
+        num_own: int | None = None,
     ) -> DispatchHandle:
         """Return the handle of the current operation, the dispatch of ``x_TD``."""
         (tokens, hidden), operation = x_TD.shape, self.context.operation
@@ -461,6 +466,7 @@ class Dispatcher(Operations):
             rows_per_expert,
             num_rows,
             num_dropped,
+            num_own,
             operation.label,
             state,
             operation.seq,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.kernels.autograd import compute_dtype, needed_gradients, once_differentiable
@@ -234,6 +235,10 @@ class ExpertCall:
         """Return the weighted sum of the expert outputs of each token, [T, D]."""
         return self._dispatcher.combine(rows, self._weights_TK, self.handle)
 
+    def abort(self, error: Exception) -> None:
+        """Report an exception between dispatch and combine to the other ranks; see ``Dispatcher.abort``."""
+        self._dispatcher.abort(error, label=self.handle.label)
+
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Return a context manager that reports an exception between dispatch and combine to the other ranks."""
-        return self._dispatcher.abort_on_error(self.handle.label)
+        """Return a context manager that calls ``abort`` for an exception that leaves the ``with`` block."""
+        return AbortOnError(self.abort)

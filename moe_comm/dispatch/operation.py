@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from moe_comm.comm.channel import AbortOnError, raised_text
+from moe_comm.comm.channel import AbortOnError, needs_report, raised_text
 from moe_comm.comm.header import GroupCalls, Header, describe
-from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import SAME, bytes_per_row
-from moe_comm.errors import InputError, MoeCommError, PeerError, PeerRaised, known_to_peers, mark_known
+from moe_comm.errors import InputError, MoeCommError, PeerError, PeerRaised, mark_known
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, Open
+from moe_comm.runtime.memory import as_tensors
 
 if TYPE_CHECKING:
     from moe_comm.comm.communicator import Communicator
@@ -49,6 +49,7 @@ class Operation(Header):
     handle: DispatchHandle | None = field(default=None, repr=False)
     span: Open = field(init=False, repr=False)
     _outer: Operation = field(init=False, repr=False)
+    _metered: bool = field(init=False, repr=False, default=False)
 
     def __enter__(self) -> Operation:
         dispatcher = self.dispatcher
@@ -58,7 +59,9 @@ class Operation(Header):
             nbytes = 0 if self.handle is None else dispatcher.sent_bytes(self.op, self.handle)
             group = dispatcher.comm.span_group
             self.span = EVENTS.span(KINDS[self.op], self.op, layer=self.label, group=group, nbytes=nbytes)
-            COMMUNICATION.__enter__()
+            self._metered = COMMUNICATION.read
+            if self._metered:
+                COMMUNICATION.__enter__()
         self.span.__enter__()
         self._outer, dispatcher.context.operation = dispatcher.context.operation, self
         return self
@@ -66,7 +69,7 @@ class Operation(Header):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         self.dispatcher.context.operation = self._outer
         self.span.__exit__(kind, error, traceback)
-        if self.dispatcher.comm is not None:
+        if self._metered:
             COMMUNICATION.__exit__(kind, error, traceback)
         if error is not None:
             self.dispatcher.report(self).__exit__(kind, error, traceback)
@@ -171,19 +174,16 @@ class Operations(ABC):
 
         Returns 0 if rows are relayed or gathered: the inner collectives record their bytes.
         """
-        if not EVENTS.enabled:
+        if not EVENTS.enabled or handle.num_own is None:
             return 0
         slots = handle.num_tokens * handle.top_k - handle.num_dropped
         rows = slots if KINDS[op] is Kind.DISPATCH else handle.num_rows
-        own = self.own_rows(handle, rows)
-        if own is None:
-            return 0
         key = op, handle.hidden, handle.dtype
         row_bytes = self.row_bytes.get(key)
         if row_bytes is None:
             wire_dtype = self.options.wire_dtypes.of(op) if self.packs else SAME
             row_bytes = self.row_bytes[key] = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)
-        return (rows - own) * row_bytes
+        return (rows - handle.num_own) * row_bytes
 
     # --- reports of this rank's errors to the other ranks ---
 
@@ -235,7 +235,7 @@ class Operations(ABC):
         return AbortOnError(partial(self._report, operation))
 
     def _report(self, operation: Operation, error: Exception) -> None:
-        if isinstance(error, PeerError) or error is operation.fault or known_to_peers(error, self.comm):
+        if isinstance(error, PeerError) or error is operation.fault or not needs_report(error, self.comm):
             return
         if operation.agreed:
             self._report_stop(f"rank {self.rank} {raised_text(error, operation.label)}")
@@ -263,7 +263,7 @@ class Operations(ABC):
             label: name of the layer, for the other ranks' message.
             in_flight: rows of an operation that has started are still in transfer.
         """
-        if self.world == 1 or known_to_peers(error, self.comm):
+        if self.world == 1 or not needs_report(error, self.comm):
             return
         mark_known(error)
         text = raised_text(error, label)
@@ -282,13 +282,6 @@ class Operations(ABC):
 
     def _report_stop(self, text: str) -> None:  # noqa: B027 - only backends over torch.distributed wait for a report
         """Report that this rank stops, to ranks that wait outside a handshake."""
-
-    def own_rows(self, handle: DispatchHandle, sent: int) -> int | None:
-        """Return how many of the ``sent`` rows of an operation stay on this rank.
-
-        None if rows are relayed or gathered: the inner collectives record their bytes.
-        """
-        return None
 
     @abstractmethod
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]: ...

@@ -33,7 +33,7 @@ from moe_comm.dispatch.types import DROPPED, DispatchHandle, DispatchOptions
 from moe_comm.errors import InputError, MoeCommError, known_to_peers
 from moe_comm.kernels.fp8 import E4M3
 from moe_comm.kernels.native import core, on_cpu
-from moe_comm.tensor_memory import address, materialized, readable
+from moe_comm.runtime.memory import address, materialized, readable
 from moe_comm.topology import ExpertPlacement
 
 

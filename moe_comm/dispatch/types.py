@@ -102,6 +102,8 @@ class DispatchHandle:
         rows_per_expert: number of rows of each local expert, in order of expert id. ``rows_RD`` has them in this order.
         num_rows: sum of ``rows_per_expert``.
         num_dropped: number of this rank's slots with id -1.
+        num_own: number of this rank's slots whose rows stay on this rank. None if rows are relayed or gathered: the
+            inner collectives record their bytes.
         label: name of the layer, for error messages.
         state: private to the backend.
         call: sequence number of the dispatch. Ranks compare it in ``combine``.
@@ -117,6 +119,7 @@ class DispatchHandle:
     rows_per_expert: tuple[int, ...]
     num_rows: int
     num_dropped: int
+    num_own: int | None
     label: str
     state: Any = field(repr=False)
     call: int = 0

@@ -41,7 +41,7 @@ from moe_comm.gpu.protocol import (
     chunk_of,
     words_address,
 )
-from moe_comm.tensor_memory import address, row_address
+from moe_comm.runtime.memory import address, row_address
 
 if TYPE_CHECKING:
     from moe_comm import _C

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.gpu.blocks import ALIGN, round_up
-from moe_comm.tensor_memory import address
+from moe_comm.runtime.memory import address
 
 HEADER_WORDS = 49
 FAULT_WORD = 8

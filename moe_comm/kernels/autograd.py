@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 
 from moe_comm.errors import InputError
-from moe_comm.tensor_memory import materialized
+from moe_comm.runtime.memory import materialized
 
 Backward = Callable[..., Any]
 

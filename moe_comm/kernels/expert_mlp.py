@@ -248,7 +248,7 @@ class _MLPForward(ExpertForward):
         self._keep = keep
         self.saved = rows_RD, None, self._h_RG if keep else None
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
-        self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF)
+        self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF, self._h_RG, self._act_RF, out_RD)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
         self._without_biases = b13_EG is None and b2_ED is None
         self._b13 = [None] * experts if b13_EG is None else b13_EG.unbind(0)
@@ -265,7 +265,6 @@ class _MLPForward(ExpertForward):
         whole = (
             self._aligned
             and self._without_biases
-            and are_aligned(self._h_RG, act_RF, self._out_RD)
             and not (self._rows_RD.shape[1] % TILE or act_RF.shape[1] % TILE or self._h_RG.shape[1] % TILE)
         )
         for expert, rows_rD in enumerate(self._rows_RD.split(self._sizes)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_comm.tensor_memory import in_memory
+from moe_comm.runtime.memory import in_memory
 
 TRITON_DEVICES = {"cuda"}
 """Device types whose tensors run in Triton kernels if Triton is installed. Tests with interpreted kernels add "cpu";

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.native import core, on_cpu
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
-from moe_comm.tensor_memory import address, materialized
+from moe_comm.runtime.memory import address, materialized
 
 PARTIAL_ROWS = 128
 """The weight gradient is summed over blocks of this many rows, for every number of threads."""

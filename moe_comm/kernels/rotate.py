@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.native import core, on_cpu
-from moe_comm.tensor_memory import address, row_address
+from moe_comm.runtime.memory import address, row_address
 
 
 def rotate_halves(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

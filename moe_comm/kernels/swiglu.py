@@ -18,7 +18,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.native import TRITON_DEVICES, core, for_triton
 from moe_comm.kernels.pointwise import sigmoid_values
-from moe_comm.tensor_memory import address, readable, row_address
+from moe_comm.runtime.memory import address, readable, row_address
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -30,7 +30,6 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autograd import sum_in_rank_order, without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
@@ -39,6 +38,7 @@ from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.tuning.choose import choose
 from moe_comm.overlap.tuning.cost import FUSED, OperatorWork
 from moe_comm.overlap.tuning.store import OverlapChoice
+from moe_comm.runtime.memory import as_tensors
 
 Bounds = tuple[tuple[int, int], ...]
 

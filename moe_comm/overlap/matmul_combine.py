@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.dispatch.expert_call import grouped
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
@@ -30,6 +29,7 @@ from moe_comm.overlap.executors.device import device_matmul_combine
 from moe_comm.overlap.executors.pipelined import pipelined_combine
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
 from moe_comm.overlap.executors.transport import RowDispatch
+from moe_comm.runtime.memory import as_tensors
 
 
 def matmul_combine(

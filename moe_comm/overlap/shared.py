@@ -29,8 +29,7 @@ from moe_comm.overlap.chunked import GatheredRows, OperatorPlan
 from moe_comm.overlap.options import SHARED
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.memory import DTYPE_CODES, block, native
-from moe_comm.tensor_memory import address
+from moe_comm.runtime.memory import DTYPE_CODES, address, block, native
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap, Rendezvous

@@ -245,11 +245,15 @@ class Meter:
     """Sum of the seconds between entering and leaving, over all threads. Nested entries of a thread count once.
 
     On a GPU, this is the time that the CPU was blocked, not the time on the device.
+
+    Attributes:
+        read: whether a caller has called ``take``. Before, spans of communication do not enter the meter.
     """
 
     _lock: threading.Lock
 
     def __init__(self) -> None:
+        self.read = False
         self._local = _Entered()
         add_lock(self, "_lock")
         self._seconds = 0.0
@@ -288,6 +292,7 @@ class Meter:
 
     def take(self) -> float:
         """Return the seconds since the last call, and start from zero."""
+        self.read = True
         with self._lock:
             seconds, self._seconds = self._seconds, 0.0
         return seconds

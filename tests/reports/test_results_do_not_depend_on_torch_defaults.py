@@ -16,7 +16,7 @@ import moe_comm
 from moe_comm.errors import InputError
 from moe_comm.integrations.hugging_face import swap_moe
 from moe_comm.layers import MoELayer
-from moe_comm.tensor_memory import address, row_address
+from moe_comm.runtime.memory import address, row_address
 from moe_comm.topology import ParallelConfig
 from tests.dispatch import cases, workers
 from tests.dispatch.workers import Job, Result

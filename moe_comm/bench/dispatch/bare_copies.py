@@ -22,8 +22,7 @@ from torch import Tensor
 
 from moe_comm.bench.common.inputs import RankInputs, check_result, expected_rows, make_ids
 from moe_comm.bench.common.settings import DispatchBench
-from moe_comm.runtime.memory import warm_rows
-from moe_comm.tensor_memory import address
+from moe_comm.runtime.memory import address, warm_rows
 from moe_comm.topology import ExpertPlacement
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

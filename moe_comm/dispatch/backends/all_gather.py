@@ -59,9 +59,6 @@ class AllGatherDispatcher(AllToAllDispatcher):
 
     name = "all_gather"
 
-    def own_rows(self, handle: DispatchHandle, sent: int) -> None:
-        """Return None, because the collectives record their own bytes."""
-
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         x_TD = x_TD.contiguous()  # before the handshake, which reports a failure to the other ranks
         handle = self._gathered(x_TD, ids_TK)
@@ -85,7 +82,8 @@ class AllGatherDispatcher(AllToAllDispatcher):
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
         order, _ = sums.order(local_PK, len(own))
         handle = self._routed(x_TD, counts, routes)
-        return replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=order[: sum(routes.receive)]))
+        state = GatheredRoutes(**vars(routes), gathered_R=order[: sum(routes.receive)])
+        return replace(handle, num_own=None, state=state)  # the collectives record their own bytes
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
         if self.options.deterministic or self.options.wire_dtypes.of(self.context.operation.op).narrows(handle.dtype):

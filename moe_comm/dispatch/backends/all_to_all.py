@@ -99,9 +99,6 @@ class AllToAllDispatcher(Dispatcher):
         packed_RX = self._to_experts(packed_SX, routes, describe(self.context.operation))
         return unpack_scaled(packed_RX, wire_dtype, handle.hidden)
 
-    def own_rows(self, handle: DispatchHandle, sent: int) -> int | None:
-        return int(handle.state.send[self.rank])
-
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         x_TD = x_TD.contiguous()  # before the handshake, which reports a failure to the other ranks
         handle = self.prepare_dispatch(x_TD, ids_TK)
@@ -219,7 +216,9 @@ class AllToAllDispatcher(Dispatcher):
     def _routed(self, x_TD: Tensor, counts: Counts, routes: Routes) -> DispatchHandle:
         own = self.local_experts
         rows_per_expert = tuple(counts.rows_WE[:, own.start : own.stop].sum(0).tolist())
-        return self._handle(x_TD, rows_per_expert, sum(routes.receive), counts.num_dropped, routes)
+        return self._handle(
+            x_TD, rows_per_expert, sum(routes.receive), counts.num_dropped, routes, routes.send[self.rank]
+        )
 
 
 def to_slots(values_S: Tensor, handle: DispatchHandle) -> Tensor:

@@ -25,8 +25,7 @@ from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatc
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
-from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
-from moe_comm.tensor_memory import address, row_address
+from moe_comm.runtime.memory import DTYPE_CODES, address, block, from_capsule, native, row_address, warm_rows
 from moe_comm.topology import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -164,7 +163,7 @@ class NativeDispatcher(Dispatcher):
         )
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         words_RX = None if received is None else _received(received, rows, words)
-        return rows_RD, self._handle(x_TD, sizes, rows, dropped, state), words_RX
+        return rows_RD, self._handle(x_TD, sizes, rows, dropped, state, state.own), words_RX
 
     def _start_send(self, x_TD: Tensor, ids_TK: Tensor) -> NativeIncomingRows:
         """Start ``_send``. This rank's own rows are complete on return; rows of peers may be in flight."""
@@ -187,7 +186,7 @@ class NativeDispatcher(Dispatcher):
         )
         rows = state.rows
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        handle = self._handle(x_TD, state.rows_per_expert, rows, state.dropped, state)
+        handle = self._handle(x_TD, state.rows_per_expert, rows, state.dropped, state, state.own)
         return NativeIncomingRows(self, pending, rows_RD, handle, capsule)
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> NativeOutgoingRows:
@@ -240,7 +239,7 @@ class NativeDispatcher(Dispatcher):
             handle.state,
             *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
             address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
-            address(y_TD, handle.dtype),
+            0 if y_TD is None else y_TD.data_ptr(),  # allocated by the callers
             words,
             read=rows_RD,
         )
@@ -388,7 +387,3 @@ class SharedMemoryDispatcher(NativeDispatcher, PendingDispatcher):
                 f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on {x_TD.device}"
             )
         return super()._fault(x_TD, ids_TK)
-
-    def own_rows(self, handle: DispatchHandle, sent: int) -> int:
-        own: int = handle.state.own
-        return own

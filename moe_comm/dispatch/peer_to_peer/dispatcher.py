@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import DISPATCH_FIXED, Header, describe
-from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.low_latency import (
     LowLatencyBuffers,
@@ -41,6 +40,7 @@ from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.protocol import SAME
+from moe_comm.runtime.memory import as_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +183,6 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         """Record that ``stream`` uses ``x``, so that its memory is not reused before, as ``Tensor.record_stream``."""
         record_stream(self.memory.operations.heap, x, stream)
 
-    def own_rows(self, handle: DispatchHandle, sent: int) -> int:
-        return sent // self.world  # an estimate for balanced routing, because the CPU may not know the counts
-
     def _send_fixed(self, x_TD: Tensor, ids_TK: Tensor, ends: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
         """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
         if self.context.operation.fault is not None:
@@ -206,4 +203,5 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             if self.memory.emulated:
                 self.memory.check(ids_TK)
             self._stream.use_by_caller(rows_RD, place_TK, ends[-1])
-        return rows_RD, self._handle(x_TD, (), rows_RD.shape[0], 0, place_TK)
+        balanced = ids_TK.numel() // self.world  # an estimate: the CPU may not know the counts
+        return rows_RD, self._handle(x_TD, (), rows_RD.shape[0], 0, place_TK, balanced)

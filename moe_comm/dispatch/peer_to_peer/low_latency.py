@@ -28,8 +28,7 @@ from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.launch import check_shared
 from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, words_address
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import DTYPE_CODES
-from moe_comm.tensor_memory import address, row_address
+from moe_comm.runtime.memory import DTYPE_CODES, address, row_address
 
 MOST_TOKENS = 65535
 """Maximum of ``max_tokens``: a row count is sent in 16 bits of a word."""

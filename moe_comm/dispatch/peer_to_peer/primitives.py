@@ -53,8 +53,7 @@ from moe_comm.gpu.protocol import (
     words_address,
 )
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import DTYPE_CODES, native
-from moe_comm.tensor_memory import address
+from moe_comm.runtime.memory import DTYPE_CODES, address, native
 from moe_comm.topology import ExpertPlacement
 
 ROOM_WORD = HEADER_WORDS - 1
@@ -199,7 +198,9 @@ class PeerToPeerPrimitives(Dispatcher):
             if self._stream.is_separate:
                 tensors = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows,)
                 self._stream.use_by_caller(*tensors, place_TK)
-        handle = self._handle(x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK)
+        handle = self._handle(
+            x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK, ids_TK.numel() // self.world
+        )
         return rows, handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:

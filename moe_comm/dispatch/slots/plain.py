@@ -19,8 +19,7 @@ from torch import Tensor
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.kernels.native import core, on_cpu
-from moe_comm.runtime.memory import warm_rows
-from moe_comm.tensor_memory import address
+from moe_comm.runtime.memory import address, warm_rows
 
 LANES = 32
 

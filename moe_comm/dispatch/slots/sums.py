@@ -13,8 +13,7 @@ from torch import Tensor
 from moe_comm.dispatch.slots import plain
 from moe_comm.kernels.native import core, for_triton, on_cpu
 from moe_comm.runtime import memory
-from moe_comm.runtime.memory import DTYPE_CODES, warm_rows
-from moe_comm.tensor_memory import address
+from moe_comm.runtime.memory import DTYPE_CODES, address, warm_rows
 
 
 def order(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.arguments import as_tensors
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
@@ -42,6 +41,7 @@ from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.overlap.options import Overlap
+from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Placement, Sharding, Split
 
 if TYPE_CHECKING:
@@ -120,23 +120,29 @@ class EPExperts(ExpertParallel):
             self.label, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
         )
         fp8 = self.gemm_dtype == "fp8"
-        with self.dispatcher.abort_on_error(self.label):
-            try:
-                real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
-            except InputError as error:
-                self.dispatcher.refuse(error, label=self.label)
+        try:
+            real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
             if real is not None:
                 top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
             x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
             top_k_index = mark_invalid(top_k_index, top_k_weights)
+        except InputError as error:  # raised on every rank
+            self.dispatcher.refuse(error, label=self.label)
+        except Exception as error:  # the other ranks would wait in dispatch
+            self.dispatcher.abort(error, label=self.label)
+            raise
         call = self._start_call(self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8)
-        with call.abort_on_error(), without_autocast(x_TD):
-            rows_per_expert, copies = self._prepare_experts(self, call), self.copies
-            stacks = copies is not None and len(rows_per_expert) == copies.num_slots
-            weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
-            mlp = expert_mlp(self.layout, weights, call.rows.dtype, self.gemm_dtype)
-            out_RD = call.compute(call.rows, rows_per_expert, mlp)
-            self._follow_backward(self, call, out_RD)
+        try:
+            with without_autocast(x_TD):
+                rows_per_expert, copies = self._prepare_experts(self, call), self.copies
+                stacks = copies is not None and len(rows_per_expert) == copies.num_slots
+                weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
+                mlp = expert_mlp(self.layout, weights, call.rows.dtype, self.gemm_dtype)
+                out_RD = call.compute(call.rows, rows_per_expert, mlp)
+                self._follow_backward(self, call, out_RD)
+        except Exception as error:  # the other ranks would wait in combine
+            call.abort(error)
+            raise
         y_TD = call.combine(out_RD).to(hidden_states.dtype)
         return y_TD if real is None else real.spread(y_TD)
 

@@ -33,9 +33,9 @@ from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import HEAD, Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
+from moe_comm.runtime.memory import materialized
 from moe_comm.runtime.safe_files import write_file
 from moe_comm.runtime.untrusted import parse_object, read_bounded, regular_size
-from moe_comm.tensor_memory import materialized
 from moe_comm.topology import Sharding, ShardSlice
 
 INDEX = "model.safetensors.index.json"

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.layers.parallel.collectives import gather_values
-from moe_comm.tensor_memory import materialized
+from moe_comm.runtime.memory import materialized
 from moe_comm.topology import Box, Sharding, ShardSlice, row_range
 
 if TYPE_CHECKING:

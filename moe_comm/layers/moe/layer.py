@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchOptions
-from moe_comm.dispatch.arguments import as_tensors, tokens_fault
+from moe_comm.dispatch.arguments import tokens_fault
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.autograd import compute_dtype
@@ -47,6 +47,7 @@ from moe_comm.layers.parallel.recompute import recomputing
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.groups import warn_if_alone
+from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Placement, Sharding
 
 if TYPE_CHECKING:
@@ -338,12 +339,18 @@ class MoELayer(ExpertParallel):
             InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        with self.dispatcher.abort_on_error(self.label):
+        try:
             tokens = self._route(x, routing, token_index, mask)
+        except Exception as error:  # the other ranks would wait in dispatch
+            self.dispatcher.abort(error, label=self.label)
+            raise
         call = self._dispatch(tokens)
-        with call.abort_on_error():
+        try:
             shared_TD = None if self.shared is None else self.shared(tokens.x_TD)
             out_RD = self._run_experts(call)
+        except Exception as error:  # the other ranks would wait in combine
+            call.abort(error)
+            raise
         y_TD = call.combine(out_RD)
         return self._add_branches(y_TD, shared_TD, tokens).view(x.shape)
 

@@ -250,7 +250,7 @@ class Router(ParallelModule):
         if routed is not None:
             ids_TK, weights_TK, scores_TE = routed
         else:
-            scores_TE = self._scores(logits_TE)
+            scores_TE = sigmoid(logits_TE) if self.config.score == "sigmoid" else torch.softmax(logits_TE, -1)
             if ids_TK is None:
                 ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
             weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
@@ -260,9 +260,6 @@ class Router(ParallelModule):
         if self.training and not recomputing():
             self.load_E.add_(expert_counts(ids_TK, c.num_choices))
         return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
-
-    def _scores(self, logits_TE: Tensor) -> Tensor:
-        return sigmoid(logits_TE) if self.config.score == "sigmoid" else torch.softmax(logits_TE, -1)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         c = self.config

@@ -37,7 +37,7 @@ from moe_comm.comm.group_setup import abort_on_error, channel_of, configure_coll
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import sum_in_rank_order
-from moe_comm.tensor_memory import readable
+from moe_comm.runtime.memory import readable
 
 __all__ = [
     "CollectiveOptions",

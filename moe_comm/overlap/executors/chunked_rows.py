@@ -12,7 +12,6 @@ are sent) and the sums are those of the dispatcher, so the bits do not depend on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar, NoReturn
@@ -168,8 +167,8 @@ class ChunkedDispatch(RowDispatch):
         operation = self.handshake(op, grads[1]) if after is None else self.next_operation(op)
         return ChunkedReturn(self, operation)
 
-    def abort_on_error(self, send: RowSend | None) -> AbstractContextManager[None]:
-        return self.dispatcher.abort_on_error(self.handle.label, in_flight=True)
+    def abort(self, error: Exception, send: RowSend | None = None) -> None:
+        self.dispatcher.abort(error, label=self.handle.label, in_flight=True)
 
     def dispatch_at_once(self, x_TD: Tensor) -> Dispatched:
         """Send all rows in one transfer; differentiable."""

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.arguments import as_tensors
+from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
@@ -43,7 +43,7 @@ from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.quantized_ranges import QuantizedRanges
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
-from moe_comm.runtime.memory import warm_like, warm_rows
+from moe_comm.runtime.memory import as_tensors, warm_like, warm_rows
 
 Start = Callable[[Tensor], RowSend]
 """Starts to send the rows of tokens [T, D] to their experts."""
@@ -377,7 +377,7 @@ class PipelinedCall(ExpertCall):
         run = Run(
             dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
         )
-        run.guard = lambda: dispatch.abort_on_error(None)
+        run.guard = lambda: AbortOnError(dispatch.abort)
         self.handle = dispatch.handle
         self._dispatch, self._run, self._takes_fp8 = dispatch, run, scaled
         self.rows = _Dispatch.apply(x_TD, weights_TK, run)
@@ -407,8 +407,8 @@ class PipelinedCall(ExpertCall):
     def combine(self, rows: Tensor) -> Tensor:
         return _Combine.apply(rows, self._run)  # type: ignore[no-any-return]
 
-    def abort_on_error(self) -> AbstractContextManager[None]:
-        return self._dispatch.abort_on_error(self._run.send)
+    def abort(self, error: Exception) -> None:
+        self._dispatch.abort(error, self._run.send)
 
 
 def pipelined_dispatch(

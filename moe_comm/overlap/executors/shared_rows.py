@@ -25,8 +25,8 @@ computed in as many groups as there are chunks: fewer groups, larger GEMMs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NoReturn
@@ -151,17 +151,12 @@ class SharedDispatch(RowDispatch):
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
         self.dispatcher.refuse(fault, torch.empty(0, dtype=self.handle.dtype, device="cpu"), label=self.handle.label)
 
-    @contextmanager
-    def abort_on_error(self, send: RowSend | None) -> Iterator[None]:
-        with self.dispatcher.abort_on_error(self.handle.label):
-            try:
-                yield
-            except BaseException:
-                if send is not None:
-                    # The next operation reports the error to the other ranks; this one must be complete first.
-                    with suppress(MoeCommError):
-                        send.close()
-                raise
+    def abort(self, error: Exception, send: RowSend | None = None) -> None:
+        if send is not None:
+            # The next operation reports the error to the other ranks; this one must be complete first.
+            with suppress(MoeCommError):
+                send.close()
+        self.dispatcher.abort(error, label=self.handle.label)
 
 
 def _groups(world: int, rank: int, chunks: int) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn, Self
 
@@ -158,12 +157,8 @@ class RowDispatch(ABC):
         """Raise ``fault`` instead of running ``op``; on every rank if operations are checked."""
 
     @abstractmethod
-    def abort_on_error(self, send: RowSend | None) -> AbstractContextManager[None]:
-        """Return a context that reports an exception to the other ranks, which would wait for this one.
-
-        Args:
-            send: The ``RowSend`` in flight, if any.
-        """
+    def abort(self, error: Exception, send: RowSend | None = None) -> None:
+        """Report ``error`` to the other ranks, which would wait for this one. send: in flight, or None."""
 
 
 class SentGradients(RowSend):

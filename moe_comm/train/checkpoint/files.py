@@ -22,8 +22,8 @@ from torch import Tensor
 
 from moe_comm.errors import CheckpointError
 from moe_comm.runtime import untrusted
+from moe_comm.runtime.memory import materialized
 from moe_comm.runtime.safe_files import open_new, open_own_folder
-from moe_comm.tensor_memory import materialized
 
 BLOCK = 1 << 24
 """Bytes per write, hash or read."""
