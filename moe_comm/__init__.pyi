@@ -32,7 +32,7 @@ from moe_comm.layers.attention.config import (
     RopeConfig as RopeConfig,
 )
 from moe_comm.layers.attention.layer import Attention as Attention
-from moe_comm.layers.check.gradients import (
+from moe_comm.layers.check import (
     GradReport as GradReport,
     check_grads as check_grads,
 )

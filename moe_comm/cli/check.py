@@ -12,7 +12,7 @@ from moe_comm.cli.options import Config, JsonOut, Overrides, Settings, echo, loa
 from moe_comm.runtime.launch import init_ranks, launch, ranks_to_use
 
 if TYPE_CHECKING:
-    from moe_comm.layers.check.gradients import CheckGradsConfig, GradReport
+    from moe_comm.layers.check import CheckGradsConfig, GradReport
 
 app = typer.Typer()
 
@@ -71,7 +71,7 @@ def check_grads(
 ) -> None:
     """Compare an expert-parallel layer's output and all gradients with those of one rank and of float64."""
     # Both import torch.
-    from moe_comm.layers.check.gradients import CASES, CheckGradsConfig
+    from moe_comm.layers.check import CASES, CheckGradsConfig
     from moe_comm.layers.moe.router import Score
 
     config = CheckGradsConfig(
@@ -90,7 +90,7 @@ def check_grads(
         seed=seed,
         cases=tuple(one_of("case", case, CASES) for case in cases or CASES),
     )
-    loaded = ("torch", "moe_comm.layers.check.gradients")
+    loaded = ("torch", "moe_comm.layers.check")
     report = launch(_check_grads_rank, (config,), ranks_to_use(ranks, default=2), preload=loaded)[0]
     if report is None:  # under torchrun only the first rank reports
         return
@@ -103,7 +103,7 @@ def _check_grads_rank(config: CheckGradsConfig) -> GradReport | None:
     # Only ranks import torch, not the process that starts them.
     import torch.distributed as dist
 
-    from moe_comm.layers.check.gradients import run_check_grads
+    from moe_comm.layers.check import run_check_grads
 
     with init_ranks(config.device) as ranks:
         report = run_check_grads(config, dist.group.WORLD if ranks.world > 1 else None)

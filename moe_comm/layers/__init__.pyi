@@ -18,11 +18,12 @@ from moe_comm.layers.attention.sequence import (
     shard_sequence as shard_sequence,
     unshard_sequence as unshard_sequence,
 )
-from moe_comm.layers.check.gradients import (
+from moe_comm.layers.check import (
     CheckGradsConfig as CheckGradsConfig,
     GradReport as GradReport,
     check_grads as check_grads,
     run_check_grads as run_check_grads,
+    single_rank_copy as single_rank_copy,
 )
 from moe_comm.layers.data_parallel.state import (
     gather_state_dict as gather_state_dict,
@@ -51,7 +52,7 @@ from moe_comm.layers.moe.router import (
 )
 from moe_comm.layers.moe.shared import SharedExpert as SharedExpert
 from moe_comm.layers.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from moe_comm.layers.parallel.dense import DenseMLP as DenseMLP
+from moe_comm.layers.parallel.dense import DenseMLP as DenseMLP, RMSNorm as RMSNorm
 from moe_comm.layers.parallel.embedding import (
     VocabParallelEmbedding as VocabParallelEmbedding,
     VocabParallelHead as VocabParallelHead,
@@ -61,15 +62,13 @@ from moe_comm.layers.parallel.linear import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
 )
-from moe_comm.layers.parallel.norm import RMSNorm as RMSNorm
-from moe_comm.layers.parallel.shard import shardings_of as shardings_of
-from moe_comm.layers.transformer.block import TransformerBlock as TransformerBlock
+from moe_comm.layers.parallel.module import shardings_of as shardings_of
+from moe_comm.layers.transformer.block import (
+    Shortcut as Shortcut,
+    ShortcutBlock as ShortcutBlock,
+    TransformerBlock as TransformerBlock,
+)
 from moe_comm.layers.transformer.config import TransformerConfig as TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize as initialize
 from moe_comm.layers.transformer.model import StageInput as StageInput, Transformer as Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan as ModelPlan
-from moe_comm.layers.transformer.shortcut import (
-    Shortcut as Shortcut,
-    ShortcutBlock as ShortcutBlock,
-)
-from moe_comm.layers.transformer.state import single_rank_copy as single_rank_copy

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.shape import FAMILY, MASTER, ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture

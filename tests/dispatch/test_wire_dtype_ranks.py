@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.wire_dtype import bytes_per_row
-from moe_comm.layers.check.gradients import check_grads
+from moe_comm.layers.check import check_grads
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.router import RouterConfig
 from tests.dispatch import cases, workers

@@ -21,7 +21,7 @@ from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.errors import InputError, RoutingError
-from moe_comm.layers.check.gradients import CheckGradsConfig, run_check_grads
+from moe_comm.layers.check import CheckGradsConfig, run_check_grads
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers

@@ -19,16 +19,22 @@ from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
 from moe_comm.layers.attention import attention_blocks, sequence
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig
-from moe_comm.layers.attention.context import ContextSpec, check_heads, context_attention, local_attention
+from moe_comm.layers.attention.context import (
+    ContextSpec,
+    RingSpec,
+    check_heads,
+    context_attention,
+    local_attention,
+    ring_attention,
+    token_ring_attention,
+)
 from moe_comm.layers.attention.layer import Attention
-from moe_comm.layers.attention.ring import RingSpec, ring_attention
 from moe_comm.layers.attention.sequence import (
     Documents,
     local_positions,
     shard_sequence,
     unshard_sequence,
 )
-from moe_comm.layers.attention.token_ring import token_ring_attention
 from tests.pool import RankPool
 
 CONTEXTS: tuple[Context, ...] = ("ulysses", "ring", "token_ring")
@@ -190,10 +196,10 @@ def test_windows_and_documents_compute_only_attended_blocks() -> None:
 def test_all_ranks_of_a_ring_have_the_same_work_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     cp, chunk = 4, 3
     q = torch.empty(2, 1, 2 * chunk, 8)
-    monkeypatch.setattr("moe_comm.layers.attention.ring.group_size", lambda group: cp)
+    monkeypatch.setattr("moe_comm.layers.attention.context.group_size", lambda group: cp)
     work = []
     for rank in range(cp):
-        monkeypatch.setattr("moe_comm.layers.attention.ring.group_rank", lambda group, rank=rank: rank)
+        monkeypatch.setattr("moe_comm.layers.attention.context.group_rank", lambda group, rank=rank: rank)
         work.append([area(RingSpec(None, 1.0).blocks(q, (rank - step) % cp)) for step in range(cp)])
     assert work == [[2 * 3 * chunk**2] + [2 * 2 * chunk**2] * (cp - 1)] * cp
 

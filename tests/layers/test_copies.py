@@ -20,7 +20,7 @@ from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError, PeerDied, RankMismatch
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, gather_state_dict, load_state_dict
-from moe_comm.layers.check.gradients import check_grads
+from moe_comm.layers.check import check_grads
 from moe_comm.layers.data_parallel import expert_modules, optimizer_state_dict
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.moe.config import MoEGroups

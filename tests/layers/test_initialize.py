@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.initialize import NormalInit, fill, init_kind, initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, Sharding, Split

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.layers.parallel.interleave import BackwardTurns, Steps, TurnParameters, finish, take_turns
-from moe_comm.layers.parallel.names import state_key
+from moe_comm.layers.parallel.module import state_key
 from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize

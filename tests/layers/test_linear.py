@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.activations import Activation
 from moe_comm.layers.parallel.collectives import sum_values
-from moe_comm.layers.parallel.dense import DenseMLP
+from moe_comm.layers.parallel.dense import DenseMLP, RMSNorm
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_input
-from moe_comm.layers.parallel.norm import RMSNorm
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding
 from tests.layers.reference import draw, silu_glu

@@ -13,14 +13,13 @@ from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.parallel.recompute import activation_bytes
-from moe_comm.layers.parallel.shard import shardings_of
-from moe_comm.layers.transformer.block import TokenContext
+from moe_comm.layers.transformer.block import BRANCH_POINTS, Shortcut, ShortcutBlock, TokenContext
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.layers.transformer.shape import ModelShape, Recompute
-from moe_comm.layers.transformer.shortcut import BRANCH_POINTS, Shortcut, ShortcutBlock
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_plan.model.activations import ActivationMemory

@@ -15,7 +15,7 @@ from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeCon
 from moe_comm.layers.attention.sequence import shard_sequence
 from moe_comm.layers.moe.layer import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer

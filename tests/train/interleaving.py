@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.layers.data_parallel import leave_gradients
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer

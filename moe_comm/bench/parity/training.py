@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_comm.layers.moe.load import moe_layers
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.topology import Box, ParallelMesh, Sharding
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus

@@ -38,7 +38,7 @@ from moe_comm.layers.data_parallel import (
     state_dict,
 )
 from moe_comm.layers.parallel.collectives import gather_values
-from moe_comm.layers.parallel.names import state_key
+from moe_comm.layers.parallel.module import state_key
 
 
 def prepare_accelerator(accelerator: Any) -> Any:

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.attention import NAMES as ATTENTION_NAMES
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import HEAD, Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan

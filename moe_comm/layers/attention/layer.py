@@ -20,6 +20,7 @@ then adjacent to the projections, and norms and rotation run on this rank's head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -29,9 +30,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.autograd import accumulate_dtype
+from moe_comm.kernels.autograd import accumulate_dtype, compute_dtype
 from moe_comm.kernels.rms_norm import rms_norm
-from moe_comm.layers.attention.config import AttentionConfig, Context
+from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig
 from moe_comm.layers.attention.context import (
     ContextSpec,
     check_documents,
@@ -43,7 +44,6 @@ from moe_comm.layers.attention.context import (
     project_to_heads,
     to_heads,
 )
-from moe_comm.layers.attention.mla import LatentGather, LatentProjections, latent_config
 from moe_comm.layers.attention.rope import Rope, RopeTable, softmax_scale
 from moe_comm.layers.attention.sequence import Documents, local_positions
 from moe_comm.layers.parallel.collectives import (
@@ -55,6 +55,7 @@ from moe_comm.layers.parallel.collectives import (
     group_size,
     sum_over,
 )
+from moe_comm.layers.parallel.dense import RMSNorm
 from moe_comm.layers.parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -62,10 +63,98 @@ from moe_comm.layers.parallel.linear import (
     gather_input,
     reduce_output,
 )
-from moe_comm.layers.parallel.norm import RMSNorm
+from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputed, recomputed_block
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
+
+
+@dataclass(frozen=True)
+class LatentGather:
+    """Gathers the latents of all tokens, overlapped with their up-projections.
+
+    linear: product of a latent [B, S, rank] with an up-projection's weight, for the gathered tokens. gather: all
+    tokens' [B, S, rope] from this rank's [B, S / ranks, rope].
+    """
+
+    linear: Callable[[Tensor, Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+
+
+class LatentProjections(ParallelModule):
+    """Queries, keys and values from latents; replaces q, k and v of ``Attention`` if ``config.mla`` is set.
+
+    Attributes:
+        q_a, q_a_norm, q_b: projections of queries through a latent of ``q_rank``.
+        q: direct projection of queries if ``q_rank`` is None.
+        kv_a: projection to the latent of keys and values, and to the rotated key that all heads share.
+        kv_a_norm, kv_b: norm and up-projection of that latent.
+    """
+
+    def _add_latent(self, config: AttentionConfig, group: ProcessGroup | None, factory: dict[str, Any]) -> None:
+        mla = latent_config(config)
+        queries = config.heads * (mla.nope_dim + mla.rope_dim)
+
+        def down(width: int) -> nn.Linear:
+            return nn.Linear(config.hidden, width, bias=config.bias, **factory)
+
+        def up(rank: int, width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(rank, width, group, bias=False, **factory)
+
+        if mla.q_rank is None:
+            self.q = up(config.hidden, queries)
+        else:
+            self.q_a = down(mla.q_rank)
+            self.q_a_norm = RMSNorm(mla.q_rank, config.norm_eps, **factory)
+            self.q_b = up(mla.q_rank, queries)
+        self.kv_a = down(mla.kv_rank + mla.rope_dim)
+        self.kv_a_norm = RMSNorm(mla.kv_rank, config.norm_eps, **factory)
+        self.kv_b = up(mla.kv_rank, config.heads * (mla.nope_dim + mla.v_dim))
+
+    def _latent_heads(
+        self,
+        mla: MLAConfig,
+        x_BSD: Tensor,
+        gather: LatentGather | Callable[[Tensor], Tensor],
+        rotate: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's heads of all tokens: q, k [B, S, heads, nope + rope], v [B, S, heads, v_dim]. Collective.
+
+        ``gather`` may be a function that gathers all latents at once before the up-projections.
+        """
+        # Under autocast the projections return a narrower dtype than x. One fp32 tensor would make ``packed`` fp32.
+        x_q = x_BSD.to(compute_dtype(x_BSD)) if mla.q_rank is None else self.q_a_norm(self.q_a(x_BSD))
+        latent, shared_key = self.kv_a(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
+        latent = self.kv_a_norm(latent)
+        if isinstance(gather, LatentGather):
+            linear, shared_key = gather.linear, gather.gather(shared_key)
+        else:
+            packed = torch.cat([x_q, latent, shared_key], -1)
+            widths = [x_q.shape[-1], mla.kv_rank, mla.rope_dim]
+            linear, (x_q, latent, shared_key) = nn.functional.linear, gather(packed).split(widths, -1)
+        up = self.q if mla.q_rank is None else self.q_b
+        # Use the weights directly: the forward of the layer would gather its input again, or sum its gradient again.
+        q = linear(x_q, up.weight).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        kv = linear(latent, self.kv_b.weight).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
+        q_plain, q_rotated = q.split([mla.nope_dim, mla.rope_dim], -1)
+        k_plain, v = kv.split([mla.nope_dim, mla.v_dim], -1)
+        key = rotate(shared_key.unsqueeze(2)).expand(*k_plain.shape[:3], mla.rope_dim)
+        return torch.cat([q_plain, rotate(q_rotated)], -1), torch.cat([k_plain, key], -1), v
+
+
+def latent_config(config: AttentionConfig) -> MLAConfig:
+    """Return ``config.mla``; raise ConfigError for an invalid width or an option that MLA does not support."""
+    mla = config.mla
+    if mla is None:
+        raise ConfigError("latent attention needs AttentionConfig.mla")
+    if min(mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.v_dim, mla.q_rank or 1) < 1:
+        raise ConfigError(f"the widths of latent attention must be at least 1; got {mla}")
+    if config.qk_norm != "none" or config.clip_qkv is not None:
+        raise ConfigError(
+            f"latent attention normalizes its latents: qk_norm must be 'none' and clip_qkv None; got "
+            f"{config.qk_norm!r} and {config.clip_qkv}"
+        )
+    return mla
 
 
 class HeadNorm(RMSNorm):

@@ -21,7 +21,7 @@ from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.layers.data_parallel.attach import expert_modules, local_part, tensor_parallel
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, distribute_like, is_dtensor, plain
 from moe_comm.layers.data_parallel.optimizers import params_of, refuse_saving
-from moe_comm.layers.parallel.names import state_key
+from moe_comm.layers.parallel.module import state_key
 
 Form = Literal["full", "sharded", "local"]
 

@@ -37,8 +37,7 @@ from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.layers.data_parallel.attach import exclude_from_ddp, gradients_of
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
-from moe_comm.layers.moe.build import agree_on_seed, build_dispatcher, build_modules, check_parts
-from moe_comm.layers.moe.config import MoEConfig, MoEGroups
+from moe_comm.layers.moe.config import MoEConfig, MoEGroups, agree_on_seed, build_dispatcher, build_modules, check_parts
 from moe_comm.layers.moe.expert_parallel import ExpertParallel, overlap_of
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.router import Router, Routing

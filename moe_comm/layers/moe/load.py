@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.collectives import gather_values
-from moe_comm.layers.parallel.names import state_key
+from moe_comm.layers.parallel.module import state_key
 
 
 @dataclass(frozen=True)

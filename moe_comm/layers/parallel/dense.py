@@ -1,4 +1,4 @@
-"""The dense feed-forward block, tensor-parallel: its width F is split over the ranks.
+"""The norm, and the dense feed-forward block: tensor-parallel, its width F is split over the ranks.
 
 x, own tokens ──gather──▶ all tokens ──w13 [2F/W, D]──▶ gate | up ──silu(gate) * up──▶ ──w2 [D, F/W]──▶ partial y
                                                                                ──reduce-scatter──▶ y, own tokens
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation, SwiGLU, activation_of
+from moe_comm.kernels.rms_norm import rms_norm
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.layers.parallel.linear import check_width, column_linear, row_linear, size_per_rank, take_shard
@@ -19,6 +20,46 @@ from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputed
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension, as in Llama's family.
+
+    Computed in fp32 (float64 for float64) and rounded once to the dtype of x. So 16-bit results are more accurate than
+    Hugging Face's, which round before the multiplication by the weight; fp32 results are the same. Under sequence
+    parallelism the weight is replicated and its gradient covers this rank's tokens.
+
+    Args:
+        hidden: width of the last dimension.
+
+    Attributes:
+        weight: [hidden].
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        eps: float = 1e-6,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden, self.eps = hidden, eps
+        self.weight = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize [.., hidden]; the result has the same shape and dtype."""
+        if x.shape[-1:] != (self.hidden,):
+            raise InputError(f"an RMSNorm of width {self.hidden} expects [.., {self.hidden}]; got {tuple(x.shape)}")
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden}, eps={self.eps:g}"
 
 
 class DenseMLP(ParallelModule):

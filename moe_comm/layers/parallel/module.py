@@ -1,4 +1,4 @@
-"""Base class of modules that communicate."""
+"""Base class of modules that communicate, and names and shardings of their parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.communicator import refuse_pickling
 from moe_comm.dispatch import Dispatcher
+from moe_comm.topology import Sharding
+
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def state_key(*path: str) -> str:
+    """Return the state-dict key of ``path``, without the names of checkpointing and ``torch.compile`` wrappers."""
+    return ".".join(name for name in ".".join(path).split(".") if name and name not in _WRAPPERS)
 
 
 class ParallelModule(nn.Module):
@@ -43,3 +51,20 @@ class ParallelModule(nn.Module):
 def _communicates(shared: Any) -> bool:
     held = (shared, *getattr(shared, "__dict__", {}).values())
     return any(isinstance(value, ProcessGroup | Dispatcher) for value in held)
+
+
+def shardings_of(module: nn.Module) -> dict[str, Sharding]:
+    """Return the sharding of each parameter by its name in a state dict, in order of ``named_parameters``.
+
+    A module that splits parameters has a method ``shardings``, which returns their shardings by local name. All other
+    parameters are replicated over the stage. Names of wrappers (activation checkpointing, FSDP) are removed, and a
+    parameter that two modules share is listed once, under its first name.
+    """
+    split: dict[str, Sharding] = {}
+    for name, child in module.named_modules():
+        describe = getattr(child, "shardings", None)
+        if callable(describe):
+            prefix = (name,) if name else ()
+            split.update({state_key(*prefix, local_name): sharding for local_name, sharding in describe().items()})
+    names = ((state_key(name), param) for name, param in module.named_parameters())
+    return {name: split.get(name, Sharding(tuple(param.shape))) for name, param in names}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.topology import Box, Sharding
 

@@ -18,14 +18,13 @@ from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.layers.attention.rope import Rope, RopeTable
 from moe_comm.layers.attention.sequence import Documents, local_positions
 from moe_comm.layers.moe.layer import MoELayer
+from moe_comm.layers.parallel.dense import RMSNorm
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from moe_comm.layers.parallel.interleave import Steps, TurnParameters, finish, in_turns
 from moe_comm.layers.parallel.module import ParallelModule
-from moe_comm.layers.parallel.norm import RMSNorm
-from moe_comm.layers.transformer.block import TokenContext, TransformerBlock, TurnTokens, materialize
+from moe_comm.layers.transformer.block import ShortcutBlock, TokenContext, TransformerBlock, TurnTokens, materialize
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model_plan import ModelPlan
-from moe_comm.layers.transformer.shortcut import ShortcutBlock
 
 __all__ = ["ModelPlan", "Transformer"]
 

@@ -12,7 +12,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel import leave_gradients, rematerialize_copies
 from moe_comm.layers.parallel.collectives import CollectiveOptions, configure_collectives
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.parallel.names import state_key
+from moe_comm.layers.parallel.module import state_key
 from moe_comm.topology import Box, ParallelMesh, Sharding, ShardSlice, shard_slice
 
 

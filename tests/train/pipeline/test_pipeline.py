@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.runtime import events
 from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding

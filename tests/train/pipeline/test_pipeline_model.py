@@ -15,7 +15,7 @@ from moe_comm.layers import grouped_mlp
 from moe_comm.layers.data_parallel import sync_gradients
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.moe.experts import Experts
-from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, ParallelMesh, Placement

@@ -11,6 +11,7 @@ in plain torch:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,16 +21,258 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch import DROPPED, DispatchOptions
+from moe_comm.dispatch.selection.factory import new_dispatcher
 from moe_comm.errors import ConfigError
-from moe_comm.layers.check.cases import CASES, CaseShape, CheckBatch, concat_batches, make_batch
-from moe_comm.layers.check.report import Comparison, GradReport, compare
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import plain
+from moe_comm.layers.data_parallel.state import gather_state_dict
+from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.losses import attach_loss
-from moe_comm.layers.moe.router import RouterConfig, Routing, Score
-from moe_comm.layers.transformer.state import single_rank_copy
+from moe_comm.layers.moe.router import Router, RouterConfig, Routing, Score
+
+CASES = (
+    "routed",
+    "unequal tokens",
+    "no tokens on rank 0",
+    "no tokens anywhere",
+    "empty experts",
+    "all to one expert",
+    "dropped slots",
+    "all dropped",
+)
+
+
+@dataclass(frozen=True)
+class CheckBatch:
+    """Input of one rank. If ``ids_TK`` and ``weights_TK`` are None, the layer's router routes."""
+
+    x_TD: Tensor
+    grad_TD: Tensor
+    ids_TK: Tensor | None
+    weights_TK: Tensor | None
+
+
+@dataclass(frozen=True)
+class CaseShape:
+    """Shape of a case.
+
+    tokens: tokens per rank, unless the case changes them. experts: all experts of the router. real: those of them that
+    have parameters (not zero-computation experts).
+    """
+
+    tokens: int
+    hidden: int
+    experts: int
+    real: int
+    top_k: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def tokens_of(case: str, tokens: int, rank: int, world: int) -> int:
+    """Return the number of tokens of ``rank``."""
+    if case == "no tokens anywhere" or (case == "no tokens on rank 0" and rank == 0):
+        return 0
+    if case == "unequal tokens":
+        return tokens * (world - rank) // world + 3 * rank
+    return tokens
+
+
+def _expert_ids(case: str, tokens: int, shape: CaseShape, generator: torch.Generator) -> Tensor:
+    usable = max(shape.top_k, shape.experts // 4) if case == "empty experts" else shape.experts
+    ids_TK = (
+        torch.rand(tokens, usable, generator=generator, dtype=torch.float32, device="cpu")
+        .topk(shape.top_k, dim=1)
+        .indices
+    )
+    if case == "all to one expert":
+        ids_TK = torch.full_like(ids_TK, DROPPED)
+        ids_TK[:, -1] = shape.real - 1
+    if case == "dropped slots":
+        ids_TK = ids_TK.masked_fill(
+            torch.rand(ids_TK.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.4, DROPPED
+        )
+    if case == "all dropped":
+        ids_TK = torch.full_like(ids_TK, DROPPED)
+    return ids_TK
+
+
+def make_batch(case: str, shape: CaseShape, seed: int, rank: int, world: int) -> CheckBatch:
+    """Return the input of ``rank``; each rank can compute the inputs of all ranks."""
+    generator = torch.Generator().manual_seed((seed * 1009 + CASES.index(case)) * 4099 + rank)
+    tokens = tokens_of(case, shape.tokens, rank, world)
+    x_TD = torch.randn(tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu")
+    grad_TD = torch.randn(tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu")
+    ids_TK = weights_TK = None
+    if case != "routed":
+        ids_TK = _expert_ids(case, tokens, shape, generator).to(shape.device)
+        wide = torch.promote_types(shape.dtype, torch.float32)
+        weights_TK = torch.rand(tokens, shape.top_k, generator=generator, dtype=torch.float32, device="cpu").to(
+            shape.device, wide
+        )
+    return CheckBatch(x_TD.to(shape.device, shape.dtype), grad_TD.to(shape.device, shape.dtype), ids_TK, weights_TK)
+
+
+def concat_batches(batches: list[CheckBatch]) -> CheckBatch:
+    """Return the tokens of all ranks as one batch, in order of rank."""
+
+    def cat(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [t for t in tensors if t is not None]
+        return torch.cat(present) if present else None
+
+    return CheckBatch(
+        torch.cat([b.x_TD for b in batches]),
+        torch.cat([b.grad_TD for b in batches]),
+        cat([b.ids_TK for b in batches]),
+        cat([b.weights_TK for b in batches]),
+    )
+
+
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def max_ulps(got: Tensor, want: Tensor) -> float:
+    """Return the maximum distance in units in the last place of their dtype; inf if only one value is NaN."""
+    if not got.numel():
+        return 0.0
+    if bool((got.isnan() != want.isnan()).any()):
+        return float("inf")
+
+    def ordered(x: Tensor) -> Tensor:
+        bits = x.nan_to_num(0.0).contiguous().view(BITS[x.dtype])
+        lowest = torch.iinfo(bits.dtype).min
+        return torch.where(bits < 0, lowest - bits.double(), bits.double())
+
+    return float((ordered(got) - ordered(want)).abs().max())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of one tensor of one case with a reference, the worst over all ranks.
+
+    Attributes:
+        against: "EP 1" (same layer, one rank holds all experts) or "float64" (plain loop over experts).
+        equal_bits: the tensors have equal bits on all ranks.
+        max_rel: maximum absolute difference divided by the largest value of the reference.
+        max_ulp: maximum difference in units in the last place.
+        tolerance: bound on ``max_rel``; None if equal bits are required.
+    """
+
+    case: str
+    tensor: str
+    against: str
+    equal_bits: bool
+    max_abs: float
+    max_rel: float
+    max_ulp: float
+    tolerance: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the comparison meets its requirement."""
+        return self.equal_bits if self.tolerance is None else self.equal_bits or self.max_rel <= self.tolerance
+
+
+@dataclass(frozen=True)
+class GradReport:
+    """Result of ``check_grads``, equal on all ranks; ``str`` returns a table."""
+
+    world: int
+    backend: str
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all comparisons meet their requirements."""
+        return all(c.ok for c in self.comparisons)
+
+    @property
+    def failures(self) -> tuple[Comparison, ...]:
+        """Comparisons beyond their tolerance."""
+        return tuple(c for c in self.comparisons if not c.ok)
+
+    def __str__(self) -> str:
+        head = ("", "case", "tensor", "against", "bits", "max abs", "max rel", "max ulp", "required")
+        rows = [head]
+        for c in self.comparisons:
+            rows.append(
+                (
+                    "ok" if c.ok else "WRONG",
+                    c.case,
+                    c.tensor,
+                    c.against,
+                    "equal" if c.equal_bits else "differ",
+                    f"{c.max_abs:.2e}",
+                    f"{c.max_rel:.2e}",
+                    f"{c.max_ulp:.0f}" if c.against == "EP 1" else "-",
+                    "equal bits" if c.tolerance is None else f"rel <= {c.tolerance:.0e}",
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        verdict = "all right" if self.ok else f"{len(self.failures)} of {len(self.comparisons)} WRONG"
+        return "\n".join([*lines, f"{self.world} rank(s), {self.backend}: {verdict}"])
+
+
+def compare(case: str, tensor: str, against: str, got: Tensor, want: Tensor, tolerance: float | None) -> Comparison:
+    """Compare two tensors on this rank; ``want`` may have a wider dtype than ``got``."""
+    got, want = got.detach(), want.detach()
+    if got.shape != want.shape:
+        return Comparison(case, tensor, against, False, float("inf"), float("inf"), float("inf"), tolerance)
+    difference = (got.double() - want.double()).abs()
+    difference = torch.where(got.double().eq(want.double()), 0.0, difference).nan_to_num(float("inf"), float("inf"))
+    max_abs = float(difference.max()) if got.numel() else 0.0
+    largest = float(want.double().nan_to_num(0.0).abs().max()) if got.numel() else 0.0
+    max_rel = max_abs / largest if largest else (0.0 if not max_abs else float("inf"))
+    same_dtype = got.dtype == want.dtype
+    equal = torch.equal(got, want) if same_dtype else max_abs == 0.0
+    return Comparison(
+        case, tensor, against, equal, max_abs, max_rel, max_ulps(got, want) if same_dtype else 0.0, tolerance
+    )
+
+
+def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELayer:
+    """Return a copy of ``layer`` in which this rank holds all experts. Collective over the layer's group.
+
+    Args:
+        dtype: dtype of the copy; None: the layer's.
+
+    Raises:
+        ConfigError: the layer does not consist of this library's router and experts.
+    """
+    router, experts = layer.router, layer.experts
+    if not isinstance(router, Router) or not isinstance(experts, Experts):
+        raise ConfigError(
+            f"expected a layer of Router and Experts; got {type(router).__name__} and {type(experts).__name__}"
+        )
+    state = gather_state_dict(layer)
+    w13 = experts.w13
+    all_experts = Experts(
+        layer.num_experts,
+        experts.hidden,
+        experts.ffn,
+        experts.activation,
+        bias=experts.b13 is not None,
+        transposed=experts.transposed,
+        dtype=w13.dtype,
+        device=w13.device,
+    )
+    all_experts.recompute, all_experts.gemm_dtype = experts.recompute, experts.gemm_dtype
+    single_router = Router(router.hidden, router.config, None, dtype=router.weight.dtype, device=router.weight.device)
+    copied = MoELayer(
+        single_router,
+        all_experts,
+        new_dispatcher(layer.num_experts, options=layer.dispatcher.options),
+        copy.deepcopy(layer.shared),
+        capacity=layer.capacity,
+        label=layer.label,
+    )
+    copied.load_state_dict(state)
+    copied.train(layer.training)
+    return copied if dtype is None else copied.to(dtype)
+
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Maximum difference from the float64 result, divided by the largest value."""

@@ -1,1 +1,0 @@
-"""``check_grads``: gradients of a parallel layer against those of one rank."""
