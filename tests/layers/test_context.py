@@ -21,7 +21,6 @@ from moe_comm.layers.attention import attention_blocks, sequence
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig
 from moe_comm.layers.attention.context import (
     ContextSpec,
-    RingSpec,
     check_heads,
     context_attention,
     local_attention,
@@ -74,11 +73,11 @@ def test_sequences_that_cannot_be_split_raise_with_both_numbers() -> None:
     with pytest.raises(InputError, match="9 tokens cannot be split into 2 equal chunks"):
         local_positions(9, 2, 0, "ulysses")
     with pytest.raises(ConfigError, match="cp 4 does not divide the 6 heads of a rank"):
-        check_heads(6, 3, 4, "ulysses")
-    check_heads(6, 3, 4, "ring")
-    check_heads(6, 3, 4, "token_ring")
+        check_heads(6, 4, "ulysses")
+    check_heads(6, 4, "ring")
+    check_heads(6, 4, "token_ring")
     with pytest.raises(ConfigError, match="ulysses, ring, token_ring"):
-        check_heads(6, 3, 2, "rings")  # type: ignore[arg-type]
+        check_heads(6, 2, "rings")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rank 2 is outside"):
         local_positions(8, 2, 2, "ring")
 
@@ -152,7 +151,7 @@ def test_blocks_merge_to_attention_with_a_mask(
     monkeypatch.setattr(attention_blocks, "_kernel", lambda *_: kernel)
     for heads in ((4, 2), (3, 3)):
         qkv, grad, documents = draw(24, heads, v_width, packed)
-        actual = local_attention(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
+        actual = local_attention(qkv[0], qkv[1], qkv[2], ContextSpec(None, "ulysses", 0.3, window, documents))
         assert_same(actual, dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents), qkv, grad)
 
 
@@ -169,7 +168,7 @@ def test_plain_causal_attention_uses_the_flash_kernel_without_a_mask(monkeypatch
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for heads, v_width in (((4, 2), 8), ((3, 3), 4)):
         qkv, _, _ = draw(16, heads, v_width, False)
-        local_attention(qkv[0], qkv[1], qkv[2], 0.3, None, None)
+        local_attention(qkv[0], qkv[1], qkv[2], ContextSpec(None, "ulysses", 0.3))
         assert "FlashAttention" in calls[-1]["by"]
         assert calls[-1]["is_causal"] and calls[-1].get("attn_mask") is None
 
@@ -184,12 +183,12 @@ def area(blocks: list[attention_blocks.ScoreBlock]) -> int:
 def test_windows_and_documents_compute_only_attended_blocks() -> None:
     length = 8192
     q = torch.empty(1, 1, length, 8, device="meta")
-    windowed = RingSpec(None, 1.0, window=256).blocks(q, 0)
+    windowed = ContextSpec(None, "ring", 1.0, window=256).blocks(q, 0)
     assert area(windowed) <= 2 * 256 * length
     masks = {id(p.mask_BQK): p.mask_BQK for p in windowed if p.mask_BQK is not None}
     assert sum(mask.numel() for mask in masks.values()) <= 4 * 512 * 256  # one mask for all blocks except the first
     ids = (torch.arange(length) // 1024)[None]
-    packed = RingSpec(None, 1.0, documents=Documents(ids)).blocks(q, 0)
+    packed = ContextSpec(None, "ring", 1.0, documents=Documents(ids)).blocks(q, 0)
     assert area(packed) == 8 * 1024 * 1024 and all(p.mask_BQK is None for p in packed)
 
 
@@ -200,16 +199,16 @@ def test_all_ranks_of_a_ring_have_the_same_work_in_each_step(monkeypatch: pytest
     work = []
     for rank in range(cp):
         monkeypatch.setattr("moe_comm.layers.attention.context.group_rank", lambda group, rank=rank: rank)
-        work.append([area(RingSpec(None, 1.0).blocks(q, (rank - step) % cp)) for step in range(cp)])
+        work.append([area(ContextSpec(None, "ring", 1.0).blocks(q, (rank - step) % cp)) for step in range(cp)])
     assert work == [[2 * 3 * chunk**2] + [2 * 2 * chunk**2] * (cp - 1)] * cp
 
 
 # --- over ranks ---
 
 
-def ring_spec(window: int | None = None, documents: Documents | None = None) -> RingSpec:
+def ring_spec(window: int | None = None, documents: Documents | None = None) -> ContextSpec:
     group: Any = dist.group
-    return RingSpec(group.WORLD, 0.3, window, documents)
+    return ContextSpec(group.WORLD, "ring", 0.3, window, documents)
 
 
 def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
@@ -353,13 +352,13 @@ def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
             for packed in (False, True):
                 for heads in ((4, 2), (12, 6)):
                     qkv, grad, documents = draw(32, heads, 4, packed)
-                    spec = ContextSpec(group.WORLD, context, 0.3, window)
                     own = [shard_sequence(t, world, rank, context).detach().requires_grad_() for t in qkv]
                     if documents is not None:
                         ids = shard_sequence(documents.ids_BS, world, rank, context)
                         documents = Documents.of(ids, group.WORLD, context)
                     expected = dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
-                    out = context_attention(own[0], own[1], own[2], spec, documents)
+                    spec = ContextSpec(group.WORLD, context, 0.3, window, documents)
+                    out = context_attention(own[0], own[1], own[2], spec)
                     out.backward(shard_sequence(grad, world, rank, context))
                     all_expected = [expected, *torch.autograd.grad(expected, qkv, grad)]
                     for actual, whole in zip([out, *(t.grad for t in own)], all_expected, strict=True):

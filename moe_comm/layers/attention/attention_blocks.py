@@ -23,20 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.kernels.autograd import accumulate_dtype
-from moe_comm.layers.attention.sequence import Documents
+from moe_comm.layers.attention.sequence import Documents, SequenceChunk
 
 BLOCK_MIN, BLOCK_MAX = 128, 1024
 """Bounds on the queries per block under a window; within them a block has as many queries as the window."""
-
-
-@dataclass(frozen=True)
-class SequenceChunk:
-    """Contiguous tokens. ``at``: index of the first token in the full sequence; ``place``: its index in the local
-    tensor."""
-
-    at: int
-    place: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -77,15 +67,15 @@ def plan_blocks(
     blocks = []
     for rows, group_start, group_end, mixed in groups:
         for query in queries:
-            chunk_end = min(query.at + query.size, group_end)
-            chunk_start = max(query.at, group_start)
+            chunk_end = min(query.start + query.size, group_end)
+            chunk_start = max(query.start, group_start)
             size = chunk_end - chunk_start if window is None else min(max(window, BLOCK_MIN), BLOCK_MAX)
             for query_start in range(chunk_start, chunk_end, max(size, 1)):
                 query_end = min(query_start + size, chunk_end)
                 is_first = first
                 for key in keys:
-                    key_start = max(key.at, group_start, query_start - window + 1 if window is not None else 0)
-                    key_end = min(key.at + key.size, query_end)
+                    key_start = max(key.start, group_start, query_start - window + 1 if window is not None else 0)
+                    key_end = min(key.start + key.size, query_end)
                     if key_start >= key_end:
                         continue
                     causal, mask_BQK = False, None
@@ -106,8 +96,11 @@ def plan_blocks(
                     blocks.append(
                         ScoreBlock(
                             rows,
-                            slice(query_start - query.at + query.place, query_end - query.at + query.place),
-                            slice(key_start - key.at + key.place, key_end - key.at + key.place),
+                            slice(
+                                query_start - query.start + query.local_start,
+                                query_end - query.start + query.local_start,
+                            ),
+                            slice(key_start - key.start + key.local_start, key_end - key.start + key.local_start),
                             causal,
                             mask_BQK,
                             is_first,

@@ -3,8 +3,15 @@
     ulysses   [B, S/cp, h, d] ──all-to-all──▶ [B, S, h/cp, d] ── attention of h/cp heads ──▶ all-to-all back
               (arXiv 2309.14509; used by MegaScale-MoE, arXiv 2505.11432). cp must divide the heads. Two all-to-alls of
               activations in each direction; their size per rank decreases with cp.
-    ring      keys and values circulate, queries stay (see ``ring``). Any number of heads; transfers overlap compute.
-    token_ring  queries circulate and outputs return, keys and values stay (see ``token_ring``).
+    ring      keys and values circulate, queries stay (arXiv 2310.01889). Any number of heads.
+    token_ring  queries circulate and outputs return, keys and values stay (arXiv 2412.20501).
+
+    forward, cp 3, rank 1               step 0            step 1            step 2             afterwards
+    ring        keys and values of      rank 1            rank 0            rank 2
+                sends, in flight        1's ─▶ rank 2     0's ─▶ rank 2     -
+    token_ring  queries of              rank 1, 1st half  rank 0            rank 2             rank 1, 2nd half
+                sends to the next rank  1's ─▶ rank 2     0's ─▶ rank 2     -                  -
+                sends to the owner      -                 -                 output for rank 0  output for rank 2
 
 The sequence is contiguous for ulysses and zig-zag for both rings (see ``sequence``). With ``Overlap``, the all-to-alls
 of ulysses overlap with the projections next to them (``project_to_heads``, ``project_from_heads``).
@@ -29,7 +36,6 @@ from moe_comm.layers.attention.attention_blocks import (
     AttentionGradients,
     AttentionState,
     ScoreBlock,
-    SequenceChunk,
     plan_blocks,
 )
 from moe_comm.layers.attention.config import Context
@@ -51,10 +57,16 @@ LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class RingSpec:
-    """Parameters of one attention call. With group None this is a ring of one rank: attention in blocks."""
+class ContextSpec:
+    """How a sequence is attended.
+
+    group: ranks over which the sequence is split; None: this rank has the full sequence, a ring of one rank. context:
+    form of context parallelism. scale: scale of the scores. window: see ``AttentionConfig``. documents: packed
+    documents of the full sequence; None: each sequence is one document.
+    """
 
     group: ProcessGroup | None
+    context: Context
     scale: float
     window: int | None = None
     documents: Documents | None = None
@@ -69,10 +81,7 @@ class RingSpec:
         batch, length = q_BhSd.shape[0], q_BhSd.shape[2] * cp
 
         def plan() -> list[ScoreBlock]:
-            chunks = [
-                [SequenceChunk(*chunk) for chunk in chunks_of(length, cp, holder, "ring")]
-                for holder in (query_rank, key_rank)
-            ]
+            chunks = (chunks_of(length, cp, holder, "ring") for holder in (query_rank, key_rank))
             return plan_blocks(
                 *chunks,
                 batch=batch,
@@ -106,11 +115,12 @@ class RingSpec:
         return abort_on_error("attention", self.group, in_flight=True)
 
 
-def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: RingSpec) -> Tensor:
+def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: ContextSpec) -> Tensor:
     """Return [B, h, S / cp, dv], the attention of this rank's queries to the full sequence. Collective.
 
-    q_BhSd is [B, h, S / cp, d], k_BkSd [B, k, S / cp, d] and v_BkSd [B, k, S / cp, dv]; h is a multiple of k. Errors
-    are those of ``context_attention``.
+    In backward, keys and values circulate once more. The sum of their gradients follows one step behind, each rank adds
+    its contribution, and after cp steps the sum arrives at the owner of the keys. With zig-zag chunks all ranks have
+    the same work in each step: their own causal part in step 0, and half of the rectangle afterwards.
     """
     spec.begin("ring attention", q_BhSd, k_BkSd, v_BkSd)
     with spec.in_flight():
@@ -129,7 +139,7 @@ def in_flight_backward(backward: Callable[[Any, Tensor], Gradients]) -> Callable
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: RingSpec) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: ContextSpec) -> Tensor:
         state = AttentionState.empty(q, v.shape[-1])
         with without_autocast(q):
             for key_rank, (k_step, v_step) in ring_steps([k, v], spec, "ring attention, keys and values"):
@@ -144,7 +154,7 @@ class _Ring(torch.autograd.Function):
     @in_flight_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        spec: RingSpec = ctx.spec
+        spec: ContextSpec = ctx.spec
         spec.begin("ring attention backward", q, k, v)
         wide = lse.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -171,7 +181,9 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def ring_steps(local_tensors: Sequence[Tensor], spec: RingSpec, operation: str) -> Iterator[tuple[int, list[Tensor]]]:
+def ring_steps(
+    local_tensors: Sequence[Tensor], spec: ContextSpec, operation: str
+) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield (owner, tensors) for each step: this rank's tensors, then those of the previous ranks in the ring.
 
     The tensors of a step are sent to the next rank before they are yielded, so the transfer overlaps with the caller's
@@ -211,7 +223,7 @@ def _byte_ranges(tensors: Sequence[Tensor]) -> list[slice]:
     return ranges
 
 
-def split_own_blocks(blocks: list[ScoreBlock], spec: RingSpec) -> tuple[list[ScoreBlock], list[ScoreBlock]]:
+def split_own_blocks(blocks: list[ScoreBlock], spec: ContextSpec) -> tuple[list[ScoreBlock], list[ScoreBlock]]:
     """Split a rank's own blocks into two parts, which overlap with the first and the last transfer."""
     if group_size(spec.group) == 1:
         return blocks, []
@@ -219,7 +231,7 @@ def split_own_blocks(blocks: list[ScoreBlock], spec: RingSpec) -> tuple[list[Sco
     return blocks[:cut], [replace(block, first=False) for block in blocks[cut:]]
 
 
-def _send(packed: Tensor, spec: RingSpec, operation: str) -> Callable[[], Tensor]:
+def _send(packed: Tensor, spec: ContextSpec, operation: str) -> Callable[[], Tensor]:
     if spec.group is None:
         return lambda: packed
     return channel_of(spec.group).rotate(packed, f"{operation}, {packed.nbytes} bytes")
@@ -230,11 +242,17 @@ def _views(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)
 
 
-def token_ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: RingSpec) -> Tensor:
-    """Return the result of ``ring_attention``. Collective.
+def token_ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: ContextSpec) -> Tensor:
+    """Return the result of ``ring_attention``, from transfers that use both directions of each link. Collective.
 
-    The results differ in rounding: outputs for one rank's keys are sent in the dtype of the queries. Calls of the ranks
-    are always compared over shared memory, and a difference raises ``RankMismatch``.
+    Each rank returns the output for its keys, and the log-sum-exp of the scores, to the owner of the queries. The owner
+    merges them in the order of the steps, so the bits do not depend on timing. They differ from the ring's in rounding:
+    outputs for one rank's keys are sent in the dtype of the queries. In backward, queries circulate with the output
+    gradient and the merged output. Gradients of keys and values stay, and those of queries are returned.
+
+    Elements per token and step on the busier direction of a link, for h heads, k key and value heads and equal widths
+    d: forward h d instead of 2 k d for the ring, backward 3 h d instead of 2 k d + 4 k d (gradients are sent in fp32;
+    16-bit activations). So it is faster if k is close to h and links are full-duplex.
     """
     spec.begin("token ring attention", q_BhSd, k_BkSd, v_BkSd)
     with spec.in_flight():
@@ -243,7 +261,7 @@ def token_ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: R
 
 class _TokenRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: RingSpec) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: ContextSpec) -> Tensor:
         rank = group_rank(spec.group)
         first, second = split_own_blocks(spec.blocks(q, rank), spec)
         state = AttentionState.no_keys(q, v.shape[-1])
@@ -270,7 +288,7 @@ class _TokenRing(torch.autograd.Function):
     @in_flight_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        spec: RingSpec = ctx.spec
+        spec: ContextSpec = ctx.spec
         spec.begin("token ring attention backward", q, k, v)
         rank = group_rank(spec.group)
         first, second = split_own_blocks(spec.blocks(q, rank), spec)
@@ -297,7 +315,7 @@ class _TokenRing(torch.autograd.Function):
 class _ResultReturn:
     """Returns results to the owners of the queries, one per step; passes received results to ``consume`` in order."""
 
-    def __init__(self, spec: RingSpec, operation: str, consume: Callable[[list[Tensor]], object]) -> None:
+    def __init__(self, spec: ContextSpec, operation: str, consume: Callable[[list[Tensor]], object]) -> None:
         self._spec, self._operation, self._consume = spec, operation, consume
         self._step = 0
         self._pending: Callable[[], list[Tensor]] | None = None
@@ -319,25 +337,9 @@ class _ResultReturn:
             self._pending = None
 
 
-@dataclass(frozen=True)
-class ContextSpec:
-    """How a sequence is attended.
-
-    group: ranks over which the sequence is split; None: this rank has the full sequence. context: form of context
-    parallelism. scale: scale of the scores. window: see ``AttentionConfig``.
-    """
-
-    group: ProcessGroup | None
-    context: Context
-    scale: float
-    window: int | None = None
-
-
-def check_heads(heads: int, kv_heads: int, cp: int, context: Context) -> None:
-    """Raise ConfigError unless this form over cp ranks supports ``heads`` and ``kv_heads`` per rank."""
+def check_heads(heads: int, cp: int, context: Context) -> None:
+    """Raise ConfigError unless this form over cp ranks supports the ``heads`` of a rank."""
     check_context(context)
-    if heads % kv_heads:
-        raise ConfigError(f"the {heads} query heads of a rank must be a multiple of its {kv_heads} key and value heads")
     if context == "ulysses" and heads % cp:
         raise ConfigError(
             f"ulysses splits heads over the ranks: cp {cp} does not divide the {heads} heads of a rank; "
@@ -345,46 +347,33 @@ def check_heads(heads: int, kv_heads: int, cp: int, context: Context) -> None:
         )
 
 
-def context_attention(
-    q_BShd: Tensor, k_BSkd: Tensor, v_BSkd: Tensor, spec: ContextSpec, documents: Documents | None = None
-) -> Tensor:
+def context_attention(q_BShd: Tensor, k_BSkd: Tensor, v_BSkd: Tensor, spec: ContextSpec) -> Tensor:
     """Return [B, S / cp, h, dv], the causal attention of this rank's queries to the full sequence. Collective.
 
     Args:
         q_BShd: [B, S / cp, h, d] in the layout of ``sequence``.
         k_BSkd: [B, S / cp, k, d], h a multiple of k.
         v_BSkd: [B, S / cp, k, dv].
-        spec: group, form, scale and window.
-        documents: packed documents of the full sequence; None: each sequence is one document.
-
-    Raises:
-        ConfigError: see ``check_heads``.
-        InputError: shapes do not match each other or the layout.
-        PeerDied, PeerTimeout: a rank of the group failed, or did not call in time.
+        spec: with a context that ``check_heads`` accepts for these heads.
     """
     cp = group_size(spec.group)
-    _check_shapes(q_BShd, k_BSkd, v_BSkd)
-    check_documents(documents, q_BShd.shape[0], q_BShd.shape[1] * cp)
-    check_heads(q_BShd.shape[2], k_BSkd.shape[2], cp, spec.context)
+    check_documents(spec.documents, q_BShd.shape[0], q_BShd.shape[1] * cp)
     if cp == 1:
-        return local_attention(q_BShd, k_BSkd, v_BSkd, spec.scale, spec.window, documents)
+        return local_attention(q_BShd, k_BSkd, v_BSkd, spec)
     if spec.context != "ulysses":
-        ring = RingSpec(spec.group, spec.scale, spec.window, documents)
         q, k, v = (t.transpose(1, 2) for t in (q_BShd, k_BSkd, v_BSkd))
         attend = ring_attention if spec.context == "ring" else token_ring_attention
-        return attend(q, k, v, ring).transpose(1, 2)
+        return attend(q, k, v, spec).transpose(1, 2)
     q, k, v = to_heads(q_BShd, k_BSkd, v_BSkd, spec.group)
-    out = local_attention(q, k, v, spec.scale, spec.window, documents)
-    return swap_dims(out, spec.group, 1, 2)
+    return swap_dims(local_attention(q, k, v, spec), spec.group, 1, 2)
 
 
-def local_attention(
-    q_BShd: Tensor, k_BSkd: Tensor, v_BSkd: Tensor, scale: float, window: int | None, documents: Documents | None
-) -> Tensor:
+def local_attention(q_BShd: Tensor, k_BSkd: Tensor, v_BSkd: Tensor, spec: ContextSpec) -> Tensor:
     """Return the causal attention [B, S, h, dv] of a full sequence on this rank, without an S x S mask."""
     q, k, v = (t.transpose(1, 2) for t in (q_BShd, k_BSkd, v_BSkd))
-    if documents is not None or (window is not None and window < q.shape[2]):
-        return ring_attention(q, k, v, RingSpec(None, scale, window, documents)).transpose(1, 2)
+    if spec.documents is not None or (spec.window is not None and spec.window < q.shape[2]):
+        return ring_attention(q, k, v, replace(spec, group=None)).transpose(1, 2)
+    scale = spec.scale
     heads, width = k.shape[1], v.shape[-1]
     if q.device.type == "cuda" and q.dtype == torch.float32 and heads != q.shape[1]:
         # Only the flash kernel supports grouped heads without an S x S matrix, and it needs 16-bit floats.
@@ -442,15 +431,6 @@ def project_from_heads(x_BSK: Tensor, weight_NK: Tensor, group: ProcessGroup | N
 def _rows(x_BSD: Tensor) -> Tensor:
     """Return x as [S * B, D] in the compute dtype, ordered by token, so that each rank holds contiguous rows."""
     return x_BSD.to(compute_dtype(x_BSD)).transpose(0, 1).reshape(-1, x_BSD.shape[-1])
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1]:
-        raise InputError(
-            "queries, keys and values must be [B, S, heads, width] with equal B and S, equal numbers of key and value "
-            "heads, and equal widths of queries and keys; "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
 
 
 def check_documents(documents: Documents | None, batch: int, length: int) -> None:

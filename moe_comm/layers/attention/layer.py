@@ -20,7 +20,7 @@ then adjacent to the projections, and norms and rotation run on this rank's head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -259,7 +259,7 @@ class Attention(LatentProjections):
         for name, heads in (("heads", config.heads), ("kv_heads", kv_heads)):
             if heads % tp:
                 raise ConfigError(f"{name} ({heads}) must be a multiple of tp ({tp}), which splits them")
-        check_heads(config.heads // tp, kv_heads // tp, cp, context)
+        check_heads(config.heads // tp, cp, context)
         self.config, self.tp_group, self.cp_group, self.context = config, tp_group, cp_group, context
         self.sequence_dim, self.overlap = 1 if sequence_parallel else None, overlap
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -345,7 +345,7 @@ class Attention(LatentProjections):
             q, k, v = self._latent_heads(mla, x_BSD, gather, self._rotation(table))
         else:
             q, k, v = self._heads(self._projected(x_BSD), self._rotation(table))
-        out_BShd = context_attention(q, k, v, self.spec, documents)
+        out_BShd = context_attention(q, k, v, replace(self.spec, documents=documents))
         return self.o(out_BShd.flatten(2))  # type: ignore[no-any-return]
 
     def _forward_ulysses(self, x_BSD: Tensor, table: RopeTable, in_order: bool, documents: Documents | None) -> Tensor:
@@ -364,7 +364,7 @@ class Attention(LatentProjections):
             else:
                 x_BSD = gather_input(x_BSD, self.tp_group, self.sequence_dim)
                 q, k, v = self._heads(self._projected_to_heads(x_BSD, overlap), rotate)
-        out_BShd = local_attention(q, k, v, self.spec.scale, self.spec.window, documents)
+        out_BShd = local_attention(q, k, v, replace(self.spec, documents=documents))
         y_BSD = project_from_heads(out_BShd.flatten(2), self.o.weight, self.cp_group, overlap)
         y_BSD = reduce_output(y_BSD, self.tp_group, self.sequence_dim)
         return y_BSD if self.o.bias is None else y_BSD + self.o.bias.to(y_BSD.dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -50,19 +50,26 @@ def local_positions(length: int, cp: int, rank: int, context: Context) -> Tensor
     Raises:
         InputError: ``length`` is not a multiple of cp (ulysses) or 2 * cp (ring).
     """
-    return torch.cat(
-        [torch.arange(at, at + size, device="cpu") for at, _, size in chunks_of(length, cp, rank, context)]
-    )
+    chunks = chunks_of(length, cp, rank, context)
+    return torch.cat([torch.arange(start, start + size, device="cpu") for start, _, size in chunks])
 
 
-def chunks_of(length: int, cp: int, rank: int, context: Context) -> list[tuple[int, int, int]]:
-    """Return (start in the full sequence, start in the local one, tokens) of each chunk of ``rank``, in order."""
+class SequenceChunk(NamedTuple):
+    """Contiguous tokens of one rank. start: in the full sequence. local_start: in the local tensor."""
+
+    start: int
+    local_start: int
+    size: int
+
+
+def chunks_of(length: int, cp: int, rank: int, context: Context) -> list[SequenceChunk]:
+    """Return the chunks that ``rank`` holds, in order."""
     if not 0 <= rank < cp:
         raise ConfigError(f"rank {rank} is outside 0..{cp - 1}")
     size = _chunk(length, cp, context)
     if context == "ulysses" or cp == 1:
-        return [(rank * size, 0, size)]
-    return [(rank * size, 0, size), ((2 * cp - 1 - rank) * size, size, size)]
+        return [SequenceChunk(rank * size, 0, size)]
+    return [SequenceChunk(rank * size, 0, size), SequenceChunk((2 * cp - 1 - rank) * size, size, size)]
 
 
 def shard_sequence(full: Tensor, cp: int, rank: int, context: Context, dim: int = 1) -> Tensor:
@@ -79,7 +86,7 @@ def shard_sequence(full: Tensor, cp: int, rank: int, context: Context, dim: int 
         InputError: the dimension is not a multiple of cp (ulysses) or 2 * cp (ring).
     """
     chunks = chunks_of(full.shape[dim], cp, rank, context)
-    return torch.cat([full.narrow(dim, at, size) for at, _, size in chunks], dim)
+    return torch.cat([full.narrow(dim, start, size) for start, _, size in chunks], dim)
 
 
 def unshard_sequence(parts: Sequence[Tensor], context: Context, dim: int = 1) -> Tensor:
@@ -87,11 +94,11 @@ def unshard_sequence(parts: Sequence[Tensor], context: Context, dim: int = 1) ->
     cp = len(parts)
     length = sum(part.shape[dim] for part in parts)
     chunks = {
-        at: part.narrow(dim, place, size)
+        start: part.narrow(dim, local_start, size)
         for rank, part in enumerate(parts)
-        for at, place, size in chunks_of(length, cp, rank, context)
+        for start, local_start, size in chunks_of(length, cp, rank, context)
     }
-    return torch.cat([chunks[at] for at in sorted(chunks)], dim)
+    return torch.cat([chunks[start] for start in sorted(chunks)], dim)
 
 
 @dataclass(frozen=True, eq=False)
