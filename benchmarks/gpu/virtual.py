@@ -21,7 +21,7 @@ from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.peer_to_peer.memory import HEAP_BYTES
 from moe_comm.dispatch.types import DispatchOptions
-from moe_comm.gpu.blocks import local_blocks
+from moe_comm.gpu.blocks import Blocks, single_block
 from moe_comm.gpu.protocol import GroupShape, blocks_bytes
 from moe_comm.topology import ExpertPlacement
 
@@ -39,12 +39,14 @@ def virtual_ranks(
     options, target_device = options or DispatchOptions(), torch.device(device)
     launcher = launcher_for(target_device, options.peer_to_peer.emulate)
     heap = options.peer_to_peer.heap_bytes or HEAP_BYTES[target_device.type]
-    blocks_W = local_blocks(placement.world, blocks_bytes(GroupShape(0, placement.offsets), heap), target_device)
+    total = blocks_bytes(GroupShape(0, placement.offsets), heap)
+    own_W = [single_block(total, target_device).own for _ in range(placement.world)]
+    addresses = tuple(own.data_ptr() for own in own_W)
     if target_device.type == "cuda":
         torch.cuda.synchronize(target_device)  # the blocks must be zero before other streams use them
     return [
-        PeerToPeerDispatcher(placement, None, rank, options, target_device, launcher, blocks)
-        for rank, blocks in enumerate(blocks_W)
+        PeerToPeerDispatcher(placement, None, rank, options, target_device, launcher, Blocks(own, addresses, own_W))
+        for rank, own in enumerate(own_W)
     ]
 
 

@@ -123,10 +123,6 @@ class Communicator:
         self.num_operations += 1
         return self.num_operations
 
-    def use(self, core: _C.Communicator) -> None:
-        """Set the native communicator for operations of the native core."""
-        self.core, self.core_timeout_s = core, 0.0
-
     def check(self) -> None:
         """Raise if the group is unusable."""
         if self.failed is None and self.calls.gave_up:

@@ -66,7 +66,7 @@ def heap_of(comm: Communicator, timeout_s: float) -> SharedHeap:
 
     def make() -> SharedHeap:
         heap = SharedHeap(Channel(comm, timeout_s))
-        comm.use(heap.communicator)
+        comm.core, comm.core_timeout_s = heap.communicator, 0.0
         return heap
 
     return comm.keep("heap", make)

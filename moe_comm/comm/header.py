@@ -192,11 +192,11 @@ def describe(header: Header) -> str:
     return f"{header.op} (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")
 
 
-def fault_word(fault: errors.MoeCommError | None, otherwise: type[errors.MoeCommError] = errors.InputError) -> int:
+def fault_word(fault: errors.MoeCommError | None) -> int:
     """Return the code of the class of ``fault`` in headers: 0 for None, else 1 + index in ``FAULTS``."""
     if fault is None:
         return 0
-    return 1 + FAULTS.index(type(fault) if type(fault) in FAULTS else otherwise)
+    return 1 + FAULTS.index(type(fault) if type(fault) in FAULTS else errors.InputError)
 
 
 @lru_cache(maxsize=4096)

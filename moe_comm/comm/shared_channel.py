@@ -96,11 +96,7 @@ class SharedChannel(Channel):
             self._exchange.copy(*args, 0, tensor.nbytes, out)
 
         shape, nbytes = (self.world, *tensor.shape), (self.world - 1) * tensor.nbytes
-        result = (
-            self._exchange_shared(tensor, shape, gather, description, nbytes)
-            if self.uses_shared_memory(tensor)
-            else None
-        )
+        result = self._exchange_shared(tensor, shape, gather, description, nbytes)
         return super().start_all_gather(tensor, description) if result is None else PendingTensor.completed(result)
 
     def start_swap(self, parts_W: Tensor, description: str) -> PendingTensor:
@@ -110,11 +106,8 @@ class SharedChannel(Channel):
         def swap(args: tuple[Any, ...], out: int) -> None:
             self._exchange.copy(*args, self.rank * part_bytes, part_bytes, out)
 
-        result = (
-            self._exchange_shared(parts_W, parts_W.shape, swap, description, part_bytes * (self.world - 1))
-            if self.uses_shared_memory(parts_W)
-            else None
-        )
+        nbytes = part_bytes * (self.world - 1)
+        result = self._exchange_shared(parts_W, parts_W.shape, swap, description, nbytes)
         return super().start_swap(parts_W, description) if result is None else PendingTensor.completed(result)
 
     def reduce_scatter(self, parts_WTD: Tensor, description: str) -> Tensor:
@@ -240,12 +233,14 @@ class SharedChannel(Channel):
     def _exchange_shared(
         self, x: Tensor, shape: Sequence[int], run: Run | None, description: str, nbytes: int
     ) -> Tensor | None:
-        """Run a collective in shared memory. Return its result; None on every rank if a rank has no room.
+        """Run a collective in shared memory. Return its result; None on every rank if it has no room or is not used.
 
         Args:
             run: computes the result of ``shape``; None for an all-reduce in place.
             nbytes: bytes of ``x`` that peers read.
         """
+        if not self.uses_shared_memory(x):
+            return None
         assert self._shared is not None
         fault: HeapError | None = None
         offer = out = x

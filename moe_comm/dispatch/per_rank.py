@@ -225,7 +225,7 @@ def local_slots(
     return local_RK.to(dtype), weights_RK, counts_L
 
 
-def expert_places(local_RK: Tensor, counts_L: Tensor, starts_L: Tensor) -> Tensor:
+def slot_positions(local_RK: Tensor, counts_L: Tensor, starts_L: Tensor) -> Tensor:
     """Return [R, K] int64: the index of each slot's row, if an expert's rows begin at ``starts_L``; -1 for other
     slots."""
     if not len(counts_L):

@@ -165,23 +165,18 @@ def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:
     """Return the error for the first invalid id of ``ids_TK``."""
     bad = ((ids_TK < DROPPED) | (ids_TK >= num_experts)).nonzero()
     token, slot = (int(v) for v in bad[0])
-    value = int(ids_TK[token, slot])
-    if value == INVALID_LOGITS:
-        return RoutingError(
-            f"router logits of token {token} are NaN or all -Inf (first of {len(bad[:, 0].unique())} such tokens)"
-        )
-    return RoutingError(
-        f"expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} (-1 drops a slot); "
-        f"{len(bad)} bad ids"
-    )
+    return RoutingError(_routing_text(int(ids_TK[token, slot]), token, slot, len(bad), num_experts))
 
 
 def peers_routing_error(rank: int, bad: int, first: int, value: int, top_k: int, num_experts: int) -> RoutingError:
     """Return the error for ``bad`` invalid ids of another rank; the first one is ``value`` in flat slot ``first``."""
-    token, slot = divmod(first, top_k)
+    return RoutingError(f"rank {rank}: {_routing_text(value, *divmod(first, top_k), bad, num_experts)}")
+
+
+def _routing_text(value: int, token: int, slot: int, bad: int, num_experts: int) -> str:
     if value == INVALID_LOGITS:
-        return RoutingError(f"rank {rank}: router logits of token {token} are NaN or all -Inf")
-    return RoutingError(
-        f"rank {rank}: expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} "
-        f"(-1 drops a slot); {bad} bad ids"
+        return f"router logits of token {token} are NaN or all -Inf"
+    return (
+        f"expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} (-1 drops a slot); "
+        f"{bad} bad ids"
     )

@@ -51,13 +51,6 @@ def single_block(total: int, device: torch.device) -> Blocks:
     return Blocks(own, (own.data_ptr(),))
 
 
-def local_blocks(world: int, total: int, device: torch.device) -> list[Blocks]:
-    """Return the blocks of ``world`` ranks of this process on one device, filled with zeros, by rank."""
-    own_W = [single_block(total, device).own for _ in range(world)]
-    addresses = tuple(own.data_ptr() for own in own_W)
-    return [Blocks(own, addresses, own_W) for own in own_W]
-
-
 def device_word(device: torch.device) -> int:
     """Return a number that identifies a rank's GPU by its UUID; 0 without one."""
     if device.type != "cuda" or not torch.cuda.is_available():

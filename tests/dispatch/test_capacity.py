@@ -167,7 +167,11 @@ def disagree(rank: int, world: int, fault: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
-    [("top-k", "RankMismatch", "[2, 3]"), ("token index", "RankMismatch", "[1, 0]"), ("shape", "InputError", "rank 1")],
+    [
+        ("top-k", "RankMismatch", "rank 0: 2, rank 1: 3"),
+        ("token index", "RankMismatch", "rank 0: True, rank 1: False"),
+        ("shape", "InputError", "rank 1"),
+    ],
 )
 def test_inconsistent_inputs_are_refused_on_every_rank(pool2: RankPool, fault: str, error: str, message: str) -> None:
     errors = pool2.run(disagree, fault, timeout=60)

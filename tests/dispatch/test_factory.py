@@ -14,6 +14,7 @@ from moe_comm.dispatch.peer_to_peer.access import ALONE, BLOCKED, MAY_SHARE, NO_
 from moe_comm.dispatch.selection import factory
 from moe_comm.dispatch.selection.choice import GroupFacts, Traffic, choose
 from moe_comm.dispatch.selection.factory import explain_choice
+from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError
 from tests.dispatch.workers import ErrorText, caught
 from tests.pool import RankPool
@@ -170,30 +171,32 @@ def mismatch_errors(rank: int, world: int, arg: object) -> list[ErrorText]:
     group = dist.group.WORLD
     wire = WireDtypes(dispatch="bf16") if rank else WireDtypes()
     experts = [3, 1] if rank else [1, 3]
+    blocks = PeerToPeerOptions(num_blocks=1 + rank)
     return [
         caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2 + 2 * rank, wire_dtypes=wire))),
         caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2) if rank else None)),
         caught(lambda: make_dispatcher(4, group, backend="all_gather" if rank else "auto", experts_per_rank=experts)),
         caught(lambda: make_dispatcher(4, group, options=DispatchOptions(wire_dtypes=wire))),
         caught(lambda: make_dispatcher(4 + rank, group)),
+        caught(lambda: make_dispatcher(4, group, options=DispatchOptions(checksums=rank == 1, peer_to_peer=blocks))),
+        caught(lambda: make_dispatcher(4, group, experts_per_rank=[1] if rank else None)),
+        caught(lambda: make_dispatcher(4, group, backend="smoke" if rank else "all_to_all")),
     ]
 
 
 def test_the_settings_that_differ_are_named_with_their_values_by_rank(pool2: RankPool) -> None:
-    for of_rank in pool2.run(mismatch_errors):
-        assert {kind for kind, _ in of_rank} == {"RankMismatch"}, of_rank
-        traffic, none_given, backend, options, number = (text.partition(". All ranks of")[0] for _, text in of_rank)
-        assert traffic == (
-            "ranks disagree on expected traffic when building a dispatcher: top_k: rank 0: 2, rank 1: 4; "
-            "wire_dtypes.dispatch.format: rank 0: 'same', rank 1: 'bf16'"
-        )
-        assert "a dispatcher: rank 0: None, rank 1: not given; top_k: rank 0: not given, rank 1: 2" in none_given
+    for rank, of_rank in enumerate(pool2.run(mismatch_errors)):
+        assert [kind for kind, _ in of_rank] == ["RankMismatch"] * 6 + ["ConfigError"] * 2, of_rank
+        traffic, none_given, backend, options, number, more, sizes, unknown = (text for _, text in of_rank)
+        assert "expected traffic" in traffic and "top_k: rank 0: 2, rank 1: 4; wire_dtypes.dispatch.format: " in traffic
+        assert "rank 0: None, rank 1: not given; top_k: rank 0: not given, rank 1: 2" in none_given
         assert "backend: rank 0: 'auto', rank 1: 'all_gather'" in backend
         assert "experts per rank: rank 0: (1, 3), rank 1: (3, 1)" in backend
-        assert options.endswith(
-            "wire_dtypes when building a dispatcher: dispatch.format: rank 0: 'same', rank 1: 'bf16'"
-        )
-        assert number == "ranks disagree on number of experts when building a dispatcher: rank 0: 4, rank 1: 5"
+        assert "wire_dtypes when building a dispatcher: dispatch.format: rank 0: 'same', rank 1: 'bf16'" in options
+        assert "number of experts when building a dispatcher: rank 0: 4, rank 1: 5" in number
+        assert "disagree on checksums, options of peer_to_peer" in more
+        for text, key in ((sizes, "1 counts"), (unknown, "'smoke'")):
+            assert key in text and text.startswith("rank 1: ") == (rank == 0)
 
 
 def test_auto_chooses_shared_memory_on_one_host(pool2: RankPool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,19 +24,6 @@ def error_texts(headers: list[Header]) -> list[tuple[type, str]]:
             check(words, rank, header)
         errors_by_rank.append((raised.type, str(raised.value)))
     return errors_by_rank
-
-
-def test_equal_headers_pass() -> None:
-    words = [GOOD.pack()] * 3
-    for rank in range(3):
-        check(words, rank, GOOD)
-
-
-def test_every_header_has_the_same_size() -> None:
-    long = replace(GOOD, label="a" * 5000, fault=errors.InputError("b" * 5000))
-    for header in (GOOD, replace(GOOD, label=""), long, replace(GOOD, label="schön" * 100)):
-        words = header.pack()
-        assert words.shape == (header_module.WORDS,) and words.dtype == np.int64
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,6 @@ from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError, InputError, PeerTimeout
 from moe_comm.gpu import protocol
-from moe_comm.gpu.arguments import kernel_fields
-from moe_comm.gpu.blocks import round_up
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
@@ -26,7 +23,6 @@ from tests.dispatch import cases, workers
 from tests.dispatch.cases import BY_NAME
 from tests.dispatch.workers import ErrorText, Job, caught
 from tests.pool import RankPool
-from tests.support.launches import RecordedLaunch, RecordingLauncher
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
@@ -251,10 +247,11 @@ def fast(rank: int, world: int, job: Job) -> list[tuple[str, bool, bool, bool]]:
     return results
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_fast_combine_is_within_the_rounding_of_the_dtype_and_keeps_gradients(world: int) -> None:
-    with RankPool(world) as pool:
-        of_ranks = pool.run(fast, FAST)
+@pytest.mark.parametrize("world", [2, 4])
+def test_fast_combine_is_within_the_rounding_of_the_dtype_and_keeps_gradients(
+    world: int, pools: dict[int, RankPool]
+) -> None:
+    of_ranks = pools[world].run(fast, FAST)
     for of_rank in of_ranks:
         for name, near, same_gradients, _ in of_rank:
             assert near and same_gradients, name
@@ -377,99 +374,7 @@ def test_low_latency_combine_does_not_wait_for_ranks_whose_experts_it_does_not_u
         assert not_received[0] == "ConfigError" and "receive()" in not_received[1]
 
 
-# --- launches ---
-
-
-def _write(address: int, *values: int) -> None:
-    for i, value in enumerate(values):
-        ctypes.c_int64.from_address(address + 8 * i).value = value
-
-
-def _simulate_device(launch: RecordedLaunch) -> None:
-    """Simulate the kernel ``meet``, in which ranks exchange headers and counts, for one rank.
-
-    Three rows are for expert 0 and one for expert 1.
-    """
-    if launch.kernel == "meet":
-        words = launch.words
-        _write(words["report_at"], ctypes.c_int64.from_address(words["report_at"]).value + 1)
-        header = (ctypes.c_int64 * 49).from_address(words["header_at"])
-        _write(words["all_headers_at"], *header)
-        if words["with_counts"]:
-            _write(words["host_counts_at"], 3, 1)
-
-
-def test_launches_of_a_training_step_have_the_right_grids_and_arguments() -> None:
-    launcher = RecordingLauncher(kernel_fields(), _simulate_device)
-    options = DispatchOptions(peer_to_peer=replace(PEERS, num_blocks=2, relay=True))
-    dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
-    x_TD = torch.zeros(2, 12, dtype=torch.bfloat16)[:, :6].requires_grad_()
-    ids_TK, weights_TK = torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 2, requires_grad=True)
-    sent = dispatcher.dispatch(x_TD, ids_TK)
-    assert sent.handle.rows_per_expert == (3, 1) and sent.rows_RD.shape == (4, 6)
-    launches = launcher.launches
-    assert [launch.kernel for launch in launches] == ["count", "scan", "meet", "push", "arrive", "fan_out"]
-    assert [launch.grid for launch in launches] == [2, 1, 1, 2, 1, 2]
-    count, scan, meet, push, arrive, fan_out = (launch.words for launch in launches)
-    assert (count["tokens"], count["top_k"], count["chunk"], count["chunks"]) == (2, 2, 2, 2)
-    assert count["ids_at"] == ids_TK.data_ptr() and meet["with_counts"] == 1
-    for name in ("counts_at", "expert_rows_at", "place_at", "bad_at"):
-        assert count[name] and len({words[name] for words in (count, scan, meet, push)}) == 1
-    start = dispatcher.memory.operations.blocks.addresses[0]
-    heap = dispatcher.memory.operations.heap
-    assert meet["offer_0"] == sent.rows_RD.data_ptr() - start
-    fits = [round_up(12 * rows) + round_up(8 * rows) <= heap.size for rows in (fan_out["rows"], fan_out["rows"] + 1)]
-    assert meet["offer_4"] == fan_out["rows"] and fits == [True, False], "as many rows as fit into the heap"
-    assert meet["offer_3"] == fan_out["links_at"] - start and fan_out["rows_at"] == sent.rows_RD.data_ptr()
-    assert (push["hidden"], push["dtype"], push["stride"], push["relay"], push["format"]) == (6, 1, 24, 1, 0)
-    assert push["x_at"] == x_TD.data_ptr() and push["offers_at"] == meet["offers_at"]
-    assert push["all_counts_at"] == arrive["all_counts_at"] == meet["all_counts_at"]
-    assert push["timeout_ns"] == 300 * 10**9
-
-    launches.clear()
-    y_TD = dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
-    y_TD.sum().backward()
-    assert [launch.kernel for launch in launches] == [
-        "meet",
-        "sum",
-        "done",
-        "meet",
-        "spread",
-        "done",
-        "meet",
-        "sum",
-        "done",
-    ]
-    offered, total, _, backward_offered, spread, _, _, unweighted, _ = (launch.words for launch in launches)
-    assert offered["offer_0"] == sent.rows_RD.data_ptr() - start, "combine must read the rows in place"
-    assert total["y_at"] == y_TD.data_ptr() and total["place_at"] == push["place_at"] == spread["place_at"]
-    assert total["weights_at"] and not unweighted["weights_at"]
-    assert backward_offered["offer_0"] == offered["offer_0"] != backward_offered["offer_1"] and spread["dots_at"]
-    assert [launch.grid for launch in launches] == [1, 2, 1] * 3
-
-
-def test_launches_of_fixed_and_low_latency_dispatch() -> None:
-    launcher = RecordingLauncher(kernel_fields(), _simulate_device)
-    options = DispatchOptions(peer_to_peer=replace(PEERS, capacity_rows=9))
-    dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
-    x_TD, ids_TK, launches = torch.zeros(2, 6), torch.tensor([[0, 0], [0, 1]]), launcher.launches
-    sent = dispatcher.dispatch_fixed(x_TD, ids_TK)
-    assert [launch.kernel for launch in launches] == ["count", "scan", "meet", "push", "arrive"]
-    assert launches[2].words["offer_4"] == 9 and launches[2].words["with_counts"] == 1
-    assert launches[3].words["offers_at"] == launches[2].words["offers_at"] and sent.rows_CD.shape == (9, 6)
-    assert sent.ends_E.dtype == torch.int32 and sent.handle.num_rows == 9
-
-    for step in range(2):
-        launches.clear()
-        low_latency = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
-        rows_LND, _ = low_latency.receive()
-        dispatcher.low_latency_combine(rows_LND, torch.ones(2, 2), low_latency)
-        kernels = ["ll_send", "ll_arrive", "ll_ready", "sum"]
-        assert [launch.kernel for launch in launches] == (kernels if step else ["meet", "meet", *kernels])
-        send, total = launches[-4], launches[-1]
-        assert rows_LND.shape == (2, 4, 6) and send.grid == 2 * send.words["parts"] == 8
-        assert send.words["max_tokens"] == 4 and send.words["place_at"] == total.words["place_at"]
-        assert send.words["offers_at"] != total.words["offers_at"]
+# --- faults ---
 
 
 def test_a_reported_timeout_raises_in_every_later_call() -> None:
@@ -478,8 +383,9 @@ def test_a_reported_timeout_raises_in_every_later_call() -> None:
     dispatcher.memory.operations._report[1:6] = torch.tensor([protocol.TIMED_OUT, 0, protocol.ARRIVED, 7, 6])
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="for rank 0 to send its rows; its flag is 6, expected 7"):
-            dispatcher.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
+            dispatcher.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64), label="moe.3")
         dispatcher.memory.operations._report.zero_()
+        assert dispatcher.memory.current.label == "", "an operation that failed must not stay in the group's memory"
     with pytest.raises(PeerTimeout):
         dispatcher.check()
 
@@ -497,19 +403,16 @@ def test_unsupported_inputs_are_refused() -> None:
             PeerToPeerOptions(**{name: 0})
 
 
-def build_dispatchers(rank: int, world: int, job: Job) -> tuple[str, str, ErrorText, ErrorText]:
+def build_dispatchers(rank: int, world: int, job: Job) -> tuple[str, str, ErrorText]:
     group, options = dist.group.WORLD, job.options
-    different = DispatchOptions(peer_to_peer=replace(PEERS, num_blocks=1 + rank))
     return (
         make_dispatcher(4, group, backend="peer_to_peer", options=options).name,
         make_dispatcher(4, group, options=options).name,
         caught(lambda: make_dispatcher(4, group, backend="peer_to_peer")),
-        caught(lambda: make_dispatcher(4, group, backend="peer_to_peer", options=different)),
     )
 
 
 def test_cpu_tensors_need_emulation_and_auto_does_not_choose_peer_to_peer(pool: RankPool) -> None:
-    for name, auto, without_emulation, different in pool.run(build_dispatchers, JOB):
+    for name, auto, without_emulation in pool.run(build_dispatchers, JOB):
         assert (name, auto) == ("peer_to_peer", "shared_memory")
         assert without_emulation[0] == "ConfigError" and "emulate=True" in without_emulation[1]
-        assert different[0] == "RankMismatch" and "options of peer_to_peer" in different[1]

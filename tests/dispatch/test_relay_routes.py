@@ -13,12 +13,12 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     OTHER_HOST,
     HostMap,
     ReturnFormat,
-    expert_places,
     ids_dtype,
     inter_host_bytes,
     plan_sends,
     relay_units,
     return_format,
+    row_positions,
 )
 from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.errors import ConfigError
@@ -152,10 +152,10 @@ def test_rows_are_ordered_by_source_rank(hosts: int, per_host: int, experts: int
         for source in range(local, host_map.world, per_host)
         for row in range(counts[source][1 + e])
     ]
-    places = expert_places(np.array(counts, np.int64), range(1, 1 + experts), host_map, host, torch.device("cpu"))
-    for place_N, own_host in zip(places, (True, False), strict=True):
+    places = row_positions(np.array(counts, np.int64), range(1, 1 + experts), host_map, host, torch.device("cpu"))
+    for position_N, own_host in zip(places, (True, False), strict=True):
         expected = [row for row in arrived if (host_map.host(row[1]) == host) == own_host]
-        assert [sorted(arrived)[place] for place in place_N.tolist()] == expected
+        assert [sorted(arrived)[place] for place in position_N.tolist()] == expected
 
 
 def test_a_token_is_sent_once_to_a_host_with_several_of_its_experts() -> None:

@@ -255,6 +255,3 @@ def test_non_finite_values_do_not_affect_other_tokens_of_a_group() -> None:
         assert bool(rounded_RD[small_row, 4].isnan())
         rounded_RD[small_row, 4] = clean_RD[small_row, 4]
         assert torch.equal(rounded_RD, clean_RD)
-
-
-# --- between ranks ---

@@ -268,15 +268,6 @@ def spread_rows(rank: int, world: int, job: Job) -> list[str]:
     return wrong
 
 
-def spread_elsewhere(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """The last rank spreads rows of another width."""
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    rows, handle = _dispatch_with(dispatcher, job)
-    x_TD = torch.ones(6, handle.hidden + (rank == world - 1), device=job.device)
-    error_texts = caught(lambda: dispatcher.spread(x_TD, handle))
-    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
-
-
 def many_shapes(rank: int, world: int, job: Job) -> list[str]:
     """Run calls with changing tokens, top-k, hidden size and dtype. Return the names of those with different bits."""
     g = torch.Generator().manual_seed(7)
@@ -375,68 +366,44 @@ def faults(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]
     return outcomes
 
 
-def order_of_calls(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """The last rank dispatches while the others combine."""
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    rows, handle = _dispatch_with(dispatcher, job)
+WRONG_CALLS = {
+    "dispatch instead of combine": "RankMismatch",
+    "combine of later rows": "RankMismatch",
+    "dispatch of another dispatcher": "RankMismatch",
+    "dispatch of a dispatcher of more experts": "RankMismatch",
+    "combine with a handle of another dispatcher": "InputError",
+    "combine of wider rows": "InputError",
+    "combine with weights on another device": "InputError",
+    "spread of wider rows": "InputError",
+}
+"""Call of the last rank while the others make the right one, and the error that is expected on every rank."""
+
+
+def wrong_calls(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]:
+    """Make each wrong call on the last rank. Return the errors, and whether the next call works."""
+    last, more = rank == world - 1, 8 if job.backend == "peer_to_peer" else 19  # its ranks share memory for 8 experts
+    case, group = cases.BY_NAME["plain"], dist.group.WORLD
+    first, second, larger = (build(replace(case, num_experts=n), group, job, rank, world) for n in (8, 8, more))
+    (rows, handle), (_, later), (_, other) = (_dispatch_with(d, job) for d in (first, first, second))
+    _dispatch_with(larger, job)
     weights = torch.ones(6, 2, device=job.device)
-
-    def act() -> None:
-        if rank == world - 1:
-            _dispatch_with(dispatcher, job)
-        else:
-            dispatcher.combine(rows, weights, handle)
-
-    error_texts = caught(act)
-    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
-
-
-def order_of_combines(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """Two equal dispatches are in flight; the last rank combines the second one, the others the first one."""
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    sent = [_dispatch_with(dispatcher, job) for _ in range(2)]
-    rows, handle = sent[rank == world - 1]
-    weights = torch.ones(6, 2, device=job.device)
-    error_texts = caught(lambda: dispatcher.combine(rows, weights, handle))
-    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
-
-
-def combine_elsewhere(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """The last rank passes weights on another device to combine."""
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    rows, handle = _dispatch_with(dispatcher, job)
-    weights = torch.ones(6, 2, device="meta" if rank == world - 1 else job.device)
-    error_texts = caught(lambda: dispatcher.combine(rows, weights, handle))
-    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
-
-
-def bad_combine(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """The last rank passes rows of another width to combine."""
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    rows, handle = _dispatch_with(dispatcher, job)
-    wrong = torch.zeros(rows.shape[0], rows.shape[1] + 1, device=job.device)
-    weights = torch.ones(6, 2, device=job.device)
-    error_texts = caught(lambda: dispatcher.combine(wrong if rank == world - 1 else rows, weights, handle))
-    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
-
-
-def handle_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """Two dispatchers dispatch the same tokens; the last rank passes the handle of the second one to the first one."""
-    dispatchers = [build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world) for _ in range(2)]
-    (rows, handle), (_, other) = [_dispatch_with(dispatcher, job) for dispatcher in dispatchers]
-    weights = torch.ones(6, 2, device=job.device)
-    error_texts = caught(lambda: dispatchers[0].combine(rows, weights, other if rank == world - 1 else handle))
-    return error_texts, all(torch.equal(rows, _dispatch_with(dispatcher, job)[0]) for dispatcher in dispatchers)
-
-
-def call_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """The last rank uses another dispatcher, with more experts unless that needs shared memory."""
-    more = replace(cases.BY_NAME["plain"], num_experts=8 if job.backend == "peer_to_peer" else 19)
-    dispatchers = [build(case, dist.group.WORLD, job, rank, world) for case in (cases.BY_NAME["plain"], more)]
-    expected = [_dispatch_with(dispatcher, job)[0] for dispatcher in dispatchers]
-    error_texts = caught(lambda: _dispatch_with(dispatchers[rank == world - 1], job))
-    again = [_dispatch_with(dispatcher, job)[0] for dispatcher in dispatchers]
-    return error_texts, all(map(torch.equal, expected, again))
+    wide = torch.zeros(rows.shape[0], rows.shape[1] + last, device=job.device)
+    x_TD = torch.ones(6, handle.hidden + last, device=job.device)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: _dispatch_with(first, job) if last else first.combine(rows, weights, handle),
+        lambda: first.combine(rows, weights, later if last else handle),
+        lambda: _dispatch_with(second if last else first, job),
+        lambda: _dispatch_with(larger if last else first, job),
+        lambda: first.combine(rows, weights, other if last else handle),
+        lambda: first.combine(wide, weights, handle),
+        lambda: first.combine(rows, weights.to("meta") if last else weights, handle),
+        lambda: first.spread(x_TD, handle),
+    )
+    outcomes = {}
+    for name, call in zip(WRONG_CALLS, calls, strict=True):
+        raised = caught(call)
+        outcomes[name] = raised, all(torch.equal(rows, _dispatch_with(d, job)[0]) for d in (first, second))
+    return outcomes
 
 
 class _RaiseInBackward(torch.autograd.Function):
@@ -498,30 +465,6 @@ def any_strides(rank: int, world: int, job: Job) -> list[str]:
             if not all(map(torch.equal, *results)):
                 wrong.append(f"{name} {dtype} {hidden}")
     return wrong
-
-
-def construction(rank: int, world: int, job: Job) -> dict[str, ErrorText]:
-    """The last rank builds a different dispatcher."""
-    last, group = rank == world - 1, dist.group.WORLD
-    sizes = ([2] * world, [2 * world, *[0] * (world - 1)])
-    return {
-        "number of experts": caught(
-            lambda: make_dispatcher(2 * world + last, group, backend=job.backend, options=job.options)
-        ),
-        "experts per rank": caught(
-            lambda: make_dispatcher(
-                2 * world, group, backend=job.backend, experts_per_rank=sizes[last], options=job.options
-            )
-        ),
-        "bad sizes on one rank": caught(
-            lambda: make_dispatcher(
-                2 * world, group, backend=job.backend, experts_per_rank=[1] if last else None, options=job.options
-            )
-        ),
-        "unknown backend on one rank": caught(
-            lambda: make_dispatcher(2 * world, group, backend="smoke" if last else job.backend, options=job.options)
-        ),
-    }
 
 
 def never_calls(rank: int, world: int, job: Job) -> list[ErrorText]:

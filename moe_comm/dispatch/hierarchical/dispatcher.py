@@ -56,10 +56,10 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     RelayUnits,
     SendPlan,
     WireBytes,
-    expert_places,
     plan_sends,
     relay_units,
     return_format,
+    row_positions,
 )
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.slots.sums import weighted_sum
@@ -99,7 +99,6 @@ class InsideHost:
     Args:
         placement: placement of the host's experts, whose ids start at 0.
         comm, hosts, rank: communicator and hosts of all ranks, and this process's rank among them.
-        shared: whether the ranks of each host share memory.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class InsideHost:
         hosts: HostMap,
         rank: int,
         options: DispatchOptions,
-        shared: bool,
     ) -> None:
         self._members = hosts.members(hosts.host(rank))
         local_rank = hosts.local(rank)
@@ -121,7 +119,7 @@ class InsideHost:
             return
         host_group = comm.subgroup(self._members, options.timeout_s)
         self._plain = AllToAllDispatcher(placement, host_group, local_rank, plain_options)
-        if shared:
+        if comm.native:
             from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # needs the native core
 
             try:
@@ -211,14 +209,14 @@ class RelaySide:
 
     copies_H, slots_H: number of tokens and slots received from each host.
     inside: handle of the dispatch of ``units`` inside the host.
-    place_N: positions of its rows on this rank among all dispatched rows.
+    position_N: positions of its rows on this rank among all dispatched rows.
     """
 
     copies_H: tuple[int, ...]
     slots_H: tuple[int, ...]
     units: RelayUnits
     inside: InsideHandle
-    place_N: Tensor
+    position_N: Tensor
 
     def inside_host(self, operation: Operation) -> Operation:
         """Return the same operation inside this host."""
@@ -280,16 +278,12 @@ class HierarchicalDispatcher(Dispatcher):
         assert self.comm is not None
         self.channel = Channel(self.comm, self.options.timeout_s)
         self.hosts = HostMap.of(self.comm.hosts if hosts is None else hosts)
-        shared = self.comm.native and all(
-            len({self.comm.hosts[member] for member in self.hosts.members(host)}) == 1
-            for host in range(self.hosts.count)
-        )
         self.rail = Rail(self.channel, self.hosts, rank)
         self._host = self.hosts.host(rank)
         self._experts = self.hosts.experts(placement)
         self._handshake = Handshake(self.channel, placement, self.calls)
         host_placement = self.hosts.inside(placement, self._host)
-        self._inside = InsideHost(host_placement, self.comm, self.hosts, rank, self.options, shared)
+        self._inside = InsideHost(host_placement, self.comm, self.hosts, rank, self.options)
 
     @property
     def wire_bytes(self) -> dict[str, WireBytes]:
@@ -313,19 +307,19 @@ class HierarchicalDispatcher(Dispatcher):
         pending_ids = self.rail.start(plan.ids_CK, plan.copies_H, copies_H, operation, "ids")
         near_tokens, far_tokens = self._start_tokens(x_TD, plan, copies_H, most_out)
         own = self.local_experts
-        near_N, far_N = expert_places(counts.rows_WE, own, self.hosts, self._host, x_TD.device)
+        near_N, far_N = row_positions(counts.rows_WE, own, self.hosts, self._host, x_TD.device)
         rows_RD = warm_rows(near_N.shape[0] + far_N.shape[0], x_TD.shape[1], x_TD.dtype, x_TD.device)
 
         def forward(
-            ids_PK: Tensor, copies_H: Ints, slots_H: Ints, tokens_at: Callable[..., Tensor], place_N: Tensor
+            ids_PK: Tensor, copies_H: Ints, slots_H: Ints, tokens_at: Callable[..., Tensor], position_N: Tensor
         ) -> RelaySide:
             """Dispatch relayed tokens inside this host, and write this rank's rows into ``rows_RD``."""
             units = relay_units(ids_PK.long(), copies_H, slots_H, row_kind)
             x_UD = tokens_at(units.token_U)
             with self._guard():
                 rows_ND, inside = self._inside.send(x_UD, units.ids_UK, replace(operation, top_k=units.ids_UK.shape[1]))
-            rows_RD.index_copy_(0, place_N, rows_ND)
-            return RelaySide(copies_H, slots_H, units, inside, place_N)
+            rows_RD.index_copy_(0, position_N, rows_ND)
+            return RelaySide(copies_H, slots_H, units, inside, position_N)
 
         own_ids_PK = self.rail.own(plan.ids_CK, plan.copies_H)
         near_copies_H, near_slots_H = self.rail.only_own(copies_H), self.rail.only_own(slots_H)
@@ -391,13 +385,13 @@ class HierarchicalDispatcher(Dispatcher):
 
         # Tokens of this host first, while those of other hosts are in flight.
         near_ND, near_dots_S = forward(near, near_weights, near_grad)
-        grad_RD.index_copy_(0, near.place_N, near_ND)
+        grad_RD.index_copy_(0, near.position_N, near_ND)
         far_ND, far_dots_S = forward(far, far_weights, far_grad)
         if rows_RD is None:
-            return grad_RD.index_copy_(0, far.place_N, far_ND), None
+            return grad_RD.index_copy_(0, far.position_N, far_ND), None
         # Return the dot products of relayed slots to the ranks of their tokens.
         pending_dots = self.rail.start(far_dots_S, far.slots_H, plan.slots_H, self.context.operation, "weights")
-        grad_RD.index_copy_(0, far.place_N, far_ND)
+        grad_RD.index_copy_(0, far.position_N, far_ND)
         dots = near_dots_S.new_zeros(handle.num_tokens * handle.top_k)
         dots[self.rail.own(plan.slot_S, plan.slots_H)] = near_dots_S
         dots[self.rail.far(plan.slot_S, plan.slots_H)] = pending_dots()
@@ -432,7 +426,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     def _rows_of(self, side: RelaySide, rows_RD: Tensor) -> Tensor:
         """Return rows in the order of the side's dispatch, in memory that the ranks of this host can read."""
-        index_N = side.place_N
+        index_N = side.position_N
         out_ND = self._inside.empty_rows(index_N.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
         return torch.index_select(rows_RD, 0, index_N, out=out_ND)
 

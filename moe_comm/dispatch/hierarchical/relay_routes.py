@@ -240,7 +240,7 @@ def transpose_within(counts_EAB: Tensor, num_rows: int) -> Tensor:
     return place + torch.repeat_interleave(shift, sizes, output_size=num_rows)
 
 
-def expert_places(
+def row_positions(
     rows_WE: Words, experts: range, hosts: HostMap, host: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the positions of received rows among the rows that ``dispatch`` returns.

@@ -190,7 +190,7 @@ class PeerGroupMemory:
         headers, experts = self.operations.headers, self.operations.shape.experts
         for words in headers:
             if not words[FAULT_WORD]:
-                words[-1] = 0  # the last word is not text: see ROOM_WORD of primitives.py
+                words[-1] = 0  # the last word is not text: see FREE_BYTES_WORD of primitives.py
         for rank, words in enumerate(headers):
             if self.current.fault is None and words[FAULT_WORD] == BAD_IDS_WORD:
                 if rank == self.rank and ids_TK is not None:

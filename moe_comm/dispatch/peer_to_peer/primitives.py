@@ -23,7 +23,7 @@ from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory, shared_peer_m
 from moe_comm.dispatch.peer_to_peer.rows import (
     Reservation,
     RowFormat,
-    check_room,
+    check_free_bytes,
     offset_of,
     readable,
     relay_links,
@@ -56,7 +56,7 @@ from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import DTYPE_CODES, address, native
 from moe_comm.topology import ExpertPlacement
 
-ROOM_WORD = HEADER_WORDS - 1
+FREE_BYTES_WORD = HEADER_WORDS - 1
 """Index of the header word with the size in bytes of the block that this rank offers for rows. Dispatch only. The text
 of a fault ends before this word."""
 EMULATED_BLOCKS = 4
@@ -182,13 +182,13 @@ class PeerToPeerPrimitives(Dispatcher):
             reserved = Reservation(row_format, operations.heap)
             in_flight = False
             try:
-                room = reserved.num_bytes.to_bytes(8, sys.byteorder)
-                packed = self.packed(self.context.operation)[: ROOM_WORD * 8] + room
+                free = reserved.num_bytes.to_bytes(8, sys.byteorder)
+                packed = self.packed(self.context.operation)[: FREE_BYTES_WORD * 8] + free
                 place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, reserved.offer, reserved.capacity, wait)
                 self.memory.check(ids_TK)
                 in_flight = not wait
-                own_L, rows_W, rooms_W, num_dropped = operations.plan.counted(ROOM_WORD)
-                check_room(row_format, rows_W, rooms_W, self.context.operation)
+                own_L, rows_W, free_W, num_dropped = operations.plan.counted(FREE_BYTES_WORD)
+                check_free_bytes(row_format, rows_W, free_W, self.context.operation)
                 rows = keep(reserved, rows_W[self.rank])
             except BaseException:
                 if in_flight:

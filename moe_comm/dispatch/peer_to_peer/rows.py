@@ -204,18 +204,18 @@ def offset_of(heap: Heap, rows_RD: Tensor) -> int:
     return heap.offset(rows_RD) if rows_RD.numel() else 0
 
 
-def check_room(row_format: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], operation: Header) -> None:
+def check_free_bytes(row_format: RowFormat, rows_W: Sequence[int], free_W: Sequence[int], operation: Header) -> None:
     """Raise the same ``HeapError`` on every rank if a rank has no room for the rows that it receives.
 
-    rows_W: number of rows that each rank receives. rooms_W: bytes of the largest free block of each rank's heap.
+    rows_W: number of rows that each rank receives. free_W: bytes of the largest free block of each rank's heap.
     """
-    most, room = max(rows_W), min(rooms_W)
-    if (row_format.bare and 0 < most * row_format.row_bytes <= room) or row_format.buffer_bytes(most) <= room:
+    most, free = max(rows_W), min(free_W)
+    if (row_format.bare and 0 < most * row_format.row_bytes <= free) or row_format.buffer_bytes(most) <= free:
         return
     for rank, rows in enumerate(rows_W):
-        if (needed := row_format.buffer_bytes(rows)) > rooms_W[rank]:
+        if (needed := row_format.buffer_bytes(rows)) > free_W[rank]:
             raise HeapError(
                 f"rank {rank} has no room in its heap for {rows} rows in {describe(operation)}: they need {needed} "
-                f"bytes and its largest free block has {rooms_W[rank]}. Increase PeerToPeerOptions.heap_bytes on every "
+                f"bytes and its largest free block has {free_W[rank]}. Increase PeerToPeerOptions.heap_bytes on every "
                 "rank, or dispatch fewer tokens at a time"
             )

@@ -26,9 +26,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch.types import DROPPED
-from moe_comm.errors import ConfigError, InputError, RankMismatch
+from moe_comm.errors import ConfigError, InputError
 
 Policy = Literal["position", "probability"]
 Scope = Literal["rank", "batch"]
@@ -155,21 +156,10 @@ def _over_batch_limit(
     fault: InputError | None,
 ) -> Tensor:
     """Return [T, K] bool: this rank's slots above the limits over the tokens of all ranks."""
-    description = "deciding drops over the whole batch"
-    shape = (0, 0) if fault is not None else tuple(ids_TK.shape)
-    facts = torch.tensor(
-        [*shape, token_index_T is not None, fault is not None], dtype=torch.int64, device=ids_TK.device
-    )
-    sizes, widths, indexed, faults = channel.all_gather(facts, description).T.tolist()
-    if fault is not None:
-        raise fault
-    if any(faults):
-        raise InputError(f"rank {faults.index(1)} passed invalid ids, weights or token index; see its error")
-    for name, values in (("top-k", widths), ("whether there is a token index", indexed)):
-        if len(set(values)) > 1:
-            raise RankMismatch(f"ranks disagree on {name} in {description}: {values} by rank")
-
-    tokens, top_k = ids_TK.shape
+    what = "the capacity limit of a batch"
+    tokens, top_k = (0, 0) if fault is not None else ids_TK.shape
+    same = {"top-k": top_k, "token index": token_index_T is not None}
+    sizes = compare(channel, what, same, {"tokens": tokens}, fault)["tokens"]
     weighted = capacity.policy == "probability"
     # Pad to the largest number of tokens of any rank: an all-gather needs equal sizes.
     sent = ids_TK.new_zeros(max(sizes), 1 + top_k * (1 + weighted))
@@ -178,7 +168,7 @@ def _over_batch_limit(
     sent[:tokens, 1 : 1 + top_k] = ids_TK
     if weighted:
         sent[:tokens, 1 + top_k :] = weights_TK.detach().double().contiguous().view(torch.int64)
-    gathered = channel.all_gather(sent, description)
+    gathered = channel.all_gather(sent, what)
     rows = torch.cat([block[:size] for block, size in zip(gathered, sizes, strict=True)])
 
     order = torch.sort(rows[:, 0], stable=True).indices

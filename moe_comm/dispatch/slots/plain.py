@@ -6,8 +6,6 @@ All sums are fp32 in a fixed order, so every backend gives these bits:
                 (l + 16, l + 8, ..., l + 1), as a warp does with shuffles
 A slot is one of the K (token, expert) pairs of a token, and its place is the index of its row. A dropped slot (place
 -1) adds nothing, whatever its weight is. The wide dtype, in which rows are summed, is fp32, and fp64 for fp64 rows.
-
-Only ``sort_slots`` copies from the device to the CPU.
 """
 
 from __future__ import annotations
@@ -55,19 +53,6 @@ def order_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     place = torch.empty_like(flat)
     place[order] = torch.arange(flat.numel(), device=flat.device)
     return order, place.masked_fill_(dropped, -1).view(ids_TK.shape)
-
-
-def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the T*K slots by (expert, token, slot).
-
-    Returns:
-        order: [R] flat slots in that order, without dropped slots.
-        place_TK: [T, K] int64 place of each slot in that order; -1 where dropped.
-        counts_E: [E] int64 rows of each expert.
-    """
-    counts_E = count_slots(ids_TK, num_experts)[:num_experts]
-    order, place_TK = order_slots(ids_TK, num_experts)
-    return order[: int(counts_E.sum())], place_TK, counts_E
 
 
 def transpose_blocks(counts_AB: Tensor, num_rows: int) -> Tensor:

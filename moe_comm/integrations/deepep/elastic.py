@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.per_rank import Bias, RankRoutes, Rows, check_input, expert_places
+from moe_comm.dispatch.per_rank import Bias, RankRoutes, Rows, check_input, slot_positions
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import (
@@ -59,7 +59,7 @@ class EPHandle:
         local_RK, counts_L, aligned_L = routes.local_ids_RK, routes.rows_per_expert, routes.aligned(alignment)
         assert local_RK is not None
         starts_L = aligned_L.cumsum(0) - aligned_L
-        self.place_RK = expert_places(local_RK, counts_L, starts_L)
+        self.place_RK = slot_positions(local_RK, counts_L, starts_L)
         source_R1 = (routes.source_R * most + routes.token_R).unsqueeze(1)
         index_R1 = torch.arange(routes.num_rows, device=local_RK.device).unsqueeze(1)
         metadata = torch.cat((source_R1, index_R1, self.place_RK), 1).int()
