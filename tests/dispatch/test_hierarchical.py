@@ -15,12 +15,14 @@ from torch import Tensor
 from moe_comm.comm.group_setup import communicator_of, heap_of
 from moe_comm.dispatch import WireDtypes, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from moe_comm.dispatch.hierarchical.relay_routes import HostMap, WireBytes, inter_host_bytes
+from moe_comm.dispatch.hierarchical.rail import WireBytes
+from moe_comm.dispatch.hierarchical.relay_routes import HostMap
 from moe_comm.errors import HeapError
 from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
+from tests.dispatch.inter_host import inter_host_bytes
 from tests.dispatch.workers import ErrorText, Job, Result, caught, heap_constants, two_hosts
 from tests.pool import RankPool
 

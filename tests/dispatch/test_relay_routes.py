@@ -14,7 +14,6 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     HostMap,
     ReturnFormat,
     ids_dtype,
-    inter_host_bytes,
     plan_sends,
     relay_units,
     return_format,
@@ -23,6 +22,7 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
 from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
+from tests.dispatch.inter_host import inter_host_bytes
 from tests.dispatch.workers import two_hosts
 
 SEEDED = settings(deadline=None, derandomize=True, max_examples=50)

@@ -32,7 +32,6 @@ from moe_comm.bench.common.inputs import (
     expected_dx,
     expected_rows,
     expected_y,
-    make_ids,
     make_inputs,
 )
 from moe_comm.bench.common.interleave import measure_interleaved
@@ -40,8 +39,7 @@ from moe_comm.bench.common.ranks import on_hosts, run_benchmark, say
 from moe_comm.bench.common.settings import BatchShape, HierarchicalBench
 from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.hierarchical.relay_routes import HostMap, inter_host_bytes
-from moe_comm.topology import ExpertPlacement
+from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 
 CONTESTANTS = {
     "all_to_all": ("all_to_all", True),
@@ -112,57 +110,53 @@ def run(bench: HierarchicalBench, threads: int) -> list[dict[str, Any]]:
     }
     say(f"measuring {bench.warmup} (discarded) + {bench.rounds} rounds")
     stats = measure_interleaved(phases, bench.warmup, bench.rounds)
-    counted = _counted(bench)
     results = []
     for contestant in contestants:
         times = {f"{phase}_ms": stats[contestant.name, phase]["median_ms"] for phase in ("forward", "backward")}
         times |= times_of(stats[contestant.name, "total"], "total")
         speedup = stats[BASELINE, "total"]["median_ms"] / times["total_ms"]
+        counted_bytes, link_bytes = _sent_bytes(contestant, bench)
         row: dict[str, Any] = {
             "contestant": contestant.name,
             "auto": contestant.deterministic and contestant.dispatcher.name == auto,
         }
         row |= times | {
             "speedup": speedup,
-            "counted_bytes": counted.get(contestant.name),
-            "link_bytes": _link_bytes(contestant),
+            "counted_bytes": counted_bytes,
+            "link_bytes": link_bytes,
         }
         results.append(row)
     return results
 
 
-def _counted(bench: HierarchicalBench) -> dict[str, int]:
-    """Return the bytes that all ranks send to other hosts in forward and backward, by contestant."""
-    ids_WTK = [make_ids(bench.shape, rank) for rank in range(bench.world)]
-    placement = ExpertPlacement.balanced(bench.experts, bench.world)
-    hosts = [rank // bench.ranks_per_host for rank in range(bench.world)]
-    counted = {}
-    for name, deterministic in (("hierarchical", True), ("hierarchical_sums", False)):
-        by_operation = inter_host_bytes(
-            ids_WTK, placement, hosts, bench.hidden, torch.float32, deterministic=deterministic
-        )
-        counted[name] = sum(operation.total for operation in by_operation.values())
-    host_map = HostMap.of(hosts)
-    host_E = torch.tensor(
-        [host_map.host(placement.owner(expert)) for expert in range(bench.experts)], dtype=torch.int64, device="cpu"
-    )
-    slots = sum(int((host_E[ids] != host_map.host(rank)).sum()) for rank, ids in enumerate(ids_WTK))
-    # One fp32 row in each of the four operations, and the weight and its gradient in the backward of combine.
-    counted["all_to_all"] = slots * (4 * 4 * bench.hidden + 4 + 4)
-    return counted
-
-
-def _link_bytes(contestant: _Contestant) -> int:
-    """Return the bytes that the interfaces of all hosts send during one forward and backward."""
+def _sent_bytes(contestant: _Contestant, bench: HierarchicalBench) -> tuple[int | None, int]:
+    """Return the bytes that all ranks send to other hosts in one forward and backward: of rows, weights and ids, and by
+    the interfaces of all hosts."""
     dist.barrier()
-    before = interface_bytes().sent
+    counted, before = _counted(contestant, bench), interface_bytes().sent
     dist.barrier()
     contestant.forward()
     contestant.backward()
     dist.barrier()
+    if isinstance(contestant.dispatcher, HierarchicalDispatcher):
+        counted = _counted(contestant, bench) - counted
+    by_rank = gather((str(Path("/proc/self/ns/net").readlink()), interface_bytes().sent - before, counted))
     # Ranks of one host share its network namespace and interface, so each is counted once.
-    sent_by_namespace = dict(gather((str(Path("/proc/self/ns/net").readlink()), interface_bytes().sent - before)))
-    return sum(sent_by_namespace.values())
+    sent_by_namespace = {namespace: sent for namespace, sent, _ in by_rank}
+    return sum(of_rank for _, _, of_rank in by_rank) or None, sum(sent_by_namespace.values())
+
+
+def _counted(contestant: _Contestant, bench: HierarchicalBench) -> int:
+    """Return the bytes that this rank has sent to other hosts, or for ``all_to_all`` those that it sends in a call."""
+    if isinstance(contestant.dispatcher, HierarchicalDispatcher):
+        return sum(operation.total for operation in contestant.dispatcher.wire_bytes.values())
+    if contestant.name != "all_to_all":
+        return 0
+    host, ids_TK = dist.get_rank() // bench.ranks_per_host, contestant.inputs.ids_TK
+    first, last = contestant.dispatcher.placement.offsets[:: bench.ranks_per_host][host : host + 2]
+    slots = int(((ids_TK < first) | (ids_TK >= last)).sum())
+    # One fp32 row in each of the four operations, and the weight and its gradient in the backward of combine.
+    return slots * (4 * 4 * bench.hidden + 4 + 4)
 
 
 def main(bench: HierarchicalBench, json_out: str | None = None) -> dict[str, Any]:

@@ -50,12 +50,11 @@ from moe_comm.dispatch.backends.local import local_dispatcher
 from moe_comm.dispatch.backends.native import supported
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.handshake import Counts, Handshake
-from moe_comm.dispatch.hierarchical.rail import Rail, gather_ranges
+from moe_comm.dispatch.hierarchical.rail import Rail, WireBytes, gather_ranges
 from moe_comm.dispatch.hierarchical.relay_routes import (
     HostMap,
     RelayUnits,
     SendPlan,
-    WireBytes,
     plan_sends,
     relay_units,
     return_format,
@@ -255,7 +254,7 @@ class HierarchicalDispatcher(Dispatcher):
         hosts: one number per rank, equal for ranks of one host; detected by default.
 
     Attributes:
-        wire_bytes: bytes sent to other hosts, by operation. ``inter_host_bytes`` has the formula.
+        wire_bytes: bytes sent to other hosts, by operation.
 
     Raises:
         ConfigError: hosts have different numbers of ranks, or ranks of a host are not adjacent; on every rank.

@@ -27,15 +27,35 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import Channel, PendingTensor
-from moe_comm.comm.header import describe
+from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD, describe
 from moe_comm.comm.registered import registered_memory
-from moe_comm.dispatch.hierarchical.relay_routes import OPS, HostMap, WireBytes
+from moe_comm.dispatch.hierarchical.relay_routes import HostMap
 from moe_comm.dispatch.operation import Operation
 from moe_comm.runtime.memory import warm_rows
 
 T = TypeVar("T")
+OPS = ("dispatch", "combine", "combine backward", "dispatch backward", EXTRA, EXTRA_BACKWARD)
 RowRanges = list[range]
 """One row range of each of several blocks."""
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """Bytes sent to other hosts, without the handshake.
+
+    rows: rows in their wire dtype, and group scales. weights: routing weights and their gradients. ids: expert ids.
+    """
+
+    rows: int = 0
+    weights: int = 0
+    ids: int = 0
+
+    def __add__(self, other: WireBytes) -> WireBytes:
+        return WireBytes(self.rows + other.rows, self.weights + other.weights, self.ids + other.ids)
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.weights + self.ids
 
 
 @dataclass(frozen=True)

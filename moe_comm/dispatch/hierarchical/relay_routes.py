@@ -19,21 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD
 from moe_comm.dispatch.handshake import Words
 from moe_comm.dispatch.slots import plain
-from moe_comm.dispatch.wire_dtype import GROUP, UNCHANGED, WireDtype, WireDtypes, bytes_per_row
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.topology import ExpertPlacement
-
-OPS = ("dispatch", "combine", "combine backward", "dispatch backward", EXTRA, EXTRA_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -260,90 +257,3 @@ def row_positions(
     place_R = transpose_within(counts_ELG, int(counts_WE.sum()))
     near_R = near_ELG.flatten().repeat_interleave(counts_ELG.flatten())
     return place_R[near_R].to(device, non_blocking=True), place_R[~near_R].to(device, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class WireBytes:
-    """Bytes sent to other hosts, without the handshake.
-
-    rows: rows in their wire dtype, and group scales. weights: routing weights and their gradients. ids: expert ids.
-    """
-
-    rows: int = 0
-    weights: int = 0
-    ids: int = 0
-
-    def __add__(self, other: WireBytes) -> WireBytes:
-        return WireBytes(self.rows + other.rows, self.weights + other.weights, self.ids + other.ids)
-
-    @property
-    def total(self) -> int:
-        return self.rows + self.weights + self.ids
-
-
-def inter_host_bytes(
-    ids_WTK: Sequence[Tensor],
-    placement: ExpertPlacement,
-    hosts: Sequence[int],
-    hidden: int,
-    dtype: torch.dtype,
-    *,
-    deterministic: bool = True,
-    wire_dtypes: WireDtypes = UNCHANGED,
-    weights_grad: bool = True,
-) -> dict[str, WireBytes]:
-    """Return the bytes that all ranks together send between hosts in each operation of one dispatch.
-
-        copies   (token, other host with an expert of it)      slots   (token, slot) with its expert on another host
-
-        operation            rows                     weights                                          ids
-        dispatch             copies                                                                    copies x K
-        combine              by return format: slots, none for the format "slots", else slots
-                             runs (below), copies
-        combine backward     copies                   slots; twice, if the weights need a gradient
-        dispatch backward    as combine               none
-
-    Runs are slots, minus m - 1 for each token whose m leading slots (without dropped ones) are on one other host.
-
-    Args:
-        ids_WTK: expert ids of each rank's tokens, [T, K] each; -1 is dropped.
-        placement: of the experts.
-        hosts: one number per rank, equal for ranks of one host.
-        hidden, dtype: of the rows.
-        deterministic, wire_dtypes: of ``DispatchOptions``.
-        weights_grad: whether the weights need a gradient.
-    """
-    host_map = HostMap.of(hosts)
-    experts = host_map.experts(placement)
-    host_of_expert = [host for host in range(host_map.count) for _ in range(experts[host], experts[host + 1])]
-    copies: list[int] = []  # from each rank to each other host
-    slots: list[int] = []
-    runs: list[int] = []
-    for rank, ids_TK in enumerate(ids_WTK):
-        destinations = [[host_of_expert[e] for e in row if e >= 0] for row in ids_TK.tolist()]
-        for host in set(range(host_map.count)) - {host_map.host(rank)}:
-            copies.append(sum(host in row for row in destinations))
-            slots.append(sum(row.count(host) for row in destinations))
-            leading = (len(list(takewhile(host.__eq__, row))) for row in destinations)
-            runs.append(slots[-1] - sum(max(length - 1, 0) for length in leading))
-    weight = accumulate_dtype(dtype).itemsize
-    id_bytes = ids_dtype(experts).itemsize * (ids_WTK[0].shape[1] if len(ids_WTK) else 0)
-
-    def rows(op: str, blocks: list[int]) -> int:
-        return sum(_block_bytes(block, hidden, wire_dtypes.of(op), dtype) for block in blocks)
-
-    back = return_format(deterministic, dtype, wire_dtypes)
-    returned = {"slots": slots, "runs": runs, "sums": copies}[back]
-    weights_bytes = weight * sum(slots)
-    return {
-        "dispatch": WireBytes(rows("dispatch", copies), 0, id_bytes * sum(copies)),
-        "combine": WireBytes(rows("combine", returned), 0 if back == "slots" else weights_bytes),
-        "combine backward": WireBytes(rows("combine backward", copies), weights_bytes * (1 + weights_grad)),
-        "dispatch backward": WireBytes(rows("dispatch backward", returned)),
-    }
-
-
-def _block_bytes(rows: int, hidden: int, wire_dtype: WireDtype, dtype: torch.dtype) -> int:
-    """Return the bytes of ``rows`` rows between two ranks."""
-    scales = 4 * hidden * -(-rows // GROUP) if wire_dtype.scales == "group" else 0
-    return rows * bytes_per_row(hidden, wire_dtype, dtype) + scales

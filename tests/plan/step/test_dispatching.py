@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from moe_comm.dispatch.hierarchical.relay_routes import inter_host_bytes
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ExpertPlacement, ParallelConfig
@@ -20,6 +19,7 @@ from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Dispatcher, Mapping, PlacedMapping, inapplicable, remote_copies, sends_sums
 from moe_plan.step.dispatching import DispatchCost, DispatchRows, beats_all_to_all, dispatching
 from moe_plan.step.operators import Operators
+from tests.dispatch.inter_host import inter_host_bytes
 
 HIDDEN, TOKENS = 16, 4000
 ALL: tuple[Dispatcher, ...] = ("all_to_all", "all_gather", "hierarchical")
