@@ -220,8 +220,7 @@ class Channel:
     def _start(self, out: Tensor, start: Callable[[], Work], description: str, nbytes: int) -> PendingTensor:
         """Start an operation that sends ``nbytes`` and writes ``out``. Waiting for it raises all its errors."""
         self.comm.check()
-        number = self.comm.next_operation()
-        started = time.monotonic()
+        number, started = self.comm.next_operation(), time.monotonic()
         work: Work | RuntimeError
         try:
             work = start()
@@ -229,43 +228,32 @@ class Channel:
             work = error
 
         def wait() -> Tensor:
-            self._finish(work, out.device, description, number, nbytes, started)
-            return out
+            wait_start = time.monotonic()
+            if self.comm.failed is not None:
+                raise type(self.comm.failed)(*self.comm.failed.args)
+            try:
+                if isinstance(work, RuntimeError):
+                    raise work
+                name, group = operation(description), self.comm.span_group
+                if out.is_cuda:
+                    with EVENTS.span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
+                        work.wait()  # orders streams; the backend's watchdog enforces the deadline
+                else:
+                    with communication_span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes) as span:
+                        if wait_start - started > AT_ONCE_S:
+                            span.put_device(round(started * 1e9), 0)
+                        self._wait(work, wait_start, description, number)
+                return out
+            except MoeCommError:
+                raise
+            except RuntimeError as error:
+                peer_error = self.peer_error(str(error), time.monotonic() - wait_start, description, number)
+                if peer_error is None:
+                    raise
+                self.comm.failed = peer_error
+                raise peer_error from error
 
         return PendingTensor(wait, lambda: isinstance(work, RuntimeError) or work.is_completed())
-
-    def _finish(
-        self,
-        work: Work | RuntimeError,
-        device: torch.device,
-        description: str,
-        number: int,
-        nbytes: int,
-        started: float,
-    ) -> None:
-        wait_start = time.monotonic()
-        if self.comm.failed is not None:
-            raise type(self.comm.failed)(*self.comm.failed.args)
-        try:
-            if isinstance(work, RuntimeError):
-                raise work
-            name, group = operation(description), self.comm.span_group
-            if device.type == "cuda":
-                with EVENTS.span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
-                    work.wait()  # orders streams; the backend's watchdog enforces the deadline
-            else:
-                with communication_span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes) as span:
-                    if wait_start - started > AT_ONCE_S:
-                        span.put_device(round(started * 1e9), 0)
-                    self._wait(work, wait_start, description, number)
-        except MoeCommError:
-            raise
-        except RuntimeError as error:
-            peer_error = self.peer_error(str(error), time.monotonic() - wait_start, description, number)
-            if peer_error is None:
-                raise
-            self.comm.failed = peer_error
-            raise peer_error from error
 
     def _wait(self, work: Work, wait_start: float, description: str, number: int) -> None:
         """Wait in slices. Between slices check whether a peer has ended or given up, and note that this rank waits."""

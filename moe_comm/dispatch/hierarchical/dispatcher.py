@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -77,6 +77,8 @@ from moe_comm.dispatch.wire_dtype import (
 from moe_comm.errors import ConfigError, HeapError, PeerError
 from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.topology import ExpertPlacement
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -141,60 +143,54 @@ class InsideHost:
             dispatcher = self._alone
         else:
             dispatcher = self._shared if self._shared is not None and supported(x_UD) else self._plain
-        with self._rank_names():
-            try:
-                with dispatcher.running(operation):
-                    rows_RD, handle = dispatcher._send(x_UD, ids_UK)
-            except HeapError as error:
-                dispatcher = self._fallback(dispatcher, error)
-                with dispatcher.running(operation):
-                    rows_RD, handle = dispatcher._send(x_UD, ids_UK)
-        return rows_RD, InsideHandle(dispatcher, handle, ids_UK)
+
+        def call(dispatcher: Dispatcher) -> tuple[Tensor, InsideHandle]:
+            rows_RD, handle = dispatcher._send(x_UD, ids_UK)
+            return rows_RD, InsideHandle(dispatcher, handle, ids_UK)
+
+        return self._run(call, dispatcher, operation)
 
     def sum(self, rows_RD: Tensor, weights_UK: Tensor | None, inside: InsideHandle, operation: Operation) -> Tensor:
         """See ``Dispatcher._sum``."""
-        with self._rank_names():
-            try:
-                with inside.dispatcher.running(operation):
-                    return inside.dispatcher._sum(rows_RD, weights_UK, inside.handle)
-            except HeapError as error:
-                dispatcher = self._fallback(inside.dispatcher, error)
-                with dispatcher.running(operation):
-                    return dispatcher._sum(rows_RD, weights_UK, self._dispatch_again(dispatcher, inside, rows_RD))
+
+        def call(dispatcher: Dispatcher) -> Tensor:
+            return dispatcher._sum(rows_RD, weights_UK, self._handle_of(dispatcher, inside, rows_RD))
+
+        return self._run(call, inside.dispatcher, operation)
 
     def spread(
         self, grad_UD: Tensor, rows_RD: Tensor | None, weights_UK: Tensor, inside: InsideHandle, operation: Operation
     ) -> tuple[Tensor, Tensor | None]:
         """See ``Dispatcher._spread``."""
-        with self._rank_names():
-            try:
-                with inside.dispatcher.running(operation):
-                    return inside.dispatcher._spread(grad_UD, rows_RD, weights_UK, inside.handle)
-            except HeapError as error:
-                dispatcher = self._fallback(inside.dispatcher, error)
-                with dispatcher.running(operation):
-                    handle = self._dispatch_again(dispatcher, inside, grad_UD)
-                    return dispatcher._spread(grad_UD, rows_RD, weights_UK, handle)
 
-    def _fallback(self, dispatcher: Dispatcher, error: HeapError) -> AllToAllDispatcher:
-        if self._plain is None or dispatcher is self._plain:
-            raise error
-        _warn(error)
-        return self._plain
+        def call(dispatcher: Dispatcher) -> tuple[Tensor, Tensor | None]:
+            return dispatcher._spread(grad_UD, rows_RD, weights_UK, self._handle_of(dispatcher, inside, grad_UD))
 
-    def _dispatch_again(self, dispatcher: AllToAllDispatcher, inside: InsideHandle, rows: Tensor) -> DispatchHandle:
-        """Return the handle of the same dispatch, of the dispatcher without shared memory."""
-        handle = dispatcher.prepare_dispatch(rows.new_empty(inside.ids_UK.shape[0], 0), inside.ids_UK)
-        return replace(handle, hidden=inside.handle.hidden)
+        return self._run(call, inside.dispatcher, operation)
 
-    @contextmanager
-    def _rank_names(self) -> Iterator[None]:
-        """Add the range of global ranks to errors about peers, whose rank numbers are local to the host."""
+    def _run(self, call: Callable[[Dispatcher], T], dispatcher: Dispatcher, operation: Operation) -> T:
+        """Run ``call`` with ``dispatcher``, or if /dev/shm is full, with the dispatcher without shared memory."""
         try:
-            yield
-        except PeerError as error:
+            try:
+                with dispatcher.running(operation):
+                    return call(dispatcher)
+            except HeapError as error:
+                if self._plain is None or dispatcher is self._plain:
+                    raise
+                _warn(error)
+            with self._plain.running(operation):
+                return call(self._plain)
+        except PeerError as error:  # the numbers of its ranks are local to the host
             first, last = self._members[0], self._members[-1]
             raise type(error)(f"between ranks {first}..{last} of one host, numbered from 0 here: {error}") from error
+
+    def _handle_of(self, dispatcher: Dispatcher, inside: InsideHandle, rows: Tensor) -> DispatchHandle:
+        """Return the handle of a dispatch; of the same dispatch without shared memory if ``dispatcher`` has none."""
+        if dispatcher is inside.dispatcher:
+            return inside.handle
+        assert self._plain is not None
+        handle = self._plain.prepare_dispatch(rows.new_empty(inside.ids_UK.shape[0], 0), inside.ids_UK)
+        return replace(handle, hidden=inside.handle.hidden)
 
 
 Ints = tuple[int, ...]
