@@ -51,6 +51,11 @@ class Case:
         sizes[-1] += self.tokens - sum(sizes)
         return sizes
 
+    def rows(self, rank: int, world: int) -> slice:
+        """Return the tokens of a rank in the global batch."""
+        sizes = self.tokens_per_rank(world)
+        return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
     def experts_per_rank(self, world: int) -> list[int] | None:
         if self.placement == "balanced" or world == 1:
             return None
@@ -69,8 +74,7 @@ class Batch:
     grad_TD: Tensor
 
     def part(self, case: Case, rank: int, world: int) -> Batch:
-        sizes = case.tokens_per_rank(world)
-        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        rows = case.rows(rank, world)
         return Batch(*(t[rows].clone() for t in (self.x_TD, self.ids_TK, self.weights_TK, self.grad_TD)))
 
 

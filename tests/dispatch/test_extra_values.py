@@ -36,15 +36,17 @@ def values(case: Case, width: int, seed: int) -> Tensor:
     return words.int()
 
 
+def set_up(case: Case, job: Job, rank: int, world: int) -> tuple[Dispatcher, cases.Batch, slice]:
+    """Return a dispatcher, this rank's part of the global batch, and its tokens there."""
+    dispatcher = build(case, dist.group.WORLD if world > 1 else None, job, rank, world)
+    return dispatcher, to_device(cases.make(case)[0].part(case, rank, world), job.device), case.rows(rank, world)
+
+
 def run(rank: int, world: int, job: Job) -> list[str]:
     """Dispatch, send again and differentiate extra values. Return the names of cases with other bits."""
     wrong = []
-    group = dist.group.WORLD if world > 1 else None
     for number, case in enumerate(job.cases):
-        dispatcher = build(case, group, job, rank, world)
-        part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
-        sizes = case.tokens_per_rank(world)
-        own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        dispatcher, part, own = set_up(case, job, rank, world)
         token, slot = slots_of(case, dispatcher)
         # The collectives of process groups are slow: there, cases alternate widths, and which gradients they need.
         fast = job.backend in FAST
@@ -125,20 +127,14 @@ def test_values_are_not_rounded_to_a_wire_dtype(backend: str, pools: dict[int, R
 
 def rounded(rank: int, world: int, job: Job) -> bool:
     case = cases.BY_NAME["some slots dropped"]
-    dispatcher = build(case, dist.group.WORLD, job, rank, world)
-    part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
-    sizes = case.tokens_per_rank(world)
-    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    dispatcher, part, own = set_up(case, job, rank, world)
     return all(gradients(dispatcher, case, part, own, 2, True))
 
 
 def scaled(rank: int, world: int, job: Job) -> bool:
     """Rows as values and scales, with extra values."""
     case = replace(cases.BY_NAME["some slots dropped"], hidden=128)
-    dispatcher = build(case, dist.group.WORLD, job, rank, world)
-    part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
-    sizes = case.tokens_per_rank(world)
-    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    dispatcher, part, own = set_up(case, job, rank, world)
     extra = values(case, 2, 4)
     sent = dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=True, extra_TKX=extra[own].to(job.device))
     token, slot = slots_of(case, dispatcher)
