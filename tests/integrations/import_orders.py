@@ -8,8 +8,6 @@ ORDERS = (
     "import moe_comm; import transformers",
     "import transformers; import moe_comm",
     "import transformers.integrations.moe; import moe_comm",
-    "import moe_comm; import transformers.distributed.expert_parallel",
-    "import moe_comm; from transformers import Qwen3MoeForCausalLM",
 )
 
 

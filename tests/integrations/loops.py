@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,12 @@ def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
 
 def one_process(case: TrainingCase) -> tuple[dict[str, Tensor], list[float]]:
     """Return parameters and loss of each step of one process on the global batch, with torch only."""
+    settings = {"optimizer": case.optimizer, "clip": case.clip, "bf16": case.bf16, "stop": case.stop}
+    return _one_process(TrainingCase(case.folder, **settings))  # type: ignore[arg-type]
+
+
+@cache
+def _one_process(case: TrainingCase) -> tuple[dict[str, Tensor], list[float]]:
     model = whole_model(case).train()
     optimizer = make_optimizer(model, case.optimizer)
     data, losses = examples(), []
@@ -266,15 +274,30 @@ def make_trainer(case: TrainingCase, world: int, model: Any, kind: Any = None, *
 
 
 def matrix(folders: list[str], world: int) -> list[TrainingCase]:
-    """Return cases with both wrappers, all models, groups of all and of some ranks, and every setting at least once."""
-    cases = []
-    for folder in (*folders, OWN):
-        for wrapper in ("ddp", "fsdp2"):
-            case = TrainingCase(folder, wrapper, ep=world)
-            cases += [case, replace(case, ep=2)] if world > 2 else [case, replace(case, optimizer="sgd")]
+    """Return cases with both wrappers of all models, and every other setting at least once."""
+    cases = [TrainingCase(folder, wrapper) for folder in (*folders, OWN) for wrapper in ("ddp", "fsdp2")]
     if world == 2:
-        cases += [replace(case, clip=0.0, accumulate=1, ep=2) for case in cases[::4]]
-    return cases
+        return [
+            *(replace(case, optimizer=("adamw", "sgd")[i // 2 % 2]) for i, case in enumerate(cases)),
+            replace(cases[0], clip=0.0, accumulate=1),
+            replace(cases[3], clip=0.0, accumulate=1),
+        ]
+    return [replace(case, ep=(2, world)[(i + i // 2) % 2]) for i, case in enumerate(cases)]
+
+
+def before_resume(folders: list[str], out: Path, **settings: Any) -> list[TrainingCase]:
+    """Return a case of each model, with a folder for checkpoints."""
+    wrappers = ("fsdp2", "ddp", "fsdp2")
+    return [
+        TrainingCase(folder, wrapper, out=str(out / str(i)), **settings)
+        for i, (folder, wrapper) in enumerate(zip((*folders, OWN), wrappers, strict=True))
+    ]
+
+
+def resumed(case: TrainingCase, checkpoint: str, world: int, **settings: Any) -> TrainingCase:
+    """Return the case that resumes with the other wrapper on ``world`` ranks; one rank has DDP."""
+    wrapper = "fsdp2" if case.wrapper == "ddp" and world > 1 else "ddp"
+    return replace(case, resume=f"{case.out}{checkpoint}", wrapper=wrapper, **settings)
 
 
 def product(folders: list[str], world: int) -> list[TrainingCase]:

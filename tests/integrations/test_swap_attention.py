@@ -124,7 +124,7 @@ def compare(results: list[Any], expected: tuple[Tensor, dict[str, Tensor]], what
             assert_close(grads[name], value, f"{what}: {name}", 5e-5)
 
 
-MAPPINGS = [(2, 1, "ulysses"), (1, 2, "ulysses"), (1, 2, "ring"), (2, 2, "ring"), (1, 4, "ring"), (2, 2, "ulysses")]
+MAPPINGS = [(2, 1, "ulysses"), (2, 2, "ring"), (1, 2, "ulysses"), (1, 4, "ring"), (2, 2, "ulysses"), (1, 2, "ring")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,7 +132,8 @@ def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
     family: str, folders: Callable[[str], str], pool4: RankPool
 ) -> None:
     folder = folders(family)
-    compare(pool4.run(run, (folder, MAPPINGS, False))[0], reference(folder, **data()), family)
+    some = MAPPINGS[list(FAMILIES).index(family) % 2 :: 2]
+    compare(pool4.run(run, (folder, some, False))[0], reference(folder, **data()), family)
 
 
 @pytest.mark.parametrize("family", ["mixtral_window", "olmoe", "deepseek_v3"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from tests.integrations.loops import (
     OWN,
     TrainingCase,
     assert_equals_one_process,
+    before_resume,
     check_against_one_process,
     error_of,
     launched,
@@ -27,6 +27,7 @@ from tests.integrations.loops import (
     matrix,
     one_process,
     product,
+    resumed,
     spread_model,
 )
 from tests.integrations.models import ep_group, load
@@ -97,11 +98,7 @@ def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_o
     """The resumed run also has a different wrapper. Each checkpoint is a full model for ``from_pretrained``."""
     before, after = int(rank_counts[0]), int(rank_counts[-1])
     pools: dict[int, RankPool] = {2: pool2, 4: pool4}
-    first = [
-        TrainingCase(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"))
-        for i, folder in enumerate((*folders, OWN))
-        for wrapper in ("ddp", "fsdp2")
-    ]
+    first = before_resume(folders, tmp_path)
     pools[before].run(train_and_save, first)
     for case in first:
         if case.folder == OWN:
@@ -109,11 +106,7 @@ def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_o
         params, _ = one_process(replace(case, stop=SAVED))
         for name, value in load(f"{case.out}/checkpoint-{SAVED}").state_dict().items():
             torch.testing.assert_close(value, params[name], rtol=1e-5, atol=1e-5)
-    other = {"ddp": "fsdp2", "fsdp2": "ddp"}
-    second = [
-        replace(case, resume=f"{case.out}/checkpoint-{SAVED}", wrapper=other[case.wrapper] if after > 1 else "ddp")
-        for case in first
-    ]
+    second = [resumed(case, f"/checkpoint-{SAVED}", after) for case in first]
     if after > 1:
         check(pools[after], second)
         return
@@ -189,11 +182,16 @@ def import_trainer_late(rank: int, world: int, case: TrainingCase) -> tuple[bool
         late = "transformers.trainer" not in sys.modules
         from transformers import Trainer
 
+        from moe_comm.integrations.hugging_face import MoETrainer
+
+        assert issubclass(MoETrainer, Trainer)
         trainer = make_trainer(case, world, model, Trainer, save_strategy="steps", save_steps=1)
         return late, error_of(trainer.train)
 
 
-def test_a_trainer_imported_after_the_swap_raises_at_its_first_checkpoint(folders: list[str], tmp_path: Path) -> None:
+def test_the_trainer_is_imported_on_first_use_and_one_imported_after_the_swap_raises_at_its_first_checkpoint(
+    folders: list[str], tmp_path: Path
+) -> None:
     with RankPool(2, bare=True) as pool:
         for late, message in pool.run(import_trainer_late, TrainingCase(folders[0], out=str(tmp_path)), timeout=60):
             assert late
@@ -218,11 +216,3 @@ def test_a_model_on_one_rank_resumes_with_its_experts(folders: list[str], tmp_pa
     run(0, 1, case, save_strategy="steps", save_steps=SAVED)
     again = replace(case, resume=str(tmp_path / f"checkpoint-{SAVED}"))
     assert_equals_one_process(again, *run(0, 1, again))
-
-
-def test_the_trainer_is_imported_on_first_use() -> None:
-    code = (
-        "import sys, moe_comm.integrations.hugging_face as hf; assert 'transformers.trainer' not in sys.modules; "
-        "from transformers import Trainer; assert issubclass(hf.MoETrainer, Trainer)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
