@@ -1,26 +1,33 @@
-"""Every example runs as its first lines describe. tests/integrations/test_swap_example.py runs the swap,
-tests/training_loops/test_own_loop_example.py the loop."""
+"""Every example runs as its first lines describe. tests/integrations/test_swap_example.py runs the swap."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import importlib.util
+import io
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moe_comm import ParallelConfig
+from tests.pool import RankPool
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"swap_hugging_face.py", "folded_transformer.py", "own_loop.py"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+OWN_LOOP = str(EXAMPLES / "own_loop.py")
+ELSEWHERE = {"swap_hugging_face.py", "folded_transformer.py", "own_loop.py", "cupy_arrays.py"}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+COMMANDS: dict[str, tuple[str, ...]] = {"moe_layer.py": (), "dispatch_only.py": TORCHRUN}
+"""Examples that run as commands, one of them under torchrun. The function of the others runs on a pool of ranks."""
 EXPECTED_OUTPUT = {
     "tensor_parallel.py": ["rank 1 of 2: 2 heads, output and gradients match"],
     "dispatch_only.py": ["rank 0 (shared_memory) holds experts [0, 1]", "rank 1 (shared_memory) holds experts [2, 3]"],
     "own_experts.py": ["rank 0 holds experts [0, 1, 2]", "rank 1 holds experts [3, 4]", "5 experts saved"],
-    "cupy_arrays.py": ["12 rows for 4 experts, output (6, 8) as expected"],
     "moe_layer.py": [
         "rank 0 of 2: 4 experts, shared_memory",
         "rank 1 of 2: step 20",
@@ -29,36 +36,62 @@ EXPECTED_OUTPUT = {
 }
 
 
-def run(command: list[str]) -> str:
-    """Return the standard output of ``command``, which must succeed."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
 def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == EXPECTED_OUTPUT.keys() | ELSEWHERE
 
 
+def work(rank: int, world: int, arg: tuple[str, tuple[object, ...]]) -> object:
+    name, arguments = arg
+    return runpy.run_path(str(EXAMPLES / name))["work"](*arguments)
+
+
 @pytest.mark.parametrize("name", EXPECTED_OUTPUT)
-def test_example_starts_its_own_ranks(name: str) -> None:
-    shown = run([sys.executable, f"examples/{name}"])
+def test_an_example_with_two_ranks(name: str, pool2: RankPool) -> None:
+    if name in COMMANDS:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *COMMANDS[name], f"examples/{name}"]
+        process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+        assert process.returncode == 0, process.stderr
+        shown = process.stdout
+    else:
+        shown = str(pool2.run(work, (name, ())))
     assert all(text in shown for text in EXPECTED_OUTPUT[name]), shown
 
 
-def test_example_runs_under_torchrun() -> None:
-    shown = run([*TORCHRUN, "examples/dispatch_only.py"])
-    assert all(text in shown for text in EXPECTED_OUTPUT["dispatch_only.py"]), shown
-
-
-def test_the_folded_example_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    example = importlib.import_module("folded_transformer")
-    _, *expected = example.work(example.ParallelConfig())
+def test_the_folded_example_has_the_losses_of_one_process(pool4: RankPool) -> None:
+    _, *expected = work(0, 1, ("folded_transformer.py", (ParallelConfig(),)))  # type: ignore[misc]
     assert len(expected) == 3
-    shown = run([sys.executable, "examples/folded_transformer.py"])
-    assert [line for line in shown.splitlines() if line.startswith("step")] == expected
+    first, *_ = pool4.run(work, ("folded_transformer.py", (ParallelConfig(tp=2, dp=2, ep=4),)))
+    assert first[1:] == expected
+
+
+def test_the_example_with_arrays_of_another_library(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "cupy_arrays.py"), run_name="__main__")
+    assert "12 rows for 4 experts, output (6, 8) as expected" in capsys.readouterr().out
+
+
+def own_loop(rank: int, world: int, folder: Path) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(OWN_LOOP)["main"](folder)
+    return output.getvalue()
+
+
+def losses(output: str) -> dict[int, float]:
+    assert "saved step" in output
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
+
+
+def test_the_loss_of_the_own_loop_decreases_on_two_ranks_and_after_resuming_on_one(
+    tmp_path: Path, pool2: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
+    first = losses(pool2.run(own_loop, tmp_path)[0])
+    monkeypatch.setattr(sys, "argv", [OWN_LOOP, str(tmp_path)])
+    runpy.run_path(OWN_LOOP, run_name="__main__")
+    resumed = losses(capsys.readouterr().out)
+    assert first[19] < first[0] - 1
+    assert abs(resumed[20] - first[19]) < 0.5
+    assert max(resumed.values()) < first[0] - 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pydantic") is None, reason="needs the train extra")

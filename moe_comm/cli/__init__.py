@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 
 import moe_comm
-from moe_comm.cli import check, place, plan, records, train, tune, whatif
-from moe_comm.cli.bench import bench
+from moe_comm.cli import bench, check, place, plan, records, train
 from moe_comm.cli.options import echo
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
@@ -66,11 +65,10 @@ def _options_of_all_commands(
 
 app.add_typer(check.app)
 app.add_typer(train.app)
-app.add_typer(bench, name="bench")
+app.add_typer(bench.bench, name="bench")
 app.add_typer(plan.app)
-app.add_typer(tune.app)
+app.add_typer(bench.app)
 app.add_typer(records.app)
-app.add_typer(whatif.app)
 app.add_typer(place.app)
 
 

@@ -1,7 +1,8 @@
-"""``moe-comm bench``: benchmarks on this machine. Most options are fields of the settings of a benchmark."""
+"""``moe-comm bench`` and ``tune``: measurements on this machine. Most options are fields of a class of settings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,8 @@ from moe_comm.bench.common.settings import (
     HierarchicalBench,
     LayerBench,
     OverlapBench,
+    Ranks,
+    Tune,
 )
 from moe_comm.bench.placement.settings import PlacementBench
 from moe_comm.bench.plan.settings import CASES, PlanBench
@@ -20,6 +23,7 @@ from moe_comm.bench.train.settings import TRAIN_PRESETS, TrainBench, Variant
 from moe_comm.cli.options import JsonOut, Preset, load, settings_command
 from moe_comm.errors import ConfigError
 
+app = typer.Typer()
 bench = typer.Typer(no_args_is_help=True, help="Measure dispatch, MoE layers, training steps, and overlap.")
 SWEEP = tuple(2**power for power in range(14))
 """Rows from 1 to 8192."""
@@ -149,3 +153,18 @@ def bench_plan(
     """Compare measured and predicted steps of mappings on this machine, and the planner's choice with the fastest."""
     cases = tuple(case for case in CASES if (not ranks or case.ranks in ranks) and (hosts or case.hosts == 1))
     _run("plan.benchmark", PlanBench(**values, cases=cases), json_out)
+
+
+@settings_command(app, "tune", Tune)
+def tune(
+    values: dict[str, Any],
+    ranks: Ranks = 2,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks per host, with several hosts.")] = 1,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for the result. [default: moe_comm/overlap in the user's cache]")
+    ] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Measure the fastest number of chunks or kernel of operators, and store it for Overlap("auto")."""
+    values["ranks_per_host"] = ranks if values["hosts"] == 1 else ranks_per_host
+    load("moe_comm.bench.tune", "bench").main(Tune(**values), json_out, cache)

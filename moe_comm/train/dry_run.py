@@ -41,7 +41,7 @@ from moe_comm.train.loop.build import (
     stage_plan,
 )
 from moe_comm.train.loop.run_folder import RunFolder
-from moe_comm.train.optim.optimizers import takes
+from moe_comm.train.optim import takes
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.sections import OptimizerOptions

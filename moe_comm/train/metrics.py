@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -203,21 +202,23 @@ class StepReport:
 NO_LOAD = ExpertLoad((), (), (), ())
 
 
-class MetricsSink(Protocol):
+class MetricsSink:
     """Destination of reports. A sink buffers at most one step, so that a killed run leaves its metrics.
 
     ``NonblockingSink`` buffers more while a sink does not respond.
     """
 
-    def write(self, report: StepReport) -> None: ...
+    def write(self, report: StepReport) -> None:
+        """Write the metrics of a step."""
 
     def summary(self, step: int, values: dict[str, float]) -> None:
         """Write metrics that do not belong to a training step, such as the validation loss."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the sink."""
 
 
-class _LineSink:
+class _LineSink(MetricsSink):
     def __init__(self, path: Path, done: int) -> None:
         cut_after(path, done)
         self._lines = LineWriter(path)
@@ -266,9 +267,6 @@ class LoadsSink(_LineSink):
             for name, slots in zip(report.load.names, report.load.slots, strict=False):
                 self._lines.write(LoadLine(report.step, name, list(slots)))
 
-    def summary(self, step: int, values: dict[str, float]) -> None:
-        """Ignore the values."""
-
 
 class PlacementsSink(_LineSink):
     """Write decisions on the placement of experts (``moe_comm.observe.records.PlacementLine``)."""
@@ -277,11 +275,8 @@ class PlacementsSink(_LineSink):
         for line in () if report.placement is None else report.placement.decisions:
             self._lines.write(line)
 
-    def summary(self, step: int, values: dict[str, float]) -> None:
-        """Ignore the values."""
 
-
-class TensorBoardSink:
+class TensorBoardSink(MetricsSink):
     """Write TensorBoard event files to ``folder``. ``done`` and ``series`` as for ``JsonlSink``; events of steps after
     ``done`` are hidden. The worst layers can differ from step to step."""
 

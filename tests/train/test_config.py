@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pydantic
 import pytest
 
 from moe_comm.errors import ConfigError
@@ -87,33 +86,23 @@ def test_parallel_auto_leaves_the_mapping_to_the_planner(tmp_path: Path) -> None
     [
         ("parallel.machine=h100", "parallel: machine requires auto"),
         ("parallel.dp_replicate=2", "parallel: dp_replicate"),
-        ("parallel=manual", "section.key=value"),
         ("run=3", "section.key=value"),
         ("run.steps", "section.key=value"),
         ("run.steps.x=3", "run.steps:"),
         ("run.stepz=5", "did you mean 'run.steps'?"),
         ("model.lr=1.0", "did you mean 'optimizer.lr'?"),
-        ("modle.hidden=64", "did you mean 'model'?"),
         ("zzz.hidden=64", "known: run, data, model, optimizer, parallel, placement, payload"),
         ("model.zzz=64", "known: model.family, model.pretrained"),
-        ("optimizer.lr=nan", "optimizer.lr: input should be a finite number"),
-        ("optimizer.lr=inf", "optimizer.lr:"),
         ("optimizer.betas=[0.9, nan]", "optimizer.betas.1:"),
         ("optimizer.betas=[0.9, 1.0]", "betas"),
         ("run.steps=0", "run.steps: input should be greater than or equal to 1; got 0"),
-        ("run.steps=true", "run.steps:"),
-        ("run.steps=2.5", "run.steps:"),
-        ("run.name=../../etc", "run.name:"),
         ("model.top_k=99", "top_k (99)"),
         ("model.hidden=130", "hidden (130)"),
         ("model.kv_heads=3", "kv_heads (3)"),
         ("model.first_dense=1", "dense_ffn"),
-        ("parallel.backend=nccl", "parallel.backend: input should be 'auto', 'local'"),
         ("data.validation=0.0", "data.validation"),
-        ("data.source=['a', 'a']", "data: data sources"),
         ("data.micro_batches=3", "micro_batches (3)"),
         ("data.weights=[0.5, 0.5]", "weights"),
-        ("checkpoint.resume=''", "checkpoint.resume:"),
     ],
 )
 def test_a_bad_override_names_the_key_and_what_to_do(override: str, named: str) -> None:
@@ -123,12 +112,9 @@ def test_a_bad_override_names_the_key_and_what_to_do(override: str, named: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_the_decay_of_the_learning_rate_fits_into_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.decay"):
-        load(None, ["optimizer.schedule=wsd", "optimizer.decay=999"])
-
-
 def test_all_errors_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.decay"):  # a rule of two sections
+        load(None, ["optimizer.schedule=wsd", "optimizer.decay=999"])
     with pytest.raises(ConfigError, match=r"run\.steps.*optimizer\.lr"):
         load(None, ["run.steps=0", "optimizer.lr=0.0"])
 
@@ -146,8 +132,3 @@ def test_an_invalid_file_is_a_config_error(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text)
         with pytest.raises(ConfigError, match=name):
             load(tmp_path / name)
-
-
-def test_a_configuration_is_immutable() -> None:
-    with pytest.raises(pydantic.ValidationError):
-        load(None).run.steps = 5

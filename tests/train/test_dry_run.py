@@ -155,13 +155,11 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
         ("parallel.ep=2",),
         ("parallel.ep=2", "model.dtype=bfloat16", "optimizer.kind=muon", "optimizer.momentum=0.9"),
         ("parallel.ep=2", "parallel.sharding=zero1", "model.dtype=bfloat16"),
-        ("parallel.ep=4", "parallel.sharding=zero1", "optimizer.kind=sgd"),
         ("parallel.ep=2", "parallel.sharding=fsdp", "optimizer.kind=lamb", "model.dtype=bfloat16"),
         ("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "parallel.etp=2", "parallel.sharding=zero1"),
         ("parallel.ep=1", "model.experts=3", "model.top_k=1", "parallel.sharding=zero1", "model.ffn=21"),
         ("parallel.ep=2", "model.experts=1", "model.top_k=1", "parallel.sharding=fsdp"),
         ("parallel.ep=2", "parallel.sharding=fsdp", "placement.kind=replicate", "placement.slots=1"),
-        ("parallel.tp=1", "parallel.dp=4", "parallel.ep=1", "parallel.sharding=fsdp", "parallel.dp_replicate=2"),
         (
             "parallel.tp=1",
             "parallel.dp=4",
@@ -201,9 +199,17 @@ MODEL = TransformerConfig(
 LATENT = AttentionConfig(64, 8, 8, 8, rope=RopeConfig(interleaved=True), mla=MLAConfig(24, 16, 8, 4, 8))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
+@pytest.mark.parametrize(
+    ("latent", "dtype", "recompute"),
+    [
+        (False, torch.float32, "none"),
+        (True, torch.bfloat16, "none"),
+        (False, torch.bfloat16, "selective"),
+        (True, torch.float32, "selective"),
+        (False, torch.float32, "full"),
+    ],
+    ids=str,
+)
 def test_the_estimate_of_activations_is_within_a_fifth(latent: bool, dtype: torch.dtype, recompute: Recompute) -> None:
     moe = replace(MODEL.moe, recompute=recompute != "none")
     config = replace(MODEL, moe=moe, attention=LATENT if latent else MODEL.attention)

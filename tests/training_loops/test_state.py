@@ -108,8 +108,9 @@ def round_trips(rank: int, world: int, cases: list[Case]) -> list[str]:
     for case in cases:
         model, optimizer, _ = build_and_train(case, rank, world, steps=2)
         want = whole(model, optimizer)
+        other, fresh, _ = build_and_train(case, rank, world)
         for form in ("full", "sharded", "local"):
-            other, fresh, _ = build_and_train(case, rank, world, steps=1)
+            train_steps(other, fresh, case, range(1), rank, world)
             model_state: Any = moe_comm.state_dict(model, form=form)  # type: ignore[arg-type]
             optimizer_state = moe_comm.optimizer_state_dict(model, optimizer, form=form)  # type: ignore[arg-type]
             moe_comm.load_state_dict(other, copy.deepcopy(model_state))
@@ -127,7 +128,7 @@ TRIPS = ("gpt, 5 experts", "gpt, 3 experts", "gpt, etp 2", "mixtral, 5 experts")
 
 @pytest.mark.parametrize("kind", TRIPS)
 def test_every_form_of_the_state_loads_bit_for_bit(kind: str, pool4: RankPool) -> None:
-    cases = [Case(kind, loop, ep, "adamw") for loop, ep in (("ddp", 4), ("fsdp", 4), ("fsdp", 2))]
+    cases = [Case(kind, loop, ep, "adamw") for loop, ep in (("ddp", 4), ("fsdp", 2))]
     wrong = [line for lines in pool4.run(round_trips, cases, timeout=120) for line in lines]
     assert not wrong, "\n".join(wrong)
 
@@ -154,8 +155,9 @@ def resume(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
     return train_steps(model, optimizer, case, range(2, 5), rank, world)
 
 
-@pytest.mark.parametrize("loop", ["own sum", "ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["gpt, 5 experts", "mixtral, 5 experts"])
+@pytest.mark.parametrize(
+    ("kind", "loop"), [("gpt, 5 experts", "own sum"), ("mixtral, 5 experts", "ddp"), ("gpt, 5 experts", "fsdp")]
+)
 def test_a_run_resumes_from_the_file_of_rank_0_on_any_number_of_ranks(
     kind: str, loop: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
@@ -207,9 +209,13 @@ def load_distributed(rank: int, world: int, arg: tuple[Case, str, str, Any]) -> 
     return differences(moe_comm.state_dict(model), want["model"], str(case))
 
 
-@pytest.mark.parametrize("method", ["state_dict", "get_state_dict"])
 @pytest.mark.parametrize(
-    ("kind", "loop"), [("gpt, 5 experts", "ddp"), ("gpt, 3 experts", "own sum"), ("qwen3", "fsdp")]
+    ("kind", "loop", "method"),
+    [
+        ("gpt, 5 experts", "ddp", "get_state_dict"),
+        ("gpt, 3 experts", "own sum", "state_dict"),
+        ("qwen3", "fsdp", "get_state_dict"),
+    ],
 )
 def test_distributed_checkpoints_load_on_another_number_of_ranks(
     kind: str, loop: str, method: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
@@ -217,10 +223,9 @@ def test_distributed_checkpoints_load_on_another_number_of_ranks(
     for source, target in ((pool2, pool4), (pool4, pool2)):
         folder = str(tmp_path / str(source.world))
         want = source.run(save_distributed, (Case(kind, loop, source.world, "adamw"), folder, method), timeout=120)[0]
-        for ep in {2, target.world}:
-            arg = (Case(kind, loop, ep, "adamw"), folder, method, want)
-            wrong = [line for lines in target.run(load_distributed, arg, timeout=120) for line in lines]
-            assert not wrong, "\n".join(wrong)
+        arg = (Case(kind, loop, 2, "adamw"), folder, method, want)
+        wrong = [line for lines in target.run(load_distributed, arg, timeout=120) for line in lines]
+        assert not wrong, "\n".join(wrong)
 
 
 def save_in_background(rank: int, world: int, folder: str) -> str:
@@ -315,22 +320,11 @@ def of_rank(shards: Any, rank: int) -> Any:
     return type(shards)(shards.group, shards.shardings, shards.place_of(rank), shards.sizes)
 
 
-BAD_LOADS = {
-    "experts of another number": "InputError",
-    "wrong width": "InputError",
-    "wrong embedding": "InputError",
-    "another rank's": "InputError",
-    "another rank's, by torch": "InputError",
-    "optimizer": "InputError",
-    "factored": "UnsupportedModel",
-    "factored, saved": "ConfigError",
-}
-
-
 def test_state_of_other_shapes_and_other_ranks_raises(pool2: RankPool) -> None:
     for messages in pool2.run(bad_loads, timeout=60):
-        for name, kind in BAD_LOADS.items():
-            assert messages[name].startswith(f"{kind}: "), f"{name}: {messages[name]!r}"
+        for name, message in messages.items():
+            kind = {"factored": "UnsupportedModel", "factored, saved": "ConfigError"}.get(name, "InputError")
+            assert message.startswith(f"{kind}: "), f"{name}: {message!r}"
 
 
 class WithExtraState(torch.nn.Linear):

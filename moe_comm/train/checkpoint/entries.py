@@ -87,11 +87,12 @@ class Entry:
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         """Return the boxes in the format of torch's distributed checkpoint."""
-        return [chunk_of(box) for box in self.boxes]
-
-    def signature(self) -> tuple[Any, ...]:
-        """Return the properties on which a save plan depends."""
-        return (str(self.tensor.dtype), self.shape, tuple((c.offsets, c.sizes) for c in self.chunks()))
+        return [
+            ChunkStorageMetadata(
+                Size([part.start for part in box.full]), Size([part.stop - part.start for part in box.full])
+            )
+            for box in self.boxes
+        ]
 
 
 def check_loadable(name: object, entry: Entry) -> None:
@@ -104,12 +105,6 @@ def check_loadable(name: object, entry: Entry) -> None:
         raise ValueError(f"the name of a tensor must be valid Unicode; got {shown(name)}") from None
     if math.prod(length for length in entry.shape if length) > MAX_ELEMENTS:
         raise ValueError(f"{shown(name)} has shape {entry.shape}, of which no tensor can be created")
-
-
-def chunk_of(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(
-        offsets=Size([part.start for part in box.full]), sizes=Size([part.stop - part.start for part in box.full])
-    )
 
 
 def _full_slices(shape: Sequence[int]) -> tuple[slice, ...]:

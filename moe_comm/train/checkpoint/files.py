@@ -53,14 +53,6 @@ class FileDigest:
     sha256: str
 
 
-@dataclass(frozen=True)
-class NamedTensor:
-    """A CPU tensor to write under ``key``, with any strides."""
-
-    key: str
-    tensor: Tensor
-
-
 class HashedFile:
     """A new file that is hashed while it is written, and synced when it is closed without an error."""
 
@@ -102,11 +94,10 @@ def write_block(file: IO[bytes], block: memoryview) -> None:
     file.write(block)
 
 
-def write_parts(path: Path, parts: Sequence[NamedTensor], note: Mapping[str, str]) -> tuple[FileDigest, list[int]]:
-    """Write ``parts`` as a new safetensors file.
-
-    Args:
-        note: the header's ``__metadata__``.
+def write_parts(
+    path: Path, parts: Sequence[tuple[str, Tensor]], note: Mapping[str, str]
+) -> tuple[FileDigest, list[int]]:
+    """Write ``parts``, CPU tensors with their keys, as a new safetensors file whose ``__metadata__`` is ``note``.
 
     Returns:
         The file's digest, and the offset of each part's data in the file.
@@ -114,11 +105,11 @@ def write_parts(path: Path, parts: Sequence[NamedTensor], note: Mapping[str, str
     header: dict[str, Any] = {"__metadata__": dict(note)}
     starts = [0] * len(parts)
     end = 0
-    order = sorted(range(len(parts)), key=lambda n: -parts[n].tensor.element_size())
+    order = sorted(range(len(parts)), key=lambda n: -parts[n][1].element_size())
     for n in order:
-        tensor = parts[n].tensor
+        key, tensor = parts[n]
         starts[n], end = end, end + tensor.numel() * tensor.element_size()
-        header[parts[n].key] = {
+        header[key] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [starts[n], end],
@@ -128,7 +119,7 @@ def write_parts(path: Path, parts: Sequence[NamedTensor], note: Mapping[str, str
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for n in order:
-            file.write(bytes_of(parts[n].tensor))
+            file.write(bytes_of(parts[n][1]))
     return file.digest, [8 + len(text) + start for start in starts]
 
 

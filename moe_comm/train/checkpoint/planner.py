@@ -12,21 +12,22 @@ entries have changed, the coordinator only confirms the previous plan.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Size, Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -34,7 +35,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -97,92 +97,71 @@ UNCHANGED = "as before"
 """``planner_data`` of the plan of a rank that writes the same items as last time."""
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    """Data of a rank for the coordinator, besides its items. If ``unchanged``, the items are those of the last save."""
+class EntryPlanner(DefaultSavePlanner):
+    """Plans the saves of one rank, and caches plans between saves.
 
-    step: int
-    state: str
-    unchanged: bool
+    Torch's planner can cache plans, too, but in attributes of the class, which all checkpointers of a process would
+    share. It assigns replicas to ranks in the order of the items, before it knows what later ranks must write, and its
+    errors do not name the ranks. So these parts are replaced.
 
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """One save of this rank. ``problem`` is the reason why it cannot take part; it is sent to all ranks."""
-
-    step: int
-    state: str = "{}"
-    problem: str | None = None
-
-
-class EntryPlanner(SavePlanner):
-    """Plans the saves of one rank. It caches plans between saves.
-
-    ``request`` and ``on_staged`` (called when the tensors may change) must be set before each save. After it,
-    ``states`` holds the state of each rank on the coordinator.
+    ``step``, ``state`` (JSON of this rank), ``problem`` (the reason why this rank cannot take part, sent to all ranks)
+    and ``on_staged`` (called when the tensors may change) must be set before each save. After it, ``states`` holds the
+    state of each rank on the coordinator.
     """
 
     def __init__(self, stager: Stager) -> None:
-        self.request = SaveRequest(0)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.step = 0
+        self.state = "{}"
+        self.problem: str | None = None
         self.on_staged: Callable[[], object] = lambda: None
         self.states: list[dict[str, Any]] = []
         self._stager = stager
-        self._entries: Mapping[str, Entry] = {}
         self._staged: Mapping[tuple[str, int], Tensor] = {}
         self.forget()
 
     def forget(self) -> None:
         """Clear the cached plans after a failed save: they may differ between ranks."""
         self._signature: object = None
-        self._plan: SavePlan | None = None
+        self._items: list[WriteItem] | None = None
         self._all_items: list[list[WriteItem]] = []
         self._metadata: Metadata | None = None
 
-    def set_up_planner(
-        self,
-        state_dict: Mapping[str, Entry],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        self._entries = state_dict
-
     def create_local_plan(self) -> SavePlan:
-        if self.request.problem is not None:
-            raise CheckpointError(self.request.problem)
-        signature = {name: entry.signature() for name, entry in self._entries.items()}
+        if self.problem is not None:
+            raise CheckpointError(self.problem)
+        entries: Mapping[str, Entry] = self.state_dict
+        signature = {name: (entry.tensor.dtype, entry.shape, entry.boxes) for name, entry in entries.items()}
         unchanged = signature == self._signature
         self._signature = signature
-        entries: Mapping[str, Entry] = {} if unchanged else self._entries
-        items = [item for name, entry in entries.items() for item in _write_items(name, entry)]
-        return SavePlan(items, planner_data=RankPlan(self.request.step, self.request.state, unchanged))
+        items = [] if unchanged else [item for name, entry in entries.items() for item in _write_items(name, entry)]
+        return SavePlan(items, planner_data=(self.step, self.state, unchanged))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        rank_plans: list[RankPlan] = [plan.planner_data for plan in all_plans]
-        steps = {rank_plan.step for rank_plan in rank_plans}
-        if len(steps) > 1:
-            raise CheckpointError(f"ranks disagree on the step to save: {[rank_plan.step for rank_plan in rank_plans]}")
-        self.states = [json.loads(rank_plan.state) for rank_plan in rank_plans]
-        if self._metadata is not None and all(rank_plan.unchanged for rank_plan in rank_plans):
+        steps, states, unchanged = zip(*(plan.planner_data for plan in all_plans), strict=True)
+        if len(set(steps)) > 1:
+            raise CheckpointError(f"ranks disagree on the step to save: {list(steps)}")
+        self.states = [json.loads(state) for state in states]
+        if self._metadata is not None and all(unchanged):
             return [SavePlan([], planner_data=UNCHANGED) for _ in all_plans], self._metadata
         previous = self._all_items or [[] for _ in all_plans]
         self._all_items = [
-            old if rank_plan.unchanged else plan.items
-            for old, rank_plan, plan in zip(previous, rank_plans, all_plans, strict=True)
+            old if same else plan.items for old, same, plan in zip(previous, unchanged, all_plans, strict=True)
         ]
-        assigned = assign_writers(self._all_items)
-        self._metadata = metadata_of(assigned)
-        return [SavePlan(items) for items in assigned], self._metadata
+        plans = [SavePlan(items) for items in assign_writers(self._all_items)]
+        plans, self._metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
+        return plans, self._metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        if new_plan.planner_data != UNCHANGED or self._plan is None:
-            self._plan = new_plan
+        if new_plan.planner_data != UNCHANGED or self._items is None:
+            self._items = new_plan.items
         # Only the boxes that this rank writes are staged, so a replicated tensor is copied on one rank.
-        boxes = [(item.index.fqn, item.index.index or 0) for item in self._plan.items]
-        self._staged = self._stager.stage(self._entries, boxes)
+        boxes = [(item.index.fqn, item.index.index or 0) for item in self._items]
+        self._staged = self._stager.stage(self.state_dict, boxes)
         self.on_staged()
-        return replace(self._plan, planner_data=None)
+        return SavePlan(self._items)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._staged[write_item.index.fqn, write_item.index.index or 0]
 
 
@@ -208,24 +187,12 @@ def assign_writers(held: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]
     assigned: list[list[WriteItem]] = [[] for _ in held]
     load = [0] * len(held)  # bytes assigned to each rank
     # First the boxes with a single holder, then the largest.
-    order = sorted(holders.items(), key=lambda pair: (len(pair[1]) > 1, -_bytes(next(iter(pair[1].values()))), pair[0]))
-    for _, items_by_rank in order:
+    sizes = {box: next(iter(items.values())).tensor_storage_size() or 0 for box, items in holders.items()}
+    for box, items_by_rank in sorted(holders.items(), key=lambda pair: (len(pair[1]) > 1, -sizes[pair[0]], pair[0])):
         rank = min(items_by_rank, key=lambda r: (load[r], r))
-        load[rank] += _bytes(items_by_rank[rank])
+        load[rank] += sizes[box]
         assigned[rank].append(items_by_rank[rank])
     return assigned
-
-
-def metadata_of(assigned: Sequence[Sequence[WriteItem]]) -> Metadata:
-    """Return torch's description of the tensors with these items."""
-    metadata = Metadata({})
-    for item in (item for items in assigned for item in items):
-        data = _data(item)
-        empty = TensorStorageMetadata(TensorProperties(dtype=data.properties.dtype), data.size, [])
-        tensor = metadata.state_dict_metadata.setdefault(item.index.fqn, empty)
-        assert isinstance(tensor, TensorStorageMetadata)
-        tensor.chunks.append(data.chunk)
-    return metadata
 
 
 def _check_consistent(holders: Mapping[tuple[str, Size, Size], Mapping[int, WriteItem]]) -> None:
@@ -260,10 +227,6 @@ def _data(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def _bytes(item: WriteItem) -> int:
-    return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
-
-
 class EntryLoader(DefaultLoadPlanner):
     """Fills the local tensors of entries by a given plan."""
 
@@ -277,11 +240,8 @@ class EntryLoader(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan(self._items)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        local_box = self._entries[read_item.dest_index.fqn].local_box(read_item.dest_index.index or 0)
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            local_box = local_box.narrow(dim, offset, length)
-        return local_box
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._entries[index.fqn].local_box(index.index or 0)
 
 
 def read_plan(name: str, entry: Entry, saved: TensorStorageMetadata) -> list[ReadItem]:

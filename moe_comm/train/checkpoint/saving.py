@@ -42,7 +42,7 @@ from moe_comm.train.checkpoint.exchange import (
     run_torch,
 )
 from moe_comm.train.checkpoint.loading import Loaded, load
-from moe_comm.train.checkpoint.planner import EntryPlanner, SaveRequest, Stager
+from moe_comm.train.checkpoint.planner import EntryPlanner, Stager
 from moe_comm.train.checkpoint.storage import CheckpointStorageWriter
 
 _log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Checkpointer:
             self._stager.mark(entries)
         except (TypeError, ValueError) as error:
             problem = problem or str(error)
-        self._planner.request = SaveRequest(step, own_state, problem)
+        self._planner.step, self._planner.state, self._planner.problem = step, own_state, problem
         job.thread = threading.Thread(
             target=self._work, args=(job, entries, shared), name=f"checkpoint-{shown(step)}", daemon=True
         )

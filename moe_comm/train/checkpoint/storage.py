@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from moe_comm.errors import CheckpointError
 from moe_comm.train.checkpoint import files, folder
-from moe_comm.train.checkpoint.files import FileDigest, NamedTensor
+from moe_comm.train.checkpoint.files import FileDigest
 from moe_comm.train.checkpoint.metadata import CheckpointContent, ChunkLocation, encode
 from moe_comm.train.checkpoint.reader import CheckpointReader
 
@@ -77,7 +77,7 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
                 at = ",".join(map(str, item.index.offset or ()))
-                parts.append(NamedTensor(f"{item.index.fqn}@{at}", tensor))
+                parts.append((f"{item.index.fqn}@{at}", tensor))
             with _convert_os_errors(path):
                 if not path.parent.is_dir():
                     raise CheckpointError(
@@ -86,8 +86,8 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
                     )
                 digest, starts = files.write_parts(path, parts, {"step": str(self._step)})
             self.written = digest.size
-            for item, part, start in zip(plan.items, parts, starts, strict=True):
-                results.append(WriteResult(item.index, part.tensor.nbytes, (ChunkLocation(name, start), digest)))
+            for item, (_, tensor), start in zip(plan.items, parts, starts, strict=True):
+                results.append(WriteResult(item.index, tensor.nbytes, (ChunkLocation(name, start), digest)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

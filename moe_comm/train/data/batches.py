@@ -98,7 +98,9 @@ class GlobalBatch:
                 f"and the index of a micro-batch less than that; got index {index}"
             )
         size = self.rows // micro_batches
-        return self._part(slice(index * size, (index + 1) * size))
+        rows = slice(index * size, (index + 1) * size)
+        indices = SequenceIndices(self.indices.source_B[rows], self.indices.index_B[rows])
+        return replace(self, indices=indices)
 
     def local(self, dp_rank: int = 0, dp: int = 1, shard: Shard | None = None) -> Batch:
         """Read the sequences of data-parallel rank ``dp_rank`` of ``dp``.
@@ -143,11 +145,6 @@ class GlobalBatch:
             torch.arange(seq_len, device="cpu") < length_B1 if padded else None,
         )
         return batch if shard is None else batch.shard(shard)
-
-    def _part(self, rows: slice) -> GlobalBatch:
-        return GlobalBatch(
-            self.packings, SequenceIndices(self.indices.source_B[rows], self.indices.index_B[rows]), self.num_targets
-        )
 
 
 @dataclass(frozen=True)

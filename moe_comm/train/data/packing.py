@@ -14,7 +14,6 @@ the next token.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +68,7 @@ class Row:
     length: int = 0
 
 
-class Packing(Protocol):
+class Packing:
     """Sequences of ``seq_len`` tokens of a token range.
 
     Attributes:
@@ -77,33 +76,33 @@ class Packing(Protocol):
         endless: there is a sequence for every number, not only for those below ``sequences``.
     """
 
-    token_range: TokenRange
-    seq_len: int
-    separate: bool
-    sequences: int
-    endless: bool
+    endless = False
+    sequences = 0
 
-    def segments(self, index: int) -> Segments: ...
+    def __init__(self, token_range: TokenRange, seq_len: int, separate: bool) -> None:
+        self.token_range, self.seq_len, self.separate = token_range, seq_len, separate
+
+    def segments(self, index: int) -> Segments:
+        raise NotImplementedError
+
     def valid_targets(self, index_N: Ints) -> Ints:
         """Return the number of targets in each sequence, without reading tokens."""
-        ...
+        raise NotImplementedError
 
     def target_after(self, segments: Segments, number: int) -> int:
         """Return the position of the target of the last token of a segment at the end of a document; -1 for none."""
-        ...
+        raise NotImplementedError
 
 
-class Contiguous:
+class Contiguous(Packing):
     """The stream of documents, cut every ``seq_len`` tokens. The last sequence is padded.
 
     In an epoch, every token except the first is a target exactly once. If documents are separate, their first tokens
     are no targets.
     """
 
-    endless = False
-
     def __init__(self, token_range: TokenRange, seq_len: int, separate: bool) -> None:
-        self.token_range, self.seq_len, self.separate = token_range, seq_len, separate
+        super().__init__(token_range, seq_len, separate)
         self.sequences = max(0, -(-(len(token_range) - 1) // seq_len))
 
     def _starts(self, index_N: Ints) -> Ints:
@@ -145,7 +144,7 @@ class RandomWindows(Contiguous):
         return self.token_range.start + np.array([rng.integers(last) for rng in rngs], np.int64)
 
 
-class BestFit:
+class BestFit(Packing):
     """Best-fit packing of whole documents (Ding et al., arXiv 2404.10830).
 
     Documents are placed by decreasing length, each in the fullest sequence with enough room. Longer documents are cut
@@ -153,10 +152,8 @@ class BestFit:
     document, and a few microseconds to compute.
     """
 
-    endless = False
-
     def __init__(self, token_range: TokenRange, seq_len: int, separate: bool) -> None:
-        self.token_range, self.seq_len, self.separate = token_range, seq_len, separate
+        super().__init__(token_range, seq_len, separate)
         starts, lengths = self._pieces()
         rows = self._fill(lengths)
         order = np.argsort(rows, kind="stable")  # within a sequence: longest first, in order of placement
@@ -230,7 +227,12 @@ def make_packing(
 def read_row(packing: Packing, index: int) -> Row:
     """Return sequence ``index`` of ``packing``; only padding for -1."""
     seq_len, token_range = packing.seq_len, packing.token_range
-    row = _padding(seq_len, token_range.file.end_of_text)
+    row = Row(
+        np.full(seq_len, token_range.file.end_of_text, np.int64),
+        np.full(seq_len, IGNORE, np.int64),
+        np.arange(seq_len),
+        np.zeros(seq_len, np.int32),
+    )
     segments = packing.segments(index) if index >= 0 else []
     breaks = [np.zeros(1, np.int64)]  # positions in the row at which a document or the padding starts
     at = 0
@@ -256,12 +258,3 @@ def read_row(packing: Packing, index: int) -> Row:
         document_starts = np.flatnonzero(is_start[:seq_len])
         row.positions_S[:] -= document_starts[row.documents_S]
     return replace(row, length=at)
-
-
-def _padding(seq_len: int, end_of_text: int) -> Row:
-    return Row(
-        np.full(seq_len, end_of_text, np.int64),
-        np.full(seq_len, IGNORE, np.int64),
-        np.arange(seq_len),
-        np.zeros(seq_len, np.int32),
-    )

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +42,8 @@ WORKER_BYTES = 16 << 20
 BPE_BYTES = 64 << 20
 """Bytes of text for training a BPE, in equal shares from the start of each source."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the source, the bytes of text done, and the bytes of its files (which may be compressed)."""
 
-
-@dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """The result of a worker: tokens, the position after the end of each document, bytes of text."""
 
     tokens_T: npt.NDArray[np.uint32]
@@ -56,41 +52,23 @@ class _Chunk:
 
 
 def prepare_all(
-    settings: CorpusSettings, progress: Progress | None = None, scanned: Callable[[ScannedSource], None] | None = None
+    settings: CorpusSettings, scanned: Callable[[ScannedSource], object] = lambda source: None
 ) -> list[Path]:
     """Prepare every source of ``settings``, and return their folders. One process per host calls it.
 
     Args:
-        progress: called during tokenisation.
         scanned: called with each source after its files were found.
 
     Raises:
         ConfigError: a source or the tokenizer cannot be used, or the cache cannot be written.
         MissingDependency: a package for this kind of file or tokenizer is not installed.
     """
-    cache = Path(settings.cache).expanduser()
     sources = []
     for spec in settings.sources:
         sources.append(scan(spec))
-        if scanned is not None:
-            scanned(sources[-1])
+        scanned(sources[-1])
     tokenizer = make_tokenizer(settings, sources)
-    return [prepare_source(source, tokenizer, cache, settings.workers, progress) for source in sources]
-
-
-def prepare(
-    spec: SourceSpec, tokenizer: Tokenizer, cache: str | Path, workers: int = 0, progress: Progress | None = None
-) -> Path:
-    """Tokenise one source into ``cache``, if it is not there. Returns the folder for ``open_tokens``.
-
-    Args:
-        workers: number of processes; 0: depends on the amount of text and the cores. The result does not depend on it.
-
-    Raises:
-        ConfigError: the source cannot be read or has no text, or the cache cannot be written.
-        MissingDependency: a package for this kind of file is not installed.
-    """
-    return prepare_source(scan(spec), tokenizer, Path(cache).expanduser(), workers, progress)
+    return [prepare(source, tokenizer, settings.cache, settings.workers) for source in sources]
 
 
 def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -> Tokenizer:
@@ -109,13 +87,20 @@ def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -
     return load_tokenizer(folder)
 
 
-def prepare_source(
-    source: ScannedSource, tokenizer: Tokenizer, cache: Path, workers: int, progress: Progress | None
-) -> Path:
-    """Tokenise a scanned source into ``cache``; see ``prepare``."""
+def prepare(source: SourceSpec | ScannedSource, tokenizer: Tokenizer, cache: str | Path, workers: int = 0) -> Path:
+    """Tokenise one source into ``cache``, if it is not there. Returns the folder for ``open_tokens``.
+
+    Args:
+        workers: number of processes; 0: depends on the amount of text and the cores. The result does not depend on it.
+
+    Raises:
+        ConfigError: the source cannot be read or has no text, or the cache cannot be written.
+        MissingDependency: a package for this kind of file is not installed.
+    """
+    source = scan(source) if isinstance(source, SourceSpec) else source
     name = source.spec.name
     key = _key(["tokens", VERSION, PART_CHARS, tokenizer.digest, source.digest])
-    folder = cache / f"{_folder_name(name)}-{key}"
+    folder = Path(cache).expanduser() / f"{_folder_name(name)}-{key}"
     if (folder / META).is_file():
         return folder
     with fresh_folder(folder) as fresh:
@@ -125,8 +110,6 @@ def prepare_source(
             for chunk in _tokenised(source, tokenizer, _num_workers(workers, source, tokenizer)):
                 writer.append(chunk.tokens_T, chunk.ends)
                 text_bytes += chunk.text_bytes
-                if progress is not None:
-                    progress(name, text_bytes, source.size)
             if not text_bytes:
                 raise ConfigError(f"data source {name!r}: {source.spec.path!r} contains no text")
             tokenizer.save(fresh / "tokenizer")

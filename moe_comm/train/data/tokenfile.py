@@ -19,7 +19,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -175,9 +175,9 @@ class TokenFile:
         self.vocab_size: int = meta["vocab_size"]
         self.end_of_text: int = meta["end_of_text"]
         self._check_sizes()
-        self._check([name for name in meta["files"] if name != "tokens.bin"])
-        if verify == "all":
-            self._check(["tokens.bin"])
+        for name, entry in meta["files"].items():
+            if name != "tokens.bin" or verify == "all":
+                self._check(name, range(len(entry["blocks"])))
         # An empty file cannot be mapped. ``_check_meta`` has ensured that no file is empty.
         self.tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r")
         self.offsets: Ints = np.memmap(path / "offsets.bin", np.dtype("<i8"), "r")
@@ -198,7 +198,7 @@ class TokenFile:
             width = self.tokens.itemsize
             for block in range(start * width // BLOCK, (stop * width - 1) // BLOCK + 1):
                 if self._unchecked[block]:
-                    self._check_block(block)
+                    self._check("tokens.bin", [block])
                     self._unchecked[block] = False
         ids = self.tokens[start:stop].astype(np.int64)
         if ids.size and ids.max() >= self.vocab_size:
@@ -210,10 +210,6 @@ class TokenFile:
     def tokenizer(self) -> Path:
         """The folder of the tokenizer."""
         return self.path / "tokenizer"
-
-    def _check_block(self, block: int) -> None:
-        if _read_block_sum(self.path / "tokens.bin", block) != self.meta["files"]["tokens.bin"]["blocks"][block]:
-            raise _corrupt(self.path / "tokens.bin", block)
 
     def _check_sizes(self) -> None:
         for name, entry in self.meta["files"].items():
@@ -232,14 +228,14 @@ class TokenFile:
         if (self.counts_V < 0).any() or int(self.counts_V.sum()) != len(self):
             raise CorruptFile(f"{self.path / 'counts.bin'} does not count {len(self)} tokens; {_REMEDY}")
 
-    def _check(self, names: list[str]) -> None:
+    def _check(self, name: str, blocks: Sequence[int]) -> None:
+        path, sums = self.path / name, self.meta["files"][name]["blocks"]
         # hashlib releases the interpreter's lock for large blocks.
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            for name in names:
-                sums = self.meta["files"][name]["blocks"]
-                for block, actual in enumerate(pool.map(partial(_read_block_sum, self.path / name), range(len(sums)))):
-                    if actual != sums[block]:
-                        raise _corrupt(self.path / name, block)
+            for block, actual in zip(blocks, pool.map(partial(_read_block_sum, path), blocks), strict=True):
+                if actual != sums[block]:
+                    at = block * BLOCK
+                    raise CorruptFile(f"{path} is altered: bytes from {at} on do not match their checksum; {_REMEDY}")
 
 
 def open_tokens(path: str | Path, verify: Verify = "all") -> TokenFile:
@@ -274,10 +270,6 @@ def open_tokens(path: str | Path, verify: Verify = "all") -> TokenFile:
 
 
 _REMEDY = "delete the folder and prepare the data again"
-
-
-def _corrupt(path: Path, block: int) -> CorruptFile:
-    return CorruptFile(f"{path} is altered: bytes from {block * BLOCK} on do not match their checksum; {_REMEDY}")
 
 
 def _meta_sum(meta: dict[str, Any]) -> str:
@@ -322,7 +314,7 @@ def _read_block_sum(path: Path, block: int) -> str:
         return block_sum(file.read(BLOCK))
 
 
-def entropy(probability_V: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+def entropy(probability_V: npt.NDArray[np.float64]) -> float:
     """Return the entropy in nats of probabilities that sum to one."""
     p = probability_V[probability_V > 0]
     return float(-(p * np.log(p)).sum())

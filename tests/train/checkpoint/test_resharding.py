@@ -19,14 +19,12 @@ MAPPINGS = [
     Mapping_(ParallelConfig(tp=2, etp=2), "replicate"),
     Mapping_(ParallelConfig(dp=2, ep=2), "zero1"),
     Mapping_(ParallelConfig(pp=2), "replicate"),
-    Mapping_(ParallelConfig(dp=4), "fsdp"),
     Mapping_(ParallelConfig(tp=2, dp=2, ep=2, etp=2), "zero1"),
     Mapping_(ParallelConfig(tp=4, ep=4), "fsdp"),
     Mapping_(ParallelConfig(dp=2, cp=2, ep=2), "replicate"),
-    Mapping_(ParallelConfig(tp=2, cp=2, dp=2, ep=8), "zero1"),
-    Mapping_(ParallelConfig(pp=2, tp=2, dp=2, ep=2, etp=2), "fsdp"),
+    Mapping_(ParallelConfig(pp=2, dp=2, ep=2), "fsdp"),
 ]
-WORLDS = (2, 4, 8)
+WORLDS = (2, 4)
 STATE = {"sampler": {"epoch": 3, "position": 2**40}, "loss": 0.1, "text": 'a = "b"\n'}
 
 

@@ -279,10 +279,6 @@ def test_a_missing_source_is_a_config_error(tmp_path: Path) -> None:
     [
         ({"source": []}, "at least one source"),
         ({"source": ["a", "a"]}, "must be different"),
-        ({"packing": "tight"}, "packing"),
-        ({"validation": 1.0}, "validation"),
-        ({"batch": 0}, "batch"),
-        ({"tokenizer": "bpe", "vocab": 100}, "vocab"),
     ],
 )
 def test_invalid_settings_are_config_errors(settings: dict[str, Any], message: str) -> None:
@@ -352,11 +348,6 @@ def test_another_format_version_is_rejected(sound: Path, tmp_path: Path) -> None
     (folder / "meta.json").write_text(json.dumps({**meta, "version": 99}))
     with pytest.raises(ConfigError, match="version 99; this moe_comm reads 1"):
         open_tokens(folder)
-
-
-def test_large_vocabularies_use_four_bytes_per_token(tmp_path: Path) -> None:
-    assert tokenfile.token_dtype(1 << 16).itemsize == 2
-    assert tokenfile.token_dtype((1 << 16) + 1).itemsize == 4
 
 
 def test_describe_reports_sizes(sound: Path) -> None:

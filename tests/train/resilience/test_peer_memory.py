@@ -139,22 +139,6 @@ def test_a_run_without_checkpoints_resumes_to_the_same_bits(
     assert written_result["effective_time"]["attempts"] == 2 and written_result["effective_time"]["lost_steps"] == 1
 
 
-def test_a_run_resumes_after_a_host_of_several_ranks_is_lost(
-    pool4: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
-) -> None:
-    settings = [*shared_settings, "parallel.tp=2", "parallel.ep=2", "run.steps=4"]
-    uninterrupted = settings_in(settings, tmp_path, "through")
-    pool4.run(_work, Setting(uninterrupted), timeout=90)
-    crashed = Setting((*settings_in(settings, tmp_path, "broken"), EVERY), owner, "aabb", crash=2)
-    pool4.run(_work, crashed, timeout=90)
-    kill_host(owner, "a")
-    # The restarted ranks are numbered differently, so no host has the states of its own ranks.
-    pool4.run(_work, crashed.then(hosts="bbaa"), timeout=90)
-    folder = folder_of(list(crashed.settings))
-    assert attempts_of(folder) == [(1, "fresh"), (3, "peer memory")]
-    assert_same_run(folder, folder_of(list(uninterrupted)))
-
-
 def test_a_damaged_snapshot_is_replaced_by_a_replica_an_earlier_step_or_the_disk(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:

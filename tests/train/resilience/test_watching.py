@@ -75,8 +75,7 @@ def test_a_fault_is_recorded_although_the_agent_ends_the_rank(pool2: RankPool, t
     assert [path.name for path in (folder / "dumps").glob("*/*")] == ["rank-00000.jsonl"]
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
-@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize(("background", "steps"), [("true", 4), ("false", 2)])
 def test_a_rank_that_does_not_take_part_in_a_save_is_reported(
     pool2: RankPool, tmp_path: Path, background: str, steps: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters.
+"""Optimizers on sharded parameters, and learning rate schedules.
 
 AdamW (arXiv 1711.05101) and SGD are torch's, without communication.
 
@@ -47,6 +47,18 @@ from moe_comm.train.parallel.compress import buckets
 from moe_comm.train.parallel.norm import squared_norm
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.sections import OptimizerOptions
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "AdamW",
+    "Muon",
+    "Optimizer",
+    "OptimizerOptions",
+    "learning_rate",
+    "make_optimizer",
+    "newton_schulz",
+]
 
 
 class Optimizer(ABC):
