@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,18 +42,6 @@ def scale_by_own_norm(params: Any, p: float = 2.0) -> None:
         param.grad *= 1e-4 / float(flat.norm(p))
 
 
-def no_reduction(model: nn.Module) -> None:
-    pass
-
-
-def reduce_everything(model: nn.Module) -> None:
-    reduce_all(model)
-
-
-def mean_and_sum(model: nn.Module) -> None:
-    reduce_replicated(model, dist.get_world_size())
-
-
 def own_norm(model: nn.Module) -> None:
     moe_comm.sync_gradients(model)
     scale_by_own_norm(model.parameters())
@@ -64,9 +53,12 @@ def own_norm_of_experts(model: nn.Module) -> None:
 
 
 WRONG: dict[str, tuple[Step, str]] = {
-    "no reduction": (no_reduction, "differ between ranks"),
-    "every parameter reduced": (reduce_everything, "as if experts were replicated"),
-    "mean for replicated parameters, sum for experts": (mean_and_sum, "but 1 times that of experts"),
+    "no reduction": (lambda model: None, "differ between ranks"),
+    "every parameter reduced": (reduce_all, "as if experts were replicated"),
+    "mean for replicated parameters, sum for experts": (
+        lambda model: reduce_replicated(model, dist.get_world_size()),
+        "but 1 times that of experts",
+    ),
     "clipped by the norm of one rank's gradients": (own_norm, "differ between ranks"),
     "experts clipped by the norm of one rank's gradients": (own_norm_of_experts, "scaled differently"),
 }
@@ -95,46 +87,34 @@ def test_a_wrong_reduction_raises_before_the_first_step(name: str, pool2: RankPo
             assert change == 0
 
 
-def by_value(model: nn.Module, optimizer: Any) -> None:
-    moe_comm.sync_gradients(model)
-    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-
-
-def decayed(model: nn.Module, optimizer: Any) -> None:
-    moe_comm.sync_gradients(model)
+def decay(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad += 0.1 * param.detach()
 
 
-def clipped_apart(model: nn.Module, optimizer: Any) -> None:
+def clip_apart(model: nn.Module) -> None:
     """Clip the experts and the other parameters by separate norms."""
-    moe_comm.sync_gradients(model)
     experts = expert_parameters(model)
     torch.nn.utils.clip_grad_norm_(list(experts.values()), 0.01)
     torch.nn.utils.clip_grad_norm_([p for name, p in model.named_parameters() if name not in experts], 0.1)
 
 
-def clipped_by_hand(model: nn.Module, optimizer: Any) -> None:
-    moe_comm.sync_gradients(model)
+def clip_by_hand(model: nn.Module) -> None:
     total = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
     for param in model.parameters():
         param.grad *= min(1.0, 0.01 / float(total))
 
 
-def reduced_by_hand(model: nn.Module, optimizer: Any) -> None:
-    reduce_replicated(model)
+def synced(change: Step) -> Step:
+    return lambda model: (moe_comm.sync_gradients(model), change(model))  # type: ignore[func-returns-value]
 
 
-def only_sync(model: nn.Module, optimizer: Any) -> None:
-    moe_comm.sync_gradients(model)
-
-
-CORRECT: dict[str, Callable[[nn.Module, Any], None]] = {
-    "clipping by value": by_value,
-    "weight decay in the gradient": decayed,
-    "experts clipped apart": clipped_apart,
-    "clipped by a norm taken by hand": clipped_by_hand,
-    "replicated parameters reduced by hand": reduced_by_hand,
+CORRECT: dict[str, Step] = {
+    "clipping by value": synced(lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)),
+    "weight decay in the gradient": synced(decay),
+    "experts clipped apart": synced(clip_apart),
+    "clipped by a norm taken by hand": synced(clip_by_hand),
+    "replicated parameters reduced by hand": reduce_replicated,
 }
 
 
@@ -148,7 +128,7 @@ def run_correct(rank: int, world: int, _: None) -> list[str]:
 
     def train(
         build: Callable[[Any], nn.Module],
-        change: Callable[[nn.Module, Any], None] = only_sync,
+        change: Step = moe_comm.sync_gradients,
         optimizers: Callable[[nn.Module], list[Any]] = lambda model: [torch.optim.SGD(model.parameters(), 0.1)],
         schedule: bool = False,
     ) -> None:
@@ -158,7 +138,7 @@ def run_correct(rank: int, world: int, _: None) -> list[str]:
         rates = [torch.optim.lr_scheduler.ExponentialLR(stepper, 0.5) for stepper in steppers] if schedule else []
         for step in range(5):
             loss_at(model, step, rank, world).backward()
-            change(model, steppers)
+            change(model)
             for stepper in steppers:  # cleared at once, so the check of the next optimizer does not see these gradients
                 stepper.step()
                 stepper.zero_grad()
@@ -230,26 +210,28 @@ def some_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares 
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-def even(group: Any) -> nn.Module:
+def even(world: int) -> nn.Module:
     """Return a model with even experts. With uneven ones, a collective of torch fails before the forward pass."""
-    return gpt(group, experts=4)
+    return gpt(ep_group(world), experts=4)
+
+
+def forward(model: nn.Module, rank: int, world: int) -> None:
+    loss_at(model, 0, rank, world)
 
 
 def ddp_of_own(rank: int, world: int) -> None:
-    model = DistributedDataParallel(even(ep_group(world)))
     with torch.no_grad():
-        loss_at(model, 0, rank, world)
+        forward(DistributedDataParallel(even(world)), rank, world)
 
 
 def ddp_of_wrapped(rank: int, world: int) -> None:
     model = wrapped(ep_group(world))
     del model._ddp_params_and_buffers_to_ignore
-    loss_at(DistributedDataParallel(model), 0, rank, world)
+    forward(DistributedDataParallel(model), rank, world)
 
 
 def ddp_with_hook(rank: int, world: int, declared: Any = None) -> None:
-    model = moe_comm.prepare_ddp(even(ep_group(world)), grad_reduction=declared)
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(moe_comm.prepare_ddp(even(world), grad_reduction=declared))
     ddp.register_comm_hook(None, some_hook)
     loss_at(ddp, 0, rank, world).backward()
     torch.optim.SGD(ddp.parameters(), 0.1).step()
@@ -259,85 +241,57 @@ def ddp_with_declared_hook(rank: int, world: int) -> None:
     ddp_with_hook(rank, world, "sum")
 
 
-def fsdp_alone(rank: int, world: int) -> None:
-    model = even(ep_group(world))
-    fully_shard(model)
-    with torch.no_grad():
-        loss_at(model, 0, rank, world)
-
-
 def fsdp_of_blocks(rank: int, world: int) -> None:
     model = qwen3(ep_group(world))
     for layer in model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer)
-    loss_at(fully_shard(model), 0, rank, world)
+    forward(fully_shard(model), rank, world)
 
 
-def fsdp_ignoring_experts(rank: int, world: int) -> None:
-    model = even(ep_group(world))
-    fully_shard(model, ignored_params=set(expert_parameters(model).values()))
-    loss_at(model, 0, rank, world)
+def fsdp(rank: int, world: int, *, ignore: bool = False, forward_first: bool = False) -> None:
+    model = even(world)
+    if forward_first:
+        forward(model, rank, world)
+    fully_shard(model, ignored_params=set(expert_parameters(model).values()) if ignore else None)
+    forward(model, rank, world)
 
 
-def fsdp_after_a_forward(rank: int, world: int) -> None:
-    model = even(ep_group(world))
-    loss_at(model, 0, rank, world)
-    fully_shard(model)
-    loss_at(model, 0, rank, world)
+def sync(rank: int, world: int, *, by: str) -> None:
+    model = even(world)
+    if by == "fsdp":
+        whole = fully_shard(moe_comm.prepare_fsdp(model))
+    else:
+        whole = DistributedDataParallel(moe_comm.prepare_ddp(model))
+    loss_at(whole, 0, rank, world).backward()
+    moe_comm.sync_gradients(model if by == "inside ddp" else whole)
 
 
-def fsdp_ignoring_experts_after_a_forward(rank: int, world: int) -> None:
-    model = even(ep_group(world))
-    loss_at(model, 0, rank, world)
-    fully_shard(model, ignored_params=set(expert_parameters(model).values()))
-    loss_at(model, 0, rank, world)
-
-
-def sync_under_ddp(rank: int, world: int) -> None:
-    model = DistributedDataParallel(moe_comm.prepare_ddp(even(ep_group(world))))
-    loss_at(model, 0, rank, world).backward()
-    moe_comm.sync_gradients(model)
-
-
-def sync_inside_ddp(rank: int, world: int) -> None:
-    model = DistributedDataParallel(moe_comm.prepare_ddp(even(ep_group(world))))
-    loss_at(model, 0, rank, world).backward()
-    moe_comm.sync_gradients(model.module)
-
-
-def sync_under_fsdp(rank: int, world: int) -> None:
-    model = moe_comm.prepare_fsdp(even(ep_group(world)))
-    fully_shard(model)
-    loss_at(model, 0, rank, world).backward()
-    moe_comm.sync_gradients(model)
-
-
-WRAPPED: dict[Callable[[int, int], None], str] = {
-    ddp_of_own: "model = DistributedDataParallel(moe_comm.prepare_ddp(model))",
-    ddp_of_wrapped: "model = DistributedDataParallel(moe_comm.prepare_ddp(model))",
-    ddp_with_hook: 'moe_comm.prepare_ddp(model, grad_reduction="sum")',
-    ddp_with_declared_hook: "",
-    fsdp_alone: "moe_comm.prepare_fsdp(model)",
-    fsdp_of_blocks: "moe_comm.prepare_fsdp(model)",
-    fsdp_ignoring_experts: "moe_comm.prepare_fsdp(model)",
-    fsdp_after_a_forward: "moe_comm.prepare_fsdp(model)",
-    fsdp_ignoring_experts_after_a_forward: "moe_comm.prepare_fsdp(model)",
-    sync_under_ddp: "DistributedDataParallel reduces gradients during backward",
-    sync_inside_ddp: "DistributedDataParallel reduces gradients during backward",
-    sync_under_fsdp: "FSDP reduces gradients during backward",
+FIX_DDP, FIX_FSDP = "model = DistributedDataParallel(moe_comm.prepare_ddp(model))", "moe_comm.prepare_fsdp(model)"
+WRAPPED: dict[str, tuple[Callable[[int, int], None], str]] = {
+    "ddp": (ddp_of_own, FIX_DDP),
+    "ddp of a wrapped model": (ddp_of_wrapped, FIX_DDP),
+    "ddp with a hook": (ddp_with_hook, 'moe_comm.prepare_ddp(model, grad_reduction="sum")'),
+    "ddp with a declared hook": (ddp_with_declared_hook, ""),
+    "fsdp": (fsdp, FIX_FSDP),
+    "fsdp of blocks": (fsdp_of_blocks, FIX_FSDP),
+    "fsdp ignoring experts": (partial(fsdp, ignore=True), FIX_FSDP),
+    "fsdp after a forward": (partial(fsdp, forward_first=True), FIX_FSDP),
+    "fsdp ignoring experts after a forward": (partial(fsdp, ignore=True, forward_first=True), FIX_FSDP),
+    "sync under ddp": (partial(sync, by="ddp"), "DistributedDataParallel reduces gradients during backward"),
+    "sync inside ddp": (partial(sync, by="inside ddp"), "DistributedDataParallel reduces gradients during backward"),
+    "sync under fsdp": (partial(sync, by="fsdp"), "FSDP reduces gradients during backward"),
 }
 
 
-def run_wrapped(rank: int, world: int, number: int) -> str:
+def run_wrapped(rank: int, world: int, name: str) -> str:
     torch.manual_seed(0)
-    call = list(WRAPPED)[number]
-    return error_of(lambda: call(rank, world))
+    return error_of(lambda: WRAPPED[name][0](rank, world))
 
 
-@pytest.mark.parametrize("number", range(len(WRAPPED)), ids=[call.__name__ for call in WRAPPED])
-def test_a_wrapper_that_would_mix_experts_raises_and_names_the_fix(number: int, pool2: RankPool) -> None:
-    expected = list(WRAPPED.values())[number]
-    for message in pool2.run(run_wrapped, number, timeout=60):
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapper_that_would_mix_experts_raises_and_names_the_fix(name: str, pool2: RankPool) -> None:
+    expected = WRAPPED[name][1]
+    for message in pool2.run(run_wrapped, name, timeout=60):
         if expected:
             assert message.startswith("ConfigError") and expected in message, message
         else:

@@ -2,8 +2,7 @@
 
 from moe_comm.train.checkpoint.entries import Entry, restore_rng, rng_state
 from moe_comm.train.checkpoint.folder import latest
-from moe_comm.train.checkpoint.loading import Loaded, load
-from moe_comm.train.checkpoint.reader import CheckpointReader, read_tensor
+from moe_comm.train.checkpoint.reader import CheckpointReader, Loaded, load, read_tensor
 from moe_comm.train.checkpoint.saving import Checkpointer, SaveReport
 
 __all__ = [

@@ -56,7 +56,7 @@ def gather_processes(group: ProcessGroup) -> Peers:
 
 
 def run_torch(call: Callable[[], object]) -> None:
-    """Call torch's ``save`` or ``load``, which send failures of a rank to all ranks.
+    """Call torch's ``save``, which sends failures of a rank to all ranks.
 
     Raises:
         CheckpointError: converted from torch's CheckpointException, which is not an Exception.

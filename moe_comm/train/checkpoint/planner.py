@@ -1,4 +1,4 @@
-"""Planning of saves and loads: torch's checkpoint planners for ``Entry``.
+"""Planning of saves: torch's checkpoint planner for ``Entry``.
 
 Saving takes one round trip to rank 0 (the coordinator), which assigns each box to one of the ranks that hold it:
 
@@ -19,27 +19,9 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from moe_comm.errors import CheckpointError
 from moe_comm.train.checkpoint.entries import Entry
@@ -225,29 +207,3 @@ def _text(chunk: ChunkStorageMetadata) -> str:
 def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None
     return item.tensor_data
-
-
-class EntryLoader(DefaultLoadPlanner):
-    """Fills the local tensors of entries by a given plan."""
-
-    def __init__(self, entries: Mapping[str, Entry], items: list[ReadItem]) -> None:
-        super().__init__()
-        self._entries, self._items = entries, items
-
-    def set_up_planner(self, *_: object, **__: object) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(self._items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._entries[index.fqn].local_box(index.index or 0)
-
-
-def read_plan(name: str, entry: Entry, saved: TensorStorageMetadata) -> list[ReadItem]:
-    """Return the items to read from a saved tensor to fill ``entry``."""
-    items: list[ReadItem] = create_read_items_for_chunk_list(name, saved, entry.chunks())
-    elements = sum(math.prod(item.lengths) for item in items)
-    if elements != entry.tensor.numel():
-        raise CheckpointError(f"the checkpoint has {elements} of the {entry.tensor.numel()} elements of {name}")
-    return items

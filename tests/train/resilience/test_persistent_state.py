@@ -18,6 +18,7 @@ from moe_comm.train.resilience import peer_memory, persistent_state as find_snap
 from moe_comm.train.resilience.peer_memory import PeerSnapshots, SnapshotStats
 from moe_comm.train.resilience.persistent_state import run_id, runs_in_memory
 from tests.pool import RankPool
+from tests.train.checkpoint.common import same_bits
 
 RUN = Path("runs/a")
 
@@ -66,15 +67,6 @@ def tensors(rank: int, step: int, width: int) -> dict[str, Tensor]:
 
 def entries(tensors_by_name: dict[str, Tensor]) -> dict[str, Entry]:
     return {name: Entry.whole(tensor) for name, tensor in tensors_by_name.items()}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    x, y = a.contiguous(), b.contiguous()
-    return (
-        x.dtype == y.dtype
-        and x.shape == y.shape
-        and bytes(x.view(-1).view(torch.uint8)) == bytes(y.view(-1).view(torch.uint8))
-    )
 
 
 def _memory(rank: int, world: int, arg: Arg, live: dict[str, Tensor]) -> tuple[PeerSnapshots, PersistentMemory, Ranks]:
@@ -162,15 +154,12 @@ def test_a_failed_snapshot_does_not_damage_the_previous_one(pool2: RankPool, own
         assert any("is incomplete: it lacks rank 1" in text for text in result.messages)
 
 
-def test_a_state_that_grew_too_large_is_skipped_on_all_ranks(pool2: RankPool, owner: LauncherProcess) -> None:
-    reports = pool2.run(_save_snapshots, Arg(owner, 3, large=(2,)))
-    assert [[report.step for report in of_rank] for of_rank in reports] == [[1, 3], [1, 3]]
-    assert all(result.restored and result.restored[0] == 3 for result in pool2.run(_restore, Arg(owner, 0)))
-
-
-def test_a_state_that_grew_as_much_as_announced_is_saved(pool2: RankPool, owner: LauncherProcess) -> None:
-    reports = pool2.run(_save_snapshots, Arg(owner, 3, large=(2, 3), growth=1 << 18))
-    assert [[report.step for report in of_rank] for of_rank in reports] == [[1, 2, 3], [1, 2, 3]]
+@pytest.mark.parametrize(("large", "growth", "saved"), [((2,), 0, [1, 3]), ((2, 3), 1 << 18, [1, 2, 3])])
+def test_a_state_that_grew_is_saved_if_announced_and_else_skipped_on_all_ranks(
+    pool2: RankPool, owner: LauncherProcess, large: tuple[int, ...], growth: int, saved: list[int]
+) -> None:
+    reports = pool2.run(_save_snapshots, Arg(owner, 3, large=large, growth=growth))
+    assert [[report.step for report in of_rank] for of_rank in reports] == [saved] * 2
     assert all(result.restored and result.restored[0] == 3 for result in pool2.run(_restore, Arg(owner, 0)))
 
 
