@@ -44,7 +44,6 @@ from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.optim import takes
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
-from moe_comm.train.sections import OptimizerOptions
 from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
 from moe_plan.model.memory import peak_saved
@@ -152,7 +151,7 @@ def _vocab(config: TrainConfig) -> int | None:
         return ByteTokenizer.vocab_size
     if kind == "bpe":
         return config.data.vocab
-    return load_tokenizer(kind).vocab_size if Path(kind).exists() else None
+    return load_tokenizer(kind, config.data.end_of_text).vocab_size if Path(kind).exists() else None
 
 
 def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
@@ -221,39 +220,25 @@ def _activations(
 def _ranks(
     config: TrainConfig, mapping: ParallelConfig, pp: int, shardings: dict[str, Sharding], activations: int
 ) -> tuple[RankEstimate, ...]:
-    storage = _ParameterStorage(
-        strategy=config.parallel.sharding if mapping.world > 1 else "replicate",  # FSDP needs a process group
-        replicas=config.parallel.dp_replicate,
-        itemsize=DTYPES[config.model.dtype].itemsize,
-        optimizer=config.optimizer,
-        accumulates=config.data.micro_batches > 1,
-        pipeline=mapping.pp > 1,
-        slots=config.placement.slots if mapping.ep > 1 else 0,
-        rematerialize=config.placement.rematerialize,
-    )
+    storage = _ParameterStorage(config, mapping)
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
         RankEstimate(rank, storage.fixed(shardings, mapping.place(rank), mapping.sizes), activations) for rank in ranks
     )
 
 
-@dataclass(frozen=True)
 class _ParameterStorage:
-    """How a run stores its parameters.
+    """How a run stores its parameters."""
 
-    replicas: blocks of ranks that each store all shards. itemsize: bytes per element in the compute dtype. accumulates:
-    a step has several micro-batches. pipeline: there are several stages. slots: copies of experts of other ranks.
-    rematerialize: the layers share memory for the experts and copies of one layer.
-    """
-
-    strategy: ShardingMode
-    replicas: int
-    itemsize: int
-    optimizer: OptimizerOptions
-    accumulates: bool
-    pipeline: bool
-    slots: int = 0
-    rematerialize: bool = False
+    def __init__(self, config: TrainConfig, mapping: ParallelConfig) -> None:
+        self.strategy = config.parallel.sharding if mapping.world > 1 else "replicate"  # FSDP needs a process group
+        self.replicas = config.parallel.dp_replicate
+        self.itemsize = DTYPES[config.model.dtype].itemsize
+        self.optimizer = config.optimizer
+        self.accumulates = config.data.micro_batches > 1
+        self.pipeline = mapping.pp > 1
+        self.slots = config.placement.slots if mapping.ep > 1 else 0  # copies of experts of other ranks
+        self.rematerialize = config.placement.rematerialize
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
         """Return the parameter, gradient and optimizer memory of the rank with coordinates ``place``."""
@@ -408,13 +393,10 @@ def check_start(config: TrainConfig, world: int) -> None:
 def _check_model(config: TrainConfig, mapping: ParallelConfig | None) -> None:
     """Check the tokenizer, and build the first pipeline stage without memory."""
     kind = config.data.tokenizer
-    if kind == "bpe":
-        vocab = config.data.vocab if config.model.vocab is None else None  # of a trained tokenizer, at most
-    elif kind == "bytes":
-        vocab = ByteTokenizer.vocab_size
-    else:
-        vocab = load_tokenizer(kind, config.data.end_of_text).vocab_size
-    architecture = architecture_of(config, vocab)
+    if kind not in ("bytes", "bpe"):
+        load_tokenizer(kind, config.data.end_of_text)  # must exist, unlike in a dry run
+    # The vocabulary of a trained tokenizer may be smaller than ``data.vocab``.
+    architecture = architecture_of(config, None if kind == "bpe" and config.model.vocab is not None else _vocab(config))
     if mapping is not None:
         with fake_ranks(mapping.world, 0):
             build_stages(config, architecture, ParallelMesh(mapping), device="meta")

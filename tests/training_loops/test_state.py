@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import moe_comm
-from tests.pool import RankPool
-from tests.training_loops.loops import OPTIMIZERS, Case, error_of, loss_at, wrap
+from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from tests.pool import RankPool, on_ranks
+from tests.training_loops.loops import OPTIMIZERS, Case, loss_at, wrap
 from tests.training_loops.models import KINDS, ep_group
 
 
@@ -63,23 +65,36 @@ def whole(model: Any, optimizer: Any) -> dict[str, Any]:
     return copy.deepcopy(state)
 
 
-def save_directly(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
-    """Save the state dicts of this rank in every way. Return the error of each."""
-    kind, folder = arg
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["gpt, 5 experts", "qwen3"])
+def test_saving_one_ranks_experts_raises_on_every_rank(rank: int, world: int, kind: str, tmp_path: Path) -> None:
+    save_directly(kind, tmp_path, rank, world)
+
+
+@on_ranks(4)
+def test_saving_raises_on_ranks_without_experts_too(rank: int, world: int, tmp_path: Path) -> None:
+    save_directly("gpt, 3 experts", tmp_path, rank, world)
+
+
+def save_directly(kind: str, folder: Path, rank: int, world: int) -> None:
+    """Save the state dicts of this rank in every way, each of which must raise."""
     model, optimizer, _ = build_and_train(Case(kind, "own sum", world, "adamw"), rank, world, steps=1)
-    file = f"{folder}/{rank}.safetensors"
-    messages = []
-    for state in (model.state_dict(), optimizer.state_dict()):
-        messages += [
-            error_of(lambda state=state: torch.save(state, io.BytesIO())),  # type: ignore[misc]
-            error_of(lambda state=state: pickle.dumps(state)),  # type: ignore[misc]
-            error_of(lambda state=state: torch.save({"ema": decayed(state)}, io.BytesIO())),  # type: ignore[misc]
-        ]
-    messages.append(error_of(lambda: save_file(dict(model.state_dict()), file)))
     fresh = OPTIMIZERS["adamw"](model.parameters())
     moe_comm.load_optimizer_state_dict(model, fresh, moe_comm.optimizer_state_dict(model, optimizer, form="local"))
-    messages.append(error_of(lambda: torch.save(fresh.state_dict(), io.BytesIO())))
-    return messages
+    ways: list[Callable[[], object]] = [
+        lambda: save_file(dict(model.state_dict()), folder / f"{rank}.safetensors"),
+        lambda: torch.save(fresh.state_dict(), io.BytesIO()),
+    ]
+    for state in (model.state_dict(), optimizer.state_dict()):
+        ways += [
+            partial(torch.save, state, io.BytesIO()),
+            partial(pickle.dumps, state),
+            partial(torch.save, {"ema": decayed(state)}, io.BytesIO()),
+        ]
+    for way in ways:
+        with pytest.raises(ConfigError, match=r"moe_comm.state_dict\(model\)"):
+            way()
+    assert not list(folder.iterdir())
 
 
 def decayed(state: Any) -> Any:
@@ -89,48 +104,24 @@ def decayed(state: Any) -> Any:
     return 0.9 * state + 0.1 * state.clone() if isinstance(state, Tensor) else state
 
 
-@pytest.mark.parametrize("kind", ["gpt, 5 experts", "qwen3"])
-def test_saving_one_ranks_experts_raises_on_every_rank(kind: str, tmp_path: Path, pool2: RankPool) -> None:
-    for messages in pool2.run(save_directly, (kind, str(tmp_path)), timeout=60):
-        for number, message in enumerate(messages):
-            assert message.startswith("ConfigError") and "moe_comm.state_dict(model)" in message, (number, message)
-    assert not list(tmp_path.iterdir())
-
-
-def test_saving_raises_on_ranks_without_experts_too(tmp_path: Path, pool4: RankPool) -> None:
-    for messages in pool4.run(save_directly, ("gpt, 3 experts", str(tmp_path)), timeout=60):
-        assert all(message.startswith("ConfigError") for message in messages), messages
-
-
-def round_trips(rank: int, world: int, cases: list[Case]) -> list[str]:
-    """Load each form of the state into a model with other weights. Return the differences."""
-    wrong = []
-    for case in cases:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["gpt, 5 experts", "gpt, 3 experts", "gpt, etp 2", "mixtral, 5 experts"])
+def test_every_form_of_the_state_loads_bit_for_bit(rank: int, world: int, kind: str) -> None:
+    for case in (Case(kind, "ddp", 4, "adamw"), Case(kind, "fsdp", 2, "adamw")):
         model, optimizer, _ = build_and_train(case, rank, world, steps=2)
         want = whole(model, optimizer)
         other, fresh, _ = build_and_train(case, rank, world)
         for form in ("full", "sharded", "local"):
-            train_steps(other, fresh, case, range(1), rank, world)
+            train_steps(other, fresh, case, range(1), rank, world)  # other weights
             model_state: Any = moe_comm.state_dict(model, form=form)  # type: ignore[arg-type]
             optimizer_state = moe_comm.optimizer_state_dict(model, optimizer, form=form)  # type: ignore[arg-type]
             moe_comm.load_state_dict(other, copy.deepcopy(model_state))
             moe_comm.load_optimizer_state_dict(other, fresh, copy.deepcopy(optimizer_state))
-            wrong += differences(whole(other, fresh), want, f"{case}, {form}")
+            assert not differences(whole(other, fresh), want, f"{case}, {form}")
             if form == "local" and case.loop != "fsdp":
                 torch.save([model_state, optimizer_state], io.BytesIO())
         first = moe_comm.state_dict(model, rank0_only=True, cpu=True)
-        wrong += differences(first, want["model"] if rank % case.ep == 0 else {}, f"{case}, rank 0 only")
-    return wrong
-
-
-TRIPS = ("gpt, 5 experts", "gpt, 3 experts", "gpt, etp 2", "mixtral, 5 experts")
-
-
-@pytest.mark.parametrize("kind", TRIPS)
-def test_every_form_of_the_state_loads_bit_for_bit(kind: str, pool4: RankPool) -> None:
-    cases = [Case(kind, loop, ep, "adamw") for loop, ep in (("ddp", 4), ("fsdp", 2))]
-    wrong = [line for lines in pool4.run(round_trips, cases, timeout=120) for line in lines]
-    assert not wrong, "\n".join(wrong)
+        assert not differences(first, want["model"] if rank % case.ep == 0 else {}, f"{case}, rank 0 only")
 
 
 def save_and_continue(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
@@ -228,26 +219,23 @@ def test_distributed_checkpoints_load_on_another_number_of_ranks(
         assert not wrong, "\n".join(wrong)
 
 
-def save_in_background(rank: int, world: int, folder: str) -> str:
+@on_ranks(2)
+def test_saving_by_async_save_raises_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     model = KINDS["gpt, 5 experts"].on(ep_group(world))
     state = {"model": moe_comm.state_dict(model, form="sharded")}
-    return error_of(lambda: dcp.async_save(state, checkpoint_id=folder))
+    with pytest.raises(ConfigError, match="not async_save"):
+        dcp.async_save(state, checkpoint_id=tmp_path / "saved")
 
 
-def test_saving_by_async_save_raises_on_every_rank(tmp_path: Path, pool2: RankPool) -> None:
-    for message in pool2.run(save_in_background, str(tmp_path / "saved"), timeout=60):
-        assert message.startswith("ConfigError") and "not async_save" in message, message
-
-
-def copies(rank: int, world: int, _: None) -> list[str]:
-    """Copy and average models and state dicts. Return the differences."""
+@on_ranks(2)
+def test_copies_and_averages_have_the_experts_of_all_ranks(rank: int, world: int) -> None:
     case = Case("gpt, 5 experts", "ddp", world, "adamw")
     ddp, optimizer, _losses = build_and_train(case, rank, world, steps=2)
     model = ddp.module
     want = copy.deepcopy(moe_comm.state_dict(model))
-    wrong = differences(moe_comm.state_dict(copy.deepcopy(model)), want, "deepcopy of the model")
+    assert not differences(moe_comm.state_dict(copy.deepcopy(model)), want)
     state = copy.deepcopy(model.state_dict())
     train_steps(ddp, optimizer, case, range(2, 3), rank, world)
     later = copy.deepcopy(moe_comm.state_dict(model))
@@ -256,22 +244,16 @@ def copies(rank: int, world: int, _: None) -> list[str]:
             state[name].lerp_(value, 0.25)
     average = {k: v.lerp(later[k], 0.25) if v.is_floating_point() else v for k, v in want.items()}
     model.load_state_dict(state)
-    wrong += differences(moe_comm.state_dict(model), average, "average of state dicts")
+    assert not differences(moe_comm.state_dict(model), average)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     averaged.update_parameters(model)
-    wrong += differences(moe_comm.state_dict(averaged.module), average, "AveragedModel")
-    message = error_of(lambda: torch.save(averaged.state_dict(), io.BytesIO()))
-    if not message.startswith("ConfigError"):
-        wrong.append(f"AveragedModel: saved with {message!r}")
+    assert not differences(moe_comm.state_dict(averaged.module), average)
+    with pytest.raises(ConfigError):
+        torch.save(averaged.state_dict(), io.BytesIO())
     # Training a copy must not change the model.
     twin = copy.deepcopy(model)
     train_steps(twin, OPTIMIZERS["sgd"](twin.parameters()), Case("", "own sum", world), range(1), rank, world)
-    return wrong + differences(moe_comm.state_dict(model), average, "the model after its copy was trained")
-
-
-def test_copies_and_averages_have_the_experts_of_all_ranks(pool2: RankPool) -> None:
-    wrong = [line for lines in pool2.run(copies, timeout=60) for line in lines]
-    assert not wrong, "\n".join(wrong)
+    assert not differences(moe_comm.state_dict(model), average)
 
 
 class RowMeans(torch.optim.SGD):
@@ -284,7 +266,8 @@ class RowMeans(torch.optim.SGD):
         return super().step(closure)
 
 
-def bad_loads(rank: int, world: int, _: None) -> dict[str, str]:
+@on_ranks(2)
+def test_state_of_other_shapes_and_other_ranks_raises(rank: int, world: int) -> None:
     model, optimizer, _losses = build_and_train(Case("gpt, 5 experts", "own sum", world, "adamw"), rank, world, steps=1)
     key = "blocks.0.moe.experts.w13"
     full = moe_comm.state_dict(model)
@@ -293,38 +276,33 @@ def bad_loads(rank: int, world: int, _: None) -> dict[str, str]:
     dist.all_gather_object(peer_experts, moe_comm.state_dict(model, form="local")[key])
     peer_state = model.state_dict()
     peer_state[key] = type(peer_state[key]).of(peer_experts[1 - rank], of_rank(peer_state[key].shards, 1 - rank), "w13")
-    whole_optimizer = moe_comm.optimizer_state_dict(model, optimizer)
-    truncated = copy.deepcopy(whole_optimizer)
+    truncated = copy.deepcopy(moe_comm.optimizer_state_dict(model, optimizer))
     for values in truncated["state"].values():
         values["exp_avg"] = values["exp_avg"][:1]
     factored = RowMeans(model.parameters(), 0.1)
     loss_at(model, 0, rank, world).backward()
     moe_comm.sync_gradients(model)
     factored.step()
-    return {
-        "experts of another number": error_of(lambda: moe_comm.load_state_dict(other, full)),
-        "wrong width": error_of(lambda: moe_comm.load_state_dict(model, {**full, key: full[key][..., :-1]})),
-        "wrong embedding": error_of(
-            lambda: moe_comm.load_state_dict(model, {**full, "embed.weight": full["embed.weight"][1:]})
-        ),
-        "another rank's": error_of(lambda: moe_comm.load_state_dict(model, peer_state)),
-        "another rank's, by torch": error_of(lambda: model.load_state_dict(peer_state)),
-        "optimizer": error_of(lambda: moe_comm.load_optimizer_state_dict(model, optimizer, truncated)),
-        "factored": error_of(lambda: moe_comm.optimizer_state_dict(model, factored)),
-        "factored, saved": error_of(lambda: torch.save(factored.state_dict(), io.BytesIO())),
-    }
+    with pytest.raises(InputError):
+        moe_comm.load_state_dict(other, full)  # experts of another number
+    with pytest.raises(InputError):
+        moe_comm.load_state_dict(model, {**full, key: full[key][..., :-1]})
+    with pytest.raises(InputError):
+        moe_comm.load_state_dict(model, {**full, "embed.weight": full["embed.weight"][1:]})
+    for load in (partial(moe_comm.load_state_dict, model), model.load_state_dict):
+        with pytest.raises(InputError):
+            load(peer_state)
+    with pytest.raises(InputError):
+        moe_comm.load_optimizer_state_dict(model, optimizer, truncated)
+    with pytest.raises(UnsupportedModel):
+        moe_comm.optimizer_state_dict(model, factored)
+    with pytest.raises(ConfigError):
+        torch.save(factored.state_dict(), io.BytesIO())
 
 
 def of_rank(shards: Any, rank: int) -> Any:
     """Return ``shards`` with the coordinates of another rank."""
     return type(shards)(shards.group, shards.shardings, shards.place_of(rank), shards.sizes)
-
-
-def test_state_of_other_shapes_and_other_ranks_raises(pool2: RankPool) -> None:
-    for messages in pool2.run(bad_loads, timeout=60):
-        for name, message in messages.items():
-            kind = {"factored": "UnsupportedModel", "factored, saved": "ConfigError"}.get(name, "InputError")
-            assert message.startswith(f"{kind}: "), f"{name}: {message!r}"
 
 
 class WithExtraState(torch.nn.Linear):

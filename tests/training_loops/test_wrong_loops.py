@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
 from moe_comm.layers.data_parallel import expert_parameters
-from tests.pool import RankPool
+from tests.pool import on_ranks
 from tests.training_loops.loops import difference, error_of, loss_at
 from tests.training_loops.models import ep_group, gpt, gpt_shared_frozen, mixtral, qwen3, wrapped
 
@@ -64,9 +64,9 @@ WRONG: dict[str, tuple[Step, str]] = {
 }
 
 
-def run_wrong(rank: int, world: int, name: str) -> list[tuple[str, float]]:
-    """Return, for a swapped and a user-written model, the error of the first step and its change of the parameters."""
-    results = []
+@on_ranks(2)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_reduction_raises_before_the_first_step(rank: int, world: int, name: str) -> None:
     for build in (qwen3, lambda group: gpt(group, experts=4)):
         torch.manual_seed(1)
         model = build(ep_group(world))
@@ -75,16 +75,8 @@ def run_wrong(rank: int, world: int, name: str) -> list[tuple[str, float]]:
         WRONG[name][0](model)
         before = {key: value.clone() for key, value in moe_comm.state_dict(model).items()}
         message = error_of(optimizer.step)
-        results.append((message, difference(moe_comm.state_dict(model), before)))
-    return results
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_reduction_raises_before_the_first_step(name: str, pool2: RankPool) -> None:
-    for results in pool2.run(run_wrong, name, timeout=60):
-        for message, change in results:
-            assert message.startswith("GradientMismatch") and WRONG[name][1] in message, message
-            assert change == 0
+        assert message.startswith("GradientMismatch") and WRONG[name][1] in message, message
+        assert difference(moe_comm.state_dict(model), before) == 0
 
 
 def decay(model: nn.Module) -> None:
@@ -118,13 +110,9 @@ CORRECT: dict[str, Step] = {
 }
 
 
-def run_correct(rank: int, world: int, _: None) -> list[str]:
-    """Return the errors of unusual but correct loops in 5 steps. Gradients are checked before steps 1, 2 and 4."""
-    errors = []
-
-    def record_error(name: str, call: Callable[[], None]) -> None:
-        if message := error_of(call):
-            errors.append(f"{name}: {message}")
+@on_ranks(2)
+def test_unusual_but_correct_loops_do_not_raise(rank: int, world: int) -> None:
+    """Each loop has 5 steps. Gradients are checked before steps 1, 2 and 4."""
 
     def train(
         build: Callable[[Any], nn.Module],
@@ -150,16 +138,14 @@ def run_correct(rank: int, world: int, _: None) -> list[str]:
         others = [param for name, param in model.named_parameters() if name not in experts]
         return [torch.optim.AdamW(others, 1e-3), torch.optim.SGD(experts.values(), 0.1)]
 
-    for name, change in CORRECT.items():
-        record_error(name, lambda change=change: train(gpt, change))  # type: ignore[misc]
-    record_error("schedule", lambda: train(mixtral, schedule=True))
-    record_error("two optimizers", lambda: train(gpt, optimizers=dense_first))
-    record_error("two optimizers, experts first", lambda: train(gpt, optimizers=lambda model: dense_first(model)[::-1]))
-    record_error("frozen router", lambda: train(gpt_shared_frozen))
-    record_error("accumulation over steps", lambda: accumulate_over_steps(rank, world))
-    record_error("local SGD", lambda: local_sgd(rank, world))
-    record_error("unfrozen experts", lambda: unfreeze(rank, world))
-    return errors
+    for change in CORRECT.values():
+        train(gpt, change)
+    train(mixtral, schedule=True)
+    train(gpt, optimizers=dense_first)
+    train(gpt, optimizers=lambda model: dense_first(model)[::-1])
+    train(gpt_shared_frozen)
+    for loop in (accumulate_over_steps, local_sgd, unfreeze):
+        loop(rank, world)
 
 
 def accumulate_over_steps(rank: int, world: int) -> None:
@@ -199,11 +185,6 @@ def unfreeze(rank: int, world: int) -> None:
         optimizer.zero_grad()
         loss_at(wrapped, step, rank, world, mean=True).backward()
         optimizer.step()
-
-
-def test_unusual_but_correct_loops_do_not_raise(pool2: RankPool) -> None:
-    for errors in pool2.run(run_correct, timeout=120):
-        assert not errors, "\n".join(errors)
 
 
 def some_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with types
@@ -283,16 +264,11 @@ WRAPPED: dict[str, tuple[Callable[[int, int], None], str]] = {
 }
 
 
-def run_wrapped(rank: int, world: int, name: str) -> str:
-    torch.manual_seed(0)
-    return error_of(lambda: WRAPPED[name][0](rank, world))
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_wrapper_that_would_mix_experts_raises_and_names_the_fix(name: str, pool2: RankPool) -> None:
-    expected = WRAPPED[name][1]
-    for message in pool2.run(run_wrapped, name, timeout=60):
-        if expected:
-            assert message.startswith("ConfigError") and expected in message, message
-        else:
-            assert not message
+def test_a_wrapper_that_would_mix_experts_raises_and_names_the_fix(rank: int, world: int, name: str) -> None:
+    call, expected = WRAPPED[name]
+    torch.manual_seed(0)
+    message = error_of(lambda: call(rank, world))
+    assert message.startswith("ConfigError" if expected else "") and expected in message, message
+    assert bool(message) == bool(expected), message

@@ -94,14 +94,11 @@ class CheckpointReader:
             CheckpointError: there is no such tensor, or one of its files is damaged.
         """
         tensor = self._tensor(name)
-        indices = [MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks]
         # Verify before the allocation: the files, and so the tensor, must be as large as the manifest says.
-        self.verify([self.location(index).file for index in indices])
-        whole = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="cpu")
-        for index, chunk in zip(indices, tensor.chunks, strict=True):
-            box = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            self.copy(index, chunk.sizes, Size([0] * len(chunk.sizes)), chunk.sizes, whole[box])
-        return whole
+        self.verify([self.location(MetadataIndex(name, chunk.offsets)).file for chunk in tensor.chunks])
+        whole = Entry.whole(torch.empty(tensor.size, dtype=tensor.properties.dtype, device="cpu"))
+        self.fill({name: whole}, create_read_items_for_chunk_list(name, tensor, whole.chunks()))
+        return whole.tensor
 
     def location(self, index: MetadataIndex) -> ChunkLocation:
         """Return the location of a part of a tensor."""
@@ -140,25 +137,26 @@ class CheckpointReader:
             if size != self.files[name].size:
                 raise CheckpointError(self._damaged(name, f"it has {size} bytes; expected {self.files[name].size}"))
 
-    def copy_item(self, item: ReadItem, target: Tensor) -> None:
-        """Fill ``target`` with the box of a read plan."""
-        chunk = self.tensors[item.storage_index.fqn].chunks[item.storage_index.index or 0]
-        self.copy(item.storage_index, chunk.sizes, item.storage_offsets, item.lengths, target)
+    @torch.no_grad()
+    def fill(self, entries: Mapping[str, Entry], items: Sequence[ReadItem]) -> None:
+        """Copy the planned boxes to the tensors of ``entries``. The files must have been verified."""
+        for item in items:
+            target = entries[item.dest_index.fqn].local_box(item.dest_index.index or 0)
+            for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                target = target.narrow(dim, offset, length)
+            if 0 not in item.lengths:
+                self._copy(item, target)
 
-    def copy(self, index: MetadataIndex, sizes: Size, offsets: Size, lengths: Size, target: Tensor) -> None:
-        """Fill ``target`` (shape ``lengths``, any device and strides) from a box of a part of shape ``sizes``.
-
-        The file must have been verified.
-        """
-        location, dtype = self.location(index), self.dtype(index.fqn)
-        if 0 in lengths:
-            return
+    def _copy(self, item: ReadItem, target: Tensor) -> None:
+        index, offsets, lengths = item.storage_index, item.storage_offsets, item.lengths
+        location, tensor = self.location(index), self.tensors[index.fqn]
+        sizes = tensor.chunks[index.index or 0].sizes
+        if not sizes:
+            sizes, offsets, lengths, target = Size([1]), Size([0]), Size([1]), target.view(1)
         try:
             handle = untrusted.open_regular(self.path / location.file)
             try:
-                if not sizes:
-                    sizes, offsets, lengths, target = Size([1]), Size([0]), Size([1]), target.view(1)
-                _copy(handle, location.start, sizes, offsets, lengths, dtype, target)
+                _copy(handle, location.start, sizes, offsets, lengths, tensor.properties.dtype, target)
             finally:
                 os.close(handle)
         except OSError as error:
@@ -287,7 +285,7 @@ def load(
     to_verify = _to_verify(reader, [files for _, files in requests], 0 if group is None else group.rank())
     gather_or_raise(group, lambda: reader.verify(to_verify))
     # 3. read
-    gather_or_raise(group, lambda: _read(reader, entries, items))
+    gather_or_raise(group, lambda: reader.fill(entries, items))
     return Loaded(reader.step, reader.state, reader.ranks)
 
 
@@ -308,16 +306,6 @@ def _plan(reader: CheckpointReader, entries: Mapping[str, Entry], cast: bool) ->
             raise CheckpointError(f"the checkpoint has {elements} of the {entry.tensor.numel()} elements of {name}")
         items += boxes
     return items
-
-
-@torch.no_grad()
-def _read(reader: CheckpointReader, entries: Mapping[str, Entry], items: Sequence[ReadItem]) -> None:
-    """Copy the planned boxes to the local tensors."""
-    for item in items:
-        target = entries[item.dest_index.fqn].local_box(item.dest_index.index or 0)
-        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        reader.copy_item(item, target)
 
 
 def _data_files(reader: CheckpointReader) -> list[str]:

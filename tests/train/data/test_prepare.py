@@ -227,7 +227,7 @@ def test_failed_and_killed_preparations_leave_no_files(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", ["fine"])
     path.write_text(path.read_text() + '{"text": 3}\n')
     cache = tmp_path / "cache"
-    with pytest.raises(ConfigError, match=r"d.jsonl, line 2: expected an object with text in 'text'; 'text' is a num"):
+    with pytest.raises(ConfigError, match=r"d.jsonl, line 2: expected an object with text in 'text'"):
         prepare(SourceSpec(str(path), name="s"), BYTES, cache)
     assert not list(cache.iterdir())
     write_jsonl(path, ["fine"])
@@ -255,7 +255,7 @@ def test_a_full_disk_is_a_config_error_and_leaves_nothing(tmp_path: Path, monkey
         (b"", "contains no text"),
         (b"\n\n", "contains no text"),
         (b"{not json}\n", "line 1: not JSON"),
-        (b'["text"]\n', "line 1: expected an object .* it is a list"),
+        (b'["text"]\n', "line 1: expected an object"),
         (b'{"text": "caf\xe9"}\n', "not UTF-8"),
     ],
 )

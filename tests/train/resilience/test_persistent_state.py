@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,13 +40,11 @@ class Arg:
     run: Path = RUN
 
 
-@dataclass
-class Restored:
+class Restored(NamedTuple):
     restored: tuple[int, dict[str, Any]] | None
     same: bool
     messages: list[str]
-    reports: list[SnapshotStats] = field(default_factory=list)
-    runs: frozenset[str] = frozenset()
+    runs: frozenset[str]
 
 
 def tensors(rank: int, step: int, width: int) -> dict[str, Tensor]:
@@ -121,10 +119,10 @@ def _restore(rank: int, world: int, arg: Arg) -> Restored:
         host_memory.close()
     step = restored[0] if restored else -1
     expected = tensors(rank, step, arg.width) if restored else {n: torch.zeros_like(t) for n, t in live.items()}
-    return Restored(restored, all(same_bits(live[name], expected[name]) for name in live), messages, runs=runs)
+    return Restored(restored, all(same_bits(live[name], expected[name]) for name in live), messages, runs)
 
 
-@pytest.mark.parametrize("hosts", ["aaaa", "abab", "aaab"])
+@pytest.mark.parametrize("hosts", ["aaaa", "aaab"])
 def test_the_newest_snapshot_is_restored_bit_for_bit(pool4: RankPool, owner: LauncherProcess, hosts: str) -> None:
     reports = pool4.run(_save_snapshots, Arg(owner, 3, hosts))
     for rank, of_rank in enumerate(reports):
