@@ -234,8 +234,6 @@ def plan_stages(
     *,
     virtual: int | None = None,
     stage_layers: Sequence[int] | None = None,
-    embedding_layers: int = 0,
-    head_layers: int = 0,
 ) -> StagePlan:
     """Divide ``num_layers`` layers into the stages of a schedule on ``pp`` ranks.
 
@@ -243,8 +241,6 @@ def plan_stages(
         schedule: a name in ``SCHEDULES``.
         virtual: stages per rank. None: the schedule's default.
         stage_layers: number of layers of each stage, instead of an even division. Zeros are allowed.
-        embedding_layers, head_layers: weight of the embedding, and of the head with the loss, as a number of layers in
-            the even division. The first and the last stage get fewer layers accordingly.
     """
     per_rank = stages_per_rank(schedule, pp, virtual)
     style: Style = find_schedule(schedule).style if pp > 1 else "loop"
@@ -257,27 +253,11 @@ def plan_stages(
                 f"stage_layers {plan.counts} add up to {plan.num_layers}, but the model has {num_layers} layers"
             )
         return plan
-    if embedding_layers < 0 or head_layers < 0:
-        raise ConfigError(
-            f"embedding_layers and head_layers must not be negative; got {embedding_layers} and {head_layers}"
-        )
     stages = pp * per_rank
-    return StagePlan(pp, per_rank, style, _even_counts(num_layers, stages, embedding_layers, head_layers))
-
-
-def _even_counts(num_layers: int, stages: int, embedding_layers: int, head_layers: int) -> tuple[int, ...]:
-    """Return the layers of each stage so that the largest is as small as possible. Earlier stages get the remainder."""
-    weight = [0] * stages
-    weight[0] += embedding_layers
-    weight[-1] += head_layers
-    counts = [0] * stages
-    for _ in range(num_layers):
-        lightest = min(range(stages), key=lambda stage: counts[stage] + weight[stage])
-        counts[lightest] += 1
-    empty = [stage for stage in range(stages) if not counts[stage] + weight[stage]]
-    if empty:
+    if num_layers < stages:
         raise ConfigError(
-            f"{num_layers} layers cannot fill {stages} stages; stage {empty[0]} would be empty. Use fewer stages "
+            f"{num_layers} layers cannot fill {stages} stages; stage {num_layers} would be empty. Use fewer stages "
             "(pp or virtual), or allow empty stages with stage_layers"
         )
-    return tuple(counts)
+    base, extra = divmod(num_layers, stages)
+    return StagePlan(pp, per_rank, style, tuple(base + (stage < extra) for stage in range(stages)))

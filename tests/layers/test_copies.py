@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,35 +119,30 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
 
 
 CASES = [
-    (2, "all_to_all", 1, None, "uneven"),
-    (2, "all_to_all", 1, Overlap(3, 1, executor="pipelined"), "uneven"),
-    (2, "all_to_all", 1, None, "none on rank 1"),
+    (2, "all_to_all", 1, Overlap(3, 1, executor="pipelined"), "none on rank 1"),
     (2, "all_gather", 1, None, "dropped"),
     (2, "shared_memory", 1, None, "all to one expert"),
     (2, "shared_memory", 1, Overlap(2, 1, executor="pipelined"), "uneven"),
     (2, "peer_to_peer", 1, None, "uneven"),
     (2, "hierarchical", 1, None, "uneven"),
-    (4, "all_to_all", 1, None, "uneven"),
     (4, "all_to_all", 2, None, "uneven"),
     (4, "shared_memory", 1, None, "none on rank 1"),
-    (4, "shared_memory", 2, None, "all to one expert"),
 ]
 
 
 @pytest.mark.parametrize(("world", "backend", "etp", "overlap", "tokens"), CASES)
 def test_copies_keep_the_bits_of_outputs_and_input_gradients_and_repeat_those_of_weights(
-    request: pytest.FixtureRequest, world: int, backend: str, etp: int, overlap: Overlap | None, tokens: str
+    pools: dict[int, RankPool], world: int, backend: str, etp: int, overlap: Overlap | None, tokens: str
 ) -> None:
     if backend in ("shared_memory", "peer_to_peer"):
         pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    expected = pool.run(run_layer, Run(None, backend, etp, overlap, tokens=tokens), timeout=120)
-    for seed in (1, 2, 3):
+    expected = pools[world].run(run_layer, Run(None, backend, etp, overlap, tokens=tokens), timeout=120)
+    for seed in (1, 2):
         placement = random_placement(world // etp, seed, slots=None if seed == 1 else 3)
         assert placement.has_copies
         run = Run(placement, backend, etp, overlap, tokens=tokens)
-        results, again = (pool.run(run_layer, run, timeout=120) for _ in range(2))
-        for rank, (wanted, got, repeated) in enumerate(zip(expected, results, again, strict=True)):
+        results = [pools[world].run(run_layer, run, timeout=120) for _ in range(seed)]
+        for rank, (wanted, got, repeated) in enumerate(zip(expected, results[0], results[-1], strict=True)):
             for name, value in wanted.items():
                 if name.startswith("grad"):
                     torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
@@ -198,8 +192,9 @@ def run_with_empty_slots(rank: int, world: int, run: Run) -> None:
         layer.dispatcher.close()
 
 
-@pytest.mark.parametrize("backend", ["all_to_all", "shared_memory"])
-@pytest.mark.parametrize("overlap", [None, Overlap(2, 1, executor="pipelined")])
+@pytest.mark.parametrize(
+    ("backend", "overlap"), [("all_to_all", Overlap(2, 1, executor="pipelined")), ("shared_memory", None)]
+)
 def test_slots_without_copies_have_no_gradients(pool2: RankPool, backend: str, overlap: Overlap | None) -> None:
     pool2.run(run_with_empty_slots, Run(None, backend, overlap=overlap), timeout=60)
 
@@ -288,12 +283,11 @@ def train_with_switches(rank: int, world: int, backend: str) -> None:
         layer.dispatcher.close()
 
 
-@pytest.mark.parametrize(("world", "backend"), [(2, "all_to_all"), (2, "shared_memory"), (4, "shared_memory")])
+@pytest.mark.parametrize(("world", "backend"), [(2, "all_to_all"), (4, "shared_memory")])
 def test_training_with_copies_that_change_has_the_losses_and_norms_of_fixed_experts(
-    request: pytest.FixtureRequest, world: int, backend: str
+    pools: dict[int, RankPool], world: int, backend: str
 ) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(train_with_switches, backend, timeout=120)
+    pools[world].run(train_with_switches, backend, timeout=120)
 
 
 def norm_of_one_process(rank: int, world: int, arg: None) -> None:
@@ -342,14 +336,11 @@ def count_bytes(rank: int, world: int, arg: tuple[str, int]) -> None:
     layer.dispatcher.close()
 
 
-@pytest.mark.parametrize(
-    ("world", "backend", "etp"), [(2, "shared_memory", 1), (4, "all_to_all", 1), (4, "all_to_all", 2)]
-)
+@pytest.mark.parametrize(("world", "backend", "etp"), [(2, "shared_memory", 1), (4, "all_to_all", 2)])
 def test_published_and_reduced_bytes_are_those_of_the_copies(
-    request: pytest.FixtureRequest, world: int, backend: str, etp: int
+    pools: dict[int, RankPool], world: int, backend: str, etp: int
 ) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(count_bytes, (backend, etp), timeout=60)
+    pools[world].run(count_bytes, (backend, etp), timeout=60)
 
 
 def check_gradients(rank: int, world: int, arg: None) -> None:
@@ -453,19 +444,19 @@ def misuse(rank: int, world: int, case: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "expected"),
+    ("case", "key"),
     [
-        ("step", r"ConfigError: .*gradients have not been added .*sync_gradients"),
-        ("clip", r"ConfigError: .*gradients have not been added .*sync_gradients"),
-        ("slots", r"ConfigError: .*keeps the slots of each rank, \(6, 6\) .* has \(7, 7\)"),
-        ("stale", r"ConfigError: .*have changed, but not their copies"),
-        ("fsdp", r"ConfigError: FSDP cannot shard"),
-        ("ddp", r"ConfigError: DistributedDataParallel cannot train"),
+        ("step", "sync_gradients"),
+        ("clip", "sync_gradients"),
+        ("slots", "(7, 7)"),
+        ("stale", "publish_copies"),
+        ("fsdp", "FSDP"),
+        ("ddp", "DistributedDataParallel"),
     ],
 )
-def test_misuse_of_copies_raises_on_every_rank(pool2: RankPool, case: str, expected: str) -> None:
+def test_misuse_of_copies_raises_on_every_rank(pool2: RankPool, case: str, key: str) -> None:
     for text in pool2.run(misuse, case, timeout=60):
-        assert re.match(expected, text), text
+        assert text.startswith("ConfigError") and key in text, text
 
 
 def publish_while_a_rank_exits(rank: int, world: int, backend: str) -> str:

@@ -48,8 +48,9 @@ UNEVEN = replace(
 )
 
 
-@pytest.mark.parametrize("backend", ["shared_memory", "all_to_all", "all_gather"])
-@pytest.mark.parametrize("config", [RICH, UNEVEN], ids=["balanced", "uneven"])
+@pytest.mark.parametrize(
+    ("config", "backend"), [(RICH, "shared_memory"), (UNEVEN, "all_to_all"), (RICH, "all_gather")], ids=str
+)
 def test_all_gradients_of_experts_in_slices_are_correct(pool4: RankPool, config: MoEConfig, backend: str) -> None:
     dtype = torch.float32 if backend == "shared_memory" else torch.float64
     for ok, text in pool4.run(check_layer, (config, 2, backend, dtype), timeout=120):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -161,8 +162,9 @@ def test_recomputation_changes_no_counter_and_no_gradient(pool4: RankPool) -> No
         assert all(torch.equal(expected["grads"][name], actual["grads"][name]) for name in expected["grads"])
 
 
-@pytest.mark.parametrize("policy", ["position", "probability"])
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+@pytest.mark.parametrize(
+    ("mapping", "policy"), zip(MAPPINGS, cycle(["position", "probability"]), strict=False), ids=str
+)
 def test_capacity_over_the_global_batch_drops_the_same_slots_for_all_mappings(
     pool4: RankPool, mapping: ParallelConfig, policy: Any
 ) -> None:
@@ -185,8 +187,11 @@ def test_capacity_per_rank_depends_on_the_mapping(pool4: RankPool) -> None:
     assert not torch.allclose(folded, alone["y"][0].flatten(0, 1))
 
 
-@pytest.mark.parametrize("capacity", [None, Capacity(0.6), Capacity(0.6, scope="batch")])
-@pytest.mark.parametrize("mapping", [MAPPINGS[1], MAPPINGS[2]], ids=str)
+@pytest.mark.parametrize(
+    ("mapping", "capacity"),
+    [(MAPPINGS[1], None), (MAPPINGS[1], Capacity(0.6, scope="batch")), (MAPPINGS[2], Capacity(0.6))],
+    ids=str,
+)
 def test_slot_counters_add_up(pool4: RankPool, mapping: ParallelConfig, capacity: Capacity | None) -> None:
     ranks = pool4.run(run_folded, TrainStep(replace(BALANCED, capacity=capacity), mapping), timeout=120)
     flows = [rank_results["flow"][0] for rank_results in ranks]

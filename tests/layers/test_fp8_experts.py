@@ -155,14 +155,11 @@ def gradients(rank: int, world: int, settings: Settings) -> tuple[bool, str]:
 @pytest.mark.parametrize(
     ("settings", "world"),
     [
-        (Settings("all_to_all"), 2),
         (Settings("all_to_all", bias=True), 4),
         (Settings("all_gather"), 2),
         (Settings("shared_memory"), 4),
         (Settings("shared_memory", overlap=Overlap("auto")), 2),
-        (Settings("shared_memory", overlap=Overlap(2, 1)), 2),
         (Settings("all_to_all", bias=True, overlap=Overlap(2, 1)), 2),
-        (Settings("peer_to_peer"), 2),
         (Settings("peer_to_peer", dispatch="same", overlap=Overlap(2, 1)), 2),
     ],
     ids=str,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +35,7 @@ CONFIG = MoEConfig(
     shared_ffn=12,
 )
 PERMUTATIONS = {
-    2: ((1, 0, 0, 1, 1, 0, 1, 0), (1, 1, 1, 1, 0, 0, 0, 0), (0, 0, 0, 0, 0, 1, 0, 0)),
+    2: ((1, 0, 0, 1, 1, 0, 1, 0), (0, 0, 0, 0, 0, 1, 0, 0)),
     4: ((3, 1, 0, 2, 2, 3, 0, 1), (2, 2, 2, 0, 0, 0, 3, 3)),
 }
 
@@ -107,16 +106,11 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
 
 
 CASES = [
-    (2, "all_to_all", 1, None),
     (2, "all_to_all", 2, None),
     (2, "all_gather", 1, None),
-    (2, "shared_memory", 1, None),
     (2, "shared_memory", 1, Overlap(2, 1, executor="pipelined")),
     (2, "all_to_all", 1, Overlap(3, 1, executor="pipelined")),
-    (2, "peer_to_peer", 1, None),
     (2, "peer_to_peer", 1, Overlap(2, 1, executor="pipelined")),
-    (2, "hierarchical", 1, None),
-    (4, "shared_memory", 1, None),
     (4, "shared_memory", 2, None),
     (4, "all_to_all", 2, Overlap(2, 1, executor="pipelined")),
     (4, "hierarchical", 1, None),
@@ -125,15 +119,15 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "backend", "etp", "overlap"), CASES)
 def test_every_permutation_gives_the_bits_of_consecutive_experts(
-    request: pytest.FixtureRequest, world: int, backend: str, etp: int, overlap: Overlap | None
+    pools: dict[int, RankPool], world: int, backend: str, etp: int, overlap: Overlap | None
 ) -> None:
     if backend in ("shared_memory", "peer_to_peer"):
         pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
     for homes in PERMUTATIONS.get(world // etp, ((0,) * EXPERTS,)):
         counts = placed(homes, world // etp).slots_per_rank
         expected, results = (
-            pool.run(run_layer, Run(wanted, counts, backend, etp, overlap), timeout=120) for wanted in (None, homes)
+            pools[world].run(run_layer, Run(wanted, counts, backend, etp, overlap), timeout=120)
+            for wanted in (None, homes)
         )
         for rank, (wanted, got) in enumerate(zip(expected, results, strict=True)):
             for name, value in wanted.pop("state").items():
@@ -172,7 +166,7 @@ def load_and_save(rank: int, world: int, homes: tuple[int, ...]) -> None:
     target.dispatcher.close()
 
 
-@pytest.mark.parametrize("homes", PERMUTATIONS[2][:2])
+@pytest.mark.parametrize("homes", [PERMUTATIONS[2][0], (1, 1, 1, 1, 0, 0, 0, 0)])
 def test_state_dicts_list_experts_by_global_id(pool2: RankPool, homes: tuple[int, ...]) -> None:
     pool2.run(load_and_save, homes, timeout=60)
 
@@ -297,8 +291,11 @@ def gradients_of(layer: MoELayer, x: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad} | grads
 
 
-@pytest.mark.parametrize("overlap", [None, Overlap("auto"), Overlap(2)], ids=["serial", "auto", "chunks"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "overlap"),
+    [(torch.float32, None), (torch.bfloat16, Overlap("auto")), (torch.float64, Overlap(2))],
+    ids=str,
+)
 def test_one_rank_has_the_same_bits_with_any_version_of_its_only_placement(
     dtype: torch.dtype, overlap: Overlap | None
 ) -> None:
@@ -342,16 +339,14 @@ def compare_with_one_rank(rank: int, world: int, arg: tuple[tuple[int, ...], str
 
 
 @pytest.mark.parametrize(
-    ("backend", "overlap"),
+    ("backend", "overlap", "homes"),
     [
-        ("all_to_all", None),
-        ("all_to_all", Overlap(2, 1, executor="pipelined")),
-        ("shared_memory", None),
-        ("shared_memory", Overlap(3, 1, executor="pipelined")),
-        ("all_gather", None),
+        ("all_to_all", Overlap(2, 1, executor="pipelined"), PERMUTATIONS[2][0]),
+        ("shared_memory", None, PERMUTATIONS[2][0]),
+        ("shared_memory", Overlap(3, 1, executor="pipelined"), PERMUTATIONS[2][1]),
+        ("all_gather", None, PERMUTATIONS[2][1]),
     ],
 )
-@pytest.mark.parametrize("homes", PERMUTATIONS[2][:2])
 def test_permuted_experts_have_the_bits_of_the_local_backend_with_the_tokens_of_all_ranks(
     pool2: RankPool, homes: tuple[int, ...], backend: str, overlap: Overlap | None
 ) -> None:
@@ -411,27 +406,18 @@ def relocate_and_run(rank: int, world: int, arg: tuple[str, int, tuple[int, ...]
 @pytest.mark.parametrize(
     ("world", "backend", "etp", "homes", "overlap"),
     [
-        (2, "all_to_all", 1, PERMUTATIONS[2][0], None),
         (2, "all_to_all", 1, PERMUTATIONS[2][0], Overlap(2, 1, executor="pipelined")),
-        (2, "shared_memory", 1, PERMUTATIONS[2][1], None),
-        (2, "shared_memory", 1, PERMUTATIONS[2][1], Overlap(2, 1, executor="pipelined")),
+        (2, "shared_memory", 1, (1, 1, 1, 1, 0, 0, 0, 0), None),
         (2, "all_gather", 1, PERMUTATIONS[2][0], None),
         (2, "hierarchical", 1, PERMUTATIONS[2][0], None),
-        (2, "all_to_all", 2, (0,) * EXPERTS, None),
         (4, "all_to_all", 2, PERMUTATIONS[2][0], None),
         (4, "all_to_all", 1, (3, 1, 0, 2, 2, 3, 0, 1), None),
     ],
 )
 def test_relocation_moves_weights_and_state_of_moved_experts_only_and_changes_no_bit(
-    request: pytest.FixtureRequest,
-    world: int,
-    backend: str,
-    etp: int,
-    homes: tuple[int, ...],
-    overlap: Overlap | None,
+    pools: dict[int, RankPool], world: int, backend: str, etp: int, homes: tuple[int, ...], overlap: Overlap | None
 ) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(relocate_and_run, (backend, etp, homes, overlap), timeout=120)
+    pools[world].run(relocate_and_run, (backend, etp, homes, overlap), timeout=120)
 
 
 def refuse_relocation(rank: int, world: int, case: str) -> tuple[str, bool, bool]:
@@ -457,20 +443,20 @@ def refuse_relocation(rank: int, world: int, case: str) -> tuple[str, bool, bool
 
 
 @pytest.mark.parametrize(
-    ("case", "expected"),
+    ("case", "kind", "key"),
     [
-        ("counts", r"ConfigError: .*number of experts of each rank, \(4, 4\); the new placement has \(3, 5\)"),
-        ("owners", "RankMismatch: ranks disagree on new placement of experts"),
-        ("version", "RankMismatch: ranks disagree on new placement of experts"),
-        ("state", "RankMismatch: ranks disagree on weights and optimizer state"),
-        ("factored", r"ConfigError: .*'exp_avg_sq_row' of w2 has shape \(4, 24\), but the weights have \(4, 24, 8\)"),
+        ("counts", "ConfigError", "(3, 5)"),
+        ("owners", "RankMismatch", "placement"),
+        ("version", "RankMismatch", "placement"),
+        ("state", "RankMismatch", "optimizer state"),
+        ("factored", "ConfigError", "exp_avg_sq_row"),
     ],
 )
 def test_a_relocation_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
-    pool2: RankPool, case: str, expected: str
+    pool2: RankPool, case: str, kind: str, key: str
 ) -> None:
     for text, same_placement, same_weights in pool2.run(refuse_relocation, case, timeout=60):
-        assert re.match(expected, text), text
+        assert text.startswith(kind) and key in text, text
         assert same_placement and same_weights
 
 

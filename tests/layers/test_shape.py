@@ -206,7 +206,6 @@ def test_layers_without_a_window_attend_to_the_whole_sequence() -> None:
         ({"window": 0}, "window"),
         ({"full_layers": 6}, "full_layers"),
         ({"qk_norm": "some"}, "qk_norm"),
-        ({"latent": MLAConfig(0, 1, 1, 1, 1)}, "latent"),
         ({"shortcut": True, "parallel_block": True, "dense_ffn": 1}, "exclude"),
     ],
     ids=str,

@@ -56,10 +56,6 @@ ON_4 = [
     Case(ParallelConfig(cp=2, dp=2, ep=2), LATENT, packed=True),
     Case(ParallelConfig(tp=4, ep=2), DROPPING),
 ]
-ON_8 = [
-    Case(ParallelConfig(tp=2, cp=2, dp=2, ep=8)),
-    Case(ParallelConfig(tp=4, dp=2, etp=2, ep=4), LATENT),
-]
 
 
 @lru_cache(maxsize=32)
@@ -85,9 +81,8 @@ def test_four_ranks_equal_one(pool4: RankPool, case: Case) -> None:
     check(pool4, case)
 
 
-@pytest.mark.parametrize("case", ON_8, ids=str)
-def test_eight_ranks_equal_one(pool8: RankPool, case: Case) -> None:
-    check(pool8, case)
+def test_eight_ranks_equal_one(pool8: RankPool) -> None:
+    check(pool8, Case(ParallelConfig(tp=2, cp=2, dp=2, etp=2, ep=4), LATENT))
 
 
 def test_a_folded_mapping_in_fp32_over_shared_memory_agrees_to_1e_5(pool4: RankPool) -> None:
@@ -140,8 +135,7 @@ def test_sequential_stages_equal_the_full_model(cuts: tuple[int, ...], tie: bool
     torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-12, atol=0)
     grads = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
     if tie:
-        first, last = (stage.tied_parameter for stage in stages)
-        assert first is not None and last is not None and torch.equal(first, last)
+        assert torch.equal(stages[0].embed.weight, stages[1].head.weight)
         assert all(stage.tied_names == ("embed.weight", "head.weight") for stage in stages)
         head = grads.pop("head.weight")
         assert head is not None and grads["embed.weight"] is not None
@@ -153,7 +147,7 @@ def test_sequential_stages_equal_the_full_model(cuts: tuple[int, ...], tie: bool
 
 def test_a_tied_head_on_one_stage_is_the_embedding() -> None:
     model = Transformer(replace(TINY, tie=True))
-    assert model.head.weight is model.embed.weight is model.tied_parameter
+    assert model.head.weight is model.embed.weight
     assert "head.weight" not in shardings_of(model) and model.tied_names == ()
 
 

@@ -121,8 +121,8 @@ def test_experts_keep_one_owner_and_ranks_their_number_of_experts(loads: list[in
     assert rebalance(loads, current) == new
 
 
-@pytest.mark.parametrize("s", [0.0, 0.5, 1.0, 1.5])
-@pytest.mark.parametrize(("experts", "world"), [(8, 2), (8, 4), (9, 3), (12, 4), (10, 2), (7, 3)])
+@pytest.mark.parametrize("s", [0.5, 1.5])
+@pytest.mark.parametrize(("experts", "world"), [(8, 4), (9, 3), (10, 2), (7, 3)])
 def test_the_busiest_rank_is_within_5_percent_of_the_best_assignment(experts: int, world: int, s: float) -> None:
     for seed in range(5):
         loads = zipf(experts, 2000, s, random.Random(seed))
@@ -149,7 +149,7 @@ def test_only_experts_move_that_reduce_the_busiest_rank() -> None:
 
 
 @pytest.mark.parametrize(("slots", "most"), [(0, 2), (1, 8)])
-@pytest.mark.parametrize("s", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("s", [0.5, 1.5])
 @pytest.mark.parametrize(("experts", "world"), [(32, 4), (64, 8)])
 def test_a_small_change_of_loads_moves_few_experts(experts: int, world: int, s: float, slots: int, most: int) -> None:
     moved = [0, 0]
@@ -169,7 +169,7 @@ def test_a_small_change_of_loads_moves_few_experts(experts: int, world: int, s: 
 
 @pytest.mark.parametrize(
     ("experts", "world", "slots", "most"),
-    [(32, 4, 0, 8), (32, 8, 0, 6), (64, 4, 0, 18), (64, 8, 0, 14), (32, 4, 1, 8), (64, 4, 1, 10)],
+    [(32, 8, 0, 6), (64, 4, 0, 18), (32, 4, 1, 8)],
 )
 def test_a_switch_moves_few_experts(experts: int, world: int, slots: int, most: int) -> None:
     for s in (0.5, 1.0, 1.5):
@@ -228,7 +228,7 @@ def least_with_copies(loads: list[int], current: Placement, slots: int) -> int:
     return best
 
 
-@pytest.mark.parametrize("s", [0.5, 1.0, 1.5, 2.5])
+@pytest.mark.parametrize("s", [0.5, 2.5])
 @pytest.mark.parametrize(("experts", "world", "slots"), [(6, 2, 1), (6, 2, 2), (6, 3, 1)])
 def test_with_copies_the_busiest_rank_is_within_5_percent_of_the_best(
     experts: int, world: int, slots: int, s: float
@@ -301,8 +301,7 @@ def test_bad_placements_and_slots_are_refused_with_the_numbers() -> None:
             DecisionSettings(**(COSTS | wrong))
 
 
-@pytest.mark.parametrize("world", [2, 8, 64])
-@pytest.mark.parametrize("rows", [512, 20_000])
+@pytest.mark.parametrize(("world", "rows"), [(2, 512), (8, 20_000), (64, 512)])
 def test_uniform_routing_never_switches(world: int, rows: int) -> None:
     current = Placement.contiguous(2 * world, world)
     for seed in range(40 // world or 1):

@@ -63,6 +63,10 @@ class MLAConfig:
     rope_dim: int
     v_dim: int
 
+    def __post_init__(self) -> None:
+        if min(self.kv_rank, self.nope_dim, self.rope_dim, self.v_dim, 1 if self.q_rank is None else self.q_rank) < 1:
+            raise ConfigError(f"the widths of latent attention must be at least 1; got {self}")
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -105,3 +109,8 @@ class AttentionConfig:
             raise ConfigError(f"qk_norm must be one of {', '.join(get_args(QKNorm))}; got {self.qk_norm!r}")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window must be at least 1; got {self.window}")
+        if self.mla is not None and (self.qk_norm != "none" or self.clip_qkv is not None):
+            raise ConfigError(
+                f"latent attention normalizes its latents: qk_norm must be 'none' and clip_qkv None; got "
+                f"{self.qk_norm!r} and {self.clip_qkv}"
+            )

@@ -15,6 +15,15 @@ then adjacent to the projections, and norms and rotation run on this rank's head
 
     x [B, S/cp, D] ── q, k, v by cp rank ══all-to-all══▶ [B, S, heads/cp, d] ── norm, rotate, attend
     y [B, S/cp, D] ◀── o ══all-to-all══ [B, S, heads/cp, d] ◀───────────────────────────────╯
+
+Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) gathers narrow latents instead of x:
+
+    own tokens    x ─ q_a ─ norm ─▶ queries' latent ─╮
+                  x ─ kv_a ─┬ norm ─▶ keys' latent ──┼─ gather over tp ─▶ all tokens ─ q_b, kv_b ─▶ own heads
+                            ╰───────▶ shared key ────╯
+
+The down-projections and their norms are small and replicated over the tensor-parallel group; their gradients are plain
+sums over ranks. With overlap, the gather of each latent overlaps with its up-projection (``LatentGather``).
 """
 
 from __future__ import annotations
@@ -81,82 +90,6 @@ class LatentGather:
     gather: Callable[[Tensor], Tensor]
 
 
-class LatentProjections(ParallelModule):
-    """Queries, keys and values from latents; replaces q, k and v of ``Attention`` if ``config.mla`` is set.
-
-    Attributes:
-        q_a, q_a_norm, q_b: projections of queries through a latent of ``q_rank``.
-        q: direct projection of queries if ``q_rank`` is None.
-        kv_a: projection to the latent of keys and values, and to the rotated key that all heads share.
-        kv_a_norm, kv_b: norm and up-projection of that latent.
-    """
-
-    def _add_latent(self, config: AttentionConfig, group: ProcessGroup | None, factory: dict[str, Any]) -> None:
-        mla = latent_config(config)
-        queries = config.heads * (mla.nope_dim + mla.rope_dim)
-
-        def down(width: int) -> nn.Linear:
-            return nn.Linear(config.hidden, width, bias=config.bias, **factory)
-
-        def up(rank: int, width: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(rank, width, group, bias=False, **factory)
-
-        if mla.q_rank is None:
-            self.q = up(config.hidden, queries)
-        else:
-            self.q_a = down(mla.q_rank)
-            self.q_a_norm = RMSNorm(mla.q_rank, config.norm_eps, **factory)
-            self.q_b = up(mla.q_rank, queries)
-        self.kv_a = down(mla.kv_rank + mla.rope_dim)
-        self.kv_a_norm = RMSNorm(mla.kv_rank, config.norm_eps, **factory)
-        self.kv_b = up(mla.kv_rank, config.heads * (mla.nope_dim + mla.v_dim))
-
-    def _latent_heads(
-        self,
-        mla: MLAConfig,
-        x_BSD: Tensor,
-        gather: LatentGather | Callable[[Tensor], Tensor],
-        rotate: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's heads of all tokens: q, k [B, S, heads, nope + rope], v [B, S, heads, v_dim]. Collective.
-
-        ``gather`` may be a function that gathers all latents at once before the up-projections.
-        """
-        # Under autocast the projections return a narrower dtype than x. One fp32 tensor would make ``packed`` fp32.
-        x_q = x_BSD.to(compute_dtype(x_BSD)) if mla.q_rank is None else self.q_a_norm(self.q_a(x_BSD))
-        latent, shared_key = self.kv_a(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
-        latent = self.kv_a_norm(latent)
-        if isinstance(gather, LatentGather):
-            linear, shared_key = gather.linear, gather.gather(shared_key)
-        else:
-            packed = torch.cat([x_q, latent, shared_key], -1)
-            widths = [x_q.shape[-1], mla.kv_rank, mla.rope_dim]
-            linear, (x_q, latent, shared_key) = nn.functional.linear, gather(packed).split(widths, -1)
-        up = self.q if mla.q_rank is None else self.q_b
-        # Use the weights directly: the forward of the layer would gather its input again, or sum its gradient again.
-        q = linear(x_q, up.weight).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
-        kv = linear(latent, self.kv_b.weight).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
-        q_plain, q_rotated = q.split([mla.nope_dim, mla.rope_dim], -1)
-        k_plain, v = kv.split([mla.nope_dim, mla.v_dim], -1)
-        key = rotate(shared_key.unsqueeze(2)).expand(*k_plain.shape[:3], mla.rope_dim)
-        return torch.cat([q_plain, rotate(q_rotated)], -1), torch.cat([k_plain, key], -1), v
-
-
-def latent_config(config: AttentionConfig) -> MLAConfig:
-    """Return ``config.mla``; raise ConfigError for an invalid width or an option that MLA does not support."""
-    mla = config.mla
-    if mla is None:
-        raise ConfigError("latent attention needs AttentionConfig.mla")
-    if min(mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.v_dim, mla.q_rank or 1) < 1:
-        raise ConfigError(f"the widths of latent attention must be at least 1; got {mla}")
-    if config.qk_norm != "none" or config.clip_qkv is not None:
-        raise ConfigError(
-            f"latent attention normalizes its latents: qk_norm must be 'none' and clip_qkv None; got "
-            f"{config.qk_norm!r} and {config.clip_qkv}"
-        )
-    return mla
-
-
 class HeadNorm(RMSNorm):
     """RMSNorm of each head (Qwen3). The weight is replicated over the ranks, each of which has some of the heads.
 
@@ -211,7 +144,7 @@ class FullNorm(nn.Module):
         return (scaled * self.weight.to(squares.dtype)).to(x.dtype)
 
 
-class Attention(LatentProjections):
+class Attention(ParallelModule):
     """Causal self-attention with heads split over ``tp_group`` and the sequence over ``cp_group``.
 
     Args:
@@ -229,7 +162,10 @@ class Attention(LatentProjections):
             qk_norm "full" only the second one, as the sum of squares covers all heads of a token). None: no overlap.
 
     Attributes:
-        q, k, v, o: projections; ``q.weight`` is [heads / tp * head_dim, D]. With ``mla`` see ``LatentProjections``.
+        q, k, v, o: projections; ``q.weight`` is [heads / tp * head_dim, D].
+        q_a, q_a_norm, q_b: with ``mla``, projections of queries through a latent of ``q_rank``; ``q`` if that is None.
+        kv_a: projection to the latent of keys and values, and to the rotated key that all heads share.
+        kv_a_norm, kv_b: norm and up-projection of that latent.
         q_norm, k_norm: norms, with ``qk_norm``.
         rope: creates the table of sines and cosines, which a model can create once for all layers.
 
@@ -267,8 +203,7 @@ class Attention(LatentProjections):
             self._add_heads(config, factory)
             width, value_width, rotated = config.head_dim, config.head_dim, config.head_dim
         else:
-            latent_config(config)
-            self._add_latent(config, tp_group, factory)
+            self._add_latent(config, mla, factory)
             width, value_width, rotated = mla.nope_dim + mla.rope_dim, mla.v_dim, mla.rope_dim
         self.o = RowParallelLinear(
             config.heads * value_width,
@@ -305,6 +240,55 @@ class Attention(LatentProjections):
                 FullNorm(heads * config.head_dim, config.norm_eps, self.tp_group, **factory)
                 for heads in (config.heads, config.kv_heads)
             )
+
+    def _add_latent(self, config: AttentionConfig, mla: MLAConfig, factory: dict[str, Any]) -> None:
+        queries = config.heads * (mla.nope_dim + mla.rope_dim)
+
+        def down(width: int) -> nn.Linear:
+            return nn.Linear(config.hidden, width, bias=config.bias, **factory)
+
+        def up(rank: int, width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(rank, width, self.tp_group, bias=False, **factory)
+
+        if mla.q_rank is None:
+            self.q = up(config.hidden, queries)
+        else:
+            self.q_a = down(mla.q_rank)
+            self.q_a_norm = RMSNorm(mla.q_rank, config.norm_eps, **factory)
+            self.q_b = up(mla.q_rank, queries)
+        self.kv_a = down(mla.kv_rank + mla.rope_dim)
+        self.kv_a_norm = RMSNorm(mla.kv_rank, config.norm_eps, **factory)
+        self.kv_b = up(mla.kv_rank, config.heads * (mla.nope_dim + mla.v_dim))
+
+    def _latent_heads(
+        self,
+        mla: MLAConfig,
+        x_BSD: Tensor,
+        gather: LatentGather | Callable[[Tensor], Tensor],
+        rotate: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's heads of all tokens: q, k [B, S, heads, nope + rope], v [B, S, heads, v_dim]. Collective.
+
+        ``gather`` may be a function that gathers all latents at once before the up-projections.
+        """
+        # Under autocast the projections return a narrower dtype than x. One fp32 tensor would make ``packed`` fp32.
+        x_q = x_BSD.to(compute_dtype(x_BSD)) if mla.q_rank is None else self.q_a_norm(self.q_a(x_BSD))
+        latent, shared_key = self.kv_a(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
+        latent = self.kv_a_norm(latent)
+        if isinstance(gather, LatentGather):
+            linear, shared_key = gather.linear, gather.gather(shared_key)
+        else:
+            packed = torch.cat([x_q, latent, shared_key], -1)
+            widths = [x_q.shape[-1], mla.kv_rank, mla.rope_dim]
+            linear, (x_q, latent, shared_key) = nn.functional.linear, gather(packed).split(widths, -1)
+        up = self.q if mla.q_rank is None else self.q_b
+        # Use the weights directly: the forward of the layer would gather its input again, or sum its gradient again.
+        q = linear(x_q, up.weight).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        kv = linear(latent, self.kv_b.weight).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
+        q_plain, q_rotated = q.split([mla.nope_dim, mla.rope_dim], -1)
+        k_plain, v = kv.split([mla.nope_dim, mla.v_dim], -1)
+        key = rotate(shared_key.unsqueeze(2)).expand(*k_plain.shape[:3], mla.rope_dim)
+        return torch.cat([q_plain, rotate(q_rotated)], -1), torch.cat([k_plain, key], -1), v
 
     def forward(
         self, x_BSD: Tensor, positions_BS: Tensor | RopeTable | None = None, documents: Documents | Tensor | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,35 +112,17 @@ def load_balance_loss(probs_TE: Tensor, counts_E: Tensor, num_tokens: Tensor) ->
     return probs_TE.shape[1] * (fraction_E * (probs_TE.sum(0) / tokens)).sum()
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceBalance:
-    """DeepSeek-V3's balance loss, summed over the sequences of a rank.
-
-    Attributes:
-        total: the sum, a scalar with a gradient.
-        sequences: number of sequences with tokens: on this rank, or on all ranks of its sequence group.
-        fault: an error of the arguments, which all ranks of the sequence group have.
-    """
-
-    total: Tensor
-    sequences: int
-    fault: InputError | None = None
-
-    def mean(self, total_sequences: Tensor) -> Tensor:
-        """Return the loss averaged over sequences. Raise the fault only here, after all exchanges."""
-        if self.fault is not None:
-            raise self.fault
-        return self.total / total_sequences.clamp(min=1)
-
-
 def sequence_balance_sums(
     probs_TE: Tensor,
     ids_TK: Tensor,
     num_sequences: int,
     sequence_group: ProcessGroup | None = None,
     mask_N: Tensor | None = None,
-) -> SequenceBalance:
+) -> tuple[Tensor, int, InputError | None]:
     """Compute DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20), summed over sequences.
+
+    Returns the sum; the number of sequences with tokens, on this rank or on all ranks of its sequence group; and an
+    error of the arguments, which all ranks of the sequence group have, to raise after all exchanges.
 
     For each sequence of S tokens: sum over e of f_e * P_e with f_e = E / (K * S) * slots of expert e.
 
@@ -158,13 +139,10 @@ def sequence_balance_sums(
         local_counts = torch.tensor([num_sequences, top_k], dtype=torch.int64, device=device)
         counts = gather_values(local_counts, sequence_group, "the router's number of sequences")[:, 0].tolist()
         if len(set(counts)) > 1:
-            return SequenceBalance(
-                probs_TE.sum(),
-                0,
-                InputError(f"the ranks of sequence_group must have the same number of sequences; got {counts} by rank"),
-            )
+            text = f"the ranks of sequence_group must have the same number of sequences; got {counts} by rank"
+            return probs_TE.sum(), 0, InputError(text)
     elif not probs_TE.shape[0]:
-        return SequenceBalance(probs_TE.sum(), 0)
+        return probs_TE.sum(), 0, None
     # Sequences of equal length: padding has no experts and zero probabilities.
     probs_NE, ids_NK = probs_TE, ids_TK.detach().clamp(min=-1).long()
     length = probs_TE.shape[0] // max(num_sequences, 1)
@@ -184,7 +162,7 @@ def sequence_balance_sums(
     scale_B1 = experts / (top_k * length_B1.double())
     fraction_BE = counts_BE[:, 1:].to(probs_TE.dtype) * scale_B1.to(probs_TE.dtype)
     mean_BE = probs_NE.view(num_sequences, tokens, experts).sum(1) / length_B1
-    return SequenceBalance((fraction_BE * mean_BE).sum(), sequences)
+    return (fraction_BE * mean_BE).sum(), sequences, None
 
 
 def z_loss(logits_TE: Tensor, num_tokens: Tensor) -> Tensor:

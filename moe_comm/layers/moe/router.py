@@ -323,19 +323,26 @@ class Router(ParallelModule):
         from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_sums, z_loss
 
         c, tokens, sequences = self.config, ids_TK.shape[0], 0
-        probs_TE, sums = scores_TE, None
+        probs_TE, total, fault = scores_TE, None, None
         if c.balance_loss and c.score == "sigmoid":  # all scores of a token may underflow to 0
             probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
         if c.balance_loss and c.balance_form == "sequence":
-            sums = sequence_balance_sums(probs_TE, ids_TK, num_sequences, self.sequence_group, mask_N)
+            total, sequences, fault = sequence_balance_sums(
+                probs_TE, ids_TK, num_sequences, self.sequence_group, mask_N
+            )
             # All ranks of a sequence group have the same sequences; only the first one counts them.
-            counts_them = self.sequence_group is None or dist.get_rank(self.sequence_group) == 0
-            sequences = sums.sequences if counts_them else 0
+            if self.sequence_group is not None and dist.get_rank(self.sequence_group) > 0:
+                sequences = 0
         local_E = expert_counts(ids_TK, c.num_choices)
         counts_E, all_tokens, all_sequences = global_counts(local_E, tokens, sequences, self.group)
+        if fault is not None:
+            raise fault
         aux = logits_TE.new_zeros(())
         if c.balance_loss:
-            balance = load_balance_loss(probs_TE, counts_E, all_tokens) if sums is None else sums.mean(all_sequences)
+            if total is None:
+                balance = load_balance_loss(probs_TE, counts_E, all_tokens)
+            else:
+                balance = total / all_sequences.clamp(min=1)
             self.losses["balance"] = balance.detach()
             aux = aux + c.balance_loss * balance
         if c.z_loss:

@@ -100,13 +100,6 @@ class Transformer(ParallelModule):
         on_one_stage = self.plan.has_embedding and self.plan.has_head
         return (EMBEDDING, HEAD) if self.config.tie and not on_one_stage else ()
 
-    @property
-    def tied_parameter(self) -> nn.Parameter | None:
-        """The tied embedding, or this stage's copy of it; None if there is none."""
-        if not self.config.tie or not (self.plan.has_embedding or self.plan.has_head):
-            return None
-        return self.embed.weight if self.plan.has_embedding else self.head.weight
-
     def origin_of(self, name: str) -> str:
         """Return the parameter that ``name`` is a copy of: the embedding for a tied head, else ``name``."""
         return EMBEDDING if name == HEAD and self.config.tie else name

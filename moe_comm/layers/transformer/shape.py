@@ -190,11 +190,6 @@ class ModelShape:
         if self.latent is None:
             self._check(min(self.kv_heads, self.head_dim) >= 1, "kv_heads and head_dim must be at least 1")
             self._check(not self.heads % max(self.kv_heads, 1), "heads must be a multiple of kv_heads")
-        else:
-            latent = self.latent
-            q_rank = 1 if latent.q_rank is None else latent.q_rank
-            widths = (q_rank, latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.v_dim)
-            self._check(min(widths) >= 1, "widths of latent attention must be at least 1")
         self._check(0 <= self.dense_layers <= self.layers, "dense_layers must be from 0 to the number of layers")
         self._check(0 <= self.full_layers <= self.layers, "full_layers must be from 0 to the number of layers")
         self._check(self.window is None or self.window >= 1, "window must be at least 1, or None")

@@ -23,8 +23,6 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "pp": pp,
         "virtual": virtual,
         "num_layers": draw(st.integers(pp * virtual, 70)),
-        "embedding_layers": draw(st.integers(0, 3)),
-        "head_layers": draw(st.integers(0, 3)),
     }
 
 
@@ -39,11 +37,7 @@ def test_every_layer_is_on_one_stage_in_order_and_every_stage_on_one_rank(case: 
 @given(cases())
 def test_no_other_split_has_a_smaller_largest_stage(case: dict[str, Any]) -> None:
     plan = plan_stages(**case)
-    load = list(plan.counts)
-    load[0] += case["embedding_layers"]
-    load[-1] += case["head_layers"]
-    total = case["num_layers"] + case["embedding_layers"] + case["head_layers"]
-    assert max(load) == max(-(-total // plan.num_stages), case["embedding_layers"], case["head_layers"])
+    assert max(plan.counts) == -(-case["num_layers"] // plan.num_stages)
 
 
 @given(cases())
@@ -65,13 +59,6 @@ def test_uneven_stages_and_stages_without_layers() -> None:
     assert "stage 3 (no layers, head)" in str(plan)
 
 
-def test_the_ends_get_fewer_layers_if_embedding_and_head_count() -> None:
-    assert plan_stages(8, 4).counts == (2, 2, 2, 2)
-    assert plan_stages(6, 4, embedding_layers=1, head_layers=1).counts == (1, 2, 2, 1)
-    assert plan_stages(7, 4).counts == (2, 2, 2, 1)
-    assert plan_stages(1, 2, embedding_layers=1).counts == (0, 1)
-
-
 def test_without_pipeline_there_is_one_stage_for_every_schedule() -> None:
     for name in SCHEDULES:
         assert plan_stages(3, 1, name) == StagePlan(1, 1, "loop", (3,))
@@ -90,7 +77,6 @@ def test_without_pipeline_there_is_one_stage_for_every_schedule() -> None:
         ({"num_layers": 8, "pp": 2, "schedule": "2f2b"}, ["2f2b", "interleaved_1f1b"]),
         ({"num_layers": 8, "pp": 1, "virtual": 2}, ["2", "pp is 1"]),
         ({"num_layers": 0, "pp": 1}, ["0"]),
-        ({"num_layers": 8, "pp": 2, "head_layers": -1}, ["-1"]),
     ],
 )
 def test_errors_name_the_numbers(arguments: dict[str, Any], named: list[str]) -> None:
