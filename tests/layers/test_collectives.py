@@ -28,12 +28,9 @@ from moe_comm.layers.parallel.collectives import (
 from tests.layers.reference import draw
 from tests.pool import RankPool
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-
-
-def pool_of(world: int, request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    return pool
+RANKS = pytest.mark.parametrize(
+    ("world", "dtype"), [(2, torch.float64), (2, torch.bfloat16), (4, torch.float32)], ids=str
+)
 
 
 def rounded_sum(parts: list[Tensor]) -> Tensor:
@@ -77,14 +74,13 @@ def forward_and_backward(
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@RANKS
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_gather_concatenates_and_its_gradient_is_the_sum_of_the_slices(
-    dim: int, dtype: torch.dtype, world: int, request: pytest.FixtureRequest
+    dim: int, dtype: torch.dtype, world: int, pools: dict[int, RankPool]
 ) -> None:
     shape = (2, 3, 5)
-    results = pool_of(world, request).run(run, ("gather", shape, dtype, (dim,)))
+    results = pools[world].run(run, ("gather", shape, dtype, (dim,)))
     whole = torch.cat([draw(*shape, seed=r, dtype=dtype) for r in range(world)], dim)
     grads = [draw(*whole.shape, seed=100 + r, dtype=dtype).chunk(world, dim) for r in range(world)]
     for rank, (y, grad) in enumerate(results):
@@ -100,14 +96,13 @@ def test_the_gradient_of_a_replicated_gather_is_the_local_slice(pool4: RankPool)
         assert torch.equal(grad, draw(*y.shape, seed=100 + rank).chunk(4, 1)[rank])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@RANKS
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_scatter_sum_returns_the_local_part_and_gathers_the_gradient(
-    dim: int, dtype: torch.dtype, world: int, request: pytest.FixtureRequest
+    dim: int, dtype: torch.dtype, world: int, pools: dict[int, RankPool]
 ) -> None:
     shape = (4, 8, 4)
-    results = pool_of(world, request).run(run, ("scatter_sum", shape, dtype, (dim,)))
+    results = pools[world].run(run, ("scatter_sum", shape, dtype, (dim,)))
     total = rounded_sum([draw(*shape, seed=r, dtype=dtype) for r in range(world)]).chunk(world, dim)
     part = tuple(results[0][0].shape)
     whole = torch.cat([draw(*part, seed=100 + r, dtype=dtype) for r in range(world)], dim)
@@ -116,19 +111,17 @@ def test_scatter_sum_returns_the_local_part_and_gathers_the_gradient(
         assert torch.equal(grad, whole)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@RANKS
 @pytest.mark.parametrize("size", [7, 20_001])  # one message; two messages with a length that the ranks do not divide
 def test_copy_to_and_sum_over_are_transposes_with_the_same_bits_on_all_ranks(
-    size: int, dtype: torch.dtype, world: int, request: pytest.FixtureRequest
+    size: int, dtype: torch.dtype, world: int, pools: dict[int, RankPool]
 ) -> None:
-    pool = pool_of(world, request)
     inputs = [draw(size, seed=r, dtype=dtype) for r in range(world)]
     grads = [draw(size, seed=100 + r, dtype=dtype) for r in range(world)]
-    for rank, (y, grad) in enumerate(pool.run(run, ("copy_to", (size,), dtype, ()))):
+    for rank, (y, grad) in enumerate(pools[world].run(run, ("copy_to", (size,), dtype, ()))):
         assert torch.equal(y, inputs[rank])
         assert torch.equal(grad, rounded_sum(grads))
-    for rank, (y, grad) in enumerate(pool.run(run, ("sum_over", (size,), dtype, ()))):
+    for rank, (y, grad) in enumerate(pools[world].run(run, ("sum_over", (size,), dtype, ()))):
         assert torch.equal(y, rounded_sum(inputs))
         assert torch.equal(grad, grads[rank])
 
@@ -225,9 +218,9 @@ def test_without_a_group_collectives_return_their_argument() -> None:
 
 
 def uneven(rank: int, world: int, arg: Any) -> None:
-    with pytest.raises(InputError, match="must be a multiple of 2, the number of ranks"):
+    with pytest.raises(InputError, match="multiple of 2"):
         scatter_sum(torch.ones(2, 3), dist.group.WORLD, 1)
-    with pytest.raises(InputError, match="dimension 2 does not exist"):
+    with pytest.raises(InputError, match="dimension 2"):
         gather_dim(torch.ones(2, 3), dist.group.WORLD, 2)
 
 

@@ -97,22 +97,28 @@ def check(results: list[tuple[Tensor, Tensor, Tensor]], case: Case, rtol: float)
     close(torch.cat([result[2] for result in results]), grad_VD)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("chunk", [1, 3, 16, None])
+@pytest.mark.parametrize(("chunk", "tied"), [(1, False), (3, True), (16, True), (None, False)])
 def test_one_rank_equals_torch(chunk: int | None, tied: bool) -> None:
     case = Case(chunk=chunk, tied=tied)
     check([work(0, 1, case)], case, 1e-12)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("sequence_dim", [1, None])
-@pytest.mark.parametrize("vocab", [16, 13, 9, 3])  # even, uneven, and with a rank of four that has no rows
+@pytest.mark.parametrize(
+    ("world", "vocab", "sequence_dim", "tied"),
+    [
+        (2, 16, 1, True),
+        (2, 13, None, False),
+        (4, 16, None, True),
+        (4, 13, 1, True),  # uneven
+        (4, 9, 1, False),  # one rank has no rows
+        (4, 3, None, True),
+    ],
+)
 def test_losses_and_gradients_add_up_to_those_of_torch(
-    vocab: int, sequence_dim: int | None, tied: bool, pool2: RankPool, pool4: RankPool
+    world: int, vocab: int, sequence_dim: int | None, tied: bool, pools: dict[int, RankPool]
 ) -> None:
     case = Case(vocab=vocab, sequence_dim=sequence_dim, tied=tied)
-    for pool in (pool2, pool4):
-        check(pool.run(work, case), case, 1e-12)
+    check(pools[world].run(work, case), case, 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(SINGLE, 2e-6), (HALF, 2e-2)], ids=str)
@@ -217,8 +223,7 @@ def full_logits(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
     return logits_BSV.detach(), x_BSD.grad
 
 
-@pytest.mark.parametrize("sequence_dim", [1, None])
-@pytest.mark.parametrize("vocab", [16, 13, 9])
+@pytest.mark.parametrize(("vocab", "sequence_dim"), [(16, None), (13, 1), (9, 1)])
 def test_full_logits_and_their_gradients_are_those_of_the_full_table(
     vocab: int, sequence_dim: int | None, pool4: RankPool
 ) -> None:
@@ -275,15 +280,15 @@ def raise_for_invalid_input(rank: int, world: int, arg: Any) -> None:
     bad_BS = ids_BS.clone()
     for bad in (16, -1):
         bad_BS[1, 2] = bad
-        with pytest.raises(InputError, match=f"token id {bad} is outside 0..15"):
+        with pytest.raises(InputError, match=f"token id {bad}"):
             embed(bad_BS)
-        with pytest.raises(InputError, match=f"target {bad} is outside 0..15 and is not ignore_index -100; 1 such"):
+        with pytest.raises(InputError, match=f"target {bad}"):
             head.loss(x_BSD, bad_BS)
-    with pytest.raises(InputError, match=r"need targets \[2, 8\]; got \(2, 7\)" if rank else r"ranks \[1\]"):
+    with pytest.raises(InputError, match=r"\(2, 7\)" if rank else r"ranks \[1\]"):
         head.loss(x_BSD, targets_BS[:, : 8 - rank])
-    with pytest.raises(RankMismatch, match="ranks differ in a cross-entropy"):
+    with pytest.raises(RankMismatch, match="cross-entropy"):
         head.loss(x_BSD, targets_BS, chunk=3 + rank)
-    with pytest.raises(RankMismatch, match="ranks differ in a cross-entropy"):
+    with pytest.raises(RankMismatch, match="cross-entropy"):
         head.loss(x_BSD, targets_BS.clamp(min=0) if rank else targets_BS)
     with pytest.raises(InputError, match=r"the weight torch\.float64; convert"):
         head.loss(x_BSD.float(), targets_BS)

@@ -1,4 +1,4 @@
-"""FLOP and parameter counts agree with torch's counter on a real model, and with published sizes."""
+"""FLOP and parameter counts agree with torch's counter on a real model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
@@ -69,58 +68,6 @@ def test_flops_equal_those_that_torch_counts_for_a_real_model(
     assert training.get_total_flops() == 3 * (forward_flops - score_flops) * ids.numel()
 
 
-def mixtral(hidden: int, ffn: int, layers: int, heads: int, vocab: int) -> TransformerConfig:
-    return TransformerConfig(
-        vocab=vocab,
-        hidden=hidden,
-        layers=layers,
-        attention=AttentionConfig(hidden, heads, 8, 128),
-        moe=MoEConfig(hidden, ffn, RouterConfig(8, 2)),
-        max_length=32768,
-    )
-
-
-QWEN = TransformerConfig(
-    vocab=151936,
-    hidden=2048,
-    layers=48,
-    attention=AttentionConfig(2048, 32, 4, 128, qk_norm="head"),
-    moe=MoEConfig(2048, 768, RouterConfig(128, 8)),
-    max_length=40960,
-)
-DEEPSEEK = TransformerConfig(
-    vocab=129280,
-    hidden=7168,
-    layers=61,
-    attention=AttentionConfig(7168, 128, 128, 128, mla=MLAConfig(1536, 512, 128, 64, 128)),
-    moe=MoEConfig(7168, 2048, RouterConfig(256, 8, score="sigmoid"), shared_ffn=2048),
-    max_length=4096,
-    dense_layers=(0, 1, 2),
-    dense_ffn=18432,
-)
-
-
-@pytest.mark.parametrize(
-    ("config", "total", "active"),
-    [
-        (mixtral(4096, 14336, 32, 32, 32000), 46.7, 12.9),
-        (mixtral(6144, 16384, 56, 48, 32768), 140.6, 39.2),
-        (QWEN, 30.5, 3.35),
-        (DEEPSEEK, 671.0, 37.6),
-    ],
-    ids=["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "deepseek-v3"],
-)
-def test_published_sizes(config: TransformerConfig, total: float, active: float) -> None:
-    """Billions of parameters, in all and for one token, as on the models' cards (active ones with the embedding)."""
-    shape = ModelShape.of(config)
-    assert shape.params / 1e9 == pytest.approx(total, abs=0.06)
-    assert shape.active / 1e9 == pytest.approx(active, abs=0.06)
-    # Training takes six FLOPs per active parameter in a GEMM, in addition to those of attention.
-    multiplied = shape.active - shape.parameters()["embedding"] - shape.parameters()["norms"]
-    without_scores = shape.model_flops(1)
-    assert without_scores == pytest.approx(6 * multiplied, rel=2e-3)
-
-
 def test_a_token_attends_to_half_the_sequence_or_to_its_window() -> None:
     for window in (None, 1, 3, 8, 100):
         config = replace(MODEL, attention=replace(MODEL.attention, window=window))
@@ -147,8 +94,3 @@ def test_a_router_may_group_zero_computation_experts_with_real_ones() -> None:
     router = RouterConfig(20, 4, num_groups=3, top_groups=2, zero_experts=ZeroExperts(identity=4))
     config = replace(MODEL, moe=replace(MODEL.moe, router=router))
     assert ModelShape.of(config).params == sum(p.numel() for p in Transformer(config).parameters())
-
-
-def test_sequences_without_tokens_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        ModelShape.of(MODEL).model_flops(0)
