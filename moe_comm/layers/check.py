@@ -54,23 +54,6 @@ class CheckBatch:
     weights_TK: Tensor | None
 
 
-@dataclass(frozen=True)
-class CaseShape:
-    """Shape of a case.
-
-    tokens: tokens per rank, unless the case changes them. experts: all experts of the router. real: those of them that
-    have parameters (not zero-computation experts).
-    """
-
-    tokens: int
-    hidden: int
-    experts: int
-    real: int
-    top_k: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 def tokens_of(case: str, tokens: int, rank: int, world: int) -> int:
     """Return the number of tokens of ``rank``."""
     if case == "no tokens anywhere" or (case == "no tokens on rank 0" and rank == 0):
@@ -80,39 +63,39 @@ def tokens_of(case: str, tokens: int, rank: int, world: int) -> int:
     return tokens
 
 
-def _expert_ids(case: str, tokens: int, shape: CaseShape, generator: torch.Generator) -> Tensor:
-    usable = max(shape.top_k, shape.experts // 4) if case == "empty experts" else shape.experts
-    ids_TK = (
-        torch.rand(tokens, usable, generator=generator, dtype=torch.float32, device="cpu")
-        .topk(shape.top_k, dim=1)
-        .indices
-    )
+def _expert_ids(case: str, tokens: int, layer: MoELayer, generator: torch.Generator) -> Tensor:
+    choices, top_k = layer.router.config.num_choices, layer.router.config.top_k
+    usable = max(top_k, choices // 4) if case == "empty experts" else choices
+    ids_TK = _random(torch.rand, (tokens, usable), generator).topk(top_k, dim=1).indices
     if case == "all to one expert":
         ids_TK = torch.full_like(ids_TK, DROPPED)
-        ids_TK[:, -1] = shape.real - 1
+        ids_TK[:, -1] = layer.num_experts - 1
     if case == "dropped slots":
-        ids_TK = ids_TK.masked_fill(
-            torch.rand(ids_TK.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.4, DROPPED
-        )
+        ids_TK = ids_TK.masked_fill(_random(torch.rand, ids_TK.shape, generator) < 0.4, DROPPED)
     if case == "all dropped":
         ids_TK = torch.full_like(ids_TK, DROPPED)
     return ids_TK
 
 
-def make_batch(case: str, shape: CaseShape, seed: int, rank: int, world: int) -> CheckBatch:
-    """Return the input of ``rank``; each rank can compute the inputs of all ranks."""
+def _random(draw: Callable[..., Tensor], shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return draw(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def make_batch(case: str, layer: MoELayer, tokens: int, seed: int, rank: int) -> CheckBatch:
+    """Return the input of ``rank`` for ``layer``; each rank can compute the inputs of all ranks.
+
+    tokens: number per rank, unless the case changes it.
+    """
     generator = torch.Generator().manual_seed((seed * 1009 + CASES.index(case)) * 4099 + rank)
-    tokens = tokens_of(case, shape.tokens, rank, world)
-    x_TD = torch.randn(tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu")
-    grad_TD = torch.randn(tokens, shape.hidden, generator=generator, dtype=torch.float32, device="cpu")
+    dtype, device = layer.experts.w13.dtype, layer.experts.w13.device
+    tokens = tokens_of(case, tokens, rank, layer.dispatcher.world)
+    x_TD, grad_TD = (_random(torch.randn, (tokens, layer.router.hidden), generator) for _ in range(2))
     ids_TK = weights_TK = None
     if case != "routed":
-        ids_TK = _expert_ids(case, tokens, shape, generator).to(shape.device)
-        wide = torch.promote_types(shape.dtype, torch.float32)
-        weights_TK = torch.rand(tokens, shape.top_k, generator=generator, dtype=torch.float32, device="cpu").to(
-            shape.device, wide
-        )
-    return CheckBatch(x_TD.to(shape.device, shape.dtype), grad_TD.to(shape.device, shape.dtype), ids_TK, weights_TK)
+        ids_TK = _expert_ids(case, tokens, layer, generator).to(device)
+        wide = torch.promote_types(dtype, torch.float32)
+        weights_TK = _random(torch.rand, ids_TK.shape, generator).to(device, wide)
+    return CheckBatch(x_TD.to(device, dtype), grad_TD.to(device, dtype), ids_TK, weights_TK)
 
 
 def concat_batches(batches: list[CheckBatch]) -> CheckBatch:
@@ -370,10 +353,7 @@ def check_grads(
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(CASES)}")
     layer = layer if isinstance(layer, MoELayer) else layer()
-    dispatcher, router, weight = layer.dispatcher, layer.router.config, layer.experts.w13
-    shape = CaseShape(
-        tokens, layer.router.hidden, router.num_choices, layer.num_experts, router.top_k, weight.dtype, weight.device
-    )
+    dispatcher, weight = layer.dispatcher, layer.experts.w13
     allowed = TOLERANCE[weight.dtype] if tolerance is None else tolerance
     # With etp > 1 the partial sums of an expert's slices are added, so the summation order differs from one rank's.
     exact = dispatcher.options.deterministic and weight.device.type == "cpu" and layer.sizes["etp"] == 1
@@ -383,7 +363,7 @@ def check_grads(
         # The copies run the full batch, so they count its load without communication.
         single_rank.router.training = float64_copy.router.training = layer.router.training
         for case in cases:
-            batches = [make_batch(case, shape, seed, r, dispatcher.world) for r in range(dispatcher.world)]
+            batches = [make_batch(case, layer, tokens, seed, r) for r in range(dispatcher.world)]
             comparisons += _check_case(case, layer, single_rank, float64_copy, batches, exact, allowed)
     return GradReport(
         dispatcher.world, dispatcher.name, tuple(_max_over_ranks(comparisons, dispatcher.group, weight.device))

@@ -11,8 +11,8 @@ from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
+from moe_comm.topology.load_window import ReplaySettings
 from moe_comm.topology.parallel import ShardingMode
-from moe_comm.topology.placement_replay import ReplaySettings
 from moe_comm.train.section_base import MOST, Section
 
 MOST_LAYERS, MOST_EXPERTS, MOST_RANKS, MOST_STEPS = 1 << 12, 1 << 14, 1 << 20, 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -25,10 +25,18 @@ from moe_comm.observe.records import (
 )
 from moe_comm.runtime.untrusted import parse_toml, read_bounded, table
 from moe_comm.topology.assignment import Loads
+from moe_comm.topology.load_window import LoadWindow, ReplaySettings
 from moe_comm.topology.pipeline import can_split
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import PlacementReplay, ReplaySettings, best_ratio, placed_ratio, replay
-from moe_comm.topology.rebalance import copied_bytes, over_mean, publications, replayed_ratio
+from moe_comm.topology.rebalance import (
+    Decision,
+    busiest_rows,
+    copied_bytes,
+    over_mean,
+    publications,
+    rebalance,
+    replayed_ratio,
+)
 from moe_plan.machine.hardware import BYTES
 from moe_plan.model.files import MOST
 from moe_plan.model.fixed_memory import Optimizer, moved_bytes
@@ -37,6 +45,72 @@ from moe_plan.whatif.run_trace import read_run_trace
 
 CONFIG_BYTES = 1 << 20
 """Limit of the size of a configuration."""
+
+
+@dataclass(frozen=True)
+class PlacementReplay:
+    """The result of ``replay``, for the steps with recorded loads.
+
+    Attributes:
+        steps: the steps.
+        ratios: rows of the busiest rank over the mean, with the placement of the step.
+        ratio: the same over all steps.
+        decisions: (step, decision) of all decisions.
+        placement: the last one.
+        saved_rows: rows of the busiest rank that the steps saved against the first placement.
+    """
+
+    steps: tuple[int, ...]
+    ratios: tuple[float, ...]
+    ratio: float
+    decisions: tuple[tuple[int, Decision], ...]
+    placement: Placement
+    saved_rows: int
+
+    @property
+    def switches(self) -> int:
+        """Number of decisions that changed the placement."""
+        return sum(decision.placement is not None for _, decision in self.decisions)
+
+
+def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySettings) -> PlacementReplay:
+    """Return what the decisions of ``settings`` would have done in a run that began with ``first``.
+
+    Args:
+        loads: rows of each expert by step, in order. Steps can be missing; a decision is made after the first recorded
+            step at or after its step.
+    """
+    if not loads:
+        raise ConfigError("a replay needs the loads of at least one step")
+    placement, window = first, LoadWindow(settings.window)
+    ratios, decisions, busiest, saved, rows = [], [], 0, 0, 0
+    due = settings.every
+    for step, loads_E in loads.items():
+        most = busiest_rows(loads_E, placement)
+        ratios.append(over_mean(most, sum(loads_E), first.world))
+        saved += busiest_rows(loads_E, first) - most
+        busiest, rows = busiest + most, rows + sum(loads_E)
+        window.add(loads_E)
+        if step >= due:
+            due = (step // settings.every + 1) * settings.every
+            decision = window.decide(placement, settings)
+            placement = decision.placement or placement
+            decisions.append((step, decision))
+    ratio = over_mean(busiest, rows, first.world)
+    return PlacementReplay(tuple(loads), tuple(ratios), ratio, tuple(decisions), placement, saved)
+
+
+def placed_ratio(loads: Iterable[Loads], placed: Iterable[Placement]) -> float:
+    """Return the rows of the busiest rank over the mean for steps with the placement of each."""
+    pairs = list(zip(loads, placed, strict=True))
+    rows = sum(sum(loads_E) for loads_E, _ in pairs)
+    busiest = sum(busiest_rows(loads_E, placement) for loads_E, placement in pairs)
+    return over_mean(busiest, rows, pairs[0][1].world if pairs else 1)
+
+
+def best_ratio(loads: Mapping[int, Loads], first: Placement, slots: int = 0) -> float:
+    """Return the ratio if each step had the placement for its own loads: a bound for all forecasts."""
+    return placed_ratio(loads.values(), [rebalance(loads_E, first, slots) for loads_E in loads.values()])
 
 
 @dataclass(frozen=True)

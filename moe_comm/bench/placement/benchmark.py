@@ -38,8 +38,8 @@ from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, Routing
 from moe_comm.layers.parallel.collectives import channel_of
+from moe_comm.topology.load_window import LoadWindow
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import LoadWindow
 from moe_comm.topology.rebalance import DecisionSettings, Moves, busiest_rows, over_mean
 
 FIXED, RELOCATE, REPLICATE, PEERS = "fixed", "relocate", "replicate", ("eplb",)

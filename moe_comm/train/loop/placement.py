@@ -25,7 +25,7 @@ from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
-from moe_comm.topology.placement_replay import MOST_MEMORY, LoadWindow
+from moe_comm.topology.load_window import MOST_MEMORY, LoadWindow
 from moe_comm.topology.rebalance import Decision, DecisionSettings, copied_bytes
 from moe_comm.train.checkpoint.exchange import gather_or_raise
 from moe_comm.train.metrics import PlacementReport

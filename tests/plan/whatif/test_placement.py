@@ -20,8 +20,8 @@ from moe_comm.observe.records import (
     SpanLine,
     append,
 )
+from moe_comm.topology.load_window import ReplaySettings
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import ReplaySettings
 from moe_comm.topology.rebalance import DecisionSettings, decide
 from moe_plan.whatif.placement import study
 from tests.support.synthetic import SyntheticRun, write_run

@@ -21,7 +21,7 @@ from moe_comm.layers.moe import relocation as rows
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
 from moe_comm.topology import Placement
-from moe_comm.topology.placement_replay import MOST_MEMORY
+from moe_comm.topology.load_window import MOST_MEMORY
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.loop import placement as placement_module
 from moe_comm.train.loop.trainer import Trainer

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from moe_comm.errors import ConfigError
+from moe_comm.topology.load_window import LoadWindow, ReplaySettings
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings, best_ratio, replay
 from moe_comm.topology.rebalance import PlacementKind, busiest_rows, replayed_ratio
+from moe_plan.whatif.placement import best_ratio, replay
 
 CURRENT = Placement.contiguous(4, 2)
 SKEWED = [4000, 3000, 2000, 1000]
