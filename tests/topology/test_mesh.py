@@ -14,16 +14,13 @@ from moe_comm.topology.mesh import GROUPS
 from tests.pool import RankPool
 
 FOUR = [
-    ParallelConfig(tp=2, dp=2, ep=4),
     ParallelConfig(cp=2, pp=2, ep=2),
     ParallelConfig(dp=4, ep=2, etp=2),
     ParallelConfig(pp=4),
 ]
 EIGHT = [
-    ParallelConfig(tp=2, cp=2, dp=2, ep=8),
-    ParallelConfig(tp=4, dp=2, etp=2, ep=4),
+    ParallelConfig(tp=2, cp=2, dp=2, etp=2, ep=2),
     ParallelConfig(tp=2, dp=2, pp=2, ep=4),
-    ParallelConfig(dp=8, etp=2, ep=2),
 ]
 
 
