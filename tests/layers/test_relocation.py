@@ -18,7 +18,7 @@ from moe_comm.comm import sparse_rows
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import HeapError, PeerError
-from moe_comm.layers.moe.relocation import MovedStack, move_rows
+from moe_comm.layers.moe.relocation import MovedStack, RowMoves
 from moe_comm.topology import Box, Placement
 from tests.pool import RankPool
 
@@ -55,9 +55,10 @@ def move_and_compare(rank: int, world: int, arg: tuple[bool, tuple[int, ...]]) -
             after = shuffled(counts, rng)
             old, new = ([boxes_of(ids) for ids in of_ranks] for of_ranks in (before, after))
             stacks = [MovedStack([tensor, tensor.clone()], old, new) for tensor in tensors.values()]
-            sent = move_rows(stacks, group, rank, "a test")
+            moves = RowMoves(stacks, rank)
+            moves.run(group, "a test")
             leaving = len(set(before[rank]) - set(after[rank]))
-            assert sent == leaving * WIDTH * sum(2 * dtype.itemsize for dtype in DTYPES)
+            assert moves.sent_bytes == leaving * WIDTH * sum(2 * dtype.itemsize for dtype in DTYPES)
             for stack in stacks:
                 for tensor in stack.tensors:
                     assert torch.equal(tensor, full(sum(counts), tensor.dtype)[after[rank]])
@@ -94,10 +95,11 @@ def count_writes(rank: int, world: int, _: None) -> None:
     tensors = [torch.rand(3, 1000, generator=torch.Generator().manual_seed(9)) for _ in range(3)]
     boxes = [[boxes_of(one.homes_of(r), 1000) for r in range(world)] for one in (old, new)]
     with Writes() as writes:
-        sent = move_rows([MovedStack(tensors, *boxes)], dist.group.WORLD, rank, "a test")
+        moves = RowMoves([MovedStack(tensors, *boxes)], rank)
+        moves.run(dist.group.WORLD, "a test")
     received = len(set(new.homes_of(rank)) - set(old.homes_of(rank))) * 3 * 4000
     # Each byte is copied to the block of its source, and from there to its destination. Nothing else is.
-    assert (writes.written, writes.allocated) == (sent + received, 0)
+    assert (writes.written, writes.allocated) == (moves.sent_bytes + received, 0)
 
 
 def test_a_moved_byte_is_copied_twice_and_others_not_at_all(pool4: RankPool) -> None:
@@ -134,7 +136,7 @@ def fail_to_write(rank: int, world: int, copies: int) -> tuple[str, bool]:
         tensors[1] = tensors[1].as_subclass(ReadOnly)
     stack = MovedStack(tensors, *([boxes_of(ids) for ids in of_ranks] for of_ranks in (before, after)))
     try:
-        move_rows([stack], dist.new_group([0, 1]), rank, "a test")  # the group is unusable afterwards
+        RowMoves([stack], rank).run(dist.new_group([0, 1]), "a test")  # the group is unusable afterwards
     except (PeerError, PermissionError) as error:
         return type(error).__name__, all(
             torch.equal(tensor, full(8, torch.float32)[before[rank]]) for tensor in tensors

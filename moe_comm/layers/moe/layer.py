@@ -269,13 +269,14 @@ class MoELayer(ExpertParallel):
             RankMismatch: ranks pass different placements; on every rank.
             PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
         """
-        from moe_comm.layers.moe.relocation import move_rows, stacks_to_move
+        from moe_comm.layers.moe.relocation import RowMoves, stacks_to_move
 
         stacks = stacks_to_move(self, self.experts, placement, {} if optimizer is None else optimizer.state)
         what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
-        sent_bytes = move_rows(stacks, self.dispatcher.group, self.dispatcher.rank, what)
+        moves = RowMoves(stacks, self.dispatcher.rank)
+        moves.run(self.dispatcher.group, what)
         self.set_placement(placement)
-        return sent_bytes
+        return moves.sent_bytes
 
     def check_placement(self, placement: Placement) -> None:
         """Raise ConfigError unless ``placement`` keeps the number of experts and slots of each rank."""

@@ -252,16 +252,6 @@ def _in_order(transfers: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
             yield one, True
 
 
-def move_rows(stacks: Sequence[MovedStack], group: ProcessGroup | None, rank: int, what: str) -> int:
-    """Move the rows of ``stacks`` to their new positions, and return the bytes that this rank sent. See ``RowMoves``.
-
-    Collective over ``group``.
-    """
-    moves = RowMoves(stacks, rank)
-    moves.run(group, what)
-    return moves.sent_bytes
-
-
 def _nothing(source: int, first: int, size: int) -> Tensor:
     raise AssertionError("nothing was sent")
 
