@@ -1,4 +1,4 @@
-"""Shared memory of ranks on one host: one growing heap per rank, mapped by all ranks, and waits with deadlines.
+"""Shared memory of ranks on one host: a growing heap or a block of fixed size for each rank, which all ranks map.
 
 rank 0  [control | blocks ...]  ◀──────┐ every rank maps every heap
 rank 1  [control | blocks ...]  ◀──────┤ the name is removed after all ranks have mapped it,
@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from functools import partial, reduce
 from operator import or_
 from types import ModuleType
 
+import torch
+from torch import Tensor
+
 from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, HeapError
+from moe_comm.gpu.blocks import Blocks
 from moe_comm.runtime.groups import host_key
 from moe_comm.runtime.memory import native
 
@@ -73,3 +78,55 @@ class SharedHeap:
         except HeapError as error:
             outcome = error
         agree(outcome, gather)
+
+
+def mapped_blocks(channel: Channel, total: int, what: str, first: bytes = b"") -> Blocks:
+    """Return blocks of CPU ranks on one host. Each rank creates an anonymous file and maps those of all. Collective.
+
+    The files have no name in /dev/shm, so nothing is left behind.
+
+    Args:
+        total: size of each block in bytes; the same on all ranks.
+        what: purpose, for error messages.
+        first: initial bytes of this rank's block; the rest is zeros.
+
+    Raises:
+        HeapError: a rank has no room, or cannot map the block of another; on every rank.
+    """
+    gather, fd = partial(gather_texts, channel, what), -1
+    outcome: str | HeapError
+    blocks: list[Tensor] = []
+    try:
+        try:
+            fd = os.memfd_create("moe_comm")
+            os.posix_fallocate(fd, 0, total)
+            os.pwrite(fd, first, 0)
+            outcome = f"{os.getpid()} {fd} {total} {host_key()}"
+        except OSError as error:
+            outcome = HeapError(f"{what}: could not allocate {total} bytes of shared memory: {error}")
+        files_W = [text.split(" ") for text in agree(outcome, gather)]
+        outcome = ""
+        try:
+            blocks = [_mapped(file, files_W[channel.rank], what) for file in files_W]
+        except HeapError as error:
+            outcome = error
+        agree(outcome, gather)  # all ranks have mapped all files, so the descriptors can be closed
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return Blocks(blocks[channel.rank], tuple(block.data_ptr() for block in blocks), blocks)
+
+
+def _mapped(file: Sequence[str], own: Sequence[str], what: str) -> Tensor:
+    """Map a rank's file. file, own: process, descriptor, size and host of a rank and of this one."""
+    pid, fd, size, host = file
+    if (size, host) != (own[2], own[3]):
+        raise HeapError(
+            f"{what}: ranks need {size} bytes on host {host} and {own[2]} bytes on host {own[3]}; kernels on CPUs need the "
+            "same operator on all ranks of one host"
+        )
+    try:
+        # from_file closes the file after mapping it; mmap.mmap would keep it open.
+        return torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=int(size), dtype=torch.uint8)
+    except RuntimeError as error:
+        raise HeapError(f"{what}: could not map the memory of process {pid}: {error}") from error

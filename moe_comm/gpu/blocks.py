@@ -1,15 +1,14 @@
 """Memory blocks of equal size, one per rank, that the kernels of all ranks read and write.
 
-On GPUs they are torch's symmetric memory. On CPUs they are anonymous files that the ranks of one host map. These files
-have no name in /dev/shm, so nothing is left behind. HeapError is raised on every rank: a rank has no room, cannot map
-the block of another, or shares its GPU.
+On GPUs they are torch's symmetric memory, and on CPUs files that the ranks of one host map
+(``comm/shared_heap.mapped_blocks``). HeapError is raised if ranks share a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,6 @@ ALIGN = 256
 """Alignment in bytes of all parts of a block."""
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Environment variable: ``1`` lets ranks on the same GPU use torch's symmetric memory."""
-
-Gather = Callable[[list[int]], list[list[int]]]
-"""Collective function from the numbers of this rank to those of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -101,51 +97,3 @@ def any_device_index(group: ProcessGroup, device: torch.device) -> Iterator[None
             del os.environ[SHARING]
         else:
             os.environ[SHARING] = before
-
-
-def mapped_blocks(gather: Gather, rank: int, host: int, total: int, what: str, first: bytes = b"") -> Blocks:
-    """Return blocks of CPU ranks on one host. Each rank creates an anonymous file and maps those of all. Collective.
-
-    Args:
-        host: a number that identifies the host.
-        what: purpose, for error messages.
-        first: initial bytes of this rank's block; the rest is zeros.
-    """
-    fd, problem = -1, ""
-    try:
-        fd = os.memfd_create("moe_comm")
-        os.posix_fallocate(fd, 0, total)
-        os.pwrite(fd, first, 0)
-    except OSError as error:
-        problem = f"could not allocate {total} bytes of shared memory: {error}"
-    try:
-        files_WF = gather([os.getpid(), -1 if problem else fd, total, host])
-        blocks: list[Tensor] = []
-        if not problem:
-            problem, blocks = _map_all(files_WF, rank, total)
-        # After this exchange all ranks have mapped all files or failed, so the descriptors can be closed.
-        bad_W = [peer for peer, word in enumerate(gather([int(bool(problem))])) if word[0]]
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    if bad_W:
-        raise HeapError(f"{what}: {problem or f'ranks {bad_W} could not set it up'}")
-    return Blocks(blocks[rank], tuple(block.data_ptr() for block in blocks), blocks)
-
-
-def _map_all(files_WF: list[list[int]], rank: int, total: int) -> tuple[str, list[Tensor]]:
-    """Return an error text ("" for none), and the blocks as bytes, by rank."""
-    blocks: list[Tensor] = []
-    for peer, (pid, fd, size, host) in enumerate(files_WF):
-        if fd < 0:
-            return f"rank {peer} has no shared memory", blocks
-        if host != files_WF[rank][3]:
-            return f"rank {peer} is on another host; kernels on CPUs need all ranks on one", blocks
-        if size != total:
-            return f"rank {peer} needs {size} bytes and rank {rank} {total}: they call different operators", blocks
-        try:
-            # from_file closes the file after mapping it; mmap.mmap would keep it open.
-            blocks.append(torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=total, dtype=torch.uint8))
-        except RuntimeError as error:
-            return f"could not map the memory of rank {peer}: {error}", blocks
-    return "", blocks

@@ -18,9 +18,10 @@ from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.channel import SAME_CALLS, Channel
 from moe_comm.comm.header import Header, describe, failure
 from moe_comm.comm.peers import Peers
+from moe_comm.comm.shared_heap import mapped_blocks
 from moe_comm.dispatch.types import PeerToPeerOptions, peers_routing_error, routing_error
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
-from moe_comm.gpu.blocks import Blocks, mapped_blocks, single_block, symmetric_blocks
+from moe_comm.gpu.blocks import Blocks, single_block, symmetric_blocks
 from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.operations import SLICE_NS, GroupOperations
 from moe_comm.gpu.order import stream_order
@@ -39,7 +40,6 @@ from moe_comm.gpu.protocol import (
     GroupShape,
     blocks_bytes,
 )
-from moe_comm.runtime.groups import host_key_int64
 
 WATCH_INTERVAL_S = 0.25
 """Interval of checks that peer processes are alive, while kernels may wait for them."""
@@ -235,7 +235,7 @@ def shared_peer_memory(
 
     def make() -> PeerGroupMemory:
         shape = GroupShape(rank, tuple(offsets))
-        blocks = _blocks(channel, group, rank, device, blocks_bytes(shape, total))
+        blocks = _blocks(channel, group, device, blocks_bytes(shape, total))
         memory = PeerGroupMemory(channel, GroupOperations(shape, blocks, launcher))
         if channel is not None:
             ready = torch.zeros(1, dtype=torch.int64, device="cpu").to(channel.control_device)
@@ -248,7 +248,7 @@ def shared_peer_memory(
     return channel.comm.keep(("peer memory", device, tuple(offsets), total), make)
 
 
-def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, device: torch.device, total: int) -> Blocks:
+def _blocks(channel: Channel | None, group: ProcessGroup | None, device: torch.device, total: int) -> Blocks:
     if channel is None or group is None or channel.comm.world == 1:
         return single_block(total, device)
     if device.type == "cuda":
@@ -259,12 +259,4 @@ def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, devi
             outcome = HeapError(f"symmetric memory of {total} bytes: {error}")
         agree(outcome, partial(gather_texts, channel, "sharing blocks"))
         return blocks
-    what = "blocks for peer_to_peer"
-
-    def gather(words: list[int]) -> list[list[int]]:
-        rows: list[list[int]] = channel.all_gather(
-            torch.tensor(words, dtype=torch.int64, device="cpu").to(channel.control_device), what
-        ).tolist()
-        return rows
-
-    return mapped_blocks(gather, rank, host_key_int64(), total, what)
+    return mapped_blocks(channel, total, "blocks for peer_to_peer")

@@ -34,12 +34,12 @@ from moe_comm.comm.agree import digest
 from moe_comm.comm.group_setup import channel_of, communicator_of, group_rank, group_size
 from moe_comm.comm.header import other_collective
 from moe_comm.comm.shared_channel import SharedChannel
+from moe_comm.comm.shared_heap import mapped_blocks
 from moe_comm.errors import ConfigError, PeerError, PeerTimeout
-from moe_comm.gpu.blocks import ALIGN, Blocks, mapped_blocks, round_up, single_block, symmetric_blocks
+from moe_comm.gpu.blocks import ALIGN, Blocks, round_up, single_block, symmetric_blocks
 from moe_comm.gpu.order import stream_order
 from moe_comm.kernels.triton.device import INTERPRETED
 from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
-from moe_comm.runtime.groups import host_key_int64
 
 MIN_DATA_BYTES = 1 << 14
 """Minimum size of the data of one half."""
@@ -261,18 +261,8 @@ class SymmetricMemory:
         if self.device.type == "cuda":
             assert self.group is not None
             return symmetric_blocks(self.group, self.device, total)
-        channel, description = self.channel, f"symmetric memory for {description}"
-
-        def gather(words: list[int]) -> list[list[int]]:
-            gathered = channel.all_gather(
-                torch.tensor(words, dtype=torch.int64, device="cpu").to(channel.control_device), description
-            )
-            rows: list[list[int]] = gathered.tolist()
-            return rows
-
-        return mapped_blocks(
-            gather, self.rank, host_key_int64(), total, description, self._number.to_bytes(8, "little") * self.world
-        )
+        numbers = self._number.to_bytes(8, "little") * self.world
+        return mapped_blocks(self.channel, total, f"symmetric memory for {description}", numbers)
 
 
 _alone = lru_cache(partial(SymmetricMemory, None))
