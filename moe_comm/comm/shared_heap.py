@@ -122,8 +122,8 @@ def _mapped(file: Sequence[str], own: Sequence[str], what: str) -> Tensor:
     pid, fd, size, host = file
     if (size, host) != (own[2], own[3]):
         raise HeapError(
-            f"{what}: ranks need {size} bytes on host {host} and {own[2]} bytes on host {own[3]}; kernels on CPUs need the "
-            "same operator on all ranks of one host"
+            f"{what}: ranks need {size} bytes on host {host} and {own[2]} bytes on host {own[3]}. Kernels on CPUs need "
+            "the same operator on all ranks of one host"
         )
     try:
         # from_file closes the file after mapping it; mmap.mmap would keep it open.

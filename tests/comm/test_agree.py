@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch.distributed as dist
 
 from moe_comm.comm.agree import agree, compare, differences
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.errors import CheckpointError, HeapError
-from tests.dispatch.workers import ErrorText, caught
-from tests.pool import RankPool
+from moe_comm.errors import CheckpointError, HeapError, RankMismatch
+from tests.pool import on_ranks
 
 
 def gather(own: str) -> list[str]:
@@ -33,12 +33,8 @@ def test_only_differing_settings_are_named() -> None:
     assert differences(["a\t1", "b\t1"]) == "a: rank 0: 1, rank 1: not given; b: rank 0: not given, rank 1: 1"
 
 
-def compare_settings(rank: int, world: int, _: None) -> ErrorText:
-    """Rank 1 has one setting more."""
-    channel = Channel(communicator_of(dist.group.WORLD), 60.0)
-    return caught(lambda: compare(channel, "a test", {"size": 3} | ({"extra": 1} if rank else {})))
-
-
-def test_a_setting_of_one_rank_only_raises_on_every_rank(pool2: RankPool) -> None:
-    for kind, text in pool2.run(compare_settings):
-        assert kind == "RankMismatch" and "extra when building a test: rank 0: not given, rank 1: 1" in text
+@on_ranks(2)
+def test_a_setting_of_one_rank_only_raises_on_every_rank(rank: int, group: Any) -> None:
+    channel = Channel(communicator_of(group), 60.0)
+    with pytest.raises(RankMismatch, match="extra when building a test: rank 0: not given, rank 1: 1"):
+        compare(channel, "a test", {"size": 3} | ({"extra": 1} if rank else {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,11 @@ from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_over
 from moe_comm.runtime.memory import native_is_built
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 EXPERTS, HIDDEN = 8, 16
 BACKENDS = ["auto", "all_to_all", "all_gather"] + ["shared_memory"] * native_is_built()
 OPTIONS = DispatchOptions(timeout_s=60.0)
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def dispatch_error(dispatcher: Dispatcher, scale: float) -> Tensor:
@@ -65,12 +58,13 @@ def destroy_group(group: Any) -> None:
     dist.destroy_process_group(group)
 
 
-def run_random_order(rank: int, world: int, seed: int) -> int:
+@on_ranks(4)
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_and_their_objects_work_in_any_order_of_creation_and_use(rank: int, world: int, seed: int) -> None:
     """Create, use and destroy groups and objects over them in a random order, equal for ranks of a group."""
     order = random.Random(seed)
     groups: dict[int, Any] = {}
     objects: list[tuple[int, Any]] = []
-    used = 0
     for step in range(16):
         kind = order.choice(["group", "make", "make", "use", "use", "use", "destroy"])
         if kind == "group" or not groups:
@@ -91,19 +85,13 @@ def run_random_order(rank: int, world: int, seed: int) -> int:
             ranks, group = groups[number]
             if rank in ranks:
                 call_once(target, group, rank)
-                used += 1
     for ranks, group in groups.values():
         if rank in ranks:
             destroy_group(group)
-    return used
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_groups_and_their_objects_work_in_any_order_of_creation_and_use(seed: int, pool4: RankPool) -> None:
-    pool4.run(run_random_order, seed)
-
-
-def destroy_group_with_dispatchers(rank: int, world: int, _: object) -> None:
+@on_ranks(2)
+def test_destroying_a_group_closes_its_communicator_and_frees_its_memory() -> None:
     group = dist.new_group()
     comm = communicator_of(group)
     dispatchers = [make_dispatcher(EXPERTS, group, backend=backend, options=OPTIONS) for backend in BACKENDS]
@@ -124,27 +112,19 @@ def destroy_group_with_dispatchers(rank: int, world: int, _: object) -> None:
     assert len(still_mapped) < len(mapped) or not mapped
 
 
-def test_destroying_a_group_closes_its_communicator_and_frees_its_memory() -> None:
-    with RankPool(2) as pool:
-        pool.run(destroy_group_with_dispatchers)
-
-
-def exchanges_per_dispatcher(rank: int, world: int, _: object) -> int:
-    """Return the exchanges per additional dispatcher, including the one that compares settings."""
+@on_ranks(4)
+def test_a_group_is_set_up_once_and_settings_are_compared_in_one_exchange() -> None:
     group = dist.new_group()
     make_dispatcher(EXPERTS, group, backend="all_to_all", options=OPTIONS)
     comm = communicator_of(group)
     before = comm.num_operations
     for _ in range(3):
         make_dispatcher(EXPERTS, group, backend="all_to_all", options=OPTIONS)
-    return (comm.num_operations - before) // 3
+    assert comm.num_operations == before + 3
 
 
-def test_a_group_is_set_up_once_and_settings_are_compared_in_one_exchange(pool4: RankPool) -> None:
-    assert pool4.run(exchanges_per_dispatcher) == [1] * 4
-
-
-def in_two_threads(rank: int, world: int, _: object) -> None:
+@on_ranks(2)
+def test_two_threads_use_two_groups_at_once(world: int) -> None:
     """Each thread uses its own group, with a dispatcher of each kind."""
     groups = [dist.new_group() for _ in range(2)]
     differences: list[float] = []
@@ -166,8 +146,3 @@ def in_two_threads(rank: int, world: int, _: object) -> None:
         thread.join()
     assert not errors, errors
     assert len(differences) == 2 * 10 * len(BACKENDS) and max(differences) < 1e-5
-
-
-def test_two_threads_use_two_groups_at_once() -> None:
-    with RankPool(2) as pool:
-        pool.run(in_two_threads)

@@ -20,7 +20,7 @@ from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import MissingDependency
 from moe_comm.topology import ExpertPlacement
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 WITHOUT_API = type("ProcessGroupNCCL", (), {})
 WITH_API = type("ProcessGroupNCCL", (), {"mem_allocator": None, "register_mem_pool": None})
@@ -141,8 +141,12 @@ class CountingMemory:
         yield
 
 
-def exchange_between_hosts(rank: int, world: int, wire: WireDtypes) -> tuple[bool, int, int]:
-    """Return whether registered memory gives the same bits over gloo, and its uses in a dispatch and in a combine."""
+@on_ranks(4)
+@pytest.mark.parametrize("wire", [WireDtypes(), WireDtypes("fp8_block", "bf16")], ids=["same", "fp8"])
+def test_rows_between_hosts_are_packed_and_received_in_registered_memory(
+    rank: int, world: int, wire: WireDtypes
+) -> None:
+    """Over gloo, with the same bits. Each of 3 chunks is packed and received there, in dispatch and in combine."""
     options = DispatchOptions(wire_dtypes=wire)
     placement = ExpertPlacement.balanced(8, world)
     dispatcher = HierarchicalDispatcher(placement, dist.group.WORLD, rank, options, hosts=[0, 0, 1, 1])
@@ -156,15 +160,6 @@ def exchange_between_hosts(rank: int, world: int, wire: WireDtypes) -> tuple[boo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rail, "registered_memory", lambda comm: memory)
         again = dispatcher.dispatch(x_TD, ids_TK)
-        in_dispatch = memory.uses
-        same = torch.equal(again.rows_RD, sent.rows_RD)
-        same &= torch.equal(dispatcher.combine(again.rows_RD * 2, weights_TK, again.handle), y_TD)
-    return same, in_dispatch, memory.uses - in_dispatch
-
-
-@pytest.mark.parametrize("wire", [WireDtypes(), WireDtypes("fp8_block", "bf16")], ids=["same", "fp8"])
-def test_rows_between_hosts_are_packed_and_received_in_registered_memory(wire: WireDtypes) -> None:
-    with RankPool(4) as pool:
-        for same, in_dispatch, in_combine in pool.run(exchange_between_hosts, wire):
-            assert same
-            assert in_dispatch == in_combine == 6, "each of 3 chunks is packed and received there"
+        assert memory.uses == 6 and torch.equal(again.rows_RD, sent.rows_RD)
+        assert torch.equal(dispatcher.combine(again.rows_RD * 2, weights_TK, again.handle), y_TD)
+        assert memory.uses == 12

@@ -14,7 +14,7 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import channel_of, configure_collectives
 from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
 from moe_comm.errors import PeerError
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 ROWS = (3, 0, 5, 4)
 """Rows of the tensors of each rank."""
@@ -36,8 +36,11 @@ def random_transfers(world: int, seed: int) -> list[RowTransfer]:
     return result
 
 
-def send_all(rank: int, world: int, arg: tuple[bool, str]) -> None:
-    shared, dtype = arg[0], getattr(torch, arg[1])
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize(("shared", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float64)])
+def test_each_rank_receives_its_rows_in_the_order_of_the_list(
+    rank: int, world: int, shared: bool, dtype: torch.dtype
+) -> None:
     configure_collectives(CollectiveOptions(shared_memory=shared))
     try:
         for seed in range(4):
@@ -55,31 +58,13 @@ def send_all(rank: int, world: int, arg: tuple[bool, str]) -> None:
         configure_collectives(CollectiveOptions())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_each_rank_receives_its_rows_in_the_order_of_the_list(
-    request: pytest.FixtureRequest, world: int, dtype: str, shared: bool
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(send_all, (shared, dtype), timeout=60)
-
-
-def fail_in_the_middle(rank: int, world: int, arg: None) -> str:
-    transfers = [RowTransfer(0, 1, 1, 0), RowTransfer(0, 2, 1, 1)]
+@on_ranks(2, timeout=60)
+def test_an_error_of_one_rank_raises_on_the_others(rank: int) -> None:
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
     def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
         raise ValueError("no place for the row")
 
-    tensors = [torch.ones(3, 4)]
-    try:
-        transfer_rows(channel_of(dist.group.WORLD), transfers, tensors, receive, "a transfer")
-    except (PeerError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
-def test_an_error_of_one_rank_raises_on_the_others(pool2: RankPool) -> None:
-    pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    first, second = pool2.run(fail_in_the_middle, None, timeout=60)
-    assert second == "ValueError: no place for the row" and first.startswith("PeerError") and "rank 1" in first
+    transfers = [RowTransfer(0, 1, 1, 0), RowTransfer(0, 2, 1, 1)]
+    with pytest.raises(ValueError if rank else PeerError, match="no place" if rank else "rank 1"):
+        transfer_rows(channel_of(dist.group.WORLD), transfers, [torch.ones(3, 4)], receive, "a transfer")

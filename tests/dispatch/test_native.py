@@ -17,11 +17,11 @@ from moe_comm.dispatch.backends.local import NativeLocalDispatcher  # noqa: E402
 from moe_comm.dispatch.backends.native import SharedMemoryDispatcher  # noqa: E402
 from moe_comm.dispatch.dispatcher import Dispatcher  # noqa: E402
 from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
-from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError  # noqa: E402
+from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RankMismatch, RoutingError  # noqa: E402
 from moe_comm.runtime.memory import private_heap  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
-from tests.dispatch.workers import ErrorText, caught, heap_constants  # noqa: E402
-from tests.pool import RankPool  # noqa: E402
+from tests.dispatch.workers import heap_constants  # noqa: E402
+from tests.pool import on_ranks  # noqa: E402
 
 EXPERTS = 6
 
@@ -55,41 +55,33 @@ def random_call(dispatcher: Dispatcher, shared_random: torch.Generator, own_rand
             y_TD.sum().backward()
 
 
-def exercise(dispatcher: Dispatcher, rank: int, heap: Any) -> tuple[int, list[int], list[int]]:
-    """Run the same 100 random calls three times. Return the used memory and the sizes of the heap after each run."""
-    used, sizes = [], []
+def exercise(dispatcher: Dispatcher, rank: int, heap: Any) -> None:
+    """Run the same 100 random calls three times. The memory must be free afterwards, and grow in the first run only."""
+    gc.collect()
+    before, sizes = (heap.blocks, heap.used), []
     for _ in range(3):
         shared_random, own_random = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
         for _ in range(100):
             random_call(dispatcher, shared_random, own_random)
         gc.collect()
-        used.append(heap.used)
+        assert (heap.blocks, heap.used) == before
         sizes.append(heap.size)
-    return heap.blocks, used, sizes
-
-
-def exercise_shared(rank: int, world: int, _: None) -> tuple[int, list[int], list[int]]:
-    dispatcher = make_shared(rank, world, INITIAL_BYTES=0)
-    return exercise(dispatcher, rank, dispatcher.shared.heap)
-
-
-def test_memory_is_freed_and_stops_growing(pool2: RankPool) -> None:
-    for blocks, used, sizes in pool2.run(exercise_shared):
-        assert blocks == 0 and used == [0, 0, 0]
-        assert sizes[0] == sizes[1] == sizes[2]
-
-
-def test_local_memory_is_freed_and_stops_growing() -> None:
-    gc.collect()
-    heap = private_heap()
-    before, used_before = heap.blocks, heap.used
-    blocks, used, sizes = exercise(NativeLocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)), 0, heap)
-    assert blocks == before and used == [used_before] * 3
     assert sizes[0] == sizes[1] == sizes[2]
 
 
-def heap_peaks(rank: int, world: int, _: None) -> list[int]:
-    """Return peaks of the heap: after dispatch, and after a combine of rows from empty_rows and of other rows."""
+@on_ranks(2)
+def test_memory_is_freed_and_stops_growing(rank: int, world: int) -> None:
+    dispatcher = make_shared(rank, world, INITIAL_BYTES=0)
+    assert dispatcher.shared.heap.blocks == 0
+    exercise(dispatcher, rank, dispatcher.shared.heap)
+
+
+def test_local_memory_is_freed_and_stops_growing() -> None:
+    exercise(NativeLocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)), 0, private_heap())
+
+
+@on_ranks(2)
+def test_combine_reads_rows_of_the_heap_in_place_and_copies_others(rank: int, world: int) -> None:
     dispatcher = make_shared(rank, world)
     heap = dispatcher.shared.heap
     x_TD = torch.randn(64, 256)
@@ -97,55 +89,35 @@ def heap_peaks(rank: int, world: int, _: None) -> list[int]:
     rows = dispatched.rows_RD
     out = dispatcher.empty_rows(*rows.shape, rows.dtype, rows.device)
     out.copy_(rows)
-    peaks = [heap.peak]
-    for source in (out, rows.clone()):
-        y_TD = dispatcher.combine(source, torch.ones(64, 1), dispatched.handle)
-        assert torch.equal(y_TD, x_TD)
-        peaks.append(heap.peak)
+    peak = heap.peak
+    for source, copied in ((out, 0), (rows.clone(), rows.numel() * 4)):
+        assert torch.equal(dispatcher.combine(source, torch.ones(64, 1), dispatched.handle), x_TD)
+        assert heap.peak == peak + copied
     assert heap.blocks == 2
-    return [*peaks, rows.numel() * 4]
 
 
-def test_combine_reads_rows_of_the_heap_in_place_and_copies_others(pool2: RankPool) -> None:
-    for after_dispatch, after_heap_rows, after_other_rows, row_bytes in pool2.run(heap_peaks):
-        assert after_heap_rows == after_dispatch
-        assert after_other_rows == after_dispatch + row_bytes
-
-
-def out_of_memory(rank: int, world: int, _: None) -> tuple[str, str, int]:
+@on_ranks(2)
+def test_a_rank_without_room_is_a_heap_error_on_every_rank_and_the_group_stays_usable(rank: int, world: int) -> None:
     """Rank 1's heap is too small for its rows."""
     dispatcher = make_shared(rank, world, INITIAL_BYTES=0, RESERVE_BYTES=(2 << 20) if rank else (1 << 30))
     x_TD = torch.ones(2048, 512)
     last_expert_ids = torch.full((2048, 1), EXPERTS - 1)
-    try:
+    with pytest.raises(HeapError, match="at most 2097152" if rank else "rank 1 has no room for its rows"):
         dispatcher.dispatch(x_TD, last_expert_ids)
-    except HeapError as error:
-        error_texts = str(error)
     small = dispatcher.dispatch(x_TD[:4], last_expert_ids[:4])
-    works_after = torch.equal(dispatcher.combine(small.rows_RD, torch.ones(4, 1), small.handle), x_TD[:4])
+    assert torch.equal(dispatcher.combine(small.rows_RD, torch.ones(4, 1), small.handle), x_TD[:4])
     del small
-    return error_texts, str(works_after), dispatcher.shared.heap.blocks
+    assert dispatcher.shared.heap.blocks == 0
 
 
-def test_a_rank_without_room_is_a_heap_error_on_every_rank_and_the_group_stays_usable(pool2: RankPool) -> None:
-    ranks = pool2.run(out_of_memory)
-    assert "rank 1 has no room for its rows" in ranks[0][0]
-    assert "may hold at most 2097152" in ranks[1][0]
-    assert [of_rank[1:] for of_rank in ranks] == [("True", 0)] * 2
-
-
-def requires_grad_error(rank: int, world: int, _: None) -> ErrorText:
+@on_ranks(2)
+def test_a_difference_in_requires_grad_of_weights_raises_in_forward(rank: int, world: int) -> None:
     dispatcher = make_shared(rank, world)
     x_TD, weights_TK = torch.ones(3, 8), torch.ones(3, 2)
     sent = dispatcher.dispatch(x_TD, torch.zeros(3, 2, dtype=torch.int64))
-    error = caught(lambda: dispatcher.combine(sent.rows_RD, weights_TK.clone().requires_grad_(rank == 0), sent.handle))
+    with pytest.raises(RankMismatch, match=r"requires_grad in combine \(call 2\): rank 0: True, rank 1: False"):
+        dispatcher.combine(sent.rows_RD, weights_TK.clone().requires_grad_(rank == 0), sent.handle)
     assert torch.equal(dispatcher.combine(sent.rows_RD, weights_TK, sent.handle), 2 * x_TD)
-    return error
-
-
-def test_a_difference_in_requires_grad_of_weights_raises_in_forward(pool2: RankPool) -> None:
-    for kind, text in pool2.run(requires_grad_error):
-        assert kind == "RankMismatch" and "requires_grad in combine (call 2): rank 0: True, rank 1: False." in text
 
 
 @pytest.mark.parametrize("label", ["", "moe.3", "Schicht äöü " * 40, "x" * 320, "x" * 321])

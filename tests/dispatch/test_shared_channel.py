@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from moe_comm.dispatch.selection.factory import make_dispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.runtime.memory import block
 from tests.dispatch.workers import heap_constants
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHAPES = [(), (1,), (7,), (3, 5), (129, 67), (64, 300)]
@@ -48,7 +47,9 @@ def _sum_in_rank_order(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_collective_has_the_bits_of_the_backend(rank: int, world: int, dtype: torch.dtype) -> None:
     shared, backend = _channels(rank, world)
     for shape in SHAPES:
         x = _draw(rank, shape, dtype)
@@ -75,29 +76,17 @@ def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
     assert heap_of(communicator_of(group), 60.0).heap.used == 0
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), *((4, dtype) for dtype in DTYPES)], ids=str)
-def test_every_collective_has_the_bits_of_the_backend(
-    world: int, dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(_compare, dtype)
-
-
-def _large_sum(rank: int, world: int, counts: list[int]) -> None:
+@on_ranks(2, 8)
+def test_an_all_reduce_of_any_length_is_added_in_order_of_rank(rank: int, world: int) -> None:
     shared, _ = _channels(rank, world)
-    for count in counts:
+    elements = LOCAL_SUM_BYTES // 4
+    for count in (elements, elements + 1, elements + 31 * world, 3 * elements + 17, 1_000_003):
         total = shared.all_reduce(_draw(rank, (count,), torch.float32), "a large sum")
         assert torch.equal(total, _sum_in_rank_order([_draw(r, (count,), torch.float32) for r in range(world)]))
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_an_all_reduce_of_any_length_is_added_in_order_of_rank(world: int, request: pytest.FixtureRequest) -> None:
-    elements = LOCAL_SUM_BYTES // 4
-    pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(_large_sum, [elements, elements + 1, elements + 31 * world, 3 * elements + 17, 1_000_003])
-
-
-def _make_different_calls(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_ranks_in_different_calls_raise_once_and_stay_usable(rank: int, world: int) -> None:
     shared, _ = _channels(rank, world)
     x = torch.ones(4, 3)
     shared.all_gather(x, "the same call")
@@ -112,11 +101,8 @@ def _make_different_calls(rank: int, world: int, arg: Any) -> None:
     assert dispatcher.dispatch(x, ids).handle.call == 2
 
 
-def test_ranks_in_different_calls_raise_once_and_stay_usable(pool2: RankPool) -> None:
-    pool2.run(_make_different_calls)
-
-
-def _fall_back_to_backend(rank: int, world: int, arg: Any) -> None:
+@on_ranks(4)
+def test_all_ranks_use_the_backend_with_the_same_bits_if_one_has_no_room(rank: int, world: int) -> None:
     group = dist.new_group(backend="gloo")
     assert group is not None
     comm = communicator_of(group)
@@ -138,18 +124,11 @@ def _fall_back_to_backend(rank: int, world: int, arg: Any) -> None:
     del reserved
 
 
-def test_all_ranks_use_the_backend_with_the_same_bits_if_one_has_no_room(pool4: RankPool) -> None:
-    pool4.run(_fall_back_to_backend)
-
-
-def _gather_different_sizes(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_ranks_with_different_sizes_raise_on_every_rank(rank: int, world: int) -> None:
     shared, _ = _channels(rank, world)
     sizes = (100, 200) if rank else (200, 100)
     for size in sizes:
         with pytest.raises(RankMismatch, match=rf"rank {1 - rank} in call \d+, values \({4 * (300 - size)} bytes\)"):
             shared.all_gather(torch.ones(size), "values")
     shared.all_gather(torch.ones(7), "values")
-
-
-def test_ranks_with_different_sizes_raise_on_every_rank(pool2: RankPool) -> None:
-    pool2.run(_gather_different_sizes)
