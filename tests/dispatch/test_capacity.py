@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch.slots.capacity import Capacity, apply_capacity
-from moe_comm.errors import ConfigError, InputError, MoeCommError
-from tests.pool import RankPool
+from moe_comm.errors import ConfigError, InputError, RankMismatch
+from tests.pool import on_ranks
 
 
 def reference_capacity(ids: list[int], weights: list[float], num_experts: int, limit: int, policy: str) -> list[int]:
@@ -114,65 +114,45 @@ CASES = [
 ]
 
 
-def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
-    """Apply the capacity on two ranks, each with a part of the batch.
-
-    Returns:
-        For each case: positions of this rank's tokens in the batch, their ids after dropping, and the number of drops.
-    """
+@on_ranks(2, timeout=60)
+def test_several_ranks_drop_the_same_slots_as_one(rank: int) -> None:
+    """Each rank has a part of the batch, which one rank has as a whole."""
     channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # type: ignore[arg-type]
-    results = []
+    cases_with_drops = 0
     for seed, tokens, first, factor, policy, dtype, indexed in CASES:
         ids, weights, order = batch(seed, tokens, 2, 4, dtype)
+        expected, all_dropped = apply_capacity(ids, weights, 4, Capacity(factor, policy))  # type: ignore[arg-type]
+        capacity = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
+        assert torch.equal(apply_capacity(ids[order], weights[order], 4, capacity, None, order)[0], expected[order])
         if not indexed:
             order = torch.arange(tokens)
         own = order[:first] if rank == 0 else order[first:]
-        capacity = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
         kept_ids, dropped = apply_capacity(ids[own], weights[own], 4, capacity, channel, own if indexed else None)
-        results.append((own, kept_ids, int(dropped)))
-    return results
-
-
-def test_several_ranks_drop_the_same_slots_as_one(pool2: RankPool) -> None:
-    ranks = pool2.run(decide, timeout=60)
-    cases_with_drops = 0
-    for case, (seed, tokens, _, factor, policy, dtype, _) in enumerate(CASES):
-        ids, weights, order = batch(seed, tokens, 2, 4, dtype)
-        expected, dropped = apply_capacity(ids, weights, 4, Capacity(factor, policy))  # type: ignore[arg-type]
-        actual = torch.full_like(ids, -9)
-        for results in ranks:
-            actual[results[case][0]] = results[case][1]
-        assert torch.equal(actual, expected) and sum(results[case][2] for results in ranks) == int(dropped), CASES[case]
-        batch_scope = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
-        assert torch.equal(apply_capacity(ids[order], weights[order], 4, batch_scope, None, order)[0], expected[order])
-        cases_with_drops += int(dropped) > 0
+        assert torch.equal(kept_ids, expected[own])
+        assert int(dropped) == int((expected[own] != ids[own]).sum())
+        cases_with_drops += int(all_dropped) > 0
     assert cases_with_drops > len(CASES) // 3
 
 
-def disagree(rank: int, world: int, fault: str) -> tuple[str, str]:
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ("top-k", RankMismatch, "rank 0: 2, rank 1: 3"),
+        ("token index", RankMismatch, "rank 0: True, rank 1: False"),
+        ("shape", InputError, "needs ids and weights"),
+    ],
+)
+def test_inconsistent_inputs_are_refused_on_every_rank(rank: int, fault: str, kind: type[Exception], text: str) -> None:
     channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # type: ignore[arg-type]
     top_k = 3 if fault == "top-k" and rank == 1 else 2
     ids, weights = torch.zeros(4, top_k, dtype=torch.int64), torch.zeros(4, top_k)
     index = None if fault == "token index" and rank == 1 else torch.arange(4)
     if fault == "shape" and rank == 1:
         weights = weights[:2]
-    with pytest.raises(MoeCommError) as caught:
+    with pytest.raises(kind, match=text):
         apply_capacity(ids, weights, 4, Capacity(1.0, scope="batch"), channel, index)
     kept_ids, _ = apply_capacity(
         ids[:, :2], torch.zeros(4, 2), 4, Capacity(9.0, scope="batch"), channel, torch.arange(4)
     )
     assert not kept_ids.any(), "the channel must work after an error"
-    return type(caught.value).__name__, str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "message"),
-    [
-        ("top-k", "RankMismatch", "rank 0: 2, rank 1: 3"),
-        ("token index", "RankMismatch", "rank 0: True, rank 1: False"),
-        ("shape", "InputError", "rank 1"),
-    ],
-)
-def test_inconsistent_inputs_are_refused_on_every_rank(pool2: RankPool, fault: str, error: str, message: str) -> None:
-    errors = pool2.run(disagree, fault, timeout=60)
-    assert [name for name, _ in errors] == [error, error] and message in errors[0][1]

@@ -23,7 +23,7 @@ from moe_comm.overlap.options import Overlap
 from tests.dispatch import cases, workers
 from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import Job
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 WIRE_DTYPES: tuple[WireDtypeName, ...] = ("same", "bf16", "fp8_token", "fp8_block", "fp8_token_pow2", "fp8_block_pow2")
 CASE = cases.BY_NAME["plain"]
@@ -84,17 +84,9 @@ def _special_values(x_TD: Tensor) -> Tensor:
     return x_TD
 
 
-def _run_with_checksums(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str, str, bool]:
-    """Run with and without checksums, then flip one bit.
-
-    Returns:
-        Corrupt blocks counted without a fault, the error after the flip, the dispatcher's class, and whether
-        checksums leave all bits unchanged.
-    """
-    job, wire_dtype = arg
+def check_flipped_bit(rank: int, world: int, job: Job, wire_dtype: str) -> None:
+    """Run with and without checksums, which must give the same bits. Then flip a bit on the last rank."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    clean: list[int] = []
-    same_bits = True
     job = replace(job, wire_dtypes=WireDtypes(wire_dtype, wire_dtype, wire_dtype, wire_dtype))  # type: ignore[arg-type]
     for name in NAMES:
         case = replace(cases.BY_NAME[name], tokens=37, hidden=136)
@@ -110,8 +102,8 @@ def _run_with_checksums(rank: int, world: int, arg: tuple[Job, str]) -> tuple[li
             y_TD.backward(part.grad_TD)
             assert x_TD.grad is not None
             results.append((rows.rows_RD.detach(), y_TD.detach(), x_TD.grad))
-        clean.append(dispatchers[1].corruption.take())
-        same_bits &= all(_same_bits(a, b) for a, b in zip(*results, strict=True))
+        assert dispatchers[1].corruption.take() == 0
+        assert all(_same_bits(a, b) for a, b in zip(*results, strict=True))
     dispatcher = dispatchers[1]
     dispatcher.corruption.count_only = False
     case = CASE
@@ -120,48 +112,40 @@ def _run_with_checksums(rank: int, world: int, arg: tuple[Job, str]) -> tuple[li
     if rank == world - 1:
         _corrupt_next_dispatch(dispatcher, 2)
     rows = dispatcher.dispatch(part.x_TD, part.ids_TK, label="moe.1")
-    try:
+    where = "rank 3: " if 0 < world - 1 != rank else ""
+    expected = f"^{where}rows of expert {6 if world > 1 else 0} from rank .* of layer 'moe.1'.*1 of . blocks differ"
+    with pytest.raises(CorruptPayload, match=expected):
         dispatcher.combine(rows.rows_RD, part.weights_TK, rows.handle)
-        raised = "nothing"
-    except CorruptPayload as error:
-        raised = str(error)
     again = dispatcher.dispatch(part.x_TD, part.ids_TK)
     dispatcher.combine(again.rows_RD, part.weights_TK, again.handle)
     dispatcher.close()
-    return clean, raised, type(dispatcher).__name__, same_bits
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) and torch.equal(a.isnan(), b.isnan())
 
 
+@on_ranks(4, timeout=60)
 @pytest.mark.parametrize(
     ("backend", "wire_dtype"),
     [*(("all_to_all", name) for name in WIRE_DTYPES), *zip(BACKENDS[1:], WIRE_DTYPES[:4], strict=True)],
 )
 def test_a_flipped_bit_raises_on_every_rank_and_intact_rows_pass(
-    pool4: RankPool, backend: str, wire_dtype: str, device: str
+    rank: int, world: int, backend: str, wire_dtype: str, device: str
 ) -> None:
     usable(backend, device)
-    for rank, (clean, raised, _, same_bits) in enumerate(
-        pool4.run(_run_with_checksums, (Job(backend, device), wire_dtype), timeout=60)
-    ):
-        assert clean == [0] * len(NAMES)
-        assert same_bits
-        assert raised.startswith("rows of expert 6" if rank == 3 else "rank 3: rows of expert 6"), raised
-        assert "of layer 'moe.1'" in raised and "1 of 8 blocks differ" in raised
+    check_flipped_bit(rank, world, Job(backend, device), wire_dtype)
 
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("backend", ["local", "plain"])
 def test_a_flipped_bit_raises_on_a_single_rank(backend: str, wire_dtype: str) -> None:
-    clean, raised, _, same_bits = _run_with_checksums(0, 1, (Job(backend), wire_dtype))
-    assert clean == [0] * len(NAMES) and same_bits
-    assert raised.startswith("rows of expert 0 from rank 0")
+    check_flipped_bit(0, 1, Job(backend), wire_dtype)
 
 
-def _error_of_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, int]:
-    """Return the error of a dispatch that follows a corrupted one, and the corrupt blocks counted instead of raised."""
+@on_ranks(4, timeout=60)
+@pytest.mark.parametrize("checked", [True, False])
+def test_the_next_dispatch_raises_unless_corruption_is_only_counted(rank: int, checked: bool) -> None:
     dispatcher = make_dispatcher(
         4, dist.group.WORLD, backend="all_to_all", options=DispatchOptions(30, checked=checked, checksums=True)
     )
@@ -171,33 +155,19 @@ def _error_of_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, 
     rows = dispatcher.dispatch(x_TD, ids_TK)
     if not checked:
         dispatcher.combine(rows.rows_RD, torch.ones(4, 1), rows.handle)
-    try:
+    with pytest.raises(CorruptPayload, match="rows of expert 0 from rank 0 differ from those that were sent"):
         dispatcher.dispatch(x_TD, ids_TK)
-        raised = "nothing"
-    except CorruptPayload as error:
-        raised = str(error)
     dispatcher.corruption.count_only = True
     if rank == 0:
         _corrupt_next_dispatch(dispatcher, 0)
     dispatcher.dispatch(x_TD, ids_TK)
     dispatcher.dispatch(x_TD, ids_TK)
-    return raised, dispatcher.corruption.take()
+    assert dispatcher.corruption.take() == (rank == 0)
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_the_next_dispatch_raises_unless_corruption_is_only_counted(pool4: RankPool, checked: bool) -> None:
-    results = pool4.run(_error_of_next_dispatch, checked, timeout=60)
-    assert all("rows of expert 0 from rank 0 differ from those that were sent" in raised for raised, _ in results), (
-        results
-    )
-    assert [count for _, count in results] == [1, 0, 0, 0]
-
-
-def _run_chunked(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
-    """Run a layer with chunked rows: without checksums, with them, and with a corrupt chunk on rank 1.
-
-    Return whether the first two have equal bits, and the corrupt blocks of the last two.
-    """
+@on_ranks(4, timeout=60)
+def test_a_flipped_bit_in_a_chunk_is_counted_on_its_rank(rank: int) -> None:
+    """Run a layer with chunked rows: without checksums, with them, and with a corrupt chunk on rank 1."""
     results, counts = [], []
     relu = Activation("relu", torch.relu, gated=False)
     for checksums, corrupt in ((False, False), (True, False), (True, True)):
@@ -207,14 +177,14 @@ def _run_chunked(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
         g = torch.Generator().manual_seed(rank)
         x_TD = torch.randn(12, 8, generator=g)
         ids_TK = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(12)])
-        call = dispatch_rows(dispatcher, x_TD, ids_TK, torch.ones(12, 2), Overlap(chunks, 1), label="m")
+        call = dispatch_rows(dispatcher, x_TD, ids_TK, torch.ones(12, 2), Overlap(2, 1), label="m")
         assert isinstance(call, PipelinedCall)
         if corrupt and rank == 1:
             _corrupt_first_chunk(call)
         mlp = ExpertMLP((torch.ones(1, 6, 8), torch.ones(1, 8, 6), None, None), relu)
         results.append(call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp)))
         counts.append(dispatcher.corruption.take())
-    return torch.equal(results[0], results[1]), counts[1], counts[2]
+    assert torch.equal(results[0], results[1]) and counts[1:] == [0, rank == 1]
 
 
 def _corrupt_first_chunk(call: PipelinedCall) -> None:
@@ -229,10 +199,3 @@ def _corrupt_first_chunk(call: PipelinedCall) -> None:
             _flip(send.rows_RD, int(send._plan.chunks[0].receive_R[0]), 3, 30)
 
     send.receive_chunk = corrupted  # type: ignore[method-assign]
-
-
-def test_a_flipped_bit_in_a_chunk_is_counted_on_its_rank(pool4: RankPool) -> None:
-    results = pool4.run(_run_chunked, 2, timeout=60)
-    assert [same_bits for same_bits, _, _ in results] == [True] * 4
-    assert [clean for _, clean, _ in results] == [0] * 4
-    assert [corrupt for _, _, corrupt in results] == [0, 1, 0, 0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass, replace
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,14 +18,14 @@ from moe_comm.dispatch import WireDtypes, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.hierarchical.rail import WireBytes
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap
-from moe_comm.errors import HeapError
+from moe_comm.errors import ConfigError, HeapError
 from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
 from tests.dispatch.inter_host import inter_host_bytes
 from tests.dispatch.workers import ErrorText, Job, Result, caught, heap_constants, two_hosts
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 FIELDS = ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad")
 MIXED = WireDtypes("fp8_block_pow2", "bf16", "bf16", "fp8_token")
@@ -207,24 +208,17 @@ def test_the_number_of_chunks_follows_the_bytes_of_a_block(pool4: RankPool) -> N
 # --- faults ---
 
 
-def built_with(rank: int, world: int, hosts: list[int]) -> ErrorText:
-    placement = ExpertPlacement.balanced(4, world)
-    return caught(lambda: HierarchicalDispatcher(placement, dist.group.WORLD, rank, Job("").options, hosts))
-
-
+@on_ranks(4)
 @pytest.mark.parametrize("hosts", [[0, 1, 0, 1], [0, 0, 0, 1]])
-def test_invalid_hosts_are_refused_on_every_rank(hosts: list[int], pool4: RankPool) -> None:
-    for raised, message in pool4.run(built_with, hosts):
-        assert raised == "ConfigError" and "equal numbers of ranks" in message
+def test_invalid_hosts_are_refused_on_every_rank(rank: int, world: int, hosts: list[int]) -> None:
+    with pytest.raises(ConfigError, match="equal numbers of ranks"):
+        HierarchicalDispatcher(ExpertPlacement.balanced(4, world), dist.group.WORLD, rank, Job("").options, hosts)
 
 
-def on_one_host(rank: int, world: int, _: None) -> ErrorText:
-    return caught(lambda: make_dispatcher(4, dist.group.WORLD, backend="hierarchical"))
-
-
-def test_a_single_host_is_refused_and_the_error_names_an_alternative(pool2: RankPool) -> None:
-    for raised, message in pool2.run(on_one_host, None):
-        assert raised == "ConfigError" and "all ranks are on one host; use 'shared_memory'" in message
+@on_ranks(2)
+def test_a_single_host_is_refused_and_the_error_names_an_alternative() -> None:
+    with pytest.raises(ConfigError, match="all ranks are on one host; use 'shared_memory'"):
+        make_dispatcher(4, dist.group.WORLD, backend="hierarchical")
 
 
 def fill(heap: Any) -> list[Tensor]:
@@ -237,10 +231,11 @@ def fill(heap: Any) -> list[Tensor]:
             return blocks
 
 
-def run_with_full_heap(rank: int, world: int, operation: str) -> tuple[bool, list[str]]:
-    """Fill the shared memory of a rank before ``operation``. Return whether bits equal one rank's, and warnings."""
-    import warnings
-
+@on_ranks(4)
+@pytest.mark.parametrize("operation", ["_send", "_sum", "_spread"])
+def test_rows_use_the_backend_if_shared_memory_is_full(rank: int, world: int, operation: str) -> None:
+    """The shared memory of rank 1 is full before ``operation``. Each rank receives 150 rows of 8 KB."""
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
     hosts = HostMap.of(two_hosts(world))
     group = dist.new_group()
     own = communicator_of(communicator_of(group).subgroup(hosts.members(hosts.host(rank)), 30.0))
@@ -262,21 +257,12 @@ def run_with_full_heap(rank: int, world: int, operation: str) -> tuple[bool, lis
         warnings.simplefilter("always")
         result = workers.layer(dispatcher, case, batch.part(case, rank, world), experts[span.start : span.stop])
     whole = workers.layer(workers.build(case, None, Job("plain"), 0, 1), case, batch, experts)
-    rows = slice(rank * case.tokens // world, (rank + 1) * case.tokens // world)
-    same_bits = torch.equal(result.y_TD, whole.y_TD[rows]) and torch.equal(result.x_grad_TD, whole.x_grad_TD[rows])
-    assert whole.weights_grad_TK is not None and result.weights_grad_TK is not None
-    same_bits = same_bits and torch.equal(result.weights_grad_TK, whole.weights_grad_TK[rows])
-    return same_bits, [str(w.message) for w in caught_warnings if issubclass(w.category, RuntimeWarning)]
-
-
-@pytest.mark.parametrize("operation", ["_send", "_sum", "_spread"])
-def test_rows_use_the_backend_if_shared_memory_is_full(operation: str, pool4: RankPool) -> None:
-    """Each rank receives 150 rows of 8 KB, which do not fit."""
-    pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    for rank, (same_bits, warnings_of_rank) in enumerate(pool4.run(run_with_full_heap, operation)):
-        assert same_bits
-        assert bool(warnings_of_rank) == (rank < 2), "only the host of rank 1 must warn"
-        assert all("are sent over the group's backend instead" in text for text in warnings_of_rank)
+    rows = case.rows(rank, world)
+    for field in ("y_TD", "x_grad_TD", "weights_grad_TK"):
+        assert torch.equal(getattr(result, field), getattr(whole, field)[rows]), field
+    texts = [str(w.message) for w in caught_warnings if issubclass(w.category, RuntimeWarning)]
+    assert bool(texts) == (rank < 2), "only the host of rank 1 must warn"
+    assert all("are sent over the group's backend instead" in text for text in texts)
 
 
 def die_inside_host(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
@@ -288,17 +274,6 @@ def die_inside_host(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorTe
         dispatcher._inside.sum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     error_texts = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.handle))
     return error_texts, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_rank_lost_inside_its_host_is_an_error_on_every_rank(deterministic: bool, pool4: RankPool) -> None:
-    job = replace(Job("hierarchical", timeout_s=200.0), deterministic=deterministic)
-    errors_by_rank = pool4.run(die_inside_host, job, timeout=120, expect_dead={1})
-    for rank, error_texts in enumerate(errors_by_rank):
-        if rank != 1:
-            (raised, message), (again, _) = error_texts
-            assert raised == "PeerDied" and "rank 1" in message, error_texts
-            assert again == "PeerDied", "later calls must raise again"
 
 
 def die_between_chunks(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
@@ -321,9 +296,12 @@ def die_between_chunks(rank: int, world: int, job: Job) -> tuple[ErrorText, Erro
     return error_texts, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
 
 
-def test_a_rank_lost_between_chunks_is_an_error_on_every_rank(pool4: RankPool) -> None:
-    errors_by_rank = pool4.run(die_between_chunks, Job("hierarchical", timeout_s=200.0), timeout=120, expect_dead={1})
-    for rank, error_texts in enumerate(errors_by_rank):
+@pytest.mark.parametrize(
+    ("die", "deterministic"), [(die_inside_host, True), (die_inside_host, False), (die_between_chunks, True)]
+)
+def test_a_rank_lost_in_an_operation_is_an_error_on_every_rank(die: Any, deterministic: bool, pool4: RankPool) -> None:
+    job = Job("hierarchical", timeout_s=200.0, deterministic=deterministic)
+    for rank, error_texts in enumerate(pool4.run(die, job, timeout=120, expect_dead={1})):
         if rank != 1:
             (raised, message), (again, _) = error_texts
             assert raised == "PeerDied" and "rank 1" in message, error_texts

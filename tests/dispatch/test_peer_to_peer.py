@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
-from moe_comm.errors import ConfigError, InputError, PeerTimeout
+from moe_comm.errors import ConfigError, InputError, PeerTimeout, RankMismatch
 from moe_comm.gpu import protocol
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
 from moe_comm.overlap.options import Overlap
@@ -22,19 +21,13 @@ from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import BY_NAME
 from tests.dispatch.workers import ErrorText, Job, caught
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 PEERS = PeerToPeerOptions(heap_bytes=1 << 20, emulate=True)
 JOB = Job("peer_to_peer", peers=PEERS)
 SOME = ("plain", "some slots dropped", "uneven experts, one rank without", "hidden 33", "strided bfloat16")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def one_rank(options: PeerToPeerOptions = PEERS, experts: int = 8, **more: Any) -> PeerToPeerDispatcher:
@@ -81,23 +74,19 @@ def several(rank: int, world: int, job: Job) -> list[tuple[str, bool]]:
     ],
     ids=["relay", "one block", "bulk copies", "a block a token", "fp8", "fp8, relay"],
 )
-def test_settings_do_not_change_bits(job: Job, pool: RankPool) -> None:
-    for of_rank in pool.run(several, job):
+def test_settings_do_not_change_bits(job: Job, pool4: RankPool) -> None:
+    for of_rank in pool4.run(several, job):
         assert of_rank == [(name, True) for name in SOME]
 
 
-def gradients(rank: int, world: int, arg: tuple[Job, Overlap | None]) -> tuple[str, bool, str]:
-    job, overlap = arg
-    config = MoEConfig(8, 16, RouterConfig(8, 2))
-    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=job.options, overlap=overlap)
-    report = check_grads(layer, tokens=5)
-    return layer.dispatcher.name, report.ok, str(report)
-
-
+@on_ranks(4)
 @pytest.mark.parametrize("overlap", [None, Overlap(executor="pipelined")], ids=["serial", "pipelined"])
-def test_gradients_of_a_layer_over_peer_to_peer_are_correct(overlap: Overlap | None, pool: RankPool) -> None:
-    for name, ok, report in pool.run(gradients, (replace(JOB, peers=replace(PEERS, heap_bytes=4 << 20)), overlap)):
-        assert name == "peer_to_peer" and ok, report
+def test_gradients_of_a_layer_over_peer_to_peer_are_correct(overlap: Overlap | None) -> None:
+    options = replace(JOB, peers=replace(PEERS, heap_bytes=4 << 20)).options
+    config = MoEConfig(8, 16, RouterConfig(8, 2))
+    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=options, overlap=overlap)
+    report = check_grads(layer, tokens=5)
+    assert layer.dispatcher.name == "peer_to_peer" and report.ok, report
 
 
 # --- room ---
@@ -119,30 +108,22 @@ def no_room(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText, bool
     return full, combine, torch.equal(y_TD, x_TD[:1])
 
 
-def test_a_full_heap_raises_on_every_rank_and_ranks_stay_usable(pool: RankPool) -> None:
+def test_a_full_heap_raises_on_every_rank_and_ranks_stay_usable(pool4: RankPool) -> None:
     job = replace(JOB, peers=replace(PEERS, heap_bytes=4096))
-    for full, combine, works_on in pool.run(no_room, job):
+    for full, combine, works_on in pool4.run(no_room, job):
         assert full[0] == "HeapError" and "rank 3 has no room in its heap for 32 rows" in full[1], full
         assert "8192 bytes" in full[1] and "4096" in full[1] and "moe.3" in full[1], full
         assert combine[0] == "HeapError" and works_on, combine
 
 
-def used_heap_bytes(rank: int, world: int, job: Job) -> list[int]:
-    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    heap = dispatcher.memory.operations.heap  # type: ignore[attr-defined]
-    used = []
+@on_ranks(4)
+def test_the_heap_is_empty_after_forward_and_backward(rank: int, world: int) -> None:
+    case = BY_NAME["plain"]
+    dispatcher = workers.build(case, dist.group.WORLD, JOB, rank, world)
+    own, (batch, experts) = dispatcher.local_experts, cases.make(case)
     for _ in range(3):
-        batch, experts = cases.make(BY_NAME["plain"])
-        own = dispatcher.local_experts
-        workers.layer(
-            dispatcher, BY_NAME["plain"], batch.part(BY_NAME["plain"], rank, world), experts[own.start : own.stop]
-        )
-        used.append(heap.used)
-    return used
-
-
-def test_the_heap_is_empty_after_forward_and_backward(pool: RankPool) -> None:
-    assert pool.run(used_heap_bytes, JOB) == [[0, 0, 0]] * 4
+        workers.layer(dispatcher, case, batch.part(case, rank, world), experts[own.start : own.stop])
+        assert dispatcher.memory.operations.heap.used == 0  # type: ignore[attr-defined]
 
 
 # --- fixed capacity ---
@@ -179,8 +160,8 @@ def fixed(rank: int, world: int, job: Job) -> tuple[bool, bool, int, int]:
     return same_bits_as_exact, dropped_are_zero, dispatcher.overflow, sent.ends_E[-1].item()  # type: ignore[return-value]
 
 
-def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_the_rest(pool: RankPool) -> None:
-    ranks = pool.run(fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
+def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_the_rest(pool4: RankPool) -> None:
+    ranks = pool4.run(fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
     assert [of_rank[:2] for of_rank in ranks] == [(True, True)] * 4
     assert [of_rank[2] for of_rank in ranks] == [0, 0, 2, 6], "overflow must be counted on the rank that sent the slots"
     assert [of_rank[3] for of_rank in ranks] == [0, 0, 0, 16]
@@ -191,24 +172,20 @@ def test_fixed_dispatch_needs_a_capacity() -> None:
         one_rank().dispatch_fixed(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
 
-def mixed(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+@on_ranks(4)
+def test_dispatch_and_dispatch_fixed_are_a_mismatch_on_every_rank(rank: int, world: int) -> None:
     """Call ``dispatch_fixed`` on the last rank and ``dispatch`` on the others. Then make the same call on all ranks."""
+    job = replace(JOB, peers=replace(PEERS, capacity_rows=16))
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     assert isinstance(dispatcher, PeerToPeerDispatcher)
-    x_TD, ids_TK = torch.full((3, 8), float(rank), device=job.device), torch.zeros(3, 1, dtype=torch.int64)
+    x_TD, ids_TK = torch.full((3, 8), float(rank)), torch.zeros(3, 1, dtype=torch.int64)
     call = dispatcher.dispatch_fixed if rank == world - 1 else dispatcher.dispatch
-    mismatch = caught(lambda: call(x_TD, ids_TK.to(job.device), label="moe.3"))
-    heap_is_empty = dispatcher.memory.operations.heap.used == 0
-    rows_RD = dispatcher.dispatch(x_TD, ids_TK.to(job.device)).rows_RD
+    with pytest.raises(RankMismatch, match=r"operation.*rank 0: dispatch, .*rank 3: dispatch_fixed"):
+        call(x_TD, ids_TK, label="moe.3")
+    assert dispatcher.memory.operations.heap.used == 0
+    rows_RD = dispatcher.dispatch(x_TD, ids_TK).rows_RD
     expected_RD = torch.arange(world if rank == 0 else 0).repeat_interleave(3)[:, None].expand(-1, 8)
-    return mismatch, heap_is_empty and torch.equal(rows_RD.cpu(), expected_RD.float())
-
-
-def test_dispatch_and_dispatch_fixed_are_a_mismatch_on_every_rank(pool: RankPool) -> None:
-    for mismatch, usable in pool.run(mixed, replace(JOB, peers=replace(PEERS, capacity_rows=16))):
-        assert mismatch[0] == "RankMismatch" and "disagree on operation" in mismatch[1], mismatch
-        assert "rank 0: dispatch, " in mismatch[1] and "rank 3: dispatch_fixed" in mismatch[1], mismatch
-        assert usable, mismatch
+    assert torch.equal(rows_RD, expected_RD.float())
 
 
 # --- fast combine ---
@@ -260,28 +237,27 @@ def test_fast_combine_is_within_the_rounding_of_the_dtype_and_keeps_gradients(
     assert not same_outputs["duplicate experts in a token"], "partial sums must be rounded at the owner"
 
 
-def fast_layer(rank: int, world: int, job: Job) -> tuple[bool, bool, str]:
+@on_ranks(4)
+def test_a_layer_uses_fast_combine(rank: int) -> None:
     config = MoEConfig(8, 16, RouterConfig(8, 4))
-    x_TD = torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))
+    x_TD = torch.randn(64, 8, generator=torch.Generator().manual_seed(rank))
     outputs = []
-    for options in (job.options, replace(job, peers=replace(job.peers, fast_combine=False)).options):
+    for options in (FAST.options, replace(FAST, peers=replace(FAST.peers, fast_combine=False)).options):
         torch.manual_seed(3)
         layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=options)
         outputs.append(layer(x_TD).detach())
-    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=job.options)
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(*outputs)
+    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=FAST.options)
     report = check_grads(layer, tokens=5)
-    near = torch.allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
-    return near and not torch.equal(outputs[0], outputs[1]), report.ok, str(report)
+    assert report.ok, report
 
 
-def test_a_layer_uses_fast_combine(pool: RankPool) -> None:
-    of_ranks = pool.run(fast_layer, FAST)
-    assert any(near for near, _, _ in of_ranks)
-    assert all(ok for _, ok, _ in of_ranks), of_ranks
-
-
-def fast_fixed(rank: int, world: int, job: Job) -> bool:
-    """Combine rows of a fixed dispatch, whose unused rows are not initialised and some of whose slots have no row."""
+@on_ranks(4)
+@pytest.mark.parametrize("capacity", [16, 256])
+def test_fast_combine_of_fixed_capacity_skips_slots_without_a_row(rank: int, world: int, capacity: int) -> None:
+    """Unused rows are not initialised."""
+    job = replace(FAST, peers=replace(FAST.peers, capacity_rows=capacity))
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     assert isinstance(dispatcher, PeerToPeerDispatcher)
     g = torch.Generator().manual_seed(rank)
@@ -293,12 +269,8 @@ def fast_fixed(rank: int, world: int, job: Job) -> bool:
     y_TD = dispatcher.combine(rows_CD, weights_TK, sent.handle)
     kept_TK = sent.handle.state >= 0
     expected_TD = ((weights_TK * kept_TK).sum(1, keepdim=True) * x_TD).double()
-    return torch.allclose(y_TD.double(), expected_TD, rtol=1e-5, atol=1e-5) and bool(kept_TK.any())
-
-
-@pytest.mark.parametrize("capacity", [16, 256])
-def test_fast_combine_of_fixed_capacity_skips_slots_without_a_row(capacity: int, pool: RankPool) -> None:
-    assert all(pool.run(fast_fixed, replace(FAST, peers=replace(FAST.peers, capacity_rows=capacity))))
+    torch.testing.assert_close(y_TD.double(), expected_TD, rtol=1e-5, atol=1e-5)
+    assert kept_TK.any()
 
 
 # --- low latency ---
@@ -335,22 +307,23 @@ def few(rank: int, world: int, job: Job) -> tuple[bool, ErrorText, ErrorText]:
 
 
 @pytest.mark.parametrize("wire_dtype", ["same", "fp8_block"])
-def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool: RankPool) -> None:
-    for same_result, too_many, in_between in pool.run(few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
+def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool4: RankPool) -> None:
+    for same_result, too_many, in_between in pool4.run(few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
         assert same_result
         assert too_many[0] == "InputError" and "got 5" in too_many[1]
         assert in_between[0] == "ConfigError" and "low_latency_combine" in in_between[1]
 
 
-def one_late_rank(rank: int, world: int, job: Job) -> tuple[list[bool], ErrorText]:
+@on_ranks(4)
+def test_low_latency_combine_does_not_wait_for_ranks_whose_experts_it_does_not_use(rank: int, world: int) -> None:
     """Combine while the last rank has not computed, if ``rank`` does not use its experts. Then use all experts."""
-    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, JOB, rank, world)
     assert isinstance(dispatcher, PeerToPeerDispatcher)
-    late, weights_TK, same = world - 1, torch.ones(2, 1, device=job.device), []
+    late, weights_TK = world - 1, torch.ones(2, 1)
     for step in range(6):
-        x_TD = torch.full((2, 8), float(10 * step + rank), device=job.device)
+        x_TD = torch.full((2, 8), float(10 * step + rank))
         owner = late if rank == late else (rank + 1 + step) % late
-        ids_TK = torch.tensor([[2 * owner], [2 * owner + 1]], device=job.device)
+        ids_TK = torch.tensor([[2 * owner], [2 * owner + 1]])
         sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 2)
         rows_LND, _ = sent.receive()
         if rank == late:
@@ -358,20 +331,14 @@ def one_late_rank(rank: int, world: int, job: Job) -> tuple[list[bool], ErrorTex
         y_TD = dispatcher.low_latency_combine(rows_LND * 3, weights_TK, sent)
         if rank != late:
             dist.barrier()
-        same.append(torch.equal(y_TD, 3 * x_TD))
-        ids_TK = torch.tensor([[rank], [4 + rank]], device=job.device)
+        assert torch.equal(y_TD, 3 * x_TD)
+        ids_TK = torch.tensor([[rank], [4 + rank]])
         sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 2)
-        same.append(torch.equal(dispatcher.low_latency_combine(sent.receive()[0], weights_TK, sent), x_TD))
+        assert torch.equal(dispatcher.low_latency_combine(sent.receive()[0], weights_TK, sent), x_TD)
     sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 2)
-    not_received = caught(lambda: dispatcher.low_latency_combine(sent.results, weights_TK, sent))
+    with pytest.raises(ConfigError, match=r"receive\(\)"):
+        dispatcher.low_latency_combine(sent.results, weights_TK, sent)
     dispatcher.low_latency_combine(sent.receive()[0], weights_TK, sent)
-    return same, not_received
-
-
-def test_low_latency_combine_does_not_wait_for_ranks_whose_experts_it_does_not_use(pool: RankPool) -> None:
-    for same, not_received in pool.run(one_late_rank, JOB):
-        assert all(same) and len(same) == 12
-        assert not_received[0] == "ConfigError" and "receive()" in not_received[1]
 
 
 # --- faults ---
@@ -403,16 +370,10 @@ def test_unsupported_inputs_are_refused() -> None:
             PeerToPeerOptions(**{name: 0})
 
 
-def build_dispatchers(rank: int, world: int, job: Job) -> tuple[str, str, ErrorText]:
-    group, options = dist.group.WORLD, job.options
-    return (
-        make_dispatcher(4, group, backend="peer_to_peer", options=options).name,
-        make_dispatcher(4, group, options=options).name,
-        caught(lambda: make_dispatcher(4, group, backend="peer_to_peer")),
-    )
-
-
-def test_cpu_tensors_need_emulation_and_auto_does_not_choose_peer_to_peer(pool: RankPool) -> None:
-    for name, auto, without_emulation in pool.run(build_dispatchers, JOB):
-        assert (name, auto) == ("peer_to_peer", "shared_memory")
-        assert without_emulation[0] == "ConfigError" and "emulate=True" in without_emulation[1]
+@on_ranks(4)
+def test_cpu_tensors_need_emulation_and_auto_does_not_choose_peer_to_peer() -> None:
+    group = dist.group.WORLD
+    assert make_dispatcher(4, group, backend="peer_to_peer", options=JOB.options).name == "peer_to_peer"
+    assert make_dispatcher(4, group, options=JOB.options).name == "shared_memory"
+    with pytest.raises(ConfigError, match="emulate=True"):
+        make_dispatcher(4, group, backend="peer_to_peer")

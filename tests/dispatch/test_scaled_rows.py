@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from moe_comm.dispatch import WireDtypes
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode, rounded
+from moe_comm.errors import ConfigError, InputError, RankMismatch
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
-from tests.dispatch.workers import ErrorText, Job, caught
+from tests.dispatch.workers import Job
+from tests.pool import on_ranks
 
 NAMES = (
     "plain",
@@ -115,9 +118,12 @@ def test_rows_in_another_wire_dtype_are_quantized_by_the_receiver(backend: str, 
     _check(pools[2].run(deliver, _job(backend, "same"), timeout=120), "fp8_block")
 
 
-def receive_low_latency(rank: int, world: int, job: Job) -> tuple[list[bool], ErrorText]:
-    """Compare values and scales of low-latency rows with those of a dispatch; one rank has no experts."""
-    dispatcher, same = workers.build(CASES[3], dist.group.WORLD, job, rank, world), []
+@on_ranks(4)
+@pytest.mark.parametrize("wire_dtype", ["fp8_block", "fp8_token_pow2", "same"])
+def test_low_latency_delivers_values_and_scales_of_an_fp8_wire_dtype(rank: int, world: int, wire_dtype: str) -> None:
+    """Values and scales equal those of a dispatch; one rank has no experts."""
+    job = _job("peer_to_peer", wire_dtype)
+    dispatcher = workers.build(CASES[3], dist.group.WORLD, job, rank, world)
     assert isinstance(dispatcher, PeerToPeerDispatcher)
     fp8 = job.wire_dtypes.of("dispatch").format == "fp8"
     for step in range(3):
@@ -127,62 +133,42 @@ def receive_low_latency(rank: int, world: int, job: Job) -> tuple[list[bool], Er
         expected = dispatcher.dispatch(x_TD, ids_TK, scaled=True).scaled
         assert expected is not None
         sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
-        refused = ("", "") if fp8 else caught(sent.receive_scaled)
         if fp8:
             rows, counts_LW = sent.receive_scaled()
             block_LW = torch.arange(4 * counts_LW.numel()).view(*counts_LW.shape, 4)
             used_R = block_LW[torch.arange(4) < counts_LW.unsqueeze(2)]
             bytes_RD = rows.values_RD.view(torch.uint8)[used_R]
-            same.append(torch.equal(bytes_RD, expected.values_RD.view(torch.uint8)))
-            same.append(torch.equal(rows.scale_RB[used_R], expected.scale_RB))
+            assert torch.equal(bytes_RD, expected.values_RD.view(torch.uint8))
+            assert torch.equal(rows.scale_RB[used_R], expected.scale_RB)
             sent.results.flatten(0, 1).copy_(rows.dequantized(x_TD.dtype))
         else:
+            with pytest.raises(ConfigError, match="fp8"):
+                sent.receive_scaled()
             sent.results.copy_(sent.receive()[0])
         y_TD = dispatcher.low_latency_combine(sent.results, torch.full(ids_TK.shape, 0.5), sent)
-        same.append(torch.equal(y_TD, rounded(x_TD, job.wire_dtypes.of("dispatch"))))
-    return same, refused
+        assert torch.equal(y_TD, rounded(x_TD, job.wire_dtypes.of("dispatch")))
 
 
-@pytest.mark.parametrize("wire_dtype", ["fp8_block", "fp8_token_pow2", "same"])
-def test_low_latency_delivers_values_and_scales_of_an_fp8_wire_dtype(wire_dtype: Any, pools: Any) -> None:
-    for same, refused in pools[4].run(receive_low_latency, _job("peer_to_peer", wire_dtype)):
-        assert all(same) and len(same) == (3 if wire_dtype == "same" else 9)
-        assert refused == ("", "") if wire_dtype != "same" else refused[0] == "ConfigError" and "fp8" in refused[1]
-
-
-def verify_checksums(rank: int, world: int, job: Job) -> int:
-    case = CASES[0]
-    dispatcher = workers.build(case, dist.group.WORLD, job, rank, world)
-    part = cases.make(case)[0].part(case, rank, world)
+@on_ranks(2)
+@pytest.mark.parametrize(("backend", "wire_dtype"), [("all_to_all", "same"), ("shared_memory", "fp8_block")])
+def test_checksums_accept_scaled_rows(rank: int, world: int, backend: str, wire_dtype: str) -> None:
+    job = replace(_job(backend, wire_dtype), checksums=True)
+    dispatcher = workers.build(CASES[0], dist.group.WORLD, job, rank, world)
+    part = cases.make(CASES[0])[0].part(CASES[0], rank, world)
     dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=True)
-    return dispatcher.corruption.take()
+    assert dispatcher.corruption.take() == 0
 
 
-@pytest.mark.parametrize("wire_dtype", ["same", "fp8_block"])
-@pytest.mark.parametrize("backend", ["all_to_all", "shared_memory"])
-def test_checksums_accept_scaled_rows(backend: str, wire_dtype: str, pools: Any) -> None:
-    assert pools[2].run(verify_checksums, replace(_job(backend, wire_dtype), checksums=True)) == [0, 0]
-
-
-def refused(rank: int, world: int, job: Job) -> list[ErrorText]:
-    """Call with a width that is no multiple of 128, with scaled on one rank only, and correctly."""
-    case = CASES[0]
-    dispatcher = workers.build(case, dist.group.WORLD, job, rank, world)
-    part = cases.make(case)[0].part(case, rank, world)
-    return [
-        caught(lambda: dispatcher.dispatch(part.x_TD[:, :200], part.ids_TK, scaled=True)),
-        caught(lambda: dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=rank == 0)),
-        caught(lambda: dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=True)),
-    ]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("backend", ["all_to_all", "all_gather", "shared_memory", "peer_to_peer", "hierarchical"])
-def test_faults_are_raised_on_every_rank_before_rows_move(backend: str, pools: Any) -> None:
-    for width, mismatch, correct in pools[2].run(refused, _job(backend, "fp8_block")):
-        assert width[0] == "InputError" and "D must be a positive multiple of 128" in width[1]
-        assert mismatch[0] == ("ConfigError" if backend == "hierarchical" else "RankMismatch"), mismatch
-        if backend == "hierarchical":
-            assert correct[0] == "ConfigError" and "all_to_all" in correct[1]
-        else:
-            assert "whether rows are scaled" in mismatch[1] and "rank 0: True, rank 1: False" in mismatch[1]
-            assert correct == ("", "")
+def test_faults_are_raised_on_every_rank_before_rows_move(rank: int, world: int, backend: str) -> None:
+    """A width that is no multiple of 128, scaled rows on one rank only, and fp8 rows that the backend decodes."""
+    dispatcher = workers.build(CASES[0], dist.group.WORLD, _job(backend, "fp8_block"), rank, world)
+    part = cases.make(CASES[0])[0].part(CASES[0], rank, world)
+    with pytest.raises(InputError, match="D must be a positive multiple of 128"):
+        dispatcher.dispatch(part.x_TD[:, :200], part.ids_TK, scaled=True)
+    decodes = backend == "hierarchical"
+    with pytest.raises(ConfigError if decodes else RankMismatch, match="all_to_all" if decodes else "rank 0: True, ra"):
+        dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=rank == 0)
+    with pytest.raises(ConfigError) if decodes else nullcontext():
+        dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=True)

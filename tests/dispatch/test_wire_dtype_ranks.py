@@ -20,6 +20,7 @@ from moe_comm.layers.moe.router import RouterConfig
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
 from tests.dispatch.workers import Job, Result
+from tests.pool import on_ranks
 from tests.train.common import train, write_text
 
 MIXED = WireDtypes("fp8_block_pow2", "bf16", "bf16", "fp8_token")
@@ -70,29 +71,13 @@ def test_same_bits_as_one_rank_with_wire_dtypes(wire_dtypes: WireDtypes, backend
     assert changed >= len(CASES) - 3, "wire dtypes must change the bits of most cases"
 
 
-def partial_sums(rank: int, world: int, wire_dtypes: WireDtypes) -> Tensor:
-    """Return the output of ``all_gather`` without determinism."""
+@on_ranks(2)
+def test_combine_with_a_wire_dtype_returns_rows_instead_of_partial_sums(rank: int, world: int) -> None:
     case = cases.BY_NAME["plain"]
-    job = Job("all_gather", deterministic=False, wire_dtypes=wire_dtypes)
-    return workers.run_case(case, job, dist.group.WORLD, rank, world).y_TD
-
-
-def test_combine_with_a_wire_dtype_returns_rows_instead_of_partial_sums(pools: Any) -> None:
-    whole = workers.run_case(cases.BY_NAME["plain"], Job("plain", wire_dtypes=ALL_FP8), None, 0, 1)
-    assert torch.equal(torch.cat(pools[2].run(partial_sums, ALL_FP8)), whole.y_TD)
-
-
-def count_bytes(rank: int, world: int, job: Job) -> tuple[dict[str, int], int, int, int]:
-    """Return the bytes of rows sent in each operation, the slots, the received rows, and the most tokens on a rank."""
-    case = dataclasses.replace(cases.BY_NAME["plain"], hidden=300, top_k=3)
-    batch, experts = cases.make(case)
-    part = batch.part(case, rank, world)
-    dispatcher = workers.build(case, dist.group.WORLD, job, rank, world)
-    sent = count_on(dispatcher)
-    own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop]
-    result = workers.layer(dispatcher, case, part, own)
-    most_tokens = max(case.tokens_per_rank(world))
-    return sent, part.ids_TK.numel(), result.rows_RD.shape[0], most_tokens
+    job = Job("all_gather", deterministic=False, wire_dtypes=ALL_FP8)
+    whole = workers.run_case(case, Job("plain", wire_dtypes=ALL_FP8), None, 0, 1)
+    part = workers.run_case(case, job, dist.group.WORLD, rank, world)
+    assert torch.equal(part.y_TD, whole.y_TD[case.rows(rank, world)])
 
 
 def count_on(dispatcher: Any) -> dict[str, int]:
@@ -117,27 +102,37 @@ def count_on(dispatcher: Any) -> dict[str, int]:
     return sent
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("backend", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("wire_dtypes", [WireDtypes(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
-def test_the_bytes_sent_equal_the_formula(wire_dtypes: WireDtypes, backend: str, pools: Any) -> None:
-    for sent, slots, rows, most_tokens in pools[2].run(count_bytes, Job(backend, wire_dtypes=wire_dtypes)):
-        sent_rows = most_tokens if backend == "all_gather" else slots
-        rows_by_op = {"dispatch": sent_rows, "combine": rows, "dispatch backward": rows, "combine backward": sent_rows}
-        expected = {op: n * bytes_per_row(300, wire_dtypes.of(op), torch.float32) for op, n in rows_by_op.items()}
-        assert sent == expected
+def test_the_bytes_sent_equal_the_formula(rank: int, world: int, wire_dtypes: WireDtypes, backend: str) -> None:
+    case = dataclasses.replace(cases.BY_NAME["plain"], hidden=300, top_k=3)
+    batch, experts = cases.make(case)
+    part, job = batch.part(case, rank, world), Job(backend, wire_dtypes=wire_dtypes)
+    dispatcher = workers.build(case, dist.group.WORLD, job, rank, world)
+    sent, own = count_on(dispatcher), dispatcher.local_experts
+    rows = len(workers.layer(dispatcher, case, part, experts[own.start : own.stop]).rows_RD)
+    sent_rows = max(case.tokens_per_rank(world)) if backend == "all_gather" else part.ids_TK.numel()
+    rows_by_op = {"dispatch": sent_rows, "combine": rows, "dispatch backward": rows, "combine backward": sent_rows}
+    assert sent == {op: n * bytes_per_row(300, wire_dtypes.of(op), torch.float32) for op, n in rows_by_op.items()}
 
 
 GROUP_SCALES = WireDtypes(dispatch_backward="fp8_group_pow2", combine_backward="fp8_group_pow2")
 
 
-def run_with_group_scales(
-    rank: int, world: int, settings: tuple[str, int, bool]
-) -> tuple[bool, dict[str, int], dict[str, int]]:
-    """Return whether gradients that e4m3 can hold are unchanged, the gradient bytes sent, and those of the formula.
+@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("backend", "weights_grad"),
+    [("all_to_all", True), ("all_to_all", False), ("all_gather", True), ("shared_memory", False)],
+)
+def test_group_scales_are_applied_to_their_own_rows(rank: int, world: int, backend: str, weights_grad: bool) -> None:
+    """Gradients that e4m3 can hold are unchanged, and the bytes sent are those of the formula.
 
     Channels differ by up to 2^80, so a scale applied to a wrong channel, group or rank changes every bit.
     """
-    backend, num_experts, weights_grad = settings
+    if backend == "shared_memory":
+        pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    num_experts = 5
     case = Case("groups", tokens=700, hidden=20, num_experts=num_experts, split="uneven", weights_grad=weights_grad)
     batch, _ = cases.make(case)
     g = torch.Generator().manual_seed(3)
@@ -158,9 +153,10 @@ def run_with_group_scales(
         own = dispatcher.local_experts
         results.append(workers.layer(dispatcher, case, part, torch.ones(len(own), case.hidden)))
     plain, grouped = results
-    same_bits = all(torch.equal(getattr(plain, f), getattr(grouped, f)) for f in ("y_TD", "x_grad_TD", "experts_grad"))
-    if weights_grad:
-        same_bits = same_bits and torch.equal(plain.weights_grad_TK, grouped.weights_grad_TK)
+    fields = ("y_TD", "x_grad_TD", "experts_grad", *(["weights_grad_TK"] if weights_grad else []))
+    assert all(torch.equal(getattr(plain, field), getattr(grouped, field)) for field in fields)
+    if backend != "all_to_all":
+        return
     rows_E = torch.bincount(part.ids_TK.flatten(), minlength=num_experts)
     rows_WL = torch.stack(
         [
@@ -168,41 +164,19 @@ def run_with_group_scales(
             for r in range(world)
         ]
     )
-    formula = {
-        op: int(32 * rows.sum() + 4 * 20 * ((rows + 127) // 128).sum())
-        for op, rows in {"combine backward": rows_E, "dispatch backward": rows_WL}.items()
-    }
-    return same_bits, {op: sent.get(op, 0) for op in formula}, formula
+    for op, rows in {"combine backward": rows_E, "dispatch backward": rows_WL}.items():
+        assert sent[op] == int(32 * rows.sum() + 4 * 20 * ((rows + 127) // 128).sum()), op
 
 
-@pytest.mark.parametrize("weights_grad", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("backend", ["all_to_all", "all_gather", "shared_memory"])
-def test_group_scales_are_applied_to_their_own_rows(backend: str, world: int, weights_grad: bool, pools: Any) -> None:
-    if backend == "shared_memory":
-        pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    for same_bits, sent, formula in pools[world].run(run_with_group_scales, (backend, 5, weights_grad)):
-        assert same_bits
-        assert backend != "all_to_all" or sent == formula
-
-
-def gradients(rank: int, world: int, wire_dtypes: WireDtypes) -> tuple[bool, str, float]:
-    config = MoEConfig(160, 32, RouterConfig(8, 2))
-    options = DispatchOptions(wire_dtypes=wire_dtypes)
-    layer = MoELayer.build(config, dist.group.WORLD, backend="all_to_all", seed=0, options=options)
-    try:
-        report = check_grads(layer, tokens=11, tolerance=GRADIENTS, cases=("unequal tokens", "dropped slots"))
-    finally:
-        layer.dispatcher.close()
-    return report.ok, str(report), max(c.max_rel for c in report.comparisons if c.against == "float64")
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_gradients_with_fp8_have_the_bits_of_one_rank_and_are_near_float64(world: int, pools: Any) -> None:
+@on_ranks(2, 4)
+def test_gradients_with_fp8_have_the_bits_of_one_rank_and_are_near_float64() -> None:
     """Bits equal those of EP 1; errors against float64 are within ``GRADIENTS`` of the largest value."""
-    for ok, report, max_error in pools[world].run(gradients, ALL_FP8):
-        assert ok, report
-        assert max_error > 1e-3, "the error must exceed that of fp32, or nothing was rounded"
+    config, options = MoEConfig(160, 32, RouterConfig(8, 2)), DispatchOptions(wire_dtypes=ALL_FP8)
+    layer = MoELayer.build(config, dist.group.WORLD, backend="all_to_all", seed=0, options=options)
+    report = check_grads(layer, tokens=11, tolerance=GRADIENTS, cases=("unequal tokens", "dropped slots"))
+    assert report.ok, report
+    max_error = max(c.max_rel for c in report.comparisons if c.against == "float64")
+    assert max_error > 1e-3, "the error must exceed that of fp32, or nothing was rounded"
 
 
 # --- training ---
