@@ -265,21 +265,27 @@ def on_ranks(*worlds: int, timeout: float = 120.0) -> Callable[[Callable[..., No
 
     The test gets ``rank``, ``world`` and ``group`` (the default group), if it has parameters of these names. Its other
     parameters are fixtures and parametrized values of the main process, which are pickled. Place it above other marks.
+    If rank 0 skips it, it is skipped.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(body).parameters
         of_ranks = {"rank", "world", "group"} & parameters.keys()
 
-        def on_rank(rank: int, world: int, arguments: dict[str, Any]) -> None:
+        def on_rank(rank: int, world: int, arguments: dict[str, Any]) -> str:
             from torch.distributed import group
 
             values = {"rank": rank, "world": world, "group": group.WORLD}
-            body(**{name: values[name] for name in of_ranks}, **arguments)
+            try:
+                body(**{name: values[name] for name in of_ranks}, **arguments)
+            except pytest.skip.Exception as skipped:
+                return str(skipped)
+            return ""
 
         @functools.wraps(body)
         def test(pools: dict[int, RankPool], ranks: int, **arguments: Any) -> None:
-            pools[ranks].run(on_rank, arguments, timeout)
+            if reason := pools[ranks].run(on_rank, arguments, timeout)[0]:
+                pytest.skip(reason)
 
         on_rank.__module__, on_rank.__qualname__ = body.__module__, f"{body.__qualname__}.on_rank"
         test.on_rank = on_rank  # type: ignore[attr-defined]  # where ranks find it

@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from moe_comm.errors import MoeCommError, RankMismatch
 if TYPE_CHECKING:
     from moe_comm.comm.channel import Channel
 
+T = TypeVar("T")
 TEXT_BYTES = 4096
 """Size of the text that ``gather_texts`` exchanges for each rank. Longer texts are cut."""
 VALUE_CHARS = 200
@@ -52,6 +53,17 @@ def agree(
                 raise kind(f"{prefix}rank {rank}: {message}")
             raise otherwise(f"{prefix}rank {rank}: {name}: {message}")
     return [message for _, _, message in outcomes]
+
+
+def attempt(action: Callable[[], T], gather: Callable[[str], list[str]]) -> T:
+    """Return the result of ``action``, or raise on every rank if it raises an error of this library. Collective."""
+    outcome: str | MoeCommError = ""
+    try:
+        result = action()
+    except MoeCommError as error:
+        outcome = error
+    agree(outcome, gather)
+    return result
 
 
 def gather_texts(channel: Channel, description: str, text: str) -> list[str]:

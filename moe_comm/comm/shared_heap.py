@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_comm.comm.agree import agree, gather_texts
+from moe_comm.comm.agree import agree, attempt, gather_texts
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, HeapError
 from moe_comm.gpu.blocks import Blocks
@@ -64,20 +64,12 @@ class SharedHeap:
             )
         distinct_cores = reduce(or_, (int(mask, 16) for mask in masks)).bit_count()
         spin = SPIN_US if distinct_cores >= channel.world else 0.0
-        outcome = ""
-        try:
-            self.communicator = core.Communicator(
-                self.heap, channel.rank, channel.world, channel.timeout_s, spin, FIRST_PROGRESS
-            )
-        except HeapError as error:
-            outcome = error
-        agree(outcome, gather)  # peers access the control region only after this exchange
-        outcome = ""
-        try:
-            self.communicator.attach(list(names))
-        except HeapError as error:
-            outcome = error
-        agree(outcome, gather)
+        # Peers access the control region only after this exchange.
+        self.communicator = attempt(
+            lambda: core.Communicator(self.heap, channel.rank, channel.world, channel.timeout_s, spin, FIRST_PROGRESS),
+            gather,
+        )
+        attempt(lambda: self.communicator.attach(list(names)), gather)
 
 
 def mapped_blocks(channel: Channel, total: int, what: str, first: bytes = b"") -> Blocks:
@@ -95,7 +87,6 @@ def mapped_blocks(channel: Channel, total: int, what: str, first: bytes = b"") -
     """
     gather, fd = partial(gather_texts, channel, what), -1
     outcome: str | HeapError
-    blocks: list[Tensor] = []
     try:
         try:
             fd = os.memfd_create("moe_comm")
@@ -105,12 +96,8 @@ def mapped_blocks(channel: Channel, total: int, what: str, first: bytes = b"") -
         except OSError as error:
             outcome = HeapError(f"{what}: could not allocate {total} bytes of shared memory: {error}")
         files_W = [text.split(" ") for text in agree(outcome, gather)]
-        outcome = ""
-        try:
-            blocks = [_mapped(file, files_W[channel.rank], what) for file in files_W]
-        except HeapError as error:
-            outcome = error
-        agree(outcome, gather)  # all ranks have mapped all files, so the descriptors can be closed
+        # Afterwards all ranks have mapped all files, so the descriptors can be closed.
+        blocks = attempt(lambda: [_mapped(file, files_W[channel.rank], what) for file in files_W], gather)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from moe_comm.errors import InputError, RoutingError
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import CASES, Case
 from tests.dispatch.workers import INPUT_FAULTS, Job, Result
-from tests.pool import RankPool, with_longer_deadline
+from tests.pool import RankPool, on_ranks, with_longer_deadline
 
 BACKENDS = ("all_to_all", "all_gather", "shared_memory", "hierarchical", "peer_to_peer")
 NAMES = tuple(case.name for case in CASES)
@@ -20,8 +25,6 @@ NAMES_OF = {2: NAMES[::2], 4: NAMES, 8: NAMES[1::3]}
 """Cases by number of ranks. All run with 4 ranks, because few of their branches depend on the number."""
 HALF = {2: NAMES[::2], 4: NAMES[1::2]}
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
-CHECKED = ((2, True), (4, False), SLOW(2, False), SLOW(4, True))
-"""Numbers of ranks, and whether calls are checked. The two do not depend on each other."""
 
 
 def usable(backend: str, device: str) -> None:
@@ -129,33 +132,94 @@ def test_one_rank_agrees_with_a_float64_oracle(name: str, device: str) -> None:
             assert np.abs(actual - value).max() <= 8 * eps * scale * case.hidden**0.5, field
 
 
-@pytest.mark.parametrize("world", [2, 4, SLOW(8)])
+@on_ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_dispatches_in_flight_have_the_bits_of_separate_calls(
-    backend: str, world: int, pools: dict[int, RankPool], device: str
+    rank: int, world: int, backend: str, device: str
 ) -> None:
+    """Run two dispatches before their combines, in both orders."""
     usable(backend, device)
-    assert pools[world].run(workers.in_flight, Job(backend, device)) == [[True, True]] * world
+    job = Job(backend, device)
+    group = dist.group.WORLD
+    pair = [cases.BY_NAME["plain"], replace(cases.BY_NAME["some slots dropped"], num_experts=8, seed=3)]
+    dispatcher = workers.build(pair[0], group, job, rank, world)
+    parts = [workers.to_device(cases.make(case)[0].part(case, rank, world), job.device) for case in pair]
+
+    def run(order: Callable[[list[Any]], list[int]], together: bool) -> list[Tensor]:
+        xs = [part.x_TD.clone().requires_grad_() for part in parts]
+        ws = [part.weights_TK.clone().requires_grad_() for part in parts]
+        sent: list[Any] = []
+        ys: dict[int, Tensor] = {}
+        for i, part in enumerate(parts):
+            sent.append(dispatcher.dispatch(xs[i], part.ids_TK, label=str(i)))
+            if not together:
+                ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].handle)
+        for i in order([0, 1]) if together else []:
+            ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].handle)
+        torch.autograd.backward([ys[0], ys[1]], [part.grad_TD for part in parts])
+        return [ys[0], ys[1], *(t.grad for t in (*xs, *ws) if t.grad is not None)]
+
+    alone = run(list, False)
+    both = [run(order, True) for order in (list, lambda pair: pair[::-1])]
+    assert all(all(map(torch.equal, alone, other)) for other in both)
 
 
-@pytest.mark.parametrize(("world", "checked"), CHECKED)
+@on_ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_spread_sends_other_rows_along_the_same_routes(
-    backend: str, world: int, checked: bool, pools: dict[int, RankPool], device: str
-) -> None:
+def test_spread_sends_other_rows_along_the_same_routes(rank: int, world: int, backend: str, device: str) -> None:
     """Rows, combined output and gradient equal those of a new dispatch with the same ids."""
     usable(backend, device)
-    job = Job(backend, device, checked=checked, names=HALF[world])
-    assert pools[world].run(workers.spread_rows, job, timeout=120) == [[]] * world
+    job = Job(backend, device, checked=world == 2, names=HALF[world])
+    for case in job.cases:
+        if case.experts_per_rank(world) is not None or case.num_experts != 8:
+            continue
+        dispatcher = workers.build(case, dist.group.WORLD, job, rank, world)
+        part = workers.to_device(cases.make(case)[0].part(case, rank, world), job.device)
+        grads, ys = [], []
+        handle = dispatcher.dispatch(part.grad_TD, part.ids_TK).handle
+        for again in (False, True):
+            x_TD = part.x_TD.clone().requires_grad_()
+            given = cases.strided(x_TD.detach()).requires_grad_() if again and case.strided else x_TD
+            sent = None if again else dispatcher.dispatch(given, part.ids_TK)
+            rows_RD = dispatcher.spread(given, handle) if sent is None else sent.rows_RD
+            y_TD = dispatcher.combine(rows_RD, part.weights_TK, handle if sent is None else sent.handle)
+            y_TD.backward(part.grad_TD)
+            grads.append(given.grad)
+            ys.append((rows_RD.detach(), y_TD.detach()))
+        assert torch.equal(*grads) and all(map(torch.equal, *ys)), case.name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("world", "checked"), CHECKED)
+@on_ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_shapes_may_change_from_call_to_call(
-    backend: str, world: int, checked: bool, pools: dict[int, RankPool], device: str
-) -> None:
+def test_shapes_may_change_from_call_to_call(rank: int, world: int, backend: str, device: str) -> None:
+    """Tokens, top-k, hidden size and dtype change."""
     usable(backend, device)
-    assert pools[world].run(workers.many_shapes, Job(backend, device, checked=checked)) == [[]] * world
+    job = Job(backend, device, checked=world == 2)
+    g = torch.Generator().manual_seed(7)
+    dispatcher = workers.build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    reference = workers.build(cases.BY_NAME["plain"], None, replace(job, backend="plain"), 0, 1)
+    for i in range(24):
+        tokens, hidden, top_k, dtype = (int(torch.randint(0, n, (), generator=g)) for n in (90, 70, 8, 3))
+        case = Case(
+            f"shape {i}",
+            tokens=tokens,
+            hidden=hidden + 1,
+            top_k=top_k + 1,
+            dtype=(torch.float32, torch.bfloat16, torch.float16)[dtype],
+            routing=("duplicates", "dropped", "one_expert")[i % 3],
+            split=("uneven", "even", "last")[i % 3],
+            seed=i,
+        )
+        batch, _ = cases.make(case)
+        ones = torch.ones(8, case.hidden, device=job.device)
+        own = dispatcher.local_experts
+        expected = workers.layer(reference, case, workers.to_device(batch, job.device), ones)
+        actual = workers.layer(
+            dispatcher, case, workers.to_device(batch.part(case, rank, world), job.device), ones[own.start : own.stop]
+        )
+        rows = case.rows(rank, world)
+        for field in ("y_TD", "x_grad_TD", "weights_grad_TK"):
+            assert torch.equal(getattr(actual, field), getattr(expected, field)[rows]), (field, case)
 
 
 def test_partial_sums_are_close_without_determinism(pools: dict[int, RankPool], device: str) -> None:
@@ -172,62 +236,109 @@ def test_partial_sums_are_close_without_determinism(pools: dict[int, RankPool], 
 # --- faults: the same typed error on every rank, and the group stays usable ---
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_input_on_one_rank_raises_the_same_error_on_every_rank(
-    backend: str, world: int, pools: dict[int, RankPool], device: str
+    rank: int, world: int, backend: str, device: str
 ) -> None:
+    """Cause each fault on the last rank only. The next call must work."""
     usable(backend, device)
-    ranks = pools[world].run(workers.faults, Job(backend, device))
-    for name, (kind, text, _) in INPUT_FAULTS.items():
-        for rank, outcomes in enumerate(ranks):
-            (raised, message), works_on = outcomes[name]
-            assert raised == kind and text in message, f"{name}, rank {rank}: {raised}: {message}"
-            assert works_on, f"{name}, rank {rank}"
-            if kind != "RankMismatch" and rank != world - 1:
-                assert f"rank {world - 1}" in message
+    job = Job(backend, device)
+    dispatcher = workers.build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    expected = workers.dispatch_with(dispatcher, job)[0]
+    for name, (kind, text, changes) in INPUT_FAULTS.items():
+        raised, message = workers.caught(
+            lambda changes=changes: workers.dispatch_with(dispatcher, job, **(changes if rank == world - 1 else {}))
+        )
+        assert raised == kind and text in message, f"{name}: {raised}: {message}"
+        assert kind == "RankMismatch" or rank == world - 1 or f"rank {world - 1}" in message
+        assert torch.equal(expected, workers.dispatch_with(dispatcher, job)[0]), name
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_in_a_different_operation_raises_on_every_rank(
-    backend: str, world: int, pools: dict[int, RankPool], device: str
-) -> None:
+def test_a_rank_in_a_different_operation_raises_on_every_rank(rank: int, world: int, backend: str, device: str) -> None:
+    """Make each wrong call on the last rank. The next call must work."""
     usable(backend, device)
-    for outcomes in pools[world].run(workers.wrong_calls, Job(backend, device)):
-        assert {name: (kind, works_on) for name, ((kind, _), works_on) in outcomes.items()} == {
-            name: (kind, True) for name, kind in workers.WRONG_CALLS.items()
-        }, outcomes
+    job = Job(backend, device)
+    last, more = rank == world - 1, 8 if job.backend == "peer_to_peer" else 19  # its ranks share memory for 8 experts
+    case, group = cases.BY_NAME["plain"], dist.group.WORLD
+    first, second, larger = (workers.build(replace(case, num_experts=n), group, job, rank, world) for n in (8, 8, more))
+    (rows, handle), (_, later), (_, other) = (workers.dispatch_with(d, job) for d in (first, first, second))
+    workers.dispatch_with(larger, job)
+    weights = torch.ones(6, 2, device=job.device)
+    wide = torch.zeros(rows.shape[0], rows.shape[1] + last, device=job.device)
+    x_TD = torch.ones(6, handle.hidden + last, device=job.device)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: workers.dispatch_with(first, job) if last else first.combine(rows, weights, handle),
+        lambda: first.combine(rows, weights, later if last else handle),
+        lambda: workers.dispatch_with(second if last else first, job),
+        lambda: workers.dispatch_with(larger if last else first, job),
+        lambda: first.combine(rows, weights, other if last else handle),
+        lambda: first.combine(wide, weights, handle),
+        lambda: first.combine(rows, weights.to("meta") if last else weights, handle),
+        lambda: first.spread(x_TD, handle),
+    )
+    for (name, kind), call in zip(workers.WRONG_CALLS.items(), calls, strict=True):
+        raised, message = workers.caught(call)
+        assert raised == kind, f"{name}: {raised}: {message}"
+        assert all(torch.equal(rows, workers.dispatch_with(d, job)[0]) for d in (first, second)), name
 
 
+@on_ranks(2, 4)
 @pytest.mark.parametrize("how", ["forward", "backward"])
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_exception_between_operations_raises_on_every_rank_and_the_group_stays_usable(
-    backend: str, world: int, how: str, pools: dict[int, RankPool], device: str
+    rank: int, world: int, backend: str, how: str, device: str
 ) -> None:
     """Operations time out later than the run, so a rank that waits for its own timeout fails the test."""
     usable(backend, device)
-    job = Job(backend, device, timeout_s=200.0, how=how)
-    ranks = pools[world].run(workers.raises_in_between, job, timeout=120)
-    for rank, ((raised, message), works_on) in enumerate(ranks):
-        assert works_on
-        if rank == world - 1:
-            assert raised == "ZeroDivisionError" and message.startswith("no such")
-        else:
-            assert raised == "PeerRaised", message
-            for expected in (f"rank {world - 1}", "ZeroDivisionError", "no such", "moe.3"):
-                assert expected in message
+    job = Job(backend, device, timeout_s=200.0)
+    last = rank == world - 1
+    dispatcher = workers.build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    x_TD, ids_TK = workers.valid_inputs(dispatcher, job)
+    rows = dispatcher.dispatch(x_TD, ids_TK).rows_RD
+
+    def act() -> None:
+        sent = dispatcher.dispatch(x_TD.clone().requires_grad_(), ids_TK, label="moe.3")
+        with dispatcher.abort_on_error("moe.3"):
+            if last and how == "forward":
+                raise ZeroDivisionError("no such expert")
+            rows_RD = workers.RaiseInBackward.apply(sent.rows_RD) if last else sent.rows_RD * 1
+        y_TD = dispatcher.combine(rows_RD, torch.ones(6, 2, device=job.device), sent.handle)
+        with dispatcher.abort_on_error("moe.3"):
+            y_TD.sum().backward()
+
+    raised, message = workers.caught(act)
+    if last:
+        assert raised == "ZeroDivisionError" and message.startswith("no such")
+    else:
+        assert raised == "PeerRaised", message
+        for expected in (f"rank {world - 1}", "ZeroDivisionError", "no such", "moe.3"):
+            assert expected in message
+    assert torch.equal(rows, dispatcher.dispatch(x_TD, ids_TK).rows_RD)
 
 
-@pytest.mark.parametrize("world", [SLOW(2), 4])
+@on_ranks(4, timeout=60)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_arguments_give_the_bits_of_dense_arguments(
-    backend: str, world: int, pools: dict[int, RankPool], device: str
-) -> None:
-    """Test all arguments, also on ranks without rows."""
+def test_strided_arguments_give_the_bits_of_dense_arguments(rank: int, world: int, backend: str, device: str) -> None:
+    """Test all arguments, also on ranks without rows; rank 0 has no experts."""
     usable(backend, device)
-    assert pools[world].run(workers.any_strides, Job(backend, device), timeout=60) == [[]] * world
+    job = Job(backend, device)
+    for dtype, hidden in ((torch.float32, 8), (torch.bfloat16, 5), (torch.float32, 1)):
+        case = Case("", tokens=9, hidden=hidden, dtype=dtype, num_experts=3, split="even", placement="uneven")
+        dispatcher = workers.build(case, dist.group.WORLD, job, rank, world)
+        part = workers.to_device(cases.make(case)[0].part(case, rank, world), job.device)
+        for name, restride in workers.STRIDES.items():
+            results = []
+            for change in (restride, lambda x, restride=restride: restride(x).contiguous().clone()):
+                x_TD, w_TK = (change(t).detach().requires_grad_() for t in (part.x_TD, part.weights_TK))
+                sent = dispatcher.dispatch(x_TD, part.ids_TK)
+                rows_RD = change(sent.rows_RD)
+                y_TD = dispatcher.combine(rows_RD, w_TK, sent.handle)
+                y_TD.backward(change(part.grad_TD))
+                results.append((sent.rows_RD, y_TD, w_TK.grad, torch.zeros(()) if x_TD.grad is None else x_TD.grad))
+            assert all(map(torch.equal, *results)), f"{name} {dtype} {hidden}"
 
 
 @pytest.mark.parametrize("world", [SLOW(2), 4])

@@ -215,91 +215,6 @@ def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
     return results
 
 
-# --- several calls ---
-
-
-def in_flight(rank: int, world: int, job: Job) -> list[bool]:
-    """Run two dispatches before their combines, in both orders. Compare with separate calls."""
-    group = dist.group.WORLD
-    pair = [cases.BY_NAME["plain"], replace(cases.BY_NAME["some slots dropped"], num_experts=8, seed=3)]
-    dispatcher = build(pair[0], group, job, rank, world)
-    parts = [to_device(cases.make(case)[0].part(case, rank, world), job.device) for case in pair]
-
-    def run(order: Callable[[list[Any]], list[int]], together: bool) -> list[Tensor]:
-        xs = [part.x_TD.clone().requires_grad_() for part in parts]
-        ws = [part.weights_TK.clone().requires_grad_() for part in parts]
-        sent: list[Any] = []
-        ys: dict[int, Tensor] = {}
-        for i, part in enumerate(parts):
-            sent.append(dispatcher.dispatch(xs[i], part.ids_TK, label=str(i)))
-            if not together:
-                ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].handle)
-        for i in order([0, 1]) if together else []:
-            ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].handle)
-        torch.autograd.backward([ys[0], ys[1]], [part.grad_TD for part in parts])
-        return [ys[0], ys[1], *(t.grad for t in (*xs, *ws) if t.grad is not None)]
-
-    alone = run(list, False)
-    both = [run(order, True) for order in (list, lambda pair: pair[::-1])]
-    return [all(map(torch.equal, alone, other)) for other in both]
-
-
-def spread_rows(rank: int, world: int, job: Job) -> list[str]:
-    """Spread other rows along the routes of a dispatch. Return the names of cases that differ from a new dispatch."""
-    wrong = []
-    for case in job.cases:
-        if case.experts_per_rank(world) is not None or case.num_experts != 8:
-            continue
-        dispatcher = build(case, dist.group.WORLD, job, rank, world)
-        part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
-        grads, ys = [], []
-        handle = dispatcher.dispatch(part.grad_TD, part.ids_TK).handle
-        for again in (False, True):
-            x_TD = part.x_TD.clone().requires_grad_()
-            given = cases.strided(x_TD.detach()).requires_grad_() if again and case.strided else x_TD
-            sent = None if again else dispatcher.dispatch(given, part.ids_TK)
-            rows_RD = dispatcher.spread(given, handle) if sent is None else sent.rows_RD
-            y_TD = dispatcher.combine(rows_RD, part.weights_TK, handle if sent is None else sent.handle)
-            y_TD.backward(part.grad_TD)
-            grads.append(given.grad)
-            ys.append((rows_RD.detach(), y_TD.detach()))
-        same = torch.equal(*grads) and all(map(torch.equal, *ys))  # type: ignore[arg-type]
-        wrong += [] if same else [case.name]
-    return wrong
-
-
-def many_shapes(rank: int, world: int, job: Job) -> list[str]:
-    """Run calls with changing tokens, top-k, hidden size and dtype. Return the names of those with different bits."""
-    g = torch.Generator().manual_seed(7)
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    reference = build(cases.BY_NAME["plain"], None, replace(job, backend="plain"), 0, 1)
-    wrong = []
-    for i in range(24):
-        tokens, hidden, top_k, dtype = (int(torch.randint(0, n, (), generator=g)) for n in (90, 70, 8, 3))
-        case = Case(
-            f"shape {i}",
-            tokens=tokens,
-            hidden=hidden + 1,
-            top_k=top_k + 1,
-            dtype=(torch.float32, torch.bfloat16, torch.float16)[dtype],
-            routing=("duplicates", "dropped", "one_expert")[i % 3],
-            split=("uneven", "even", "last")[i % 3],
-            seed=i,
-        )
-        batch, _ = cases.make(case)
-        ones = torch.ones(8, case.hidden, device=job.device)
-        own = dispatcher.local_experts
-        expected = layer(reference, case, to_device(batch, job.device), ones)
-        actual = layer(
-            dispatcher, case, to_device(batch.part(case, rank, world), job.device), ones[own.start : own.stop]
-        )
-        rows = case.rows(rank, world)
-        same = torch.equal(actual.y_TD, expected.y_TD[rows]) and torch.equal(actual.x_grad_TD, expected.x_grad_TD[rows])
-        if not same or not torch.equal(actual.weights_grad_TK, expected.weights_grad_TK[rows]):
-            wrong.append(str(case))
-    return wrong
-
-
 # --- faults ---
 
 ErrorText = tuple[str, str]
@@ -314,7 +229,7 @@ def caught(action: Callable[[], Any]) -> ErrorText:
     return "", ""
 
 
-def _valid_inputs(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Tensor]:
+def valid_inputs(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Tensor]:
     """Return x and ids of a valid call."""
     g = torch.Generator().manual_seed(5)
     hidden, top_k, dtype = changes.get("hidden", 8), changes.get("top_k", 2), changes.get("dtype", torch.float32)
@@ -323,8 +238,8 @@ def _valid_inputs(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Ten
     return x_TD, ids_TK.to(changes.get("ids_dtype", torch.int64))
 
 
-def _dispatch_with(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, DispatchHandle]:
-    x_TD, ids_TK = _valid_inputs(dispatcher, job, **changes)
+def dispatch_with(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, DispatchHandle]:
+    x_TD, ids_TK = valid_inputs(dispatcher, job, **changes)
     if "bad_id" in changes:
         ids_TK[4, 1] = changes["bad_id"]
     if "flat" in changes:
@@ -352,19 +267,6 @@ INPUT_FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Fault of the last rank: the error and part of its text, expected on every rank."""
 
 
-def faults(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]:
-    """Cause each fault on the last rank only. Return what this rank raises, and whether the next call works."""
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    outcomes = {}
-    expected = _dispatch_with(dispatcher, job)[0]
-    for name, (_, _, changes) in INPUT_FAULTS.items():
-        error_texts = caught(
-            lambda changes=changes: _dispatch_with(dispatcher, job, **(changes if rank == world - 1 else {}))
-        )
-        outcomes[name] = error_texts, torch.equal(expected, _dispatch_with(dispatcher, job)[0])
-    return outcomes
-
-
 WRONG_CALLS = {
     "dispatch instead of combine": "RankMismatch",
     "combine of later rows": "RankMismatch",
@@ -378,34 +280,7 @@ WRONG_CALLS = {
 """Call of the last rank while the others make the right one, and the error that is expected on every rank."""
 
 
-def wrong_calls(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]:
-    """Make each wrong call on the last rank. Return the errors, and whether the next call works."""
-    last, more = rank == world - 1, 8 if job.backend == "peer_to_peer" else 19  # its ranks share memory for 8 experts
-    case, group = cases.BY_NAME["plain"], dist.group.WORLD
-    first, second, larger = (build(replace(case, num_experts=n), group, job, rank, world) for n in (8, 8, more))
-    (rows, handle), (_, later), (_, other) = (_dispatch_with(d, job) for d in (first, first, second))
-    _dispatch_with(larger, job)
-    weights = torch.ones(6, 2, device=job.device)
-    wide = torch.zeros(rows.shape[0], rows.shape[1] + last, device=job.device)
-    x_TD = torch.ones(6, handle.hidden + last, device=job.device)
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: _dispatch_with(first, job) if last else first.combine(rows, weights, handle),
-        lambda: first.combine(rows, weights, later if last else handle),
-        lambda: _dispatch_with(second if last else first, job),
-        lambda: _dispatch_with(larger if last else first, job),
-        lambda: first.combine(rows, weights, other if last else handle),
-        lambda: first.combine(wide, weights, handle),
-        lambda: first.combine(rows, weights.to("meta") if last else weights, handle),
-        lambda: first.spread(x_TD, handle),
-    )
-    outcomes = {}
-    for name, call in zip(WRONG_CALLS, calls, strict=True):
-        raised = caught(call)
-        outcomes[name] = raised, all(torch.equal(rows, _dispatch_with(d, job)[0]) for d in (first, second))
-    return outcomes
-
-
-class _RaiseInBackward(torch.autograd.Function):
+class RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -413,27 +288,6 @@ class _RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise ZeroDivisionError("no such gradient")
-
-
-def raises_in_between(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
-    """The last rank's experts raise, forward or backward (job.how)."""
-    last = rank == world - 1
-    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    x_TD, ids_TK = _valid_inputs(dispatcher, job)
-    expected = dispatcher.dispatch(x_TD, ids_TK).rows_RD
-
-    def act() -> None:
-        sent = dispatcher.dispatch(x_TD.clone().requires_grad_(), ids_TK, label="moe.3")
-        with dispatcher.abort_on_error("moe.3"):
-            if last and job.how == "forward":
-                raise ZeroDivisionError("no such expert")
-            rows_RD = _RaiseInBackward.apply(sent.rows_RD) if last else sent.rows_RD * 1
-        y_TD = dispatcher.combine(rows_RD, torch.ones(6, 2, device=job.device), sent.handle)
-        with dispatcher.abort_on_error("moe.3"):
-            y_TD.sum().backward()
-
-    error_texts = caught(act)
-    return error_texts, torch.equal(expected, dispatcher.dispatch(x_TD, ids_TK).rows_RD)
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -445,34 +299,13 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def any_strides(rank: int, world: int, job: Job) -> list[str]:
-    """Use inputs and gradients of different strides; rank 0 has no experts. Return the cases with different bits."""
-    wrong = []
-    for dtype, hidden in ((torch.float32, 8), (torch.bfloat16, 5), (torch.float32, 1)):
-        case = Case("", tokens=9, hidden=hidden, dtype=dtype, num_experts=3, split="even", placement="uneven")
-        dispatcher = build(case, dist.group.WORLD, job, rank, world)
-        part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
-        for name, restride in STRIDES.items():
-            results = []
-            for change in (restride, lambda x, restride=restride: restride(x).contiguous().clone()):
-                x_TD, w_TK = (change(t).detach().requires_grad_() for t in (part.x_TD, part.weights_TK))
-                sent = dispatcher.dispatch(x_TD, part.ids_TK)
-                rows_RD = change(sent.rows_RD)
-                y_TD = dispatcher.combine(rows_RD, w_TK, sent.handle)
-                y_TD.backward(change(part.grad_TD))
-                results.append((sent.rows_RD, y_TD, w_TK.grad, torch.zeros(()) if x_TD.grad is None else x_TD.grad))
-            if not all(map(torch.equal, *results)):
-                wrong.append(f"{name} {dtype} {hidden}")
-    return wrong
-
-
 def never_calls(rank: int, world: int, job: Job) -> list[ErrorText]:
     """Rank 1 builds and then does nothing; the others dispatch, twice."""
     group = dist.new_group()
     dispatcher = build(cases.BY_NAME["plain"], group, job, rank, world)
     error_texts = []
     if rank != 1:
-        error_texts = [caught(lambda: _dispatch_with(dispatcher, job)) for _ in range(2)]
+        error_texts = [caught(lambda: dispatch_with(dispatcher, job)) for _ in range(2)]
     dist.barrier()
     return error_texts
 
@@ -482,7 +315,7 @@ def lose_a_rank(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
     dist.barrier()  # new processes take long to import modules, which would exceed the dispatcher's deadline
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     name, _, where = job.how.partition(" ")
-    x_TD, ids_TK = _valid_inputs(dispatcher, job)
+    x_TD, ids_TK = valid_inputs(dispatcher, job)
     sent = dispatcher.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
     weights_TK = torch.ones(6, 2, device=job.device, requires_grad=True)
     dist.barrier()
