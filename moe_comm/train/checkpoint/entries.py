@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,43 @@ class Entry:
             )
             for box in self.boxes
         ]
+
+
+class CopiesToCpu:
+    """Copies tensors to CPU memory, also while a GPU computes.
+
+    A separate stream copies from a GPU, after the work that was enqueued on the caller's stream when ``mark`` was
+    called.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._ready: dict[torch.device, Any] = {}
+
+    def mark(self, entries: Mapping[str, Entry]) -> None:
+        """Record that the entries are complete after the work enqueued so far. Called by the training thread."""
+        for device in {entry.tensor.device for entry in entries.values() if entry.tensor.is_cuda}:
+            self._ready[device] = torch.cuda.current_stream(device).record_event()
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy each pair of a CPU tensor and its source, and wait until all are copied."""
+        used = set()
+        for target, source in pairs:
+            if source.is_cuda:
+                used.add(source.device)
+                with torch.cuda.stream(self._stream(source.device)):
+                    target.copy_(source, non_blocking=True)
+            else:
+                target.copy_(source)
+        for device in used:
+            self._stream(device).synchronize()
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        if device in self._ready:
+            self._streams[device].wait_event(self._ready.pop(device))
+        return self._streams[device]
 
 
 def check_loadable(name: object, entry: Entry) -> None:

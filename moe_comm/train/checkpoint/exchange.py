@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_comm.comm.peers import Peers, Process
 from moe_comm.errors import CheckpointError, MoeCommError
 
 T = TypeVar("T")
@@ -47,12 +46,6 @@ def gather_or_raise(group: ProcessGroup | None, call: Callable[[], T]) -> list[T
     if failures:
         raise CheckpointError(merge_failures(failures))
     return [cast(T, value) for _, value in answers]
-
-
-def gather_processes(group: ProcessGroup) -> Peers:
-    """Return the processes of all ranks of ``group``, to name those that end. Collective."""
-    processes = gather_or_raise(group, Process.own)
-    return Peers(processes, group.rank(), dist.HashStore(), "")  # no notes are read: the store is local
 
 
 def run_torch(call: Callable[[], object]) -> None:

@@ -88,8 +88,7 @@ def latest(folder: str | Path) -> Path | None:
 def complete_checkpoints(folder: Path, *, lenient: bool) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints of a folder, in the order of their saves.
 
-    Args:
-        lenient: skip checkpoints with a damaged marker, or that cannot be read, instead of raising.
+    If ``lenient``, skip checkpoints with a damaged marker, or that cannot be read, instead of raising.
     """
     checkpoints: dict[int, CompleteCheckpoint] = {}
     try:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from moe_comm.errors import CheckpointError
-from moe_comm.train.checkpoint.entries import Entry
+from moe_comm.train.checkpoint.entries import CopiesToCpu, Entry
 from moe_comm.train.checkpoint.files import DTYPES
 from moe_comm.train.checkpoint.metadata import overlap
 
@@ -32,47 +32,25 @@ from moe_comm.train.checkpoint.metadata import overlap
 class Stager:
     """Copies boxes of entries to buffers, which are reused: new memory costs more than the copy.
 
-    For tensors on a GPU, the buffers are page-locked. A separate stream copies them after the work that was enqueued on
-    the caller's stream when ``mark`` was called.
+    Buffers for tensors on a GPU are page-locked.
     """
 
     def __init__(self) -> None:
+        self.copies = CopiesToCpu()
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._streams: dict[torch.device, Any] = {}
-        self._ready: dict[torch.device, Any] = {}
-
-    def mark(self, entries: Mapping[str, Entry]) -> None:
-        """Record that the entries are complete after the work enqueued so far. Called by the training thread."""
-        for device in {entry.tensor.device for entry in entries.values() if entry.tensor.is_cuda}:
-            self._ready[device] = torch.cuda.current_stream(device).record_event()
 
     def stage(self, entries: Mapping[str, Entry], boxes: Sequence[tuple[str, int]]) -> Mapping[tuple[str, int], Tensor]:
         """Return CPU copies of the given boxes (name, index of the box). They are valid until the next call."""
+        sources = {(name, number): entries[name].local_box(number) for name, number in boxes}
         buffers: dict[tuple[str, int], Tensor] = {}
-        used = set()
-        for name, number in boxes:
-            local_box = entries[name].local_box(number)
-            buffer = self._buffers.pop((name, number), None)
-            if buffer is None or (buffer.shape, buffer.dtype) != (local_box.shape, local_box.dtype):
-                buffer = torch.empty(local_box.shape, dtype=local_box.dtype, pin_memory=local_box.is_cuda, device="cpu")
-            if local_box.is_cuda:
-                used.add(local_box.device)
-                with torch.cuda.stream(self._stream(local_box.device)):
-                    buffer.copy_(local_box, non_blocking=True)
-            else:
-                buffer.copy_(local_box)
-            buffers[name, number] = buffer
-        for device in used:
-            self._stream(device).synchronize()
+        for key, source in sources.items():
+            buffer = self._buffers.pop(key, None)
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda, device="cpu")
+            buffers[key] = buffer
+        self.copies.copy((buffers[key], source) for key, source in sources.items())
         self._buffers = buffers
         return buffers
-
-    def _stream(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        if device in self._ready:
-            self._streams[device].wait_event(self._ready.pop(device))
-        return self._streams[device]
 
 
 UNCHANGED = "as before"

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from moe_comm.comm.peers import Peers, Process
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
@@ -43,7 +44,6 @@ from moe_comm.train.checkpoint.exchange import (
     PeerLost,
     describe_error,
     gather_or_raise,
-    gather_processes,
     run_torch,
 )
 from moe_comm.train.checkpoint.files import FileDigest
@@ -84,7 +84,7 @@ class _Writer(StorageWriter):
 
     Attributes:
         written: bytes of this rank's file.
-        created: whether this rank has created the ``.partial`` folders.
+        created: whether this rank has created the ``.partial`` folder.
     """
 
     def __init__(
@@ -225,7 +225,10 @@ class Checkpointer:
         )
         self._distributed = distributed
         self._lost = "lost a rank"
-        self._peers = None if self._group is None else gather_processes(self._group)
+        self._peers: Peers | None = None  # to name the ranks that end
+        if self._group is not None:
+            processes = gather_or_raise(self._group, Process.own)
+            self._peers = Peers(processes, self.rank, dist.HashStore(), "")  # no notes are read: the store is local
         self._stager = Stager()
         self._planner = EntryPlanner(self._stager)
         self._job: _Job | None = None
@@ -289,7 +292,7 @@ class Checkpointer:
         try:
             for name, entry in entries.items():
                 check_loadable(name, entry)
-            self._stager.mark(entries)
+            self._stager.copies.mark(entries)
         except (TypeError, ValueError) as error:
             problem = problem or str(error)
         self._planner.step, self._planner.state, self._planner.problem = step, own_state, problem

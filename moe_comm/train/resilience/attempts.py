@@ -28,13 +28,8 @@ from moe_comm.train.ranks import Ranks
 class AttemptLog(StepHook):
     """Appends a line to ``attempts.jsonl`` when the first step begins. Used on rank 0.
 
-    Create it before the lines of repeated steps are removed from ``metrics.jsonl``.
-
-    Args:
-        run: folder of the run.
-        done: number of steps after which the run resumes.
-        source, hosts: see ``Attempt``.
-        earlier: folder of the previous attempt, from ``carry_over``; None if it is ``run``.
+    Create it before the lines of repeated steps are removed from ``metrics.jsonl``. The run resumes after ``done``
+    steps. ``earlier`` is the folder of the previous attempt, from ``carry_over``; None if it is ``run``.
     """
 
     def __init__(

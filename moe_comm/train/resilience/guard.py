@@ -61,12 +61,9 @@ class StepSummary:
 
 
 class Agreement:
-    """Reduces losses, stop requests and MoE counters over the ranks. All ranks must pass equal ``names``.
+    """Reduces losses, stop requests and MoE counters over the ranks.
 
-    Args:
-        stages: this rank's stages of the model.
-        names: names of all MoE layers of the whole model.
-        num_experts: number of experts per layer.
+    ``stages`` are those of this rank, ``names`` the MoE layers of the whole model, equal on all ranks.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], num_experts: int, ranks: Ranks) -> None:
@@ -80,9 +77,7 @@ class Agreement:
     def agree(self, loss: float, stops: Sequence[bool]) -> StepSummary:
         """Return the summary of the step over all ranks, and reset the counters. Collective.
 
-        Args:
-            loss: local loss of this rank.
-            stops: whether this rank has each reason to stop.
+        ``loss`` is that of this rank; ``stops`` has a flag for each reason to stop.
         """
         invalid = self.take_invalid()
         bad_W, damaged_W = torch.zeros(2, self._ranks.world, dtype=torch.float64, device="cpu")
@@ -213,11 +208,7 @@ class _Problem:
 class StepGuard:
     """Decide about each step of a run. Decisions depend only on reduced values, so they are equal on all ranks.
 
-    Args:
-        nonfinite: ``run.nonfinite``.
-        ranks: ranks of the run.
-        history: history of the run; updated in each step.
-        record: receives fault records.
+    Each step updates ``history``. ``nonfinite`` is ``run.nonfinite``.
     """
 
     def __init__(
@@ -252,13 +243,8 @@ class StepGuard:
     def after_loss(self, summary: StepSummary, loss: float, gradients: Iterable[Tensor]) -> StepDecision:
         """Decide about a step before its gradients are reduced. Collective in a rerun.
 
-        Args:
-            summary: values of the step, reduced over all ranks.
-            loss: local loss of this rank.
-            gradients: this rank's gradients, which are read only if bad steps are rerun.
-
-        Raises:
-            NonFiniteLoss, UnsettledStep, CorruptPayload: on every rank. The weights are unchanged.
+        ``loss`` and ``gradients`` are those of this rank. Gradients are read only if bad steps are rerun. Raises
+        NonFiniteLoss, UnsettledStep or CorruptPayload on every rank; the weights are unchanged.
         """
         self._loss = summary.loss
         if summary.damaged:
@@ -280,11 +266,7 @@ class StepGuard:
         return self._check_spike("loss", summary.loss, self._history.losses, self._settings.loss_spike)
 
     def after_norm(self, norm: float) -> StepDecision:
-        """Decide about a step after its gradients were reduced and ``after_loss`` has returned ``GO``.
-
-        Args:
-            norm: global norm of the reduced gradients.
-        """
+        """Decide about a step from the global norm, after ``after_loss`` has returned ``GO``."""
         if self.compares and self._first_digest is None:
             self._first_digest = self._current
         if not isfinite(norm):

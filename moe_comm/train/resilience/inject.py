@@ -208,13 +208,8 @@ class FaultOnPurpose(RuntimeError):
 class Injector(StepHook):
     """Injects the faults of ``[faults]``. Every rank of a run creates one. Collective.
 
-    Args:
-        stages: this rank's stages of the model.
-        corpus: its ``batch_of`` raises for ``raise_thread``.
-        finish_saves: waits for the checkpoint in progress.
-
-    Raises:
-        ConfigError: on every rank. A fault of the plan is invalid, or is not possible here.
+    ``finish_saves`` waits for the checkpoint in progress. Raises ConfigError on every rank if a fault of the plan is
+    invalid or not possible here.
     """
 
     def __init__(

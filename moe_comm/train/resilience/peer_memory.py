@@ -42,7 +42,7 @@ from moe_comm.runtime.seconds import seconds_of
 from moe_comm.runtime.untrusted import abridged
 from moe_comm.topology import ParallelMesh
 from moe_comm.topology.buddies import buddies
-from moe_comm.train.checkpoint import Entry
+from moe_comm.train.checkpoint.entries import CopiesToCpu, Entry
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.persistent_state import SnapshotLayout, SnapshotSearch, run_id
@@ -70,13 +70,12 @@ class SnapshotStats:
 
 @dataclass
 class _Job:
-    """A snapshot in progress. ready: for each GPU, an event after which its tensors can be copied."""
+    """A snapshot in progress."""
 
     step: int
     entries: dict[str, Entry]
     state: bytes
     started: float
-    ready: dict[torch.device, Any]
     stage_s: float = 0.0
     staged: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -86,9 +85,7 @@ class PeerSnapshots(StepHook):
     """Saves snapshots of a run's state in memory every ``every`` steps. Every rank creates one. Collective.
 
     Args:
-        host_memory: memory server of this host.
         capture: returns the state to save; called before the weights change again.
-        timeout_s: timeout for other ranks in the background.
         growth: bytes by which the JSON can grow after the first snapshot. A little growth always has room.
 
     Attributes:
@@ -108,13 +105,8 @@ class PeerSnapshots(StepHook):
         timeout_s: float = 300.0,
         growth: int = 0,
     ) -> None:
-        self._host_memory, self._ranks, self._mesh, self._every, self._capture = (
-            host_memory,
-            ranks,
-            mesh,
-            every,
-            capture,
-        )
+        self._host_memory, self._ranks, self._mesh = host_memory, ranks, mesh
+        self._every, self._capture = every, capture
         self._growth = growth
         self._run = ranks.broadcast_text(run_id(run))  # the path of the folder may differ between hosts
         self._epoch = ranks.broadcast_text(secrets.token_hex(8))
@@ -132,7 +124,7 @@ class PeerSnapshots(StepHook):
         self._peer_slots: dict[int, Slots] = {}
         self._capacities: list[int] = []
         self._pinned: list[int] = []
-        self._streams: dict[torch.device, Any] = {}
+        self._copies = CopiesToCpu()
         self._job: _Job | None = None
         self._failure = ""
         self.reports: list[SnapshotStats] = []
@@ -151,9 +143,8 @@ class PeerSnapshots(StepHook):
         self._last_step = done
         started = time.perf_counter()
         entries, state = self._capture(done)
-        devices = {entry.tensor.device for entry in entries.values() if entry.tensor.is_cuda}
-        ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-        self._job = _Job(done, entries, json.dumps(state, allow_nan=False).encode(), started, ready)
+        self._copies.mark(entries)
+        self._job = _Job(done, entries, json.dumps(state, allow_nan=False).encode(), started)
         self._queue.put(self._job)
 
     def wait_staged(self) -> float:
@@ -229,7 +220,7 @@ class PeerSnapshots(StepHook):
             finally:
                 job.staged.set()
                 job.done.set()
-                job.entries, job.ready = {}, {}
+                job.entries = {}
 
     def _save(self, job: _Job) -> None:
         layout = SnapshotLayout.of(job.entries, str(self._mesh.config))
@@ -241,7 +232,11 @@ class PeerSnapshots(StepHook):
         slot = self._free_slot(self._own_slots)
         self._own_slots.clear(slot)
         buffer = self._own_slots.content(slot)
-        self._copy(job, layout.views(job.entries, buffer))
+        gpus = [entry.tensor.device for entry in job.entries.values() if entry.tensor.is_cuda]
+        if gpus and not self._pinned:
+            self._pin(self._own_slots, gpus[0])
+        views = layout.views(job.entries, buffer)
+        self._copies.copy((view, job.entries[name].tensor) for name, view in views.items())
         job.stage_s = time.perf_counter() - job.started
         job.staged.set()
         used = layout.content + len(job.state)
@@ -305,22 +300,6 @@ class PeerSnapshots(StepHook):
                 return 1 - slot
         steps = [-1 if header is None else header.step for header in headers]
         return steps.index(min(steps))
-
-    def _copy(self, job: _Job, views: Mapping[str, Tensor]) -> None:
-        """Copy the tensors. Copies from a GPU use a separate stream, and page-locked memory as their destination."""
-        if job.ready and not self._pinned and self._own_slots is not None:
-            self._pin(self._own_slots, next(iter(job.ready)))
-        for device, event in job.ready.items():
-            self._streams.setdefault(device, torch.cuda.Stream(device)).wait_event(event)
-        for name, view in views.items():
-            source = job.entries[name].tensor
-            if source.is_cuda:
-                with torch.cuda.stream(self._streams[source.device]):
-                    view.copy_(source, non_blocking=True)
-            else:
-                view.copy_(source)
-        for device in job.ready:
-            self._streams[device].synchronize()
 
     def _pin(self, slots: Slots, device: torch.device) -> None:
         buffer = torch.frombuffer(slots.buffer(), dtype=torch.uint8)
@@ -393,14 +372,8 @@ class PeerSnapshots(StepHook):
     ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest snapshot of this run, mapping and model that is complete and undamaged on every rank.
 
-        Collective, before training.
-
-        Args:
-            least: first step to accept.
-            log: receives a line for each snapshot that cannot be used.
-
-        Returns:
-            The step and the JSON values; None if there is no such snapshot, and nothing has changed.
+        Collective, before training. Returns the step, ``least`` or later, and the JSON values; None if there is no such
+        snapshot, and nothing has changed. ``log`` receives a line for each snapshot that cannot be used.
         """
         layout = SnapshotLayout.of(entries, str(self._mesh.config))
         search = SnapshotSearch(self._host_memory, self._ranks, self.hosts, self._run)

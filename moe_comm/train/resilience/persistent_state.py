@@ -117,11 +117,9 @@ class _Copy:
 
 
 class SnapshotSearch:
-    """The snapshots of a run in the memory of all hosts. Collective over the default group.
+    """The snapshots of the run with id ``run`` in the memory of all hosts. Collective over the default group.
 
-    Args:
-        hosts: token of each rank's memory server; ranks of one host have the same.
-        run: id of the run; see ``run_id``.
+    ``hosts`` has the token of each rank's memory server; ranks of one host have the same.
     """
 
     def __init__(self, host_memory: PersistentMemory, ranks: Ranks, hosts: Sequence[str], run: str) -> None:
