@@ -38,9 +38,9 @@ class Setting:
     hosts: str = "aaaa"
     crash: int | None = None
 
-    def then(self, *settings: str, **changes: Any) -> Setting:
+    def then(self, *settings: str, crash: int | None = None) -> Setting:
         """Return the setting of the restarted ranks."""
-        return replace(self, settings=(*self.settings, AUTO, *settings), **{"crash": None} | changes)
+        return replace(self, settings=(*self.settings, AUTO, *settings), crash=crash)
 
 
 def _work(rank: int, world: int, setting: Setting) -> RunResult | None:
