@@ -13,8 +13,8 @@ from moe_comm.dispatch import Dispatcher, WireDtypes
 from tests.dispatch import cases
 from tests.dispatch.cases import Case
 from tests.dispatch.test_contract import BACKENDS, HALF, usable
-from tests.dispatch.workers import ErrorText, Job, build, caught, to_device
-from tests.pool import RankPool
+from tests.dispatch.workers import Job, build, caught, to_device
+from tests.pool import on_ranks
 
 WIDTHS = (1, 3)
 FAST = ("local", "plain", "shared_memory", "peer_to_peer")
@@ -42,9 +42,8 @@ def set_up(case: Case, job: Job, rank: int, world: int) -> tuple[Dispatcher, cas
     return dispatcher, to_device(cases.make(case)[0].part(case, rank, world), job.device), case.rows(rank, world)
 
 
-def run(rank: int, world: int, job: Job) -> list[str]:
-    """Dispatch, send again and differentiate extra values. Return the names of cases with other bits."""
-    wrong = []
+def check_values(rank: int, world: int, job: Job) -> None:
+    """Dispatch, send again and differentiate extra values."""
     for number, case in enumerate(job.cases):
         dispatcher, part, own = set_up(case, job, rank, world)
         token, slot = slots_of(case, dispatcher)
@@ -69,8 +68,7 @@ def run(rank: int, world: int, job: Job) -> list[str]:
             same.append(torch.equal(sent.extra_RX.cpu(), by_token[token, slot]))  # type: ignore[union-attr]
             for rows_grad in (True, False) if fast else (number % 4 < 2,):
                 same += gradients(dispatcher, case, part, own, width, rows_grad)
-            wrong += [] if all(same) else [f"{case.name}, {width}: {same}"]
-    return wrong
+            assert all(same), f"{case.name}, {width}: {same}"
 
 
 def gradients(
@@ -104,48 +102,41 @@ def gradients(
     return same
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(2, 4, timeout=240)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_arrive_with_their_rows_and_gradients_return(
-    backend: str, world: int, pools: dict[int, RankPool], device: str
-) -> None:
+def test_values_arrive_with_their_rows_and_gradients_return(rank: int, world: int, backend: str, device: str) -> None:
     usable(backend, device)
-    assert pools[world].run(run, Job(backend, device, names=HALF[world]), timeout=240) == [[]] * world
+    check_values(rank, world, Job(backend, device, names=HALF[world]))
 
 
 @pytest.mark.parametrize("backend", ["local", "plain"])
 def test_one_rank(backend: str, device: str) -> None:
-    assert run(0, 1, Job(backend, device)) == []
+    check_values(0, 1, Job(backend, device))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_are_not_rounded_to_a_wire_dtype(backend: str, pools: dict[int, RankPool], device: str) -> None:
+def test_values_are_not_rounded_to_a_wire_dtype(rank: int, world: int, backend: str, device: str) -> None:
     usable(backend, device)
     formats = WireDtypes("bf16", "fp8_block", "bf16", "bf16")
-    assert pools[2].run(rounded, Job(backend, device, wire_dtypes=formats, checked=False)) == [True, True]
-
-
-def rounded(rank: int, world: int, job: Job) -> bool:
-    case = cases.BY_NAME["some slots dropped"]
+    case, job = cases.BY_NAME["some slots dropped"], Job(backend, device, wire_dtypes=formats, checked=False)
     dispatcher, part, own = set_up(case, job, rank, world)
-    return all(gradients(dispatcher, case, part, own, 2, True))
+    assert all(gradients(dispatcher, case, part, own, 2, True))
 
 
-def scaled(rank: int, world: int, job: Job) -> bool:
-    """Rows as values and scales, with extra values."""
-    case = replace(cases.BY_NAME["some slots dropped"], hidden=128)
-    dispatcher, part, own = set_up(case, job, rank, world)
-    extra = values(case, 2, 4)
-    sent = dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=True, extra_TKX=extra[own].to(job.device))
-    token, slot = slots_of(case, dispatcher)
-    return sent.scaled is not None and torch.equal(sent.extra_RX.cpu(), extra[token, slot])  # type: ignore[union-attr]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("wire_dtypes", [WireDtypes(), WireDtypes(dispatch="fp8_block")], ids=["same", "fp8"])
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "hierarchical"])
-def test_values_of_scaled_rows(backend: str, wire_dtypes: WireDtypes, pools: dict[int, RankPool], device: str) -> None:
+def test_values_of_scaled_rows(rank: int, world: int, backend: str, wire_dtypes: WireDtypes, device: str) -> None:
+    """Rows as values and scales, with extra values."""
     usable(backend, device)
-    assert pools[2].run(scaled, Job(backend, device, wire_dtypes=wire_dtypes)) == [True, True]
+    case = replace(cases.BY_NAME["some slots dropped"], hidden=128)
+    dispatcher, part, own = set_up(case, Job(backend, device, wire_dtypes=wire_dtypes), rank, world)
+    extra = values(case, 2, 4)
+    sent = dispatcher.dispatch(part.x_TD, part.ids_TK, scaled=True, extra_TKX=extra[own].to(device))
+    token, slot = slots_of(case, dispatcher)
+    assert sent.scaled is not None and sent.extra_RX is not None
+    assert torch.equal(sent.extra_RX.cpu(), extra[token, slot])
 
 
 FAULTS = {
@@ -165,7 +156,11 @@ FAULTS = {
 """Fault of the last rank: the error and part of its text, expected on every rank."""
 
 
-def faults(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_values_on_one_rank_raise_on_every_rank(rank: int, world: int, backend: str, device: str) -> None:
+    usable(backend, device)
+    job = Job(backend, device)
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     last = rank == world - 1
     x_TD = torch.ones(6, 8, device=job.device)
@@ -194,18 +189,8 @@ def faults(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]
         right = extra.clone().requires_grad_() if name == "without gradients" else extra
         dispatcher.dispatch(x_TD, ids_TK, extra_TKX=given if last else right)  # type: ignore[arg-type]
 
-    outcomes = {}
-    for name in FAULTS:
-        raised = caught(lambda name=name: act(name))
+    for name, (kind, text) in FAULTS.items():
+        raised, message = caught(lambda name=name: act(name))
+        assert raised == kind and text in message, f"{name}: {raised}: {message}"
         again = dispatcher.dispatch(x_TD, ids_TK, extra_TKX=extra).extra_RX
-        outcomes[name] = raised, torch.equal(again, good.extra_RX)  # type: ignore[arg-type]
-    return outcomes
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_wrong_values_on_one_rank_raise_on_every_rank(backend: str, pools: dict[int, RankPool], device: str) -> None:
-    usable(backend, device)
-    for outcomes in pools[2].run(faults, Job(backend, device)):
-        for name, (kind, text) in FAULTS.items():
-            (raised, message), works_on = outcomes[name]
-            assert raised == kind and text in message and works_on, f"{name}: {raised}: {message}"
+        assert torch.equal(again, good.extra_RX), name  # type: ignore[arg-type]
