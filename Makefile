@@ -10,10 +10,13 @@ TEST_ARGS ?=
 WORKERS ?= 2
 
 SHELL := /bin/bash
+# Everything that builds the native core must agree on this, or each one builds it again.
+export MOE_COMM_WERROR ?= on
 BIN := $(CURDIR)/$(VENV)/bin
 # The name holds the torch that was asked for, so that asking for another one installs again.
 STAMP := $(VENV)/.installed-$(TORCH)
 PINS := build/constraints.txt
+BUILD_CORE = $(BIN)/python setup.py --quiet build_ext --inplace
 # One thread a process (the tests start their own ranks), and no AMX: some virtual machines advertise it and then
 # kill every bf16 matmul (see moe_comm/runtime/cpu_guard.py).
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
@@ -41,15 +44,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) \
 	  || { echo "could not make $(VENV); on Debian: apt-get install python3-venv python3-dev g++" >&2; exit 2; }
 
-# torch comes first and pinned, so that nothing installed later brings another one.
+# torch comes before what needs it, so that nothing installed later brings another one. The native core does not need it.
 $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 	@mkdir -p build
 	@{ grep -v -e '^torch==' -e '^triton==' -e '^nvidia-' constraints.txt; echo '$(TORCH)'; } > $(PINS)
-	$(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools pybind11 cmake ninja
+	@set -e; $(BUILD_CORE) & core=$$!; \
+	  $(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)' || { kill $$core; exit 1; }; wait $$core
 	@# torch for GPUs has brought the Triton and NVRTC that it was made for; torch for CPUs brings none.
 	@$(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' \
 	  || grep -e '^triton==' -e '^nvidia-' constraints.txt >> $(PINS)
-	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools pybind11 cmake ninja
 	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.installed-*
 	@touch '$@'
@@ -57,7 +61,7 @@ $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 install: $(STAMP)
 
 build: $(STAMP)
-	MOE_COMM_WERROR=on $(BIN)/python setup.py --quiet build_ext --inplace
+	$(BUILD_CORE)
 
 train: build
 	$(BIN)/moe-comm train $(CONFIG)
@@ -124,7 +128,7 @@ PYTHONS ?=
 MACHINES ?=
 TORCH_INDEX ?=
 wheels: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m benchmarks.wheels build/wheels \
+	$(TEST_ENV) MOE_COMM_WERROR=off $(BIN)/python -m benchmarks.wheels build/wheels \
 	  $(addprefix --python=,$(PYTHONS)) $(addprefix --machine=,$(MACHINES)) $(addprefix --torch-index=,$(TORCH_INDEX))
 
 slow: build

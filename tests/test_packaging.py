@@ -167,18 +167,31 @@ def test_ci_passes_with_tests_that_pass_twice_when_run_again(
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a wheel that pip built in isolation from a copy of the sources."""
+    """Return a wheel of the checkout, with the native core of the last build."""
+    native()
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+    made = folder / "made"
+    build = [sys.executable, "setup.py", "--quiet", "egg_info", f"--egg-base={folder}", "build", f"--build-base={made}"]
+    build += ["bdist_wheel", f"--bdist-dir={made / 'wheel'}", f"--dist-dir={folder}"]
+    process = subprocess.run(build, cwd=ROOT, **CHILD)
+    assert process.returncode == 0, process.stderr
+    (path,) = folder.glob("moe_comm-*.whl")
+    return path
+
+
+@pytest.fixture
+def isolated_wheel(tmp_path: Path) -> Path:
+    """Return a wheel that pip built in isolation from a copy of the sources."""
+    source = tmp_path / "source"
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("csrc", "moe_comm", "moe_plan"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, source)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)]
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(source)]
     process = subprocess.run(build, env=clean_environment() | {"MOE_COMM_CUDA": "off"}, **CHILD)
     assert process.returncode == 0, process.stderr
-    (path,) = folder.glob("moe_comm-*.whl")
+    (path,) = tmp_path.glob("moe_comm-*.whl")
     return path
 
 
@@ -187,12 +200,23 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(wheel: Path, tmp_path: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(isolated_wheel: Path, tmp_path: Path) -> None:
+    assert faults_of(isolated_wheel) == []
+    names = zipfile.ZipFile(isolated_wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm", "moe_plan"}
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(isolated_wheel),
+    ]
     process = subprocess.run(install, env=clean_environment(), **CHILD)
     assert process.returncode == 0, process.stderr
     code = (
@@ -207,8 +231,13 @@ def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(wheel: Path
     assert process.stdout.endswith(" True\n"), "a wheel without CUDA must contain the device code for NVRTC"
 
 
+def faults(wheel: Path) -> list[str]:
+    """Return the faults of a wheel, which may have the CUDA runtime of nvcc."""
+    return [fault for fault in faults_of(wheel) if not fault.endswith("links libcuda")]
+
+
 def test_a_wheel_has_every_file_the_device_code_and_the_metadata(wheel: Path) -> None:
-    assert faults_of(wheel) == []
+    assert faults(wheel) == []
 
 
 @pytest.mark.parametrize(
@@ -242,8 +271,8 @@ def test_what_a_wheel_lacks_is_reported(
                 assert old in content
                 content = content.replace(old, new)
             target.writestr(name, content)
-    faults = faults_of(damaged)
-    assert any(fault in line for line in faults) if fault else faults == []
+    found = faults(damaged)
+    assert any(fault in line for line in found) if fault else found == []
 
 
 def test_a_native_core_for_another_machine_than_the_tag_is_reported(wheel: Path, tmp_path: Path) -> None:
@@ -251,14 +280,14 @@ def test_a_native_core_for_another_machine_than_the_tag_is_reported(wheel: Path,
     (other,) = MACHINES.keys() - {machine}
     renamed = tmp_path / wheel.name.replace(machine, other)
     shutil.copy(wheel, renamed)
-    (fault,) = faults_of(renamed)
+    (fault,) = faults(renamed)
     assert re.fullmatch(rf"moe_comm/_C\..*-{machine}-.*\.so is not for {other}", fault)
 
     # The name of the native core alone does not make it one for the other machine.
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(renamed, "w") as target:
         for name in source.namelist():
             target.writestr(name.replace(f"-{machine}-", f"-{other}-"), source.read(name))
-    (fault,) = faults_of(renamed)
+    (fault,) = faults(renamed)
     assert fault.endswith(f"is not for {other}")
 
 

@@ -58,18 +58,20 @@ def test_experts_impl_reaches_the_model(folder: str) -> None:
 COMMAND = """
 import sys
 from swift.pipelines.train.sft import SwiftSft
-run = SwiftSft(sys.argv[1:])  # parses the command line, imports the plugins and loads the model
-log = run.main()["log_history"]
-print("USED", run.model.config._experts_implementation, *(entry["loss"] for entry in log if "loss" in entry))
+for name in ("eager", "moe_comm"):
+    # parses the command line, imports the plugins and loads the model
+    run = SwiftSft([argument.replace("EXPERTS_IMPL", name) for argument in sys.argv[1:]])
+    log = run.main()["log_history"]
+    print("USED", run.model.config._experts_implementation, *(entry["loss"] for entry in log if "loss" in entry))
 """
 
 
-def sft(folder: str, root: Path, implementation: str) -> tuple[str, list[float]]:
-    """Return the implementation and the losses of two steps of ``swift sft`` in a process of its own."""
+def sft(folder: str, root: Path) -> list[tuple[str, list[float]]]:
+    """Return the implementation and the losses of two steps of ``swift sft``, of two runs in a process of their own."""
     options = f"""
         --model {folder} --model_type qwen3_moe --template dummy --torch_dtype float32 --tuner_type full --bf16 false
-        --experts_impl {implementation} --external_plugins {root / "plugin.py"} --dataset {root / "chat.jsonl"}
-        --output_dir {root / implementation} --max_steps 2 --per_device_train_batch_size 4 --learning_rate 0.01
+        --experts_impl EXPERTS_IMPL --external_plugins {root / "plugin.py"} --dataset {root / "chat.jsonl"}
+        --output_dir {root / "EXPERTS_IMPL"} --max_steps 2 --per_device_train_batch_size 4 --learning_rate 0.01
         --gradient_accumulation_steps 1 --gradient_checkpointing false --split_dataset_ratio 0 --dataset_num_proc 1
         --dataloader_num_workers 0 --logging_steps 1 --save_strategy no --eval_strategy no --use_cpu true
         --report_to none
@@ -78,8 +80,8 @@ def sft(folder: str, root: Path, implementation: str) -> tuple[str, list[float]]
         [sys.executable, "-c", COMMAND, *options.split()], capture_output=True, text=True, timeout=200
     )
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("USED ")]
-    assert done.returncode == 0 and len(lines) == 1, done.stdout[-2000:] + done.stderr[-4000:]
-    return lines[0][1], [float(loss) for loss in lines[0][2:]]
+    assert done.returncode == 0 and len(lines) == 2, done.stdout[-2000:] + done.stderr[-4000:]
+    return [(name, [float(loss) for loss in losses]) for _, name, *losses in lines]
 
 
 def test_the_training_command_uses_experts_impl(folder: str, tmp_path: Path) -> None:
@@ -87,7 +89,6 @@ def test_the_training_command_uses_experts_impl(folder: str, tmp_path: Path) -> 
     texts = [" ".join(f"w{3 + (7 * row + word) % 90}" for word in range(6)) for row in range(8)]
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in texts]
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    used, expected = sft(folder, tmp_path, "eager")
-    assert used == "eager" and len(expected) == 2
-    used, losses = sft(folder, tmp_path, "moe_comm")
-    assert used == "moe_comm" and losses == pytest.approx(expected, rel=1e-4)
+    (eager, expected), (ours, losses) = sft(folder, tmp_path)
+    assert (eager, ours) == ("eager", "moe_comm") and len(expected) == 2
+    assert losses == pytest.approx(expected, rel=1e-4)
