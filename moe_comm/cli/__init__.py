@@ -20,7 +20,7 @@ from moe_comm.cli.options import echo
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch import Interrupted
-from moe_comm.runtime.printing import printable
+from moe_comm.runtime.untrusted import printable
 
 USAGE_ERROR = 2
 

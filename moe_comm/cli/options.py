@@ -14,7 +14,7 @@ from typer.models import OptionInfo
 
 from moe_comm.bench.common.settings import options_of
 from moe_comm.errors import ConfigError, MissingDependency, pip_install, suggestion
-from moe_comm.runtime.printing import printable
+from moe_comm.runtime.untrusted import printable
 
 Preset = Literal["comm", "compute"]
 JsonOut = Annotated[

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from moe_comm.runtime.printing import make_console
+from moe_comm.runtime.untrusted import make_console
 from moe_plan.machine.hardware import Cluster
 from moe_plan.model.mapping import Mapping
 from moe_plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, place_among, runners_up

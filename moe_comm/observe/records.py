@@ -28,9 +28,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from moe_comm.errors import CorruptFile
 from moe_comm.runtime.event_layout import Span
-from moe_comm.runtime.printing import printable_line
 from moe_comm.runtime.safe_files import open_to_append, replacing
-from moe_comm.runtime.untrusted import MAX_LINE, lines_of, read_bounded
+from moe_comm.runtime.untrusted import MAX_LINE, lines_of, printable_line, read_bounded
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import Decision
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from moe_comm.errors import pip_install
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch import available_cores
-from moe_comm.runtime.printing import make_console
+from moe_comm.runtime.untrusted import make_console
 
 Status = Literal["ok", "note", "missing", "broken"]
 """``note``: works, with a remark. ``missing``: optional and absent. ``broken``: moe_comm cannot work."""

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from moe_comm.observe.report.page import USE, document, embedded
-from moe_comm.runtime.printing import printable_line
+from moe_comm.runtime.untrusted import printable_line
 
 
 def make_page(script: str, title: str, heading: str, about: str, sections: Sequence[str], data: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from moe_comm.observe.records import (
 from moe_comm.runtime.event_layout import Kind, Totals, region_bytes
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EventRecorder
-from moe_comm.runtime.printing import printable_line
+from moe_comm.runtime.untrusted import printable_line
 
 FAULT = FaultRecord(2.0, 7, "stuck", [1], "restart", noticed_s=1.0)
 COMPLETE_LINE = to_json(FAULT)

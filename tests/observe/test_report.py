@@ -36,7 +36,7 @@ from moe_comm.observe.report import panels, read_run, write_report
 from moe_comm.observe.report.figures import POINTS, links_of, slowdown
 from moe_comm.observe.report.lines import spread_lines
 from moe_comm.observe.report.page import embedded
-from moe_comm.runtime.printing import printable_line
+from moe_comm.runtime.untrusted import printable_line
 from tests.support.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 
 pytest.importorskip("plotly", reason="needs the observe extra")

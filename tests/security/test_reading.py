@@ -22,8 +22,7 @@ from moe_comm.observe.culprits import culprits
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.faults import fault_outcomes, next_attempt
 from moe_comm.observe.report import panels, read_run
-from moe_comm.runtime.printing import make_console, printable, printable_line
-from moe_comm.runtime.untrusted import lines_of, parse_toml
+from moe_comm.runtime.untrusted import lines_of, make_console, parse_toml, printable, printable_line
 from moe_comm.topology.load_window import ReplaySettings
 from moe_comm.train.config import load as load_config
 from moe_plan.machine import hardware_file

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from moe_comm.runtime.printing import make_console
 from moe_comm.runtime.safe_files import check_replaceable, write_file
+from moe_comm.runtime.untrusted import make_console
 
 WIDTH = 140
 """Width of tables in files and pipes."""

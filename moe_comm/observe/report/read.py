@@ -22,8 +22,7 @@ from moe_comm.observe import records
 from moe_comm.observe.faults import Injection
 from moe_comm.observe.records import Attempt, FaultRecord, LoadLine, PlacementLine, RankStep
 from moe_comm.observe.report.lines import RankLines, all_lines, number, object_of, read_ranks, spread_lines
-from moe_comm.runtime.printing import printable_line
-from moe_comm.runtime.untrusted import parse_toml, read_bounded
+from moe_comm.runtime.untrusted import parse_toml, printable_line, read_bounded
 from moe_comm.topology import ParallelConfig
 
 Floats = NDArray[np.float64]

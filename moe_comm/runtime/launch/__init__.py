@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, error_class
-from moe_comm.runtime.launch.environment import ranks_to_use, under_torchrun
 from moe_comm.runtime.launch.launcher import (
     AGENT_STORE_VARIABLE,
     MAX_RANKS,
@@ -13,6 +12,8 @@ from moe_comm.runtime.launch.launcher import (
     available_cores,
     init_ranks,
     launch,
+    ranks_to_use,
+    under_torchrun,
     within_quota,
 )
 from moe_comm.runtime.launch.rank_main import RESTARTS_VARIABLE

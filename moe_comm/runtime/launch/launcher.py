@@ -8,6 +8,18 @@
 Ranks of one host rendezvous through a file and communicate over loopback. Nothing listens on other interfaces of the
 machine. (Torch's TCPStore does, even if its address is 127.0.0.1.)
 
+torchrun's agent has one key-value store for a whole run, and all attempts of its ranks use it. Torch creates no new
+store for a restart, and its keys do not contain the attempt (pytorch issue 167288). So a restarted rank may read the
+address of a dead one, connect to it, and fail or hang. The number of restarts does not identify the attempt either:
+each host counts its own. Therefore rank 0 creates a name for the attempt, and sends it to the ranks that request it:
+
+    rank r   here/r = nonce ────────▶ rank 0        the answer to a nonce of a dead rank is never read
+    rank 0   name/nonce = attempt ──▶ rank r
+    rank r   attempt/r = "" ────────▶ rank 0        rank 0 polls until all ranks have set this
+
+The name begins with a number that the store counts. So all ranks know the number of previous attempts, even if agents
+count differently (a host was replaced) or not at all (hosts joined or left).
+
 torch is imported inside functions: the command line loads this module for every subcommand, and torch takes seconds.
 """
 
@@ -16,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 import tempfile
 import threading
@@ -25,23 +38,118 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_comm.errors import ConfigError, MoeCommError, PeerError
+from moe_comm.errors import ConfigError, MoeCommError, PeerError, PeerTimeout
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
-from moe_comm.runtime.launch.environment import RankEnvironment, rank_environment, ranks_to_use, under_torchrun
 from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING, hide_installed_frames
 from moe_comm.runtime.seconds import seconds_of
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun (Open MPI)": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
+"""Variables with the number of processes that a launcher started, which does not set those of torchrun."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_UNSET = "unset them to start ranks on this host"
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
 """Variable with the path of the file store of the ranks that ``launch`` started."""
 MAX_RANKS = 1024
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals for which torch's agent installs handlers. If ranks run a function, this module handles the first two."""
+JOIN_POLL_S = 0.01
+"""Seconds between two checks of rank 0 for ranks that join an attempt."""
+_joined: set[tuple[str, int]] = set()
+"""Addresses of agents whose attempt this process has joined."""
 SAME_SIGNAL_S = 1.0
 """A signal this soon after the first one is a duplicate: a terminal and a launcher may both send it."""
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """This rank, according to the environment.
+
+    Attributes:
+        one_host: all ranks run on this host.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    one_host: bool
+
+
+def rank_environment() -> RankEnvironment | None:
+    """Return the rank that a launcher (torchrun, an operator, or ``launch``) made this process; None: no rank.
+
+    A variable that is empty counts as unset, and so does -1 as LOCAL_RANK.
+    """
+    given = {name: text for name in _VARIABLES if (text := os.environ.get(name, "").strip())}
+    if given.get("LOCAL_RANK") == "-1":  # an old convention of scripts for "not distributed"
+        del given["LOCAL_RANK"]
+    if not given:
+        for launcher, name in _OTHER_LAUNCHERS.items():
+            text = os.environ.get(name, "").strip()
+            shell = name.startswith("SLURM") and "SLURM_PTY_PORT" in os.environ  # only one of the tasks has a terminal
+            if text.isdecimal() and int(text) > 1 and not shell:
+                raise ConfigError(
+                    f"{launcher} started {text} processes ({name}), but RANK and WORLD_SIZE are not set, so each of "
+                    f"them would work alone: start one torchrun per host, set RANK, WORLD_SIZE, LOCAL_RANK, "
+                    f"LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or unset {name}"
+                )
+        return None
+    shown = ", ".join(f"{name}={text!r}" for name, text in given.items())
+    if missing := [name for name in _VARIABLES[:2] if name not in given]:
+        raise ConfigError(
+            f"the environment has {shown}, but not {' and '.join(missing)}: a rank needs both RANK and WORLD_SIZE; "
+            f"set them, or {_UNSET.replace('them', ' and '.join(given))}"
+        )
+    if wrong := [name for name, text in given.items() if not (text.isascii() and text.isdecimal())]:
+        raise ConfigError(f"{' and '.join(wrong)} must be an integer, at least 0; the environment has {shown}")
+    values = {name: int(text) for name, text in given.items()}
+    rank, world = values["RANK"], values["WORLD_SIZE"]
+    if not rank < world:
+        raise ConfigError(
+            f"RANK must be less than WORLD_SIZE, which is at least 1; the environment has {shown}; correct it, or "
+            f"{_UNSET}"
+        )
+    one_host = values.get("LOCAL_WORLD_SIZE") == world or os.environ.get("MASTER_ADDR") in _LOOPBACK or world == 1
+    local_world = values.get("LOCAL_WORLD_SIZE", world if one_host else 1)
+    local_rank = values.get("LOCAL_RANK", rank if one_host and local_world == world else 0)
+    if "LOCAL_WORLD_SIZE" in values and not local_rank < local_world <= world:
+        raise ConfigError(
+            f"LOCAL_RANK must be less than LOCAL_WORLD_SIZE, which is at most WORLD_SIZE; the environment has {shown}"
+        )
+    return RankEnvironment(rank, world, local_rank, local_world, one_host)
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher (torchrun, or ``launch``) started this process as a rank. The variables are not checked."""
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
+
+
+def ranks_to_use(requested: int | None, default: int = 1) -> int:
+    """Return the number of ranks: ``requested``; if None, that of the launcher of this rank, else ``default``.
+
+    Raises:
+        ConfigError: a launcher started this rank with another number of ranks than ``requested``; or as
+            ``rank_environment``.
+    """
+    environment = rank_environment()
+    if environment is None:
+        return default if requested is None else requested
+    if requested is not None and requested != environment.world:
+        raise ConfigError(
+            f"{requested} rank(s) are requested, but this process is rank {environment.rank} of {environment.world} "
+            f"that torchrun or an operator started (RANK={environment.rank}, WORLD_SIZE={environment.world}); pass "
+            f"--ranks {environment.world} (parallel.ranks={environment.world}), start {requested}, or unset RANK and "
+            f"WORLD_SIZE to start ranks on this host"
+        )
+    return environment.world
 
 
 @dataclass(frozen=True)
@@ -236,8 +344,6 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     import torch
     import torch.distributed as dist
 
-    from moe_comm.runtime.launch import attempt  # loads torch
-
     cpu_guard.apply()
     timeout_s = seconds_of("timeout_s", timeout_s)
     if dist.is_initialized():  # the variables for a rendezvous are not needed if there is a process group
@@ -267,7 +373,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
         store = dist.FileStore(path, world)
     elif os.environ.get(AGENT_STORE_VARIABLE) == "True":
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store, restarts = attempt.join(address, rank, world, timeout_s)
+        store, restarts = _join(address, rank, world, timeout_s)
     elif not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT", "").isdecimal():
         raise ConfigError(
             f"this process is rank {rank} of {world} (RANK, WORLD_SIZE): set MASTER_ADDR and MASTER_PORT on all ranks "
@@ -297,3 +403,56 @@ def _device_kind(device: str | None, local_world: int) -> str:
     if device == "cuda" and gpus < local_world:
         raise ConfigError(f"device cuda needs one GPU for each of the {local_world} ranks here; torch sees {gpus}")
     return device
+
+
+def _join(agent: tuple[str, int], rank: int, world: int, timeout_s: float) -> tuple[Store, int]:
+    """Return ``attempt_store`` of the store at the address and port of torchrun's agent."""
+    from torch.distributed import TCPStore
+
+    joined_before = agent in _joined  # a process that initialises its group twice is not a new attempt
+    _joined.add(agent)
+    store = TCPStore(*agent, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return attempt_store(store, rank, world, timeout_s, again=joined_before)
+
+
+def attempt_store(store: Store, rank: int, world: int, timeout_s: float, *, again: bool = False) -> tuple[Store, int]:
+    """Return a store with unused keys, and the number of previous attempts. All ``world`` ranks call it.
+
+    Args:
+        again: this attempt has such a store already and needs another one.
+    """
+    from torch.distributed import PrefixStore
+
+    keys = PrefixStore("moe_comm", store)
+    attempt = _assign_name(keys, world, timeout_s, again) if rank == 0 else _receive_name(keys, rank, timeout_s)
+    return PrefixStore(f"moe_comm/{attempt}", store), int(attempt.partition("-")[0])
+
+
+def _assign_name(keys: Store, world: int, timeout_s: float, again: bool) -> str:
+    attempt = f"{keys.add('attempts', 0 if again else 1) - 1}-{secrets.token_hex(8)}"
+    missing = set(range(1, world))
+    end = time.monotonic() + timeout_s
+    while missing:
+        for rank in sorted(missing):
+            if keys.check([f"{attempt}/{rank}"]):
+                missing.discard(rank)
+            elif keys.check([f"here/{rank}"]):
+                keys.set(f"name/{keys.get(f'here/{rank}').decode()}", attempt)
+        if missing and time.monotonic() > end:
+            names = ", ".join(map(str, sorted(missing)[:8])) + (" ..." if len(missing) > 8 else "")
+            raise PeerTimeout(f"rank 0: rank {names} did not join within {timeout_s:g} s of the start of {world} ranks")
+        if missing:
+            time.sleep(JOIN_POLL_S)
+    return attempt
+
+
+def _receive_name(keys: Store, rank: int, timeout_s: float) -> str:
+    nonce = secrets.token_hex(8)
+    keys.set(f"here/{rank}", nonce)
+    try:
+        keys.wait([f"name/{nonce}"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerTimeout(f"rank {rank}: no answer from rank 0 within {timeout_s:g} s of the start: {error}") from error
+    attempt = keys.get(f"name/{nonce}").decode()
+    keys.set(f"{attempt}/{rank}", "")
+    return attempt

@@ -22,9 +22,9 @@ from typing import Any
 from moe_comm.runtime.event_layout import ACTIVE_AT, LONG, RECORDS
 from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.launch.agent import ENDED_BY_WATCH
-from moe_comm.runtime.printing import printable
 from moe_comm.runtime.safe_files import make_folders, open_to_append
 from moe_comm.runtime.seconds import seconds_of
+from moe_comm.runtime.untrusted import printable
 from moe_comm.runtime.watch.graph import SLOW_KINDS
 from moe_comm.runtime.watch.report import DetectedFault
 from moe_comm.runtime.watch.status_table import Phase, StatusTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from moe_comm.runtime.printing import printable
+from moe_comm.runtime.untrusted import printable
 from moe_comm.train.metrics import StepReport
 
 

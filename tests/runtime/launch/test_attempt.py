@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_comm.errors import PeerTimeout
-from moe_comm.runtime.launch.attempt import attempt_store
+from moe_comm.runtime.launch.launcher import attempt_store
 
 
 def _numbered(store: dist.Store, world: int, again: bool = False) -> list[tuple[dist.Store, int]]:

@@ -18,7 +18,7 @@ from moe_comm.errors import HeapError
 from moe_comm.runtime.event_layout import Kind, region_bytes
 from moe_comm.runtime.event_reader import read_calls, read_header, read_open, read_spans
 from moe_comm.runtime.events import EventRecorder
-from moe_comm.runtime.watch import status_reader
+from moe_comm.runtime.watch import watcher
 from moe_comm.runtime.watch.status_table import FAULT_BYTES, Phase, StatusTable
 from tests.pool import RankPool
 
@@ -273,14 +273,14 @@ def test_all_ranks_raise_if_python_lacks_a_call(missing: str, monkeypatch: pytes
 
 def test_time_without_a_core_does_not_count_as_stalled(alone: StatusTable, monkeypatch: pytest.MonkeyPatch) -> None:
     delays = iter([10_000_000_000, 12_000_000_000, 99_000_000_000])
-    monkeypatch.setattr(status_reader, "run_delay_ns", lambda pid: next(delays))
+    monkeypatch.setattr(watcher, "run_delay_ns", lambda pid: next(delays))
     recorder = EventRecorder(RECORDS)
     recorder.attach(alone.region(0), 0, RECORDS)
     with recorder.span(Kind.MARK, "now"):
         pass
     state = read_header(alone.region(0))
     assert state is not None
-    reader = status_reader.StatusReader(alone, 4.5, 300.0, 0)
+    reader = watcher.StatusReader(alone, 4.5, 300.0, 0)
     second = 1_000_000_000
     assert reader.stalled_s(0, state.active_ns + second // 2) == 0.5, "the run delay is not read"
     assert reader.stalled_s(0, state.active_ns + second) == 1.0, "the run delay counts from here on"
@@ -292,5 +292,5 @@ def test_time_without_a_core_does_not_count_as_stalled(alone: StatusTable, monke
 
 
 def test_run_delay_is_read_and_is_zero_for_a_missing_process() -> None:
-    assert status_reader.run_delay_ns(os.getpid()) >= 0
-    assert status_reader.run_delay_ns(2**31 - 1) == 0
+    assert watcher.run_delay_ns(os.getpid()) >= 0
+    assert watcher.run_delay_ns(2**31 - 1) == 0
