@@ -91,7 +91,9 @@ def run_on_two_ranks(folder: Path, script: str) -> str:
     return process.stdout + process.stderr
 
 
-def test_the_diff_of_the_readme_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_programs_of_the_readme_and_the_index_run_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
     readme = ROOT / "README.md"
     (_, model), (_, diff), (_, shown) = (next(blocks(readme, kind)) for kind in ("python", "diff", "text"))
@@ -102,22 +104,17 @@ def test_the_diff_of_the_readme_prints_what_it_shows(tmp_path: Path, monkeypatch
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(before, {"__name__": "snippet"})
     assert f"`{printed.getvalue().strip()}`" in readme.read_text()
-    output = run_on_two_ranks(tmp_path, "\n".join(line[1:] for line in diff.splitlines()))
-    assert sum(output.count(line) for line in set(shown.splitlines())) == len(shown.splitlines()), output
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [("docs/index.md", "MoELayer.build("), pytest.param("docs/layers.md", "MoELayer.build(", marks=pytest.mark.slow)],
-)
-def test_snippets_are_distributed_under_torchrun(name: str, call: str, tmp_path: Path) -> None:
-    snippet = next(text for _, text in blocks(ROOT / name, "python") if call in text)
+    snippet = next(text for _, text in blocks(ROOT / "docs/index.md", "python") if "MoELayer.build(" in text)
     output = run_on_two_ranks(
         tmp_path,
-        snippet + "dispatcher = layer.dispatcher\n"
+        "\n".join(line[1:] for line in diff.splitlines())
+        + "\nimport torch.distributed as dist\ndist.init_process_group = lambda backend: None  # there is one\n"
+        + snippet
+        + "dispatcher = layer.dispatcher\n"
         "print(f'rank {dispatcher.rank} holds {len(dispatcher.local_experts)}\\n', end='', flush=True)\n"
         "dist.destroy_process_group()\n",
     )
+    assert sum(output.count(line) for line in set(shown.splitlines())) == len(shown.splitlines()), output
     assert {"rank 0 holds 4", "rank 1 holds 4"} <= set(output.splitlines()), output
 
 

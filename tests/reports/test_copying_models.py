@@ -14,7 +14,7 @@ from torch import nn
 import moe_comm
 from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
 from moe_comm.errors import UnsupportedModel
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 
 class OwnExperts(nn.Module):
@@ -31,15 +31,13 @@ def layer(group: dist.ProcessGroup | None) -> MoELayer:
     return MoELayer.build(config, group)
 
 
-def pickling_errors(rank: int, world: int, _: None) -> list[str]:
-    messages = []
+@on_ranks(2)
+def test_pickling_a_model_names_the_call_that_saves_it() -> None:
     built = layer(dist.group.WORLD)
     for owner in (built, nn.Sequential(nn.Linear(8, 8), built), built.dispatcher, OwnExperts()):
         for save in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
-            with pytest.raises(UnsupportedModel) as caught:
+            with pytest.raises(UnsupportedModel, match=r"moe_comm\.state_dict\(model\).*copy\.deepcopy"):
                 save(owner)
-            messages.append(str(caught.value))
-    return messages
 
 
 def test_pickling_in_one_process_names_the_call_too() -> None:
@@ -47,40 +45,26 @@ def test_pickling_in_one_process_names_the_call_too() -> None:
         torch.save(nn.Sequential(layer(None)), io.BytesIO())
 
 
-def test_pickling_a_model_names_the_call_that_saves_it(pool2: RankPool) -> None:
-    for messages in pool2.run(pickling_errors):
-        for message in messages:
-            assert "moe_comm.state_dict(model)" in message and "copy.deepcopy" in message
-
-
-def copies_work(rank: int, world: int, _: None) -> list[bool]:
+@on_ranks(2)
+def test_copies_share_the_group_and_no_weights(world: int) -> None:
     torch.manual_seed(0)
     built = layer(dist.group.WORLD)
     x_TD = torch.randn(5, 8)
     want_TD = built(x_TD)
-    model = nn.Sequential(built)
-    deep, shallow, own = copy.deepcopy(model), copy.copy(built), copy.deepcopy(OwnExperts())
-    router = copy.deepcopy(built.router)
-    results = [torch.equal(copied(x_TD), want_TD) for copied in (deep, shallow)]
+    deep, shallow = copy.deepcopy(nn.Sequential(built)), copy.copy(built)
+    assert all(torch.equal(copied(x_TD), want_TD) for copied in (deep, shallow))
     with torch.no_grad():
         for p in deep.parameters():
             p.zero_()
-    results.append(torch.equal(built(x_TD), want_TD) and not deep(x_TD).any())
-    return [*results, own.dispatcher.world == world, router.group is built.router.group]
+    assert torch.equal(built(x_TD), want_TD) and not deep(x_TD).any()
+    assert copy.deepcopy(OwnExperts()).dispatcher.world == world
+    assert copy.deepcopy(built.router).group is built.router.group
 
 
-def test_copies_share_the_group_and_no_weights(pool2: RankPool) -> None:
-    assert pool2.run(copies_work) == [[True] * 5] * 2
-
-
-def test_the_named_calls_save_and_load(pool2: RankPool) -> None:
-    assert all(pool2.run(saved_and_loaded))
-
-
-def saved_and_loaded(rank: int, world: int, _: None) -> bool:
-    first, file = layer(dist.group.WORLD), io.BytesIO()
+@on_ranks(2)
+def test_the_named_calls_save_and_load() -> None:
+    first, second, file = layer(dist.group.WORLD), layer(dist.group.WORLD), io.BytesIO()
     torch.save(moe_comm.state_dict(first), file)
     file.seek(0)
-    second = layer(dist.group.WORLD)
     moe_comm.load_state_dict(second, torch.load(file))
-    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -17,10 +17,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import moe_comm
 from moe_comm import MoEConfig, MoELayer, RouterConfig
+from moe_comm.errors import UnsupportedModel
 from moe_comm.layers.data_parallel.equal_tensors import checksum
 from moe_comm.train import run
 from moe_comm.train.loop.trainer import Trainer
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.train.common import write_text
 from tests.training_loops.loops import error_of
 from tests.training_loops.models import Block, ep_group
@@ -163,17 +164,11 @@ def test_swaps_compare_all_weights_before_the_model_changes(pool2: RankPool) -> 
     assert "torch.manual_seed" in errors[0] and "broadcast" in errors[0]
 
 
-def swap_an_unsupported_model(rank: int, world: int, arg: object) -> list[str]:
-    """Return the errors of swaps of a model that only rank 0 can swap."""
-    swaps = moe_comm.swap_moe, moe_comm.swap_attention
-    return [
-        error_of(lambda swap=swap: swap(nn.Linear(2, 2) if rank else mixtral(0), dist.group.WORLD)) for swap in swaps
-    ]
-
-
-def test_a_model_that_cannot_be_swapped_on_one_rank_raises_on_all(pool2: RankPool) -> None:
-    for errors in pool2.run(swap_an_unsupported_model, timeout=60):
-        assert all(error.startswith("UnsupportedModel") for error in errors), errors
+@on_ranks(2)
+def test_a_model_that_cannot_be_swapped_on_one_rank_raises_on_all(rank: int) -> None:
+    for swap in (moe_comm.swap_moe, moe_comm.swap_attention):
+        with pytest.raises(UnsupportedModel):
+            swap(nn.Linear(2, 2) if rank else mixtral(0), dist.group.WORLD)
 
 
 # --- loops ---
@@ -231,52 +226,44 @@ def build_and_train(loop: Callable[[Any], None], seed: int) -> None:
     loop(model)
 
 
-def trained(rank: int, world: int, arg: object) -> list[str]:
-    """Return the errors of loops: different weights everywhere, in experts of replicas only, and nowhere."""
+@on_ranks(4, timeout=200)
+def test_loops_compare_weights_at_their_first_step(rank: int) -> None:
+    """Weights differ everywhere, in experts of replicas only, and nowhere."""
     loops = (own, ddp, fsdp, by_hand)
-    seeds = [rank, rank // 2, 0]
-    errors = [error_of(partial(build_and_train, loop, seed)) for seed in seeds for loop in loops]
+    different, replicas, equal = (
+        [error_of(partial(build_and_train, loop, seed)) for loop in loops] for seed in (rank, rank // 2, 0)
+    )
+    assert all(error.startswith("RankMismatch") for error in different), different
+    assert "embed.weight [16, 16] torch.float32 (ranks 1, 2, 3 of the group from rank 0)" in different[0]
+    # By hand, the ranks that train together are not known, beyond those of an expert-parallel group.
+    assert all(error.startswith("RankMismatch") for error in replicas[:3]), replicas
+    assert "the experts that several ranks hold differ" in replicas[1]
+    assert not any([replicas[3], *equal]), equal
     model = Model(0, 2)
     moe_comm.skip_gradient_checks(model)
     model.scale += rank
-    errors.append(error_of(lambda: own(model)))
-    return errors
+    own(model)
 
 
-def test_loops_compare_weights_at_their_first_step(pool4: RankPool) -> None:
-    for errors in pool4.run(trained, timeout=200):
-        # By hand, the ranks that train together are not known, beyond those of an expert-parallel group.
-        different, replicas, equal = errors[:4], errors[4:7], errors[7:]
-        assert all(error.startswith("RankMismatch") for error in different), different
-        assert "embed.weight [16, 16] torch.float32 (ranks 1, 2, 3 of the group from rank 0)" in different[0]
-        assert all(error.startswith("RankMismatch") for error in replicas), replicas
-        assert "the experts that several ranks hold differ" in replicas[1]
-        assert not any(equal), equal
-
-
-def drifted(rank: int, world: int, arg: object) -> list[str]:
-    """Return the errors after a parameter, a buffer, or the weights of a replica have changed on one rank."""
-    errors = []
-    for change in ("embed.bias", "scale", "block.moe.router.correction_bias", "block.moe.experts.w2", None):
-        model = Model(0, 2 if world == 4 else 1)
+@on_ranks(4)
+def test_a_later_difference_is_found_on_demand_and_by_sync_gradients(rank: int) -> None:
+    """A parameter, a buffer, or the weights of a replica have changed on one rank, or none."""
+    w2 = "block.moe.experts.w2"
+    for change in ("embed.bias", "scale", "block.moe.router.correction_bias", w2, None):
+        model = Model(0, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         step(model, optimizer)
-        if change is not None and rank == world - 1:
+        if change is not None and rank == 3:
             model.state_dict(keep_vars=True)[change].data.view(-1)[:1] += 1
-        errors.append(error_of(partial(moe_comm.check_replicas, model)))
-        errors.append(error_of(partial(step, model, optimizer)))
-    return errors
-
-
-def test_a_later_difference_is_found_on_demand_and_by_sync_gradients(pool4: RankPool) -> None:
-    results = pool4.run(drifted)
-    for errors in results:
-        assert all(error.startswith("RankMismatch") for error in errors[:8]), errors
-        assert "embed.bias [16] torch.float32 (rank 3 of the group from rank 0)" in errors[0]
-        assert "skip_gradient_checks" in errors[1]
-        assert not any(errors[8:]), errors
-    assert all("block.moe.experts.w2" in results[rank][6] for rank in (1, 3))
-    assert all("between the ranks [1, 3] of the group" in results[rank][6] for rank in (0, 2))
+        errors = error_of(partial(moe_comm.check_replicas, model)), error_of(partial(step, model, optimizer))
+        assert all(error.startswith("RankMismatch" if change else "") for error in errors) and any(errors) == bool(
+            change
+        )
+        if change == "embed.bias":
+            assert "embed.bias [16] torch.float32 (rank 3 of the group from rank 0)" in errors[0]
+            assert "skip_gradient_checks" in errors[1]
+        if change == w2:
+            assert (w2 if rank % 2 else "between the ranks [1, 3] of the group") in errors[0]
 
 
 def trainer_run(rank: int, world: int, settings: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_comm
 from moe_comm import MoEConfig, MoEGroups, MoELayer, RouterConfig
 from moe_comm.integrations.hugging_face import record_routing, swapped_experts
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.reports.test_equal_weights import mixtral
 
 CONFIG = MoEConfig(hidden=8, ffn=8, router=RouterConfig(num_experts=4, top_k=2))
@@ -65,33 +65,27 @@ def test_swap_moe_without_a_group_uses_the_default_group_and_says_so(pool2: Rank
         assert explicit[1] == ([] if rank else [("INFO", text)])
 
 
-def saved(rank: int, world: int, arg: object) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Return the parameters that a dictionary of ``named_parameters`` does not have in full, and what to save."""
-    model = moe_comm.swap_moe(mixtral(0))
-    by_hand = {name: param.detach().cpu() for name, param in model.named_parameters()}
+@on_ranks(2)
+def test_the_documented_call_saves_the_experts_that_named_parameters_lacks(rank: int) -> None:
+    expected, model = mixtral(0).state_dict(), moe_comm.swap_moe(mixtral(0))
     whole = moe_comm.gather_state_dict(model)
     other = moe_comm.state_dict(model, rank0_only=True, cpu=True)
-    assert whole.keys() == (other.keys() if rank == 0 else whole.keys())
-    assert all(torch.equal(whole[name], value) for name, value in other.items())
-    return [name for name, value in by_hand.items() if value.shape != whole[name].shape], whole
+    assert whole.keys() == expected.keys() and other.keys() == (whole.keys() if rank == 0 else set())
+    assert all(torch.equal(whole[name], value) for name, value in [*expected.items(), *other.items()])
+    lost = [name for name, param in model.named_parameters() if param.shape != whole[name].shape]
+    assert lost and all(".experts." in name for name in lost)
 
 
-def test_the_documented_call_saves_the_experts_that_named_parameters_lacks(pool2: RankPool) -> None:
-    expected = mixtral(0).state_dict()
-    for lost, whole in pool2.run(saved):
-        assert lost and all(".experts." in name for name in lost)
-        assert whole.keys() == expected.keys()
-        assert all(torch.equal(whole[name], value) for name, value in expected.items())
-
-
-def warned(rank: int, world: int, arg: object) -> list[list[str]]:
-    """Return the warnings of calls without a group, twice each, and of calls with a group of one rank."""
+@on_ranks(2)
+def test_other_functions_warn_once_that_each_rank_works_alone() -> None:
     one = alone()
-    calls: list[Callable[[], object]] = [
-        lambda: moe_comm.make_dispatcher(4),
-        lambda: MoELayer.build(CONFIG, seed=0),
-        lambda: moe_comm.swap_linears(mixtral(0)),
-        lambda: moe_comm.swap_attention(mixtral(0)),
+    warn: dict[str, Callable[[], object]] = {
+        "make_dispatcher": lambda: moe_comm.make_dispatcher(4),
+        "MoELayer.build": lambda: MoELayer.build(CONFIG, seed=0),
+        "swap_linears": lambda: moe_comm.swap_linears(mixtral(0)),
+        "swap_attention": lambda: moe_comm.swap_attention(mixtral(0)),
+    }
+    silent: list[Callable[[], object]] = [
         lambda: moe_comm.make_dispatcher(4, one),
         lambda: MoELayer.build(CONFIG, one, seed=0),
         lambda: MoELayer.build(CONFIG, MoEGroups(None), seed=0),
@@ -99,23 +93,16 @@ def warned(rank: int, world: int, arg: object) -> list[list[str]]:
         lambda: moe_comm.swap_attention(mixtral(0), one),
         lambda: moe_comm.swap_moe(mixtral(0)),
     ]
-    results = []
-    for call in calls:
+    for name, call in [*warn.items(), *(("", call) for call in silent)]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call()
             call()
-        results.append([str(one.message) for one in caught if "without a group" in str(one.message)])
-    return results
-
-
-def test_other_functions_warn_once_that_each_rank_works_alone(pool2: RankPool) -> None:
-    names = ("make_dispatcher", "MoELayer.build", "swap_linears", "swap_attention")
-    for results in pool2.run(warned):
-        for name, found in zip(names, results, strict=False):
-            assert len(found) == 1 and found[0].startswith(f"{name} without a group: each of the 2 ranks"), found
-            assert "torch.distributed.group.WORLD" in found[0] and "use_local_synchronization=True" in found[0]
-        assert not any(results[4:]), results
+        found = [str(one.message) for one in caught if "without a group" in str(one.message)]
+        assert len(found) == bool(name)
+        for text in found:
+            assert text.startswith(f"{name} without a group: each of the 2 ranks")
+            assert "torch.distributed.group.WORLD" in text and "use_local_synchronization=True" in text
 
 
 @pytest.mark.parametrize("swap", [False, True])

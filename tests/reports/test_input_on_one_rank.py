@@ -22,7 +22,7 @@ from moe_comm.overlap.options import Overlap
 from tests.dispatch import cases
 from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import ErrorText, Job, build, caught
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 T, D, K, E = 6, 8, 2, 8
 TIMEOUT_S = 20.0
@@ -108,8 +108,12 @@ def test_of_an_operation(backend: str, pool2: RankPool) -> None:
     check(pool2.run(operations, Job(backend, timeout_s=TIMEOUT_S)), 6 * len(BAD) - 1 + 6)
 
 
-def dtypes(rank: int, world: int, job: Job) -> Faults:
-    """What differs between ranks, and would be read as something else."""
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_dtype_on_one_rank_is_a_mismatch(rank: int, world: int, backend: str) -> None:
+    """What differs between ranks would be read as something else."""
+    usable(backend, "cpu")
+    job = Job(backend, timeout_s=TIMEOUT_S)
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     x_TD, ids_TK = torch.ones(T, D), torch.arange(T * K).view(T, K) % E
     extra_TKX = torch.arange(T * K * 2.0).view(T, K, 2)
@@ -121,21 +125,12 @@ def dtypes(rank: int, world: int, job: Job) -> Faults:
         "rows": lambda: dispatcher.dispatch(x_TD.bfloat16() if first else x_TD, ids_TK),
         "presence": lambda: dispatcher.dispatch(x_TD, ids_TK, extra_TKX=None if first else extra_TKX),
     }
-    outcomes: Faults = {}
     for name, act in acts.items():
-        raised = caught(act)
+        kind, text = caught(act)
+        assert kind == "RankMismatch", f"{name}: {kind}: {text}"
         again = dispatcher.dispatch(x_TD, ids_TK.int() if first else ids_TK, extra_TKX=extra_TKX)
         assert again.extra_RX is not None and sent.extra_RX is not None
-        outcomes[name] = raised, torch.equal(again.extra_RX, sent.extra_RX)
-    return outcomes
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_another_dtype_on_one_rank_is_a_mismatch(backend: str, pool2: RankPool) -> None:
-    usable(backend, "cpu")
-    for outcomes in pool2.run(dtypes, Job(backend, timeout_s=TIMEOUT_S)):
-        for name, ((kind, text), works_on) in outcomes.items():
-            assert kind == "RankMismatch" and works_on, f"{name}: {kind}: {text}"
+        assert torch.equal(again.extra_RX, sent.extra_RX), name
 
 
 def buffers(rank: int, world: int, arg: None) -> Faults:

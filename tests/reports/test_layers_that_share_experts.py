@@ -30,7 +30,7 @@ from moe_comm.integrations.hugging_face import (
     swap_moe,
 )
 from tests.integrations.models import assert_close, batch, load, new_model, num_targets, randomise, token_loss
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 MAX_NORM = 0.01
 
@@ -90,8 +90,12 @@ def train(model: Any, ids: Tensor, targets: int, loop: str, world: int) -> tuple
     return logits.detach(), norm.detach(), moe_comm.state_dict(inner)
 
 
-def compare_with_one_process(rank: int, world: int, arg: tuple[str, str, str]) -> None:
-    kind, loop, folder = arg
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "loop"),
+    [*((kind, "own") for kind in SHARED), ("module", "DDP"), ("parameters", "FSDP2"), ("block", "DDP")],
+)
+def test_shared_experts_train_as_in_one_process(rank: int, world: int, kind: str, loop: str, tmp_path: Any) -> None:
     ids = batch(world)
     want_logits, want_norm, want = train(tied_model(kind), torch.cat(ids), num_targets(ids), "one", 1)
     model = swap_moe(tied_model(kind), dist.group.WORLD)
@@ -110,23 +114,15 @@ def compare_with_one_process(rank: int, world: int, arg: tuple[str, str, str]) -
     for name, value in want.items():
         assert_close(state[name], value, name, rtol=1e-4)
     if loop == "own" and kind in ("module", "parameters"):  # transformers saves no model with a shared router
-        save_swapped(model, folder)
+        save_swapped(model, tmp_path)
         dist.barrier()
-        loaded = load(folder).state_dict()
+        loaded = load(str(tmp_path)).state_dict()
         for name, value in state.items():
             assert torch.equal(loaded[name], value), name
         other = swap_moe(tied_model(kind), dist.group.WORLD)
         moe_comm.load_state_dict(other, state)
         for name, value in moe_comm.state_dict(other).items():
             assert torch.equal(state[name], value), name
-
-
-@pytest.mark.parametrize(
-    ("kind", "loop"),
-    [*((kind, "own") for kind in SHARED), ("module", "DDP"), ("parameters", "FSDP2"), ("block", "DDP")],
-)
-def test_shared_experts_train_as_in_one_process(kind: str, loop: str, tmp_path: Any, pool2: RankPool) -> None:
-    pool2.run(compare_with_one_process, (kind, loop, str(tmp_path)), timeout=60)
 
 
 def share_one_stack(model: Any) -> None:
@@ -189,8 +185,9 @@ def share_query(first: Any, second: Any) -> None:
     second.self_attn.q_proj = first.self_attn.q_proj
 
 
-def swap_shared_linears(rank: int, world: int, _: None) -> dict[str, str]:
-    ids, messages = batch(1)[0], {}
+@on_ranks(2)
+def test_dense_blocks_stay_shared_and_shared_parts_of_blocks_are_refused() -> None:
+    ids = batch(1)[0]
     model = new_model("qwen2_moe").eval()
     randomise(model, 0)
     share_dense_block(*model.model.layers)
@@ -207,17 +204,8 @@ def swap_shared_linears(rank: int, world: int, _: None) -> dict[str, str]:
     for share, swap in swaps.items():
         model = new_model("qwen2_moe")
         share(*model.model.layers)
-        try:
+        with pytest.raises(UnsupportedModel, match="shares weights with another module"):
             swap(model, dist.group.WORLD)
-        except UnsupportedModel as error:
-            messages[share.__name__] = str(error)
-    return messages
-
-
-def test_dense_blocks_stay_shared_and_shared_parts_of_blocks_are_refused(pool2: RankPool) -> None:
-    for messages in pool2.run(swap_shared_linears, timeout=60):
-        assert list(messages) == ["share_linear", "share_weight", "share_query"]
-        assert all("shares weights with another module" in message for message in messages.values())
 
 
 # --- own layers ---
@@ -249,7 +237,9 @@ def train_own(layers: nn.ModuleList, x: Tensor, ranks: int = 1) -> tuple[Tensor,
     return norm, moe_comm.state_dict(layers)
 
 
-def compare_own_layers(rank: int, world: int, shared: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("shared", ["module", "parameters"])
+def test_own_layers_that_share_experts_count_them_once(rank: int, world: int, shared: str) -> None:
     x = torch.randn(world, 5, 8, generator=torch.Generator().manual_seed(0))
     want_norm, want = train_own(own_layers(None, shared), x.flatten(0, 1))
     layers = own_layers(dist.group.WORLD, shared)
@@ -257,14 +247,8 @@ def compare_own_layers(rank: int, world: int, shared: str) -> str:
     assert_close(norm, want_norm, "norm of the gradients")
     for name, value in want.items():
         assert_close(state[name], value, name)
-    try:
+    if shared == "module":
         moe_comm.prepare_ddp(layers)
-    except UnsupportedModel as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("shared", ["module", "parameters"])
-def test_own_layers_that_share_experts_count_them_once(shared: str, pool2: RankPool) -> None:
-    for message in pool2.run(compare_own_layers, shared, timeout=60):
-        assert ("are one parameter of two experts modules" in message) == (shared == "parameters")
+    else:
+        with pytest.raises(UnsupportedModel, match="are one parameter of two experts modules"):
+            moe_comm.prepare_ddp(layers)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
 from moe_comm import Dispatcher
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.training_loops.loops import error_of
 from tests.training_loops.models import ep_group
 
@@ -192,13 +192,8 @@ def test_training_equals_one_process(form: str, pool2: RankPool, pool4: RankPool
                 assert norms == pytest.approx(expected_norms, rel=1e-5), loop
 
 
-def mark_twice(experts: nn.Module, dispatcher: Dispatcher) -> None:
-    for _ in range(2):
-        moe_comm.mark_experts(experts, dispatcher)
-
-
-def refused(rank: int, world: int, arg: object) -> list[str]:
-    """Return the errors of modules that are not marked, or cannot be."""
+@on_ranks(2)
+def test_experts_that_are_not_known_are_refused_on_every_rank(rank: int, world: int) -> None:
     group = ep_group(world)
     dispatcher = moe_comm.make_dispatcher(EXPERTS, group)
     model = Model("list", dispatcher, mark=False)
@@ -209,37 +204,22 @@ def refused(rank: int, world: int, arg: object) -> list[str]:
     other = nn.Module()
     other.weight = nn.Parameter(torch.zeros(own, 2 + rank))
     buffered = nn.ModuleList(nn.BatchNorm1d(2) if rank else nn.LayerNorm(2) for _ in range(own))
-    errors = [
-        error_of(partial(moe_comm.sync_gradients, model)),
-        error_of(partial(mark, nn.Linear(3, 3) if rank else Stacked(dispatcher.local_experts))),
-        error_of(partial(mark, buffered)),
-        error_of(partial(mark, other)),
-        error_of(partial(moe_comm.mark_experts, nn.ModuleList(map(MLP, few.local_experts)), few)),
-        error_of(partial(mark_twice, model.experts, dispatcher)),
-    ]
+    unmarked = error_of(partial(moe_comm.sync_gradients, model))
+    assert "ConfigError: this process has a dispatcher of 5 experts over 2 ranks" in unmarked
+    assert "moe_comm.mark_experts(experts, dispatcher)" in unmarked
+    assert "shape (3, 3)" in error_of(partial(mark, nn.Linear(3, 3) if rank else Stacked(dispatcher.local_experts)))
+    assert "buffer" in error_of(partial(mark, buffered))
+    assert "RankMismatch" in error_of(partial(mark, other))
+    no_expert = error_of(partial(moe_comm.mark_experts, nn.ModuleList(map(MLP, few.local_experts)), few))
+    assert "rank 1 has no expert in the ModuleList" in no_expert
+    mark(model.experts)
+    assert "already marked" in error_of(partial(mark, model.experts))
     del few
     gc.collect()
-    errors.append(error_of(partial(moe_comm.sync_gradients, model)))
+    moe_comm.sync_gradients(model)
     del model
     torch.manual_seed(0)
     moe_comm.sync_gradients(nn.Linear(2, 2))
-    return errors
-
-
-def test_experts_that_are_not_known_are_refused_on_every_rank(pool2: RankPool) -> None:
-    for errors in pool2.run(refused):
-        texts = (
-            "ConfigError: this process has a dispatcher of 5 experts over 2 ranks",
-            "shape (3, 3)",
-            "buffer",
-            "RankMismatch",
-            "rank 1 has no expert in the ModuleList",
-            "already marked",
-        )
-        for error, text in zip(errors, texts, strict=False):
-            assert text in error, (error, text)
-        assert "moe_comm.mark_experts(experts, dispatcher)" in errors[0]
-        assert not errors[-1]
 
 
 def test_one_process_needs_no_mark() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from moe_comm.layers import MoELayer
 from moe_comm.runtime.memory import address, row_address
 from moe_comm.topology import ParallelConfig
 from tests.dispatch import cases, workers
-from tests.dispatch.workers import Job, Result
+from tests.dispatch.workers import Job
 from tests.integrations.models import batch, gradients, load, num_targets, save_model, token_loss
 from tests.layers import tiny
 from tests.layers.moe_configs import RICH
@@ -28,7 +29,9 @@ from tests.support.torch_defaults import OTHER_DEFAULTS, TorchDefaults, run_unde
 from tests.train import common
 
 BACKENDS = ("all_to_all", "all_gather", "shared_memory", "hierarchical", "peer_to_peer")
-ids = [str(defaults.dtype) for defaults in OTHER_DEFAULTS]
+
+
+MAPPINGS = (ParallelConfig(tp=2, ep=2), ParallelConfig(cp=2, ep=2))
 
 
 def same(actual: Any, expected: Any) -> bool:
@@ -45,17 +48,11 @@ def same(actual: Any, expected: Any) -> bool:
     return bool(actual == expected)
 
 
-@pytest.fixture(scope="module")
-def usual(pool2: RankPool) -> dict[str, list[dict[str, Result | str]]]:
-    """The results of each backend under torch's usual defaults."""
-    return {backend: pool2.run(workers.run_cases, Job(backend), timeout=120) for backend in BACKENDS}
-
-
-@pytest.mark.parametrize("defaults", OTHER_DEFAULTS, ids=ids)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend(backend: str, defaults: TorchDefaults, pool2: RankPool, usual) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("backend", "defaults"), [*zip(BACKENDS, cycle(OTHER_DEFAULTS), strict=False)])
+def test_every_backend(backend: str, defaults: TorchDefaults, pool2: RankPool) -> None:
     ranks = pool2.run(run_under, (defaults, workers.run_cases, Job(backend)), timeout=120)
-    for actual, expected in zip(ranks, usual[backend], strict=True):
+    usual = pool2.run(workers.run_cases, Job(backend), timeout=120)
+    for actual, expected in zip(ranks, usual, strict=True):
         for case in cases.CASES:
             assert same(actual.get(case.name), expected[case.name]), actual.get(case.name)
 
@@ -105,11 +102,10 @@ def test_a_layer(backend: str, pool2: RankPool) -> None:
         assert same(pool2.run(run_under, (defaults, layer_step, backend)), expected), defaults
 
 
-@pytest.mark.parametrize("mapping", [ParallelConfig(tp=2, ep=2), ParallelConfig(cp=2, ep=2)], ids=str)
-def test_attention_and_parallel_linears(mapping: ParallelConfig, pool2: RankPool) -> None:
+@pytest.mark.parametrize(("mapping", "defaults"), [*zip(MAPPINGS, OTHER_DEFAULTS, strict=False)])
+def test_attention_and_parallel_linears(mapping: ParallelConfig, defaults: TorchDefaults, pool2: RankPool) -> None:
     expected = pool2.run(transformer_step, mapping)
-    for defaults in OTHER_DEFAULTS:
-        assert same(pool2.run(run_under, (defaults, transformer_step, mapping)), expected), defaults
+    assert same(pool2.run(run_under, (defaults, transformer_step, mapping)), expected)
 
 
 def test_a_swapped_model(pool2: RankPool, tmp_path) -> None:  # type: ignore[no-untyped-def]

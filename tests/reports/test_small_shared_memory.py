@@ -19,7 +19,7 @@ from moe_comm.errors import HeapError
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch.workers import heap_constants
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -55,18 +55,12 @@ def test_the_launcher_raises_the_error_of_the_rank_without_memory() -> None:
         assert line.startswith(f"rank {rank}: cannot grow shared memory") and "/dev/shm is full" in line
 
 
-def setup_errors(rank: int, world: int, failing: int) -> str:
-    """The rank ``failing`` cannot create its heap."""
+@on_ranks(2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_raise_the_cause_of_a_rank_that_cannot_set_up(rank: int, world: int, failing: int) -> None:
     sizes = {"INITIAL_BYTES": 8 << 20, "RESERVE_BYTES": 4 << 20} if rank == failing else {}
-    with heap_constants(**sizes), pytest.raises(HeapError) as caught:
+    cause = "" if rank == failing else f"rank {failing}: "
+    with heap_constants(**sizes), pytest.raises(HeapError, match=rf"^{cause}(?!rank).*reserved address range"):
         SharedMemoryDispatcher(
             ExpertPlacement.balanced(4, world), dist.new_group(), rank, DispatchOptions(timeout_s=60)
         )
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_raise_the_cause_of_a_rank_that_cannot_set_up(pool2: RankPool, failing: int) -> None:
-    messages = pool2.run(setup_errors, failing)
-    assert messages[1 - failing] == f"rank {failing}: {messages[failing]}"
-    assert "reserved address range" in messages[failing]

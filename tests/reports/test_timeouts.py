@@ -18,7 +18,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.runtime.watch import WatchOptions
 from moe_comm.train.checkpoint import Checkpointer
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 HUGE: tuple[Any, ...] = (9.3e9, 1e300, 10**400, np.float64(1e30), np.int64(2**62))
 WRONG: tuple[Any, ...] = (
@@ -67,14 +67,10 @@ def test_timeouts_fit_into_64_bits_of_nanoseconds() -> None:
         assert 1e8 < DispatchOptions(timeout_s=value).timeout_s < 2**63 / 1e9 / 2
 
 
-def exchanged(rank: int, world: int, backend: str) -> bool:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["shared_memory", "all_to_all", "all_gather"])
+def test_ranks_wait_for_each_other_with_a_huge_timeout(backend: str) -> None:
     dispatcher = make_dispatcher(4, dist.group.WORLD, backend=backend, options=DispatchOptions(timeout_s=1e300))
     x_TD, ids_TK = torch.ones(3, 8), torch.tensor([[0], [3], [1]])
     dispatched = dispatcher.dispatch(x_TD, ids_TK)
-    y_TD = dispatcher.combine(dispatched.rows_RD, torch.ones(3, 1), dispatched.handle)
-    return torch.equal(y_TD, x_TD)
-
-
-@pytest.mark.parametrize("backend", ["shared_memory", "all_to_all", "all_gather"])
-def test_ranks_wait_for_each_other_with_a_huge_timeout(pool2: RankPool, backend: str) -> None:
-    assert pool2.run(exchanged, backend) == [True, True]
+    assert torch.equal(dispatcher.combine(dispatched.rows_RD, torch.ones(3, 1), dispatched.handle), x_TD)

@@ -29,7 +29,7 @@ from moe_comm.train.checkpoint.files import bytes_of
 from tests.dispatch import cases
 from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import Job, build
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 T, D, K, E = 6, 8, 2, 8
 
@@ -146,8 +146,9 @@ def test_experts_and_kernels_read_the_values() -> None:
         assert all(same), f"{view.__name__}: {same}"
 
 
-def collective_values(rank: int, world: int, arg: None) -> list[str]:
-    group, wrong = dist.group.WORLD, []
+@on_ranks(2)
+def test_collectives_read_the_values(rank: int) -> None:
+    group = dist.group.WORLD
     x, w = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(rank))
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "gather_dim": lambda x: gather_dim(x, group, 0),
@@ -160,13 +161,7 @@ def collective_values(rank: int, world: int, arg: None) -> list[str]:
     }
     for name, call in calls.items():
         for kind, view in VIEWS.items():
-            if not torch.equal(call(view(x)), call(view(x).clone())):
-                wrong.append(f"{name} {kind}")
-    return wrong
-
-
-def test_collectives_read_the_values(pool2: RankPool) -> None:
-    assert pool2.run(collective_values) == [[], []]
+            assert torch.equal(call(view(x)), call(view(x).clone())), f"{name} {kind}"
 
 
 def test_files_have_the_values() -> None:
@@ -216,26 +211,19 @@ def test_tensors_without_values_are_refused() -> None:
                 call()
 
 
-def subclasses(rank: int, world: int, arg: None) -> list[str]:
+@on_ranks(2)
+def test_wrapper_subclasses(rank: int, world: int) -> None:
+    """A collective in flight is waited for. A DTensor has no memory of its own."""
     import torch.distributed._functional_collectives as funcol
 
     dispatcher = make_dispatcher(E, dist.group.WORLD)
     x_TD, ids_TK = torch.full((T, D), 1.0 + rank), torch.arange(T * K).view(T, K) % E
     pending = funcol.all_reduce(x_TD, "sum", dist.group.WORLD)
     assert isinstance(pending, funcol.AsyncCollectiveTensor)
-    rows_RD = dispatcher.dispatch(pending, ids_TK).rows_RD
+    assert (dispatcher.dispatch(pending, ids_TK).rows_RD == 3).all()
     mesh = init_device_mesh("cpu", (world,))
-    try:
+    with pytest.raises(InputError, match=r"DTensor.*to_local\(\)"):
         dispatcher.dispatch(DTensor.from_local(x_TD, mesh, [Replicate()], run_check=False), ids_TK)
-    except InputError as error:
-        return [str(bool((rows_RD == 3).all())), str(error)]
-    return ["no error"]
-
-
-def test_wrapper_subclasses(pool2: RankPool) -> None:
-    """A collective in flight is waited for. A DTensor has no memory of its own."""
-    for same, message in pool2.run(subclasses):
-        assert same == "True" and "DTensor" in message and "to_local()" in message
 
 
 def differentiated() -> dict[str, Callable[[Tensor], Tensor]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +20,7 @@ from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import gather_dim, sum_values
 from moe_comm.layers.parallel.linear import ColumnParallelLinear
+from moe_comm.runtime.launch import init_ranks, launch
 from tests.layers.tiny import TINY
 from tests.pool import RankPool, start_server
 
@@ -56,12 +55,6 @@ def warnings_of_two_builds(name: str, world: str) -> tuple[int, bool]:
     return len(messages), "init_process_group(" in text and "group.WORLD" in text and "WORLD_SIZE" in text
 
 
-def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | environment
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-
-
 def test_a_rank_of_several_without_a_process_group_warns_once_that_it_computes_alone() -> None:
     pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
     start_server()
@@ -74,11 +67,14 @@ def test_a_rank_of_several_without_a_process_group_warns_once_that_it_computes_a
                 assert found == expected, (name, world)
 
 
+def build_in_a_rank() -> int:
+    with warnings.catch_warnings(), init_ranks("cpu"):
+        warnings.simplefilter("error")
+        return MoELayer.build(CONFIG, dist.group.WORLD).dispatcher.world
+
+
 def test_ranks_of_the_launcher_have_a_process_group() -> None:
-    small = ["--tokens", "4", "--hidden", "8", "--ffn", "8", "--experts", "4", "--top-k", "2"]
-    strict = "error:this is one of:RuntimeWarning"
-    process = run(["-m", "moe_comm", "check-grads", "--ranks", "2", *small], PYTHONWARNINGS=strict)
-    assert process.returncode == 0, process.stderr
+    assert launch(build_in_a_rank, ranks=2, preload=("torch",)) == [2, 2]
 
 
 def outside(rank: int, world: int, arg: object) -> list[str]:
