@@ -25,7 +25,7 @@ from typing import Any
 
 from moe_comm.errors import ConfigError
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines, to_json
-from moe_comm.runtime.safe_files import open_to_append
+from moe_comm.runtime.safe_files import open_to_append, sync_to_disk
 from moe_comm.runtime.untrusted import lines_of
 
 WHEN = ("step", "probability", "mean_s")
@@ -255,11 +255,7 @@ def write_injection(path: Path, injection: Injection) -> None:
         file.write((to_json(injection) + "\n").encode())
         os.fsync(file.fileno())
     if new:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_to_disk(path.parent)
 
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = {

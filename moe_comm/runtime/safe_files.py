@@ -93,6 +93,15 @@ def open_to_append(path: Path) -> BinaryIO:
     return os.fdopen(handle, "a+b", buffering=0)
 
 
+def sync_to_disk(path: Path) -> None:
+    """Write a file, or the entries of a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def remove(path: Path) -> None:
     """Delete a file, a link itself, or a folder with its content, if there is one. Links inside are not followed."""
     try:

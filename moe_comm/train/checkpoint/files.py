@@ -159,12 +159,3 @@ def digest_of(path: Path) -> FileDigest:
             digest.update(buffer[:count])
             size += count
     return FileDigest(size, digest.hexdigest())
-
-
-def sync_folder(path: Path) -> None:
-    """Sync the entries of a folder."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_comm.errors import CheckpointError
-from moe_comm.runtime.safe_files import open_own_folder, remove
+from moe_comm.runtime.safe_files import open_own_folder, remove, sync_to_disk
 from moe_comm.runtime.untrusted import read_bounded, shown
-from moe_comm.train.checkpoint.files import FileDigest, parse_json, sha256, sync_folder, write_json
+from moe_comm.train.checkpoint.files import FileDigest, parse_json, sha256, write_json
 
 METADATA, MANIFEST, COMPLETE = "metadata.json", "manifest.json", "COMPLETE"
 VERSION = 1
@@ -168,7 +168,7 @@ def complete(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
     partial = partial_path(folder, step)
     listed = {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())}
     manifest = write_json(partial / MANIFEST, {"version": VERSION, "files": listed})
-    sync_folder(partial)
+    sync_to_disk(partial)
     sequence = max((saved.sequence for saved in complete_checkpoints(folder, lenient=True)), default=0) + 1
     if sequence > MAX_SEQUENCE:
         raise CheckpointError(f"a checkpoint in {folder} has sequence number {sequence - 1}, after which there is none")
@@ -177,7 +177,7 @@ def complete(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
         partial / COMPLETE,
         {"version": VERSION, "manifest": marker.manifest, "sequence": marker.sequence, "check": marker.check},
     )
-    sync_folder(partial)
+    sync_to_disk(partial)
     return partial
 
 
@@ -192,7 +192,7 @@ def publish(folder: Path, step: int) -> Path:
     else:
         remove(path)
     os.rename(partial, path)
-    sync_folder(folder)
+    sync_to_disk(folder)
     _remove(old)
     return path
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_comm.errors import ConfigError, CorruptFile
-from moe_comm.runtime.safe_files import open_new, remove, write_file
+from moe_comm.runtime.safe_files import open_new, remove, sync_to_disk, write_file
 from moe_comm.runtime.untrusted import open_regular, parse_object, read_bounded, regular_size, shown
 from moe_comm.train.data.settings import Verify
 
@@ -78,13 +78,13 @@ def fresh_folder(final: Path) -> Iterator[Path]:
     try:
         yield folder
         for path in (*folder.rglob("*"), folder):
-            _sync(path)
+            sync_to_disk(path)
         try:
             os.rename(folder, final)
         except OSError:
             if not final.is_dir():
                 raise
-        _sync(final.parent)
+        sync_to_disk(final.parent)
     except OSError as error:  # for example a full disk, or a removed source
         raise ConfigError(f"data.cache: cannot create {str(final)!r}: {error}") from error
     finally:
@@ -100,14 +100,6 @@ def _alive(pid: str) -> bool:
     except PermissionError:  # a process of another user
         pass
     return True
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class TokenWriter:
