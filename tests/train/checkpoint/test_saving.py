@@ -27,7 +27,7 @@ from moe_comm.train.checkpoint import (
     restore_rng,
     rng_state,
 )
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.train.checkpoint.common import patched
 
 WAIT_S = 60.0
@@ -136,10 +136,10 @@ def test_one_save_is_in_flight_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert latest(tmp_path) == path_of(tmp_path, 2)
 
 
-def train_meanwhile(rank: int, world: int, parent: Path) -> list[float]:
+@on_ranks(2)
+def test_saving_does_not_interfere_with_collectives_of_training(rank: int, world: int, tmp_path: Path) -> None:
     gate = Gate(files, "write_block")
-    sums = []
-    with Checkpointer(parent) as checkpointer, patched(files, "write_block", gate):
+    with Checkpointer(tmp_path) as checkpointer, patched(files, "write_block", gate):
         entries = sharded_and_replicated(rank, world, 1.0)
         checkpointer.save(1, entries)
         checkpointer.wait_staged()
@@ -148,53 +148,35 @@ def train_meanwhile(rank: int, world: int, parent: Path) -> list[float]:
                 entry.tensor.add_(1.0)
             total = torch.tensor([float(rank + step)])
             dist.all_reduce(total)
-            sums.append(total.item())
+            assert total.item() == 1.0 + 2 * step
             if step == 10:
                 gate.opened.set()
         checkpointer.wait()
-    return sums
+    assert torch.equal(CheckpointReader(path_of(tmp_path, 1)).read("cut"), torch.ones(8))
 
 
-def test_saving_does_not_interfere_with_collectives_of_training(pool2: RankPool, tmp_path: Path) -> None:
-    expected = [1.0 + 2 * step for step in range(20)]
-    assert pool2.run(train_meanwhile, tmp_path) == [expected, expected]
-    reader = CheckpointReader(path_of(tmp_path, 1))
-    assert torch.equal(reader.read("cut"), torch.ones(8))
-
-
-def fill_the_disk(rank: int, world: int, arg: tuple[Path, int]) -> list[str]:
-    """Save with a full disk on rank ``arg[1]``, then again with free space. Returns the errors."""
-    parent, full = arg
-    real, texts = files.write_block, []
-
+@on_ranks(2)
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_on_one_rank_is_raised_on_all_at_the_next_save_and_training_continues(
+    rank: int, world: int, tmp_path: Path, full: int
+) -> None:
     def write_block(file: Any, block: memoryview) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with Checkpointer(parent) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, sharded_and_replicated(rank, world, 1.0))
         checkpointer.wait()
-        with patched(files, "write_block", write_block if rank == full else real):
+        with patched(files, "write_block", write_block if rank == full else files.write_block):
             checkpointer.save(2, sharded_and_replicated(rank, world, 2.0))
             assert checkpointer.wait_staged() >= 0  # training continues: the next save raises the error
-            with pytest.raises(CheckpointError) as caught:
+            with pytest.raises(CheckpointError, match="step 2 could not be saved") as caught:
                 checkpointer.save(3, sharded_and_replicated(rank, world, 3.0))
-            texts.append(str(caught.value))
-        assert checkpointer.latest() == path_of(parent, 1)
-        texts.append(",".join(names(parent)))
+        assert f"rank-{full:05d}.safetensors: No space left on device" in str(caught.value)
+        assert checkpointer.latest() == path_of(tmp_path, 1)
+        assert names(tmp_path) == ["step-00000001"]
         checkpointer.latest()  # collective: every rank has listed the folder before the next save
         checkpointer.save(3, sharded_and_replicated(rank, world, 3.0))
-    return texts
-
-
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_on_one_rank_is_raised_on_all_at_the_next_save_and_training_continues(
-    pool2: RankPool, tmp_path: Path, full: int
-) -> None:
-    first, second = pool2.run(fill_the_disk, (tmp_path, full))
-    assert first == second
-    assert first[0].startswith(f"step 2 could not be saved to {tmp_path}: ")
-    assert f"rank-{full:05d}.safetensors: No space left on device" in first[0]
-    assert first[1] == "step-00000001"
+    dist.barrier()
     assert latest(tmp_path) == path_of(tmp_path, 3)
     assert torch.equal(CheckpointReader(path_of(tmp_path, 3)).read("cut"), torch.full((8,), 3.0))
 
