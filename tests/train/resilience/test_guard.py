@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep
+from moe_comm.errors import CorruptPayload, NonFiniteLoss, UnsettledStep
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
 from moe_comm.train import run
@@ -21,6 +20,7 @@ from moe_comm.train.loop import job
 from moe_comm.train.metrics import StepReport
 from tests.pool import RankPool
 from tests.train.common import Parts, session, whole
+from tests.train.loop.test_resume import Crash, crash_after
 
 RERUN = "run.nonfinite=rerun"
 CHECKED = "guard.checksums=true"
@@ -362,42 +362,14 @@ def test_there_is_no_spike_before_the_window_is_full_and_none_without_a_factor(s
     assert not unset.records
 
 
-class _LargeLoss(StepHook):
-    """Multiply the loss of step 5 by seven."""
-
-    def after_backward(self, step: int, loss: float) -> float:
-        return loss * 7 if step == 5 else loss
-
-
-def _resumed(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    class TrainerWithLargeLoss(job.Trainer):
-        def __init__(self, *args: Any, hooks: Any = (), **options: Any) -> None:
-            super().__init__(*args, hooks=[*hooks, _LargeLoss()], **options)
-
-    monkeypatch.setattr(job, "Trainer", TrainerWithLargeLoss)
-    result = run(None, settings)
-    return [(record.step, record.kind) for record in read_lines(result.folder / FAULTS, FaultRecord)]
-
-
-def test_a_resumed_run_decides_like_an_uninterrupted_one(
-    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_decides_like_an_uninterrupted_one(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The window of four updates spans the interruption. The faults are in the run's folder."""
-    common = [*settings, "guard.window=4", "guard.loss_spike=3", "guard.on_spike=skip", "run.name=long"]
-    assert _resumed([*common, "run.steps=6"], monkeypatch) == [(5, "spike")]
-
-    interrupted = [*common, "run.name=broken", "run.steps=6", "checkpoint.every=3", "checkpoint.resume=auto"]
-
-    class Stopping(job.Trainer):
-        def fit(self, after_step: Any = None) -> str:
-            def stop(report: Any) -> None:
-                if report.step == 3:
-                    raise MoeCommError("pulled the plug")
-
-            return super().fit(stop)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "Trainer", Stopping)
-        with pytest.raises(MoeCommError, match="plug"):
-            run(None, [*interrupted, "checkpoint.every=2", "checkpoint.background=false"])
-    assert _resumed([*interrupted, "checkpoint.every=2"], monkeypatch) == [(5, "spike")]
+    # The loss of step 5 is too large. ``CollapseHint`` is a hook of every run.
+    monkeypatch.setattr(job.CollapseHint, "after_backward", lambda self, step, loss: loss * 7 if step == 5 else loss)
+    common = [*settings, "run.steps=6", "guard.window=4", "guard.loss_spike=3", "guard.on_spike=skip"]
+    saving = [*common, "run.name=broken", "checkpoint.every=2", "checkpoint.resume=auto"]
+    with crash_after(2), pytest.raises(Crash):
+        run(None, [*saving, "checkpoint.background=false"])
+    for result in (run(None, common), run(None, saving)):
+        records = read_lines(result.folder / FAULTS, FaultRecord)
+        assert [(record.step, record.kind) for record in records] == [(5, "spike")]
