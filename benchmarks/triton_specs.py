@@ -16,7 +16,6 @@ from moe_comm.gpu.protocol import MAX_SLICES
 from moe_comm.kernels.triton import (
     grouped_mm,
     grouped_mm_fp8,
-    grouped_mm_tma,
     quantize,
     router,
     scale_rows,
@@ -28,9 +27,14 @@ from moe_comm.kernels.triton import (
 from moe_comm.kernels.triton.grouped_mm import tiling_for
 from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.overlap.triton import arrived_mm, publish_mm
-from moe_comm.overlap.triton.gather_matmul import await_rows_kernel, gather_matmul_kernel, push_rows_kernel
-from moe_comm.overlap.triton.matmul_scatter import matmul_scatter_kernel
-from moe_comm.overlap.triton.programs import TILES, Programs
+from moe_comm.overlap.triton.programs import (
+    TILES,
+    Programs,
+    await_rows_kernel,
+    gather_matmul_kernel,
+    matmul_scatter_kernel,
+    push_rows_kernel,
+)
 from moe_comm.overlap.triton.tile_list import EXPERTS_AT_ONCE, EXTRA_PERCENT, TILES_AT_ONCE, tile_list_kernel
 
 TARGETS = (80, 90, 100)
@@ -203,7 +207,7 @@ def _grouped_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
 
 def _tma_specs() -> tuple[KernelSpec, ...]:
     specs = []
-    for target in (target for target in TARGETS if target >= grouped_mm_tma.MIN_CAPABILITY):
+    for target in (target for target in TARGETS if target >= grouped_mm.TMA_CAPABILITY):
         for name, mean_rows, transposed in (
             ("grouped_mm, with TMA, forward", 1000, False),
             ("grouped_mm, with TMA, forward, few rows", 1, False),
@@ -211,8 +215,8 @@ def _tma_specs() -> tuple[KernelSpec, ...]:
         ):
             tiling = grouped_mm.tiling_for(BF16, target, mean_rows)
             constants = {"ELEMENT": DTYPES[BF16], "TRANSPOSED": transposed, **tiling.blocks}
-            kernel = grouped_mm_tma.grouped_mm_tma_kernel
-            spec = _spec(name, kernel, BF16, constants, tiling.warps, grouped_mm_tma.STAGES, targets=(target,))
+            kernel = grouped_mm.grouped_mm_tma_kernel
+            spec = _spec(name, kernel, BF16, constants, tiling.warps, grouped_mm.TMA_STAGES, targets=(target,))
             w_block = (tiling.inner, tiling.columns) if transposed else (tiling.columns, tiling.inner)
             blocks = {"rows": (tiling.rows, tiling.inner), "w": w_block}
             described = {f"{who}_desc": f"tensordesc<bf16[{m}, {n}]>" for who, (m, n) in blocks.items()}

@@ -31,10 +31,8 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.kernels.row_invariant import TILE
-from moe_comm.overlap.dispatch_matmul import dispatch_matmul
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.matmul_combine import matmul_combine
-from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.tuning.choose import on_gpus, place_of
 from moe_comm.overlap.tuning.cost import CHUNKS, DIRECTIONS, FUSED, IN_PLACE, MARGIN, GroupRates, OperatorWork, predict

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import torch
@@ -34,13 +34,37 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autograd import sum_in_rank_order, without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
-from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.tuning.choose import choose
 from moe_comm.overlap.tuning.cost import FUSED, OperatorWork
 from moe_comm.overlap.tuning.store import OverlapChoice
 from moe_comm.runtime.memory import as_tensors
 
 Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The order in which ``rank`` of ``world`` ranks uses its peers: no two ranks use the same peer in the same step.
+
+        rank        0           1           2           3
+        arrivals    0 1 2 3     1 2 3 0     2 3 0 1     3 0 1 2     sources of rows: own rows first
+        scatters    1 2 3 0     2 3 0 1     3 0 1 2     0 1 2 3     destinations of results: own results last
+
+    In each step each link carries one transfer, and each rank serves one peer.
+    """
+
+    rank: int
+    world: int
+
+    @cached_property
+    def arrivals(self) -> tuple[int, ...]:
+        """Source ranks in order of arrival, from this rank on."""
+        return (*range(self.rank, self.world), *range(self.rank))
+
+    @cached_property
+    def scatters(self) -> tuple[int, ...]:
+        """Destinations of results, from rank + 1 on. Own results need no transfer, so they are computed last."""
+        return (*self.arrivals[1:], self.rank)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.group_setup import abort_on_error, channel_of, group_size
+from moe_comm.comm.group_setup import abort_on_error, group_size
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable, without_autocast
 from moe_comm.kernels.row_invariant import row_invariant_mm
@@ -92,26 +92,6 @@ def swap_matmul(x_TK: Tensor, weight_NK: Tensor, group: ProcessGroup | None, ove
         check_linear(x_TK, part_NK, "swap_matmul")
         _check_divides(x_TK.shape[0], group, "swap_matmul: {} rows")
     return _SwapMatmul.apply(x_TK, weight_NK, group, overlap or Overlap())  # type: ignore[no-any-return]
-
-
-def matmul_swap_reference(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Compute the forward pass serially in plain torch. ``matmul_swap`` has the same bits."""
-    parts_WSn = torch.stack([row_invariant_mm(x_SD, w.t()) for w in weight_ND.chunk(group_size(group))])
-    return _all_to_all(parts_WSn, group).flatten(0, 1)
-
-
-def swap_matmul_reference(x_TK: Tensor, weight_NK: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Compute the forward pass serially in plain torch. ``swap_matmul`` has the same bits."""
-    world = group_size(group)
-    parts_WSk = _all_to_all(x_TK.unflatten(0, (world, x_TK.shape[0] // world)), group)
-    return row_invariant_mm(parts_WSk.movedim(0, 1).flatten(1), weight_NK.t())
-
-
-def _all_to_all(parts_W: Tensor, group: ProcessGroup | None) -> Tensor:
-    if group_size(group) == 1:
-        return parts_W
-    assert group is not None
-    return channel_of(group).swap(parts_W, "a swap")
 
 
 class _MatmulSwap(torch.autograd.Function):

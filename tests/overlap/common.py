@@ -1,59 +1,67 @@
-"""Helpers of the tests of the linear-layer operators."""
+"""Serial references of the operators, and settings of the collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.group_setup import configure_collectives
+from moe_comm.comm.group_setup import channel_of, group_size
+from moe_comm.dispatch.dispatcher import Dispatcher
+from moe_comm.dispatch.expert_call import grouped
+from moe_comm.kernels.autograd import sum_in_rank_order
+from moe_comm.kernels.expert_mlp import ExpertLinear
+from moe_comm.kernels.row_invariant import row_invariant_mm
+from moe_comm.overlap.executors.transport import RowDispatch
 from moe_comm.overlap.options import Overlap
 
 TRANSPORTS = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
 """Collectives over shared memory, and over the group's backend."""
 OVERLAPS = (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False))
 
-OutputAndGrads = tuple[Tensor, Tensor, Tensor]
-"""Output, gradient of x, gradient of the weight."""
+
+def gather_reference(x_SD: Tensor, w_ND: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Compute ``gather_matmul`` serially."""
+    gathered = (
+        x_SD
+        if group is None or group_size(group) == 1
+        else channel_of(group).all_gather(x_SD, "a gather").flatten(0, 1)
+    )
+    return row_invariant_mm(gathered, w_ND.t())
 
 
-def with_every_setting(
-    operator: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Callable[[], OutputAndGrads]
-) -> list[OutputAndGrads]:
-    """Return output and gradients for every transport, chunks and determinism. Checks equality of bits.
-
-    Args:
-        inputs: fresh x, weight and gradient of the output, the same every time.
-    """
-    results: list[OutputAndGrads] = []
-    group = dist.group.WORLD
-    try:
-        for options in TRANSPORTS:
-            configure_collectives(options)
-            for overlap in OVERLAPS:
-                x, w, grad = inputs()
-                y = operator(x.requires_grad_(), w.requires_grad_(), group, overlap)
-                y.backward(grad)
-                assert x.grad is not None
-                assert w.grad is not None
-                assert torch.equal(y.detach(), reference(x.detach(), w.detach(), group))
-                results.append((y.detach(), x.grad, w.grad))
-                assert torch.equal(x.grad, results[0][1])
-                if overlap.deterministic:
-                    assert torch.equal(w.grad, results[0][2])
-    finally:
-        configure_collectives(CollectiveOptions())
-    return results
+def scatter_reference(x_TK: Tensor, w_NK: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Compute ``matmul_scatter`` serially."""
+    return sum_in_rank_order(_swapped(_by_rank(row_invariant_mm(x_TK, w_NK.t()), group), group))
 
 
-def assert_near(ranks: Iterable[list[OutputAndGrads]], wholes: Iterable[OutputAndGrads], dtype: torch.dtype) -> None:
-    """Compare every rank's results with those of one process in float64."""
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    for results, expected in zip(ranks, wholes, strict=True):
-        for result in results:
-            for actual, exact in zip(result, expected, strict=True):
-                scale = float(exact.abs().max()) if exact.numel() else 0.0
-                torch.testing.assert_close(actual.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))
+def matmul_swap_reference(x_SD: Tensor, w_ND: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Compute ``matmul_swap`` serially."""
+    parts_WSn = torch.stack([row_invariant_mm(x_SD, w.t()) for w in w_ND.chunk(group_size(group))])
+    return _swapped(parts_WSn, group).flatten(0, 1)
+
+
+def swap_matmul_reference(x_TK: Tensor, w_NK: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Compute ``swap_matmul`` serially."""
+    return row_invariant_mm(_swapped(_by_rank(x_TK, group), group).movedim(0, 1).flatten(1), w_NK.t())
+
+
+def _by_rank(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    return x.unflatten(0, (group_size(group), x.shape[0] // group_size(group)))
+
+
+def _swapped(parts_W: Tensor, group: ProcessGroup | None) -> Tensor:
+    return parts_W if group is None or group_size(group) == 1 else channel_of(group).swap(parts_W, "a swap")
+
+
+def dispatch_reference(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor) -> Tensor:
+    """Compute ``dispatch_matmul`` serially."""
+    dispatched = dispatcher.dispatch(x_TD, ids_TK)
+    return grouped(ExpertLinear((w_EGD,)), dispatched.rows_RD, dispatched.handle.rows_per_expert)
+
+
+def combine_reference(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, dispatch: RowDispatch) -> Tensor:
+    """Compute ``matmul_combine`` serially."""
+    results_RD = grouped(ExpertLinear((w_EDF,)), rows_RF, dispatch.handle.rows_per_expert)
+    return dispatch.dispatcher.combine(results_RD, weights_TK, dispatch.handle)

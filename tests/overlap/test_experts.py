@@ -24,11 +24,12 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
-from moe_comm.overlap import dispatch_matmul as first, matmul_combine as last
 from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
+from tests.overlap.common import combine_reference, dispatch_reference
 from tests.pool import RankPool
 
 D, F = 16, 32
@@ -149,10 +150,10 @@ def _compare_operators(rank: int, world: int, kind: str) -> None:
     grad = draw(ids.shape[0], D, seed=99 + rank)
 
     def both(chunks: int, x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        h, dispatch = first.dispatch_matmul(dispatcher, x, ids, w13, Overlap(chunks, 1))
-        assert torch.equal(h.detach(), first.reference(dispatcher, x.detach(), ids, w13.detach()))
-        y = last.matmul_combine(h, w2, weights, dispatch)
-        assert torch.equal(y.detach(), last.reference(h.detach(), w2.detach(), weights.detach(), dispatch))
+        h, dispatch = dispatch_matmul(dispatcher, x, ids, w13, Overlap(chunks, 1))
+        assert torch.equal(h.detach(), dispatch_reference(dispatcher, x.detach(), ids, w13.detach()))
+        y = matmul_combine(h, w2, weights, dispatch)
+        assert torch.equal(y.detach(), combine_reference(h.detach(), w2.detach(), weights.detach(), dispatch))
         return y
 
     results = [_gradients(leaves, partial(both, chunks), grad) for chunks in CHUNKS]
@@ -213,10 +214,10 @@ def _call_with_bad_input(rank: int, world: int, fault: str) -> str:
             ids[0, 0] = 9
         if rank == 0 and fault == "dtype":
             x, w13 = x.bfloat16(), w13.bfloat16()
-        h, dispatch = first.dispatch_matmul(dispatcher, x, ids, w13)
+        h, dispatch = dispatch_matmul(dispatcher, x, ids, w13)
         w2 = leaves["w2"][:, :-1] if rank == 0 and fault == "last width" else leaves["w2"]
         weights = leaves["weights"][:-1] if rank == 0 and fault == "weights" else leaves["weights"]
-        last.matmul_combine(h, w2, weights, dispatch)
+        matmul_combine(h, w2, weights, dispatch)
     except (InputError, RoutingError, RankMismatch) as error:
         return type(error).__name__
     return "nothing"
@@ -262,7 +263,7 @@ def _use_all_gather_dispatcher(rank: int, world: int, _: Any) -> None:
     assert group is not None
     dispatcher = AllGatherDispatcher(ExpertPlacement.of(4, world), group, rank)
     with pytest.raises(ConfigError, match="only the dispatcher all_to_all sends rows in chunks"):
-        first.dispatch_matmul(dispatcher, torch.zeros(3, D), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, F, D))
+        dispatch_matmul(dispatcher, torch.zeros(3, D), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, F, D))
 
 
 def test_a_dispatcher_that_cannot_overlap_is_refused(pool2: RankPool) -> None:

@@ -37,14 +37,12 @@ from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap import chunked, ulysses
 from moe_comm.overlap.chunk_plan import RowRange, RowSegments
-from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.executors.pipelined import run_ranges
 from moe_comm.overlap.executors.transport import RowReturn, RowSend
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.matmul_combine import matmul_combine
-from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
 from moe_comm.topology import ExpertPlacement

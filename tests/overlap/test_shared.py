@@ -27,12 +27,12 @@ from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import PeerDied, PeerError, PeerTimeout, RankMismatch
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap import shared
-from moe_comm.overlap.gather_matmul import gather_matmul, reference as gather_reference
-from moe_comm.overlap.matmul_scatter import matmul_scatter, reference as scatter_reference
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import block
 from tests.dispatch.workers import heap_constants
 from tests.layers.reference import draw
+from tests.overlap.common import gather_reference, scatter_reference
 from tests.pool import RankPool, with_longer_deadline
 
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {

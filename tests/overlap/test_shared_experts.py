@@ -35,14 +35,14 @@ from moe_comm.errors import (
     RoutingError,
 )
 from moe_comm.kernels import expert_mlp
-from moe_comm.overlap.dispatch_matmul import dispatch_matmul, reference as dispatch_reference
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
-from moe_comm.overlap.matmul_combine import matmul_combine, reference as combine_reference
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch.workers import heap_constants
 from tests.layers.reference import draw
+from tests.overlap.common import combine_reference, dispatch_reference
 from tests.pool import RankPool, with_longer_deadline
 
 D, F = 16, 32

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import channel_of, configure_collectives
-from moe_comm.errors import ConfigError
-from moe_comm.overlap import chunked, gather_matmul as gather, matmul_scatter as scatter
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap import chunked, linear
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.tuning.choose import configure_tuning
 from tests.layers.reference import draw
@@ -45,7 +43,7 @@ class Recorder:
             self.rows.append(a_MK.shape[0])
             return product(a_MK, *others, **options)
 
-        for module in (chunked, gather, scatter):
+        for module in (chunked, linear):
             monkeypatch.setattr(module, "row_invariant_mm", record)
         for name in ("start_all_gather", "start_all_to_all"):
             monkeypatch.setattr(channel, name, self._counted(getattr(channel, name)))
@@ -84,11 +82,6 @@ def _count_gemms_and_transfers(rank: int, world: int, arg: tuple[str, bool]) -> 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_one_chunk_is_one_gemm_and_one_transfer(name: str, deterministic: bool, pool2: RankPool) -> None:
     pool2.run(_count_gemms_and_transfers, (name, deterministic))
-
-
-def test_few_bytes_are_sent_in_one_chunk() -> None:
-    assert Overlap(8).chunks_of(64 * 512 * 4) == 1
-    assert Overlap(8).chunks_of(2048 * 512 * 4) == 8
 
 
 def _gradients(name: str, rank: int, world: int, rows: int, overlap: Overlap) -> tuple[Tensor, ...]:
@@ -135,10 +128,3 @@ def _add_one_chunk(rank: int, world: int, arg: Any) -> None:
 
 def test_rows_received_in_one_chunk_are_not_copied_for_the_weight_gradient() -> None:
     _add_one_chunk(0, 2, None)
-
-
-@pytest.mark.parametrize("chunks", ["automatic", None, 0])
-def test_chunks_are_a_number_or_auto(chunks: Any) -> None:
-    assert Overlap("auto").chunks == "auto"
-    with pytest.raises(ConfigError, match="chunks must be a whole number of at least 1"):
-        Overlap(chunks)

@@ -20,10 +20,9 @@ from moe_comm.comm.group_setup import channel_of, communicator_of, configure_col
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap.chunk_plan import RowSegments
-from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
-from moe_comm.overlap.gather_matmul import gather_matmul, reference
-from moe_comm.overlap.matmul_combine import matmul_combine
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
+from moe_comm.overlap.linear import gather_matmul
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.tuning import choose as tuning
 from moe_comm.overlap.tuning.choose import choose, configure_tuning
@@ -39,6 +38,7 @@ from moe_comm.overlap.tuning.store import (
     store_path,
 )
 from moe_comm.topology import ExpertPlacement
+from tests.overlap.common import gather_reference
 from tests.overlap.measurements import PLACE, WORK, fused, measured
 from tests.pool import RankPool
 
@@ -353,7 +353,7 @@ def _uses_stored_choice(rank: int, world: int, folder: str) -> bool:
             x = torch.ones(measurement.work.rows // world, measurement.work.sent)
             w = torch.ones(measurement.work.other, measurement.work.sent)
             y = gather_matmul(x, w, dist.group.WORLD, Overlap("auto"))
-            assert torch.equal(y, reference(x, w, dist.group.WORLD))
+            assert torch.equal(y, gather_reference(x, w, dist.group.WORLD))
             return choose(measurement.work, channel_of(dist.group.WORLD), CPU) == measurement.chosen.choice
     finally:
         torch.set_num_threads(threads)

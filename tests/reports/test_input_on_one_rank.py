@@ -14,10 +14,8 @@ from torch import Tensor
 from moe_comm import MoEConfig, MoELayer, RouterConfig
 from moe_comm.integrations.deepep import Buffer, ElasticBuffer
 from moe_comm.layers.parallel.collectives import gather_dim, scatter_sum, sum_over, swap_dims
-from moe_comm.overlap.dispatch_matmul import dispatch_matmul
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.matmul_combine import matmul_combine
-from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
 from tests.dispatch import cases
 from tests.dispatch.test_contract import BACKENDS, usable

@@ -23,8 +23,7 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.rms_norm import rms_norm
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.layers.parallel.collectives import gather_dim, gather_values, scatter_sum, sum_over
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.train.checkpoint.files import bytes_of
 from tests.dispatch import cases
 from tests.dispatch.test_contract import BACKENDS, usable

@@ -22,10 +22,8 @@ from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.autograd import sum_in_rank_order
 from moe_comm.kernels.row_invariant import aligned, expert_mm, product_into, row_invariant_mm
 from moe_comm.overlap.chunked import PER_RANK_ROWS, exact_mm
-from moe_comm.overlap.dispatch_matmul import dispatch_matmul
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.matmul_combine import matmul_combine
-from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.runtime.memory import warm_like, warm_rows
 from moe_comm.topology import ExpertPlacement
 

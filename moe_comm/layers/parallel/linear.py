@@ -40,8 +40,7 @@ from moe_comm.layers.parallel.collectives import (
 )
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputed
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
 
@@ -87,8 +86,8 @@ class ColumnParallelLinear(ParallelModule):
         sequence_dim: dimension of x that is split over the ranks and gathered here; None: x is equal on all ranks.
         segments: the outputs consist of this many equal segments, each of which is split separately (fused gate and
             up).
-        overlap: with ``sequence_dim``, how the gather overlaps with the GEMM (``overlap.gather_matmul``); None: no
-            overlap.
+        overlap: with ``sequence_dim``, how the gather overlaps with the GEMM (``overlap.linear.gather_matmul``); None:
+            no overlap.
 
     Attributes:
         weight: [out / W, in].
@@ -170,7 +169,7 @@ class RowParallelLinear(ParallelModule):
         group: tensor-parallel group; None: one rank holds the full layer.
         bias: create a bias. It is replicated and added once, after the sum.
         sequence_dim: dimension of the result that is split over the ranks; None: each rank gets the full result.
-        overlap: with ``sequence_dim``, how the sum overlaps with the GEMM (``overlap.matmul_scatter``); None: no
+        overlap: with ``sequence_dim``, how the sum overlaps with the GEMM (``overlap.linear.matmul_scatter``); None: no
             overlap.
 
     Attributes:

@@ -36,12 +36,12 @@ from torch import Tensor
 
 from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.expert_call import ExpertCall
+from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, scaled_format, unpack_scaled
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
 from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
-from moe_comm.overlap.executors.quantized_ranges import QuantizedRanges
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.runtime.memory import as_tensors, warm_like, warm_rows
 
@@ -442,3 +442,20 @@ def pipelined_combine(
     rows_RF = rows_RF.contiguous()
     token = stage.apply(token, rows_RF, run, experts.with_tensors(), False, *experts.tensors)
     return _Combine.apply(token, run)  # type: ignore[no-any-return]
+
+
+class QuantizedRanges:
+    """Quantizes ranges of ``rows_RD`` in ``scaled_format`` of the wire dtype of dispatch. Other rows may be in flight.
+
+    Attributes:
+        rows: the quantized rows. Those of ranges that were not quantized are undefined.
+    """
+
+    def __init__(self, rows_RD: Tensor, wire_dtype: WireDtype) -> None:
+        (num_rows, hidden), self._format = rows_RD.shape, scaled_format(wire_dtype)
+        words = bytes_per_row(hidden, self._format, rows_RD.dtype) // 8
+        self._rows_RD, self._packed_RX = rows_RD, warm_rows(num_rows, words, torch.int64, rows_RD.device)
+        self.rows = unpack_scaled(self._packed_RX, self._format, hidden)
+
+    def quantize(self, rows: slice) -> None:
+        self._packed_RX[rows] = pack(self._rows_RD[rows], self._format)

@@ -1,8 +1,7 @@
-"""The operators for tensor-parallel linear layers as Triton kernels, with the contracts of ``overlap.gather_matmul``
-and ``overlap.matmul_scatter``.
+"""The operators of ``overlap/linear.py`` as Triton kernels (``programs.py``).
 
-forward    gather_matmul    one kernel                                              gather_matmul.py
-           matmul_scatter   one kernel                                              matmul_scatter.py
+forward    gather_matmul    one kernel
+           matmul_scatter   one kernel
 backward   gather_matmul    pushes rows of x again; one kernel for grad @ weight and its sum; then grad.T @ x
            matmul_scatter   one kernel that gathers grad for grad @ weight and keeps it for grad.T @ x
 
@@ -13,30 +12,38 @@ Weight gradients are one GEMM over the rows of all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError
-from moe_comm.gpu.blocks import ALIGN
+from moe_comm.gpu.blocks import round_up
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.overlap.chunked import check_linear, exact_mm
-from moe_comm.overlap.triton.gather_matmul import TritonGather
-from moe_comm.overlap.triton.matmul_scatter import TritonScatter
-from moe_comm.overlap.triton.memory import SymmetricMemory, memory_of
-from moe_comm.overlap.triton.programs import Programs
+from moe_comm.overlap.triton.memory import KernelTurn, Names, SymmetricMemory, memory_of
+from moe_comm.overlap.triton.programs import (
+    Programs,
+    aligned,
+    await_rows_kernel,
+    gather_matmul_kernel,
+    matmul_scatter_kernel,
+    push_rows_kernel,
+)
+
+Gradients = tuple[Tensor | None, Tensor | None]
+"""Gradients of x and the weight; None for a gradient that is not needed."""
 
 
 def gather_matmul(
     x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None, programs: Programs | None = None
 ) -> Tensor:
-    """Run ``overlap.gather_matmul`` as Triton kernels. Collective; differentiable once.
+    """Run ``overlap.linear.gather_matmul`` as Triton kernels. Collective; differentiable once.
 
     Args:
-        x_SD: [S, D] as for ``overlap.gather_matmul``; fp32, bf16 or fp16.
+        x_SD: [S, D] this rank's rows; fp32, bf16 or fp16.
         weight_ND: [N, D] of the same dtype.
         group: Process group; None for one rank.
         programs: Programs and tile sizes, the same on every rank; None: the default for the device.
@@ -58,7 +65,7 @@ def gather_matmul(
 def matmul_scatter(
     x_TK: Tensor, weight_NK: Tensor, group: ProcessGroup | None, programs: Programs | None = None
 ) -> Tensor:
-    """Run ``overlap.matmul_scatter`` as Triton kernels. Arguments and errors as in ``gather_matmul``.
+    """Run ``overlap.linear.matmul_scatter`` as Triton kernels. Arguments and errors as in ``gather_matmul``.
 
     Returns:
         [T / W, N] this rank's rows of the sum over ranks of ``x @ weight.T``.
@@ -71,12 +78,34 @@ def matmul_scatter(
 
 
 def _kernels(x: Tensor, group: ProcessGroup | None, programs: Programs | None) -> LinearKernels:
-    return LinearKernels.of(group, x) if programs is None else LinearKernels.with_programs(group, x, programs)
+    if programs is None:
+        return LinearKernels.of(group, x)
+    if x.dtype not in DTYPES:
+        raise InputError(f"the Triton operators support {', '.join(map(str, DTYPES))}; got {x.dtype}")
+    return LinearKernels(memory_of(group, x.device), programs)
+
+
+class _Section(NamedTuple):
+    """The memory of one transfer within a turn: size of its data, number of its flags, and their descriptions."""
+
+    data_bytes: int
+    flags: int
+    names: Names
+
+
+class _Location(NamedTuple):
+    """rank, world, turn, first flag and data, in the order of the kernels' arguments."""
+
+    rank: int
+    world: int
+    turn: int
+    first_flag: int
+    data: int
 
 
 @dataclass(frozen=True)
 class LinearKernels:
-    """The four passes without autograd. All calls are collective."""
+    """The four passes without autograd. All calls are collective. The operator is named as in ``overlap/linear.py``."""
 
     memory: SymmetricMemory
     programs: Programs
@@ -87,117 +116,160 @@ class LinearKernels:
 
         Args:
             moving: Programs that communicate; None: the default.
-
-        Raises:
-            InputError: the kernels do not support the dtype.
-            ConfigError: CPU tensors outside Triton's interpreter, or more programs than the device can hold.
         """
-        return cls.with_programs(group, like, Programs.of(like.device, like.dtype, moving))
-
-    @classmethod
-    def with_programs(cls, group: ProcessGroup | None, like: Tensor, programs: Programs) -> LinearKernels:
-        """Return the kernels for tensors like ``like``, with ``programs``."""
-        if like.dtype not in DTYPES:
-            raise InputError(f"the Triton operators support {', '.join(map(str, DTYPES))}; got {like.dtype}")
+        programs = Programs.of(like.device, like.dtype, moving)
         return cls(memory_of(group, like.device), programs)
 
-    def gather_matmul(self, x_SD: Tensor, w_ND: Tensor) -> Tensor:
-        """Return [W * S, N]."""
-        y_WSN, _ = self._gathered(x_SD.contiguous(), w_ND.t(), f"gather_matmul of {tuple(x_SD.shape)}", None)
-        return y_WSN.flatten(0, 1)
-
-    def gather_matmul_gradients(
-        self, x_SD: Tensor, w_ND: Tensor, grad_TN: Tensor, needs_x: bool, needs_w: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and the weight; None for a gradient that is not needed."""
-        memory, programs = self.memory, self.programs
-        x_SD, grad_TN = x_SD.contiguous(), grad_TN.contiguous()
-        (rows, width), world, dtype = x_SD.shape, memory.world, x_SD.dtype
-        if not (rows and width and (needs_x or needs_w)):
-            return torch.zeros_like(x_SD) if needs_x else None, torch.zeros_like(w_ND) if needs_w else None
-        grad_x = grad_w = None
-        slot_bytes, tile_flags = TritonScatter.needs(rows, width, dtype, world, programs)
-        slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
-        row_bytes, chunk_flags = TritonGather.needs(rows, width, dtype, world, programs)
-        tile_name, row_name = TritonScatter.names(rows, width, programs), TritonGather.names(rows, programs)
-
-        def name(index: int) -> str:
-            return tile_name(index) if index < tile_flags else row_name(index - tile_flags)
-
-        description = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
-        turn = memory.turn(slot_bytes + row_bytes, tile_flags + chunk_flags, description, name)
-        gather = TritonGather(memory, turn, programs, slot_bytes, tile_flags)
-        if needs_w:
-            gather.push(x_SD)
-        if needs_x:
-            grad_x = torch.empty_like(x_SD)
-            TritonScatter(memory, turn, programs).multiply(grad_TN.unflatten(0, (world, rows)), w_ND, grad_x)
-        if needs_w:
-            gather.await_all(x_SD)
-            grad_w = exact_mm(grad_TN.t(), gather.rows(x_SD).flatten(0, 1))
-        memory.finish(turn)
-        return grad_x, grad_w
-
-    def matmul_scatter(self, x_TK: Tensor, w_NK: Tensor) -> Tensor:
-        """Return [T / W, N]."""
-        memory, programs = self.memory, self.programs
-        x_TK = x_TK.contiguous()
-        world, rows, columns = memory.world, x_TK.shape[0] // memory.world, w_NK.shape[0]
+    def forward(self, operator: str, x: Tensor, w: Tensor) -> Tensor:
+        """Return the result of ``operator``."""
+        if operator == "gather_matmul":
+            y_WSN, _ = self._gathered(x.contiguous(), w.t(), f"gather_matmul of {tuple(x.shape)}", None)
+            return y_WSN.flatten(0, 1)
+        x_TK, world, columns = x.contiguous(), self.memory.world, w.shape[0]
+        rows = x_TK.shape[0] // world
         y_SN = x_TK.new_zeros(rows, columns) if not x_TK.numel() else x_TK.new_empty(rows, columns)
         if x_TK.numel() and columns:
-            data_bytes, flags = TritonScatter.needs(rows, columns, x_TK.dtype, world, programs)
             description = f"matmul_scatter of {tuple(x_TK.shape)} by {columns}"
-            turn = memory.turn(data_bytes, flags, description, TritonScatter.names(rows, columns, programs))
-            TritonScatter(memory, turn, programs).multiply(x_TK.unflatten(0, (world, rows)), w_NK.t(), y_SN)
-            memory.finish(turn)
+            turn = self.memory.turn(*self._sums_section(y_SN), description)
+            self._multiply_and_sum(turn, x_TK.unflatten(0, (world, rows)), w.t(), y_SN)
+            self.memory.finish(turn)
         return y_SN
 
-    def matmul_scatter_gradients(
-        self, x_TK: Tensor, w_NK: Tensor, grad_SN: Tensor, needs_x: bool, needs_w: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and the weight; None for a gradient that is not needed."""
+    def gradients(self, operator: str, x: Tensor, w: Tensor, grad: Tensor, needs_x: bool, needs_w: bool) -> Gradients:
+        """Return the gradients of x and the weight for ``grad`` of the result."""
         if not (needs_x or needs_w):
             return None, None
-        description = f"matmul_scatter backward of {tuple(x_TK.shape)}"
-        b_NK = w_NK if needs_x else w_NK[:, :0]
-        grad_WSK, grad_w = self._gathered(grad_SN.contiguous(), b_NK, description, x_TK if needs_w else None)
+        if operator == "gather_matmul":
+            return self._gather_gradients(x.contiguous(), w, grad.contiguous(), needs_x, needs_w)
+        description = f"matmul_scatter backward of {tuple(x.shape)}"
+        b_NK = w if needs_x else w[:, :0]
+        grad_WSK, grad_w = self._gathered(grad.contiguous(), b_NK, description, x if needs_w else None)
         return grad_WSK.flatten(0, 1) if needs_x else None, grad_w
+
+    def _gather_gradients(self, x_SD: Tensor, w_ND: Tensor, grad_TN: Tensor, needs_x: bool, needs_w: bool) -> Gradients:
+        if not x_SD.numel():
+            return torch.zeros_like(x_SD) if needs_x else None, torch.zeros_like(w_ND) if needs_w else None
+        grad_x = grad_w = None
+        sums, received = self._sums_section(x_SD), self._rows_section(x_SD)
+        offset = round_up(sums.data_bytes)
+
+        def name(index: int) -> str:
+            return sums.names(index) if index < sums.flags else received.names(index - sums.flags)
+
+        description = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
+        turn = self.memory.turn(offset + received.data_bytes, sums.flags + received.flags, name, description)
+        if needs_w:
+            self._push(turn, x_SD, offset, sums.flags)
+        if needs_x:
+            grad_x = torch.empty_like(x_SD)
+            self._multiply_and_sum(turn, grad_TN.unflatten(0, (self.memory.world, x_SD.shape[0])), w_ND, grad_x)
+        if needs_w:
+            self._await(turn, x_SD, offset, sums.flags)
+            grad_w = exact_mm(grad_TN.t(), self._received(turn, x_SD, offset).flatten(0, 1))
+        self.memory.finish(turn)
+        return grad_x, grad_w
 
     def _gathered(
         self, x_SD: Tensor, b_DN: Tensor, description: str, other_TK: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return [W, S, N] = gathered x @ b, and [D, K] = gathered x.T @ other."""
         memory, programs = self.memory, self.programs
-        (rows, inner), columns, world = x_SD.shape, b_DN.shape[1], memory.world
-        y_WSN = x_SD.new_empty(world, rows, columns)
+        (rows, inner), columns = x_SD.shape, b_DN.shape[1]
+        y_WSN = x_SD.new_empty(memory.world, rows, columns)
         if not rows * inner or not (columns or other_TK is not None):
             return y_WSN.zero_(), None if other_TK is None else x_SD.new_zeros(inner, other_TK.shape[1])
-        data_bytes, flags = TritonGather.needs(rows, inner, x_SD.dtype, world, programs)
-        turn = memory.turn(data_bytes, flags, f"{description} by {columns}", TritonGather.names(rows, programs))
-        gather = TritonGather(memory, turn, programs)
+        turn = memory.turn(*self._rows_section(x_SD), f"{description} by {columns}")
         if columns:
-            gather.multiply(x_SD, b_DN, y_WSN)
+            rank, world, number, first_flag, data = self._location(turn)
+            gather_matmul_kernel[(programs.moving + programs.computing,)](
+                x_SD, b_DN, y_WSN, memory.peers_W, memory.fault,
+                rows, inner, columns, b_DN.stride(0), b_DN.stride(1),
+                rank, world, number, turn.call, first_flag, data, memory.timeout_ns, programs.moving,
+                DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.chunk_rows, COPY=programs.copy,
+                **programs.launch(x_SD.device),
+            )  # fmt: skip
         else:
-            gather.push(x_SD)
-            gather.await_all(x_SD)
+            self._push(turn, x_SD)
+            self._await(turn, x_SD)
         product = None
         if other_TK is not None:
-            product = exact_mm(gather.rows(x_SD).flatten(0, 1).t(), other_TK)
+            product = exact_mm(self._received(turn, x_SD).flatten(0, 1).t(), other_TK)
         memory.finish(turn)
         return y_WSN, product
 
+    def _multiply_and_sum(self, turn: KernelTurn, x_WSK: Tensor, b_KN: Tensor, y_SN: Tensor) -> None:
+        """Write this rank's rows of the sum over ranks of x @ b to y. x and y are dense; b has any strides."""
+        (_, rows, inner), columns = x_WSK.shape, b_KN.shape[1]
+        memory, programs = self.memory, self.programs
+        rank, world, number, first_flag, data = self._location(turn)
+        matmul_scatter_kernel[(programs.moving + programs.computing,)](
+            x_WSK, b_KN, y_SN, memory.peers_W, memory.fault,
+            rows, inner, columns, b_KN.stride(0), b_KN.stride(1),
+            rank, world, number, turn.call, first_flag, data, memory.timeout_ns, programs.computing,
+            DTYPE=DTYPES[x_WSK.dtype], ALIGNED=aligned(x_WSK), **programs.launch(x_WSK.device),
+        )  # fmt: skip
+
+    def _push(self, turn: KernelTurn, x_SD: Tensor, offset: int = 0, flag: int = 0) -> None:
+        """Push this rank's rows to the peers, without a GEMM."""
+        memory, programs = self.memory, self.programs
+        rank, world, number, first_flag, data = self._location(turn, offset, flag)
+        push_rows_kernel[(programs.moving,)](
+            x_SD, memory.peers_W, memory.fault, *x_SD.shape,
+            rank, world, number, turn.call, first_flag, data, memory.timeout_ns,
+            DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.chunk_rows, COPY=programs.copy,
+        )  # fmt: skip
+
+    def _await(self, turn: KernelTurn, x_SD: Tensor, offset: int = 0, flag: int = 0) -> None:
+        """Wait for the rows that peers push."""
+        memory, programs = self.memory, self.programs
+        await_rows_kernel[(programs.moving,)](
+            memory.peers_W, memory.fault, *x_SD.shape, *self._location(turn, offset, flag), memory.timeout_ns,
+            DTYPE=DTYPES[x_SD.dtype], CHUNK=programs.chunk_rows, COPY=programs.copy,
+        )  # fmt: skip
+
+    def _received(self, turn: KernelTurn, x_SD: Tensor, offset: int = 0) -> Tensor:
+        """Return [W, S, D] after all rows are complete; valid until the next turn."""
+        rows_WSD = self.memory.data(turn, (self.memory.world, *x_SD.shape), x_SD.dtype, offset)
+        rows_WSD[self.memory.rank] = x_SD
+        return rows_WSD
+
+    def _location(self, turn: KernelTurn, offset: int = 0, flag: int = 0) -> _Location:
+        """offset: bytes from the start of the turn's data. flag: index of the first flag among the turn's flags."""
+        memory = self.memory
+        return _Location(memory.rank, memory.world, turn.number, turn.first_flag + flag, turn.data + offset)
+
+    def _rows_section(self, x_SD: Tensor) -> _Section:
+        """Return the memory for the rows of all ranks, with a flag for each chunk."""
+        rows, size = x_SD.shape[0], self.programs.chunk_rows
+        chunks = -(-rows // size)
+
+        def name(index: int) -> str:
+            source, chunk = divmod(index, chunks)
+            return f"rows {chunk * size} to {min(rows, chunk * size + size) - 1} of rank {source} are complete"
+
+        return _Section(self.memory.world * x_SD.nbytes, self.memory.world * chunks, name)
+
+    def _sums_section(self, y_SN: Tensor) -> _Section:
+        """Return the memory for each rank's partial sums, with a flag for each tile."""
+        rows, columns = y_SN.shape
+        tiles = -(-rows // self.programs.block_m) * -(-columns // self.programs.block_n)
+
+        def name(index: int) -> str:
+            source, tile = divmod(index, tiles)
+            return f"tile {tile} (of {tiles}) of rank {source} is complete"
+
+        return _Section(self.memory.world * y_SN.nbytes, self.memory.world * tiles, name)
+
 
 class _FusedLinear(torch.autograd.Function):
-    """``name``: the method of ``LinearKernels`` for the forward pass."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, kernels: LinearKernels, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, kernels: LinearKernels, operator: str) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.gradients = getattr(kernels, f"{name}_gradients")
-        y: Tensor = getattr(kernels, name)(x, w)
-        return y
+        ctx.kernels, ctx.operator = kernels, operator
+        return kernels.forward(operator, x, w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.gradients(*ctx.saved_tensors, grad, *needed_gradients(ctx)[:2]), None, None
+        needs_x, needs_w = needed_gradients(ctx)[:2]
+        return *ctx.kernels.gradients(ctx.operator, *ctx.saved_tensors, grad, needs_x, needs_w), None, None

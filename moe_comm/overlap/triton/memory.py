@@ -122,7 +122,7 @@ class SymmetricMemory:
     def timeout_ns(self) -> int:
         return int(self.timeout_s * 1e9)
 
-    def turn(self, data_bytes: int, flags: int, description: str, names: Names) -> KernelTurn:
+    def turn(self, data_bytes: int, flags: int, names: Names, description: str) -> KernelTurn:
         """Start a turn with ``data_bytes`` and ``flags`` on each rank; the same on every rank.
 
         Collective if blocks must grow. The turn's first kernel calls ``enter`` (``device.py``).
@@ -130,8 +130,8 @@ class SymmetricMemory:
         Args:
             data_bytes: Size of the data.
             flags: Number of flags.
-            description: Operator and sizes. Ranks whose descriptions differ raise an error.
             names: Descriptions of the flags.
+            description: Operator and sizes. Ranks whose descriptions differ raise an error.
 
         Raises:
             PeerError: an earlier turn failed.

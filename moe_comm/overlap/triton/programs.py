@@ -1,4 +1,16 @@
-"""Numbers of programs and tile sizes of the fused kernels for linear layers, and device code for their tiles.
+"""The fused kernels of linear layers, with their numbers of programs and tile sizes (Flux, arXiv 2406.06858).
+
+all-gather + GEMM        rank 1 of 3                        own rows are complete at once; the others in ring order
+    moving               rows of rank 1 ──▶ rank 0, ──▶ rank 2                ranks  1  2  0
+    computing            tiles of rank 1's rows │ wait, tiles of rank 2's │ wait, tiles of rank 0's
+
+GEMM + reduce-scatter    rank 1 of 3           the next rank's rows first, own rows last: no two ranks write to one rank
+    computing            tiles for rank 2 │ tiles for rank 0 │ own tiles                              at the same time
+    moving               own tile, once ranks 0, 1 and 2 have written it: summed in rank order, rounded once
+
+A tile of the first one waits for one flag: that of the chunk of rows that contains it. For the second one, each rank
+has a slot for each rank's partial sums, in the dtype of the rows, and a flag for each tile in it. No atomics are used
+for sums, so the bits do not depend on timing. A turn is one call of an operator (``memory.py``).
 
 Programs are persistent: all n programs run on the device at once, and each runs every n-th task. A program waits
 only for programs of its rank with lower numbers. Triton's interpreter runs programs in order of number, so it cannot
@@ -13,12 +25,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.triton.device import int64, multiply_add
+from moe_comm.kernels.triton.device import int64, multiply_add, rounded, tile_at
 from moe_comm.kernels.triton.launch import DTYPES, waiting_programs
 from moe_comm.overlap.options import at_least_one
-from moe_comm.overlap.triton.flags import data_of, may_write_to, notify, words_of
+from moe_comm.overlap.triton.flags import data_of, enter, may_write_to, notify, wait_at_least, words_of
+from moe_comm.overlap.triton.memory import TURN_ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -92,9 +106,9 @@ TILES: dict[torch.dtype, dict[str, int]] = {torch.float32: {}, torch.bfloat16: _
 """fp32 uses no tensor cores, because TF32 would lose bits; its tiles are smaller to avoid register spills."""
 
 
-def aligned(*addresses: int, row_bytes: int) -> bool:
-    """Return whether all rows of ``row_bytes`` from these addresses are aligned to 16 bytes, as wide loads need."""
-    return all(address % 16 == 0 for address in addresses) and row_bytes % 16 == 0
+def aligned(x: Tensor) -> bool:
+    """Return whether all rows of the dense ``x`` are aligned to 16 bytes, as wide loads need."""
+    return x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
 
 
 @triton.jit
@@ -158,3 +172,120 @@ def push_rows(  # type: ignore[no-untyped-def]
                 mask = element < elements
                 tl.store(to_ptr + element, tl.load(from_ptr + element, mask=mask), mask=mask)
             notify(words_of(peers_ptr, peer), first_flag + rank * chunks + chunk, turn)
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def gather_matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, b_ptr, y_ptr, peers_ptr, fault_ptr, rows, inner, columns, b_stride_k, b_stride_n, rank, world, turn, call,
+    first_flag, data, timeout_ns, moving,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute y [W, rows, columns] = each rank's x [rows, inner] @ b [inner, columns]; x and y dense."""
+    program = tl.program_id(0)
+    if program == 0:
+        enter(peers_ptr, rank, world, turn, call)
+    if program < moving:
+        push_rows(
+            x_ptr, rows, inner, peers_ptr, fault_ptr, rank, world, turn, first_flag, data, timeout_ns,
+            program, moving, DTYPE, ALIGNED, CHUNK, COPY,
+        )  # fmt: skip
+    else:
+        chunks = tl.cdiv(rows, CHUNK)
+        tiles_m = tl.cdiv(rows, BLOCK_M)
+        tiles_n = tl.cdiv(columns, BLOCK_N)
+        per_rank = tiles_m * tiles_n
+        for task in range(program - moving, world * per_rank, tl.num_programs(0) - moving):
+            source = (rank + task // per_rank) % world
+            tile_m, tile_n = tile_at(task % per_rank, tiles_m, tiles_n)
+            complete = source == rank
+            a_ptr = x_ptr
+            if source != rank:
+                flag = first_flag + source * chunks + tile_m * BLOCK_M // CHUNK
+                complete = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
+                a_ptr = data_of(peers_ptr, rank, data, DTYPE) + int64(source) * rows * inner
+            acc = tile_product(
+                a_ptr, b_ptr, tile_m, tile_n, rows, inner, columns, b_stride_k, b_stride_n,
+                ALIGNED, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            acc = tl.where(complete, acc, float("nan"))
+            offsets, inside = tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M, BLOCK_N)
+            to_ptr = y_ptr + int64(source) * rows * columns
+            tl.store(to_ptr + offsets, rounded(acc, DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def push_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, peers_ptr, fault_ptr, rows, width, rank, world, turn, call, first_flag, data, timeout_ns,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Run only the moving programs."""
+    program = tl.program_id(0)
+    if program == 0:
+        enter(peers_ptr, rank, world, turn, call)
+    push_rows(
+        x_ptr, rows, width, peers_ptr, fault_ptr, rank, world, turn, first_flag, data, timeout_ns,
+        program, tl.num_programs(0), DTYPE, ALIGNED, CHUNK, COPY,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def await_rows_kernel(  # type: ignore[no-untyped-def]
+    peers_ptr, fault_ptr, rows, width, rank, world, turn, first_flag, data, timeout_ns,
+    DTYPE: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Wait for the rows of all peers. On a timeout, set the first row of the missing rows to NaN."""
+    chunks = tl.cdiv(rows, CHUNK)
+    for task in range(tl.program_id(0), (world - 1) * chunks, tl.num_programs(0)):
+        source = (rank + 1 + task // chunks) % world
+        flag = first_flag + source * chunks + task % chunks
+        if not wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns):
+            row_ptr = data_of(peers_ptr, rank, data, DTYPE) + int64(source) * rows * width
+            nan = tl.full((COPY,), float("nan"), tl.float32)
+            for first in range(0, width, COPY):
+                column = first + tl.arange(0, COPY)
+                tl.store(row_ptr + column, rounded(nan, DTYPE), mask=column < width)
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def matmul_scatter_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, b_ptr, y_ptr, peers_ptr, fault_ptr, rows, inner, columns, b_stride_k, b_stride_n, rank, world, turn, call,
+    first_flag, data, timeout_ns, computing,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute y [rows, columns]: this rank's rows of the sum over ranks of x [W, rows, inner] @ b [inner, columns]."""
+    program = tl.program_id(0)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    per_rank = tiles_m * tiles_n
+    if program == 0:
+        enter(peers_ptr, rank, world, turn, call)
+    if program < computing:
+        for task in range(program, world * per_rank, computing):
+            peer = (rank + 1 + task // per_rank) % world
+            tile = task % per_rank
+            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
+            acc = tile_product(
+                x_ptr + int64(peer) * rows * inner, b_ptr, tile_m, tile_n, rows, inner, columns,
+                b_stride_k, b_stride_n, ALIGNED, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            offsets, inside = tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M, BLOCK_N)
+            slot_ptr = data_of(peers_ptr, peer, data, DTYPE) + int64(rank) * rows * columns
+            # A mask instead of a branch: Triton 3.6 cannot compile an accumulator used in a branch for sm_100.
+            allowed = may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns)
+            tl.store(slot_ptr + offsets, rounded(acc, DTYPE), mask=inside & allowed)
+            if allowed:
+                notify(words_of(peers_ptr, peer), first_flag + rank * per_rank + tile, turn)
+    else:
+        for tile in range(program - computing, per_rank, tl.num_programs(0) - computing):
+            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
+            offsets, inside = tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M, BLOCK_N)
+            slots_ptr = data_of(peers_ptr, rank, data, DTYPE)
+            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for source in range(world):
+                flag = first_flag + source * per_rank + tile
+                complete = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
+                part_ptr = slots_ptr + int64(source) * rows * columns
+                part = tl.load(part_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+                total += tl.where(complete, part, float("nan"))
+            tl.store(y_ptr + offsets, rounded(total, DTYPE), mask=inside)

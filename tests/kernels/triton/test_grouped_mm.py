@@ -77,13 +77,12 @@ def test_an_experts_bits_do_not_depend_on_the_other_experts(interpreter: RankPoo
 
 def _compare_tma(rank: int, world: int, dtype: torch.dtype) -> None:
     module = kernels("grouped_mm")
-    tma = kernels("grouped_mm_tma")
     counts = [33, 0, 5, 50]
     counts_E = torch.tensor(counts)
     launched: list[bool] = []
-    support = tma.supported
+    support = module.tma_supports
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tma, "supported", lambda *args: launched.append(support(*args)) or launched[-1])  # type: ignore
+        patch.setattr(module, "tma_supports", lambda *args: launched.append(support(*args)) or launched[-1])  # type: ignore
         for inner, columns, launches in ((48, 32, 4), (48, 24, 2), (24, 16, 2), (16, 18, 1)):
             rows_RD = drawn(sum(counts) + 3, inner + 8, dtype=dtype)[:, :inner]
             grad_RN = drawn(sum(counts) + 3, columns, dtype=dtype, seed=2)
@@ -108,7 +107,7 @@ def test_tma_has_the_same_bits(interpreter: RankPool, dtype: torch.dtype) -> Non
 
 
 def _check_tma_support(rank: int, world: int, arg: None) -> None:
-    supported = kernels("grouped_mm_tma").supported
+    supported = kernels("grouped_mm").tma_supports
     rows_RD, w_END = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(3, 40, 64, dtype=torch.bfloat16)
     assert supported(rows_RD, w_END, 64)
     assert not supported(rows_RD, w_END, 48)  # steps of 48 do not divide 64

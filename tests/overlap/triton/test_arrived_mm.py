@@ -204,8 +204,7 @@ def _whole_numbers(*shape: int, seed: int) -> Tensor:
 
 
 def _run_operators(rank: int, world: int, arg: None) -> None:
-    from moe_comm.overlap.dispatch_matmul import dispatch_matmul
-    from moe_comm.overlap.matmul_combine import matmul_combine
+    from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 
     interpreted("arrived_mm")
     dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("dropped", rank, EXPERTS, 3)
@@ -228,8 +227,7 @@ def test_operators_equal_serial_execution_on_whole_numbers(pool: RankPool) -> No
 
 def _accumulate(rank: int, world: int, arg: None) -> None:
     """Compare the sums in ``main_grad`` after two backward passes with twice the gradient of one pass."""
-    from moe_comm.overlap.dispatch_matmul import dispatch_matmul
-    from moe_comm.overlap.matmul_combine import matmul_combine
+    from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 
     interpreted("arrived_mm")
     dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("dropped", rank, EXPERTS, 3)

@@ -15,24 +15,22 @@ from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
 from moe_comm.errors import ConfigError, MissingDependency
-from moe_comm.overlap import (
-    chunked,
-    dispatch_matmul as dispatching,
-    gather_matmul as gathering,
-    matmul_scatter as scattering,
-)
+from moe_comm.overlap import chunked
 from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.overlap.expert_operators import dispatch_matmul
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import TRITON, Overlap
 from moe_comm.overlap.tuning.store import OverlapChoice
 from moe_comm.overlap.ulysses import matmul_swap
+from tests.overlap.common import gather_reference, scatter_reference
 from tests.overlap.triton.common import interpreted, needs_triton
 from tests.pool import RankPool
 
 WORLD, S, D, N = 2, 5, 24, 17
 FUSED = Overlap(backend="triton")
 LINEAR: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "gather_matmul": (gathering.gather_matmul, gathering.reference),
-    "matmul_scatter": (scattering.matmul_scatter, scattering.reference),
+    "gather_matmul": (gather_matmul, gather_reference),
+    "matmul_scatter": (matmul_scatter, scatter_reference),
 }
 
 
@@ -124,13 +122,13 @@ def _call_other_dispatchers(rank: int, world: int, arg: None) -> None:
     for backend in ("all_to_all", "shared_memory"):
         dispatcher = make_dispatcher(world, dist.group.WORLD, backend=backend)
         for call in (
-            lambda dispatcher: dispatching.dispatch_matmul(dispatcher, x, ids, w, FUSED),
+            lambda dispatcher: dispatch_matmul(dispatcher, x, ids, w, FUSED),
             lambda dispatcher: dispatch_rows(dispatcher, x, ids, torch.ones(3, 1), FUSED),
             lambda dispatcher: dispatch_rows(dispatcher, x, ids, torch.ones(3, 1), Overlap(executor="device")),
         ):
             with pytest.raises(ConfigError, match=f"need the dispatcher peer_to_peer; got {backend}"):
                 call(dispatcher)
-        y = dispatching.dispatch_matmul(dispatcher, x, ids, w, Overlap(2, 1))[0]
+        y = dispatch_matmul(dispatcher, x, ids, w, Overlap(2, 1))[0]
         assert bool((y == D).all())  # the next call works
 
 
@@ -153,12 +151,12 @@ def _call_without_interpreter(rank: int, world: int, arg: None) -> None:
         dispatcher = make_dispatcher(world, group, backend="peer_to_peer", options=options)
         x, ids = torch.ones(3, D), torch.zeros(3, 1, dtype=torch.int64)
         with pytest.raises((ConfigError, MissingDependency), match=r"TRITON_INTERPRET=1|pip install"):
-            dispatching.dispatch_matmul(dispatcher, x, ids, torch.ones(1, N, D), FUSED)
+            dispatch_matmul(dispatcher, x, ids, torch.ones(1, N, D), FUSED)
         with pytest.raises(ConfigError, match=r"no Triton kernel for matmul_swap.*backend='auto'"):
             matmul_swap(x, torch.ones(2 * world, D), group, FUSED)
         with pytest.raises((ConfigError, MissingDependency), match=r"TRITON_INTERPRET=1|pip install"):
             dispatch_rows(dispatcher, x, ids, torch.ones(3, 1), FUSED)
-        y = dispatching.dispatch_matmul(dispatcher, x, ids, torch.ones(1, N, D), Overlap(2, 1))[0]
+        y = dispatch_matmul(dispatcher, x, ids, torch.ones(1, N, D), Overlap(2, 1))[0]
         assert bool((y == D).all())  # the next call works
     finally:
         configure_collectives(CollectiveOptions())

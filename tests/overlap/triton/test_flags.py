@@ -37,7 +37,7 @@ def _round_the_ring(rank: int, world: int, turns: int) -> bool:
     memory = interpreted("memory").memory_of(dist.group.WORLD, torch.device("cpu"))
     x = torch.arange(64.0) + 100 * rank
     for turn in range(turns):
-        current = memory.turn(256, 4 + 40 * turn, "a ring", lambda place: f"number {place}")
+        current = memory.turn(256, 4 + 40 * turn, lambda index: f"number {index}", "a ring")
         kernels.pass_on[(1,)](
             x, memory.peers_W, memory.fault, 64, rank, world, current.number, current.call, current.first_flag,
             current.data, memory.timeout_ns,
