@@ -11,15 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
-from moe_comm.overlap import (
-    dispatch_matmul as dispatching,
-    gather_matmul as gathering,
-    matmul_combine as combining,
-    matmul_scatter as scattering,
-)
+from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
+from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement
+from tests.overlap.common import combine_reference, dispatch_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +42,7 @@ def whole_numbers(*shape: int, seed: int) -> Tensor:
 def test_linear_operators_equal_the_float64_product(
     name: str, rows: int, width: int, out: int, group: dist.ProcessGroup
 ) -> None:
-    operator = gathering.gather_matmul if name == "gather_matmul" else scattering.matmul_scatter
+    operator = gather_matmul if name == "gather_matmul" else matmul_scatter
     x, w = whole_numbers(rows, width, seed=1).requires_grad_(), whole_numbers(out, width, seed=2).requires_grad_()
     grad = whole_numbers(rows, out, seed=3)
     y = operator(x, w, group, FUSED)
@@ -66,8 +63,8 @@ def test_fused_expert_operators_equal_the_unfused_ones() -> None:
         whole_numbers(experts, width, ffn, seed=3),
     )
     weights_TK = torch.full((tokens, top_k), 0.5, device="cuda")
-    h, handle = dispatching.dispatch_matmul(dispatcher, x, ids_TK, w1, FUSED)
-    assert torch.equal(h, dispatching.reference(dispatcher, x, ids_TK, w1))
+    h, handle = dispatch_matmul(dispatcher, x, ids_TK, w1, FUSED)
+    assert torch.equal(h, dispatch_reference(dispatcher, x, ids_TK, w1))
     h = h.clamp(-2, 2)
-    y = combining.matmul_combine(h, w2, weights_TK, handle)
-    assert torch.equal(y, combining.reference(h, w2, weights_TK, handle))
+    y = matmul_combine(h, w2, weights_TK, handle)
+    assert torch.equal(y, combine_reference(h, w2, weights_TK, handle))

@@ -33,7 +33,7 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.overlap.test_experts import ROUTINGS, D, F, _gradients, _leaves, _routing, _same
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 WEIGHT_NAMES = ("w13", "w2", "b13", "b2")
@@ -166,7 +166,8 @@ def test_gradients_can_be_computed_separately_repeatedly_and_in_two_steps(pool2:
     pool2.run(_compare_partial_gradients)
 
 
-def _run_one_rank_serially(rank: int, world: int, _: Any) -> None:
+@on_ranks(4)
+def test_serial_and_pipelined_ranks_run_together_over_shared_memory(rank: int, world: int) -> None:
     """Rank 1 runs serially, the others do not."""
     dispatcher = _shared(rank, world, 5)
     ids = _routing("random", rank, 5, 2)
@@ -178,11 +179,8 @@ def _run_one_rank_serially(rank: int, world: int, _: Any) -> None:
     _same(_gradients(leaves, partial(_run, dispatcher, ids, overlap_of_rank), grad), expected, "with a serial rank")
 
 
-def test_serial_and_pipelined_ranks_run_together_over_shared_memory(pool4: RankPool) -> None:
-    pool4.run(_run_one_rank_serially)
-
-
-def _check_choices(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_auto_falls_back_to_serial_and_unsupported_executors_are_refused(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     placement = ExpertPlacement.of(4, world)
@@ -222,10 +220,6 @@ def _check_choices(rank: int, world: int, _: Any) -> None:
     assert layer(x).shape == x.shape
 
 
-def test_auto_falls_back_to_serial_and_unsupported_executors_are_refused(pool2: RankPool) -> None:
-    pool2.run(_check_choices)
-
-
 def test_unknown_executors_and_overlaps_are_refused() -> None:
     with pytest.raises(ConfigError, match="known: auto, serial, pipelined, device"):
         Overlap(executor="eager")  # type: ignore[arg-type]
@@ -233,9 +227,11 @@ def test_unknown_executors_and_overlaps_are_refused() -> None:
         MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), overlap="always")  # type: ignore[arg-type]
 
 
-def _raise_on_rank_1(rank: int, world: int, arg: tuple[str, str]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["shared_memory", "peer_to_peer"])
+@pytest.mark.parametrize("where", ["between", "experts"])
+def test_an_exception_between_dispatch_and_experts_reaches_all_ranks(rank: int, where: str, backend: str) -> None:
     """Rank 1 raises between dispatch and experts, or in an expert."""
-    where, backend = arg
     group = dist.new_group(backend="gloo")
     # Checksums of shared_memory are exchanged after its rows; of peer_to_peer, before an expert can raise.
     checksums = backend == "peer_to_peer"
@@ -254,9 +250,3 @@ def _raise_on_rank_1(rank: int, world: int, arg: tuple[str, str]) -> None:
             rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
         call.combine(rows)
     dispatcher.dispatch(leaves["x"], ids)  # the group can be used again
-
-
-@pytest.mark.parametrize("backend", ["shared_memory", "peer_to_peer"])
-@pytest.mark.parametrize("where", ["between", "experts"])
-def test_an_exception_between_dispatch_and_experts_reaches_all_ranks(where: str, backend: str, pool2: RankPool) -> None:
-    pool2.run(_raise_on_rank_1, (where, backend))

@@ -30,7 +30,7 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.overlap.common import combine_reference, dispatch_reference
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 D, F = 16, 32
 CHUNKS = (1, 2, 3, 8)
@@ -223,7 +223,8 @@ def _call_with_bad_input(rank: int, world: int, fault: str) -> str:
     return "nothing"
 
 
-def _disagree(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_ranks_that_need_different_gradients_get_an_error(rank: int, world: int) -> None:
     """Only one rank needs the gradient of its routing weights."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
@@ -233,11 +234,8 @@ def _disagree(rank: int, world: int, _: Any) -> None:
         dispatch_rows(dispatcher, leaves["x"].requires_grad_(), ids, weights, Overlap())
 
 
-def test_ranks_that_need_different_gradients_get_an_error(pool2: RankPool) -> None:
-    pool2.run(_disagree, None)
-
-
-def _change_weights_after_forward(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_backward_uses_the_routing_weights_of_forward(rank: int, world: int) -> None:
     """A change of the routing weights in place after forward does not affect backward."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
@@ -254,20 +252,13 @@ def _change_weights_after_forward(rank: int, world: int, _: Any) -> None:
     assert torch.equal(grads[0], grads[1])
 
 
-def test_backward_uses_the_routing_weights_of_forward(pool2: RankPool) -> None:
-    pool2.run(_change_weights_after_forward, None)
-
-
-def _use_all_gather_dispatcher(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_a_dispatcher_that_cannot_overlap_is_refused(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     dispatcher = AllGatherDispatcher(ExpertPlacement.of(4, world), group, rank)
     with pytest.raises(ConfigError, match="only the dispatcher all_to_all sends rows in chunks"):
         dispatch_matmul(dispatcher, torch.zeros(3, D), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, F, D))
-
-
-def test_a_dispatcher_that_cannot_overlap_is_refused(pool2: RankPool) -> None:
-    pool2.run(_use_all_gather_dispatcher, None)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +275,8 @@ def test_bad_input_on_one_rank_raises_on_all(fault: str, errors: set[str], pool2
     assert set(pool2.run(_call_with_bad_input, fault)) == errors
 
 
-def _split_backward(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_weight_gradients_can_be_computed_later(rank: int, world: int) -> None:
     """Compute the gradient of the rows first and those of the weights later, as zero-bubble schedules do."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
@@ -300,10 +292,6 @@ def _split_backward(rank: int, world: int, _: Any) -> None:
     assert all(w.grad is None for w in weights)
     stage_backward_weight(iter(weights), groups)
     _same({name: inputs[name].grad for name in ("w13", "w2", "b13", "b2")}, expected, "later")
-
-
-def test_weight_gradients_can_be_computed_later(pool2: RankPool) -> None:
-    pool2.run(_split_backward, None)
 
 
 def _exit_on_rank_1(rank: int, world: int, when: str) -> None:
@@ -331,7 +319,18 @@ def test_an_exited_rank_raises_on_the_others(when: str) -> None:
         pool.run(_exit_on_rank_1, when, expect_dead={1})
 
 
-def _compare_layer(rank: int, world: int, name: str) -> None:
+MODULES = {
+    "a shared expert": MoEConfig(D, F, RouterConfig(6, 2), shared_ffn=24, shared_gate=True),
+    "zero experts": MoEConfig(D, F, RouterConfig(6, 3, zero_experts=ZeroExperts(identity=1, zero=1))),
+    "capacity": MoEConfig(D, F, RouterConfig(6, 2), capacity=Capacity(1.0), expert_bias=True),
+    "expert slices": MoEConfig(D, F, RouterConfig(6, 2)),
+    "recompute": MoEConfig(D, F, RouterConfig(6, 2), recompute=True),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", MODULES)
+def test_overlap_changes_no_bit_of_a_layer(rank: int, name: str) -> None:
     config = MODULES[name]
     results = []
     for overlap in (None, Overlap(3, 1), Overlap("auto")):
@@ -350,17 +349,3 @@ def _compare_layer(rank: int, world: int, name: str) -> None:
     plain, *overlapped = results
     for result in overlapped:
         _same(result, plain, f"with {name}")
-
-
-MODULES = {
-    "a shared expert": MoEConfig(D, F, RouterConfig(6, 2), shared_ffn=24, shared_gate=True),
-    "zero experts": MoEConfig(D, F, RouterConfig(6, 3, zero_experts=ZeroExperts(identity=1, zero=1))),
-    "capacity": MoEConfig(D, F, RouterConfig(6, 2), capacity=Capacity(1.0), expert_bias=True),
-    "expert slices": MoEConfig(D, F, RouterConfig(6, 2)),
-    "recompute": MoEConfig(D, F, RouterConfig(6, 2), recompute=True),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_overlap_changes_no_bit_of_a_layer(name: str, pool4: RankPool) -> None:
-    pool4.run(_compare_layer, name)

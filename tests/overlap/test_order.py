@@ -47,7 +47,7 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.support.launches import HookedLauncher
 
 D, F, ROWS, TOKENS = 16, 32, 64, 8
@@ -329,7 +329,9 @@ def _shared_layer(rank: int, world: int, dispatcher: Dispatcher | None = None) -
     return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
-def _delay_last_peer(rank: int, world: int, direction: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_of_other_peers_are_computed_while_one_peer_is_late(rank: int, world: int, direction: str) -> None:
     """The last peer's rows are reported complete only after the rows of all other ranks are computed."""
     y = _shared_layer(rank, world) if direction == "backward" else None
     late_peer, computed = (rank - 1) % world, 0
@@ -365,11 +367,6 @@ def _delay_last_peer(rank: int, world: int, direction: str) -> None:
         else:
             y.sum().backward()
     assert computed == 2 * world * TOKENS
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_rows_of_other_peers_are_computed_while_one_peer_is_late(direction: str, pool4: RankPool) -> None:
-    pool4.run(_delay_last_peer, direction, timeout=120)
 
 
 def _delay_push(rank: int, world: int, path: Path) -> None:

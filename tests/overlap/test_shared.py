@@ -33,7 +33,7 @@ from moe_comm.runtime.memory import block
 from tests.dispatch.workers import heap_constants
 from tests.layers.reference import draw
 from tests.overlap.common import gather_reference, scatter_reference
-from tests.pool import RankPool, with_longer_deadline
+from tests.pool import RankPool, on_ranks, with_longer_deadline
 
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gather_matmul": (gather_matmul, gather_reference),
@@ -96,7 +96,9 @@ def _call_before_gemm(before: Callable[[int], None]) -> Iterator[None]:
         yield
 
 
-def _compare_transports(rank: int, world: int, dtype: torch.dtype) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_in_place_and_over_the_backend_give_the_same_bits(rank: int, world: int, dtype: torch.dtype) -> None:
     """Compare in-place, chunked and reference results. float64 is not read in place."""
     group = _new_group()
     in_place = dtype != torch.float64
@@ -117,19 +119,11 @@ def _compare_transports(rank: int, world: int, dtype: torch.dtype) -> None:
     assert heap_of(communicator_of(group), 60.0).heap.used == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_in_place_and_over_the_backend_give_the_same_bits(dtype: torch.dtype, pool4: RankPool) -> None:
-    pool4.run(_compare_transports, dtype)
-
-
-def _run_strided(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_strided_rows_are_supported(rank: int) -> None:
     x = draw(24, 64, seed=rank).t()[:, 3:19]  # neither dense nor aligned
     w = draw(16, 16, seed=9)
     assert torch.equal(gather_matmul(x, w, dist.group.WORLD, TWO_CHUNKS), gather_reference(x, w, dist.group.WORLD))
-
-
-def test_strided_rows_are_supported(pool2: RankPool) -> None:
-    pool2.run(_run_strided)
 
 
 def _delay_rank_1(rank: int, world: int, path: Path) -> list[int]:
@@ -163,7 +157,8 @@ def test_rows_are_computed_in_order_of_completion(pool4: RankPool, tmp_path: Pat
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
 
 
-def _mismatch(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2, 4)
+def test_a_mismatch_raises_on_all_ranks_and_the_next_call_works(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     odd_rank = world - 1
@@ -200,12 +195,8 @@ def _mismatch(rank: int, world: int, arg: Any) -> None:
     _pass("matmul_scatter", _inputs("matmul_scatter", rank, world), group)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_mismatch_raises_on_all_ranks_and_the_next_call_works(world: int, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(f"pool{world}").run(_mismatch)
-
-
-def _other_gradients(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_ranks_that_disagree_on_the_weight_gradient_raise(rank: int, world: int) -> None:
     """Only rank 0 computes the weight gradient."""
     group = dist.group.WORLD
     x, w, grad = _inputs("gather_matmul", rank, world)
@@ -216,11 +207,8 @@ def _other_gradients(rank: int, world: int, arg: Any) -> None:
     gather_matmul(x.detach(), w.detach(), group, TWO_CHUNKS)
 
 
-def test_ranks_that_disagree_on_the_weight_gradient_raise(pool2: RankPool) -> None:
-    pool2.run(_other_gradients)
-
-
-def _fill_heap(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2, 4)
+def test_all_ranks_use_chunks_with_the_same_bits_if_one_heap_is_full(rank: int, world: int) -> None:
     """Fill the heap of the last rank and check that all ranks fall back to chunks."""
     group = _new_group()
     with heap_constants(INITIAL_BYTES=0, RESERVE_BYTES=64 << 20):
@@ -240,13 +228,6 @@ def _fill_heap(rank: int, world: int, arg: Any) -> None:
             assert torch.equal(_pass(name, small, group)[0], OPERATORS[name][1](*small[:2], group))
     del filler
     assert shared_heap.heap.used == 0
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_ranks_use_chunks_with_the_same_bits_if_one_heap_is_full(
-    world: int, request: pytest.FixtureRequest
-) -> None:
-    request.getfixturevalue(f"pool{world}").run(_fill_heap)
 
 
 def _exit_before_offer(rank: int, world: int, name: str) -> None:
@@ -329,7 +310,8 @@ def test_a_rank_that_hangs_is_named_on_all_at_the_deadline(
     with_longer_deadline(check, 2.0, 30.0)
 
 
-def _raise_in_gemm(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2, 4)
+def test_an_error_in_one_ranks_gemm_ends_the_wait_of_the_others(rank: int, world: int) -> None:
     """Rank 1 raises an exception in its second GEMM."""
     group = _new_group()
     inputs = _inputs("matmul_scatter", rank, world)
@@ -346,8 +328,3 @@ def _raise_in_gemm(rank: int, world: int, arg: Any) -> None:
         matmul_scatter(*inputs[:2], group, TWO_CHUNKS)
     with pytest.raises(PeerError):
         matmul_scatter(*inputs[:2], group, TWO_CHUNKS)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_an_error_in_one_ranks_gemm_ends_the_wait_of_the_others(world: int, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(f"pool{world}").run(_raise_in_gemm)

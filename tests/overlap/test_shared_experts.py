@@ -43,7 +43,7 @@ from moe_comm.topology import ExpertPlacement
 from tests.dispatch.workers import heap_constants
 from tests.layers.reference import draw
 from tests.overlap.common import combine_reference, dispatch_reference
-from tests.pool import RankPool, with_longer_deadline
+from tests.pool import RankPool, on_ranks, with_longer_deadline
 
 D, F = 16, 32
 EIGHT_CHUNKS = Overlap(8, 1)
@@ -160,7 +160,8 @@ def test_the_bits_are_equal_on_8_ranks() -> None:
         pool.run(_compare_transports, (11, torch.float32, SAME, ("random",)), timeout=120)
 
 
-def _compare_with_float64(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_results_agree_with_float64(rank: int, world: int) -> None:
     """Compare one rank's tokens with float64. All ranks know the weights of all experts."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4)
@@ -176,10 +177,6 @@ def _compare_with_float64(rank: int, world: int, _: Any) -> None:
     actual = _gradients(leaves, partial(_dispatch_and_combine, dispatcher, ids, EIGHT_CHUNKS))
     for name, value in expected.items():
         torch.testing.assert_close(actual[name].double(), value, rtol=1e-5, atol=1e-4)
-
-
-def test_results_agree_with_float64(pool2: RankPool) -> None:
-    pool2.run(_compare_with_float64)
 
 
 def _compare_partial_gradients(rank: int, world: int, _: Any) -> None:
@@ -202,7 +199,8 @@ def test_each_gradient_can_be_computed_alone_and_twice(pool2: RankPool) -> None:
     pool2.run(_compare_partial_gradients)
 
 
-def _run_one_rank_serially(rank: int, world: int, _: Any) -> None:
+@on_ranks(4)
+def test_serial_and_pipelined_ranks_work_together(rank: int, world: int) -> None:
     """Rank 1 runs serially; the others run pipelined."""
     dispatcher = _dispatcher(rank, world, 5)
     ids = _routing("random", rank, 5)
@@ -219,10 +217,6 @@ def _run_one_rank_serially(rank: int, world: int, _: Any) -> None:
             ),
             expected["y"],
         )
-
-
-def test_serial_and_pipelined_ranks_work_together(pool4: RankPool) -> None:
-    pool4.run(_run_one_rank_serially)
 
 
 def _delay_own_rows(rank: int, world: int, path: Path) -> None:
@@ -314,7 +308,8 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_next_call_works(fault: st
     assert set(pool4.run(_call_with_bad_input, fault)) == {error}
 
 
-def _use_group_scales(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_group_scales_are_refused(rank: int, world: int) -> None:
     wire_dtypes = WireDtypes(combine_backward="fp8_group")
     dispatcher = _dispatcher(rank, world, 4, wire_dtypes=wire_dtypes, deterministic=False)
     ids = _routing("random", rank, 4)
@@ -323,11 +318,8 @@ def _use_group_scales(rank: int, world: int, _: Any) -> None:
         dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], EIGHT_CHUNKS)
 
 
-def test_group_scales_are_refused(pool2: RankPool) -> None:
-    pool2.run(_use_group_scales)
-
-
-def _fill_heap(rank: int, world: int, _: Any) -> None:
+@on_ranks(2)
+def test_a_full_heap_on_one_rank_raises_on_all_and_the_next_call_works(rank: int, world: int) -> None:
     """Fill the heap of rank 1, so that there is no memory for its results."""
     group = dist.new_group(backend="gloo")
     assert group is not None
@@ -351,10 +343,6 @@ def _fill_heap(rank: int, world: int, _: Any) -> None:
     del h
     gc.collect()  # the frames of the error hold tensors
     assert shared_heap.heap.blocks == 0
-
-
-def test_a_full_heap_on_one_rank_raises_on_all_and_the_next_call_works(pool2: RankPool) -> None:
-    pool2.run(_fill_heap)
 
 
 PHASES = ("dispatch", "combine", "combine backward", "dispatch backward")

@@ -18,7 +18,7 @@ from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.tuning.choose import configure_tuning
 from tests.layers.reference import draw
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {"gather_matmul": gather_matmul, "matmul_scatter": matmul_scatter}
 WIDTH, OUTPUTS = 32, 48
@@ -61,8 +61,10 @@ class Recorder:
         return counts
 
 
-def _count_gemms_and_transfers(rank: int, world: int, arg: tuple[str, bool]) -> None:
-    name, deterministic = arg
+@on_ranks(2)
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_one_chunk_is_one_gemm_and_one_transfer(rank: int, world: int, name: str, deterministic: bool) -> None:
     configure_collectives(CollectiveOptions(shared_memory=False))
     try:
         for rows in (1, 5, 40):
@@ -76,12 +78,6 @@ def _count_gemms_and_transfers(rank: int, world: int, arg: tuple[str, bool]) -> 
                 assert recorder.take() == ([world * rows], TRANSFERS.get((name, True), 1))
     finally:
         configure_collectives(CollectiveOptions())
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_one_chunk_is_one_gemm_and_one_transfer(name: str, deterministic: bool, pool2: RankPool) -> None:
-    pool2.run(_count_gemms_and_transfers, (name, deterministic))
 
 
 def _gradients(name: str, rank: int, world: int, rows: int, overlap: Overlap) -> tuple[Tensor, ...]:

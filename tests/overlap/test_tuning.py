@@ -40,7 +40,7 @@ from moe_comm.overlap.tuning.store import (
 from moe_comm.topology import ExpertPlacement
 from tests.overlap.common import gather_reference
 from tests.overlap.measurements import PLACE, WORK, fused, measured
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 CPU = torch.device("cpu")
 SLOW_LINK = GroupRates(2e-4, 119e6, 1.0, 3e-5, 2e-6, ((16, 5e9), (64, 20e9), (256, 60e9), (1024, 100e9)))
@@ -237,7 +237,8 @@ def test_a_kernel_is_chosen_if_measured_to_be_fastest_and_never_on_a_cpu(tmp_pat
     pool2.run(_choose_on_fake_gpu, str(tmp_path))
 
 
-def _choose_with_unreadable_store(rank: int, world: int, arg: None) -> None:
+@on_ranks(2)
+def test_unreadable_measurements_of_rank_0_are_a_warning_on_every_rank(rank: int) -> None:
     channel = channel_of(dist.group.WORLD)
     fault = RecursionError("maximum recursion depth exceeded")
 
@@ -261,10 +262,6 @@ def _choose_with_unreadable_store(rank: int, world: int, arg: None) -> None:
                     choose(WORK, channel, CPU)
         finally:
             configure_tuning()
-
-
-def test_unreadable_measurements_of_rank_0_are_a_warning_on_every_rank(pool2: RankPool) -> None:
-    pool2.run(_choose_with_unreadable_store)
 
 
 STORED_CHUNKS = {

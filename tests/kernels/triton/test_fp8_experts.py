@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +20,7 @@ from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
 from tests.overlap.triton.common import needs_triton
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 pytestmark = needs_triton
 DTYPES = (torch.bfloat16, torch.float32)
@@ -31,7 +29,10 @@ TOLERANCE = 2e-2
 two e4m3 numbers may round to the other one, which changes it by 2^-3."""
 
 
-def _quantized(rank: int, world: int, dtype: torch.dtype) -> None:
+@on_ranks(1, timeout=60)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_weights_have_the_same_bytes(dtype: torch.dtype) -> None:
+    """Also weights with any strides, and blocks with an infinity, which become NaN of any sign."""
     rows_RD, w_ENK = drawn(5, 300, dtype=dtype), drawn(2, 200, 150, dtype=dtype)
     w_ENK[1, :128, :128] = 0
     w_ENK[0, 3, 5] = torch.inf
@@ -51,13 +52,8 @@ def _quantized(rank: int, world: int, dtype: torch.dtype) -> None:
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_weights_have_the_same_bytes(interpreter: RankPool, dtype: torch.dtype) -> None:
-    """Also weights with any strides, and blocks with an infinity, which become NaN of any sign."""
-    interpreter.run(_quantized, dtype, timeout=60)
-
-
-def _ranges(rank: int, world: int, arg: None) -> None:
+@on_ranks(1, timeout=60)
+def test_row_ranges_are_computed_as_all_rows_and_weights_are_quantized_once() -> None:
     tensors = drawn(3, 80, 256, seed=1), drawn(3, 256, 40, seed=2), drawn(3, 80, seed=3), drawn(3, 256, seed=4)
     mlp, rows_RD, sizes = ExpertMLP(tensors, activation_of("swiglu"), gemm_dtype="fp8"), drawn(9, 256), (4, 0, 5)
 
@@ -77,22 +73,24 @@ def _ranges(rank: int, world: int, arg: None) -> None:
         assert (one - other).norm() <= TOLERANCE * other.norm()
 
 
-def test_row_ranges_are_computed_as_all_rows_and_weights_are_quantized_once(interpreter: RankPool) -> None:
-    interpreter.run(_ranges, None, timeout=60)
-
-
-def _refused(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_wrong_weights_are_input_errors() -> None:
     quantize = kernels("quantize")
     for wrong in (torch.zeros(2, 3), torch.zeros(2, 3, 4, dtype=torch.float64)):
         with pytest.raises(InputError, match="quantize_weights"):
             quantize.quantize_weights(wrong)
 
 
-def test_wrong_weights_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_refused)
-
-
-def _layer(rank: int, world: int, arg: tuple[torch.dtype, str, bool]) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize(
+    "arg",
+    [
+        (torch.bfloat16, "swiglu", False),
+        (torch.float32, "gelu", True),
+    ],
+    ids=str,
+)
+def test_the_layer_with_kernels_is_near_plain_torch(arg: tuple[torch.dtype, str, bool]) -> None:
     dtype, activation, bias = arg
 
     def work() -> list[Tensor]:
@@ -118,29 +116,13 @@ def _layer(rank: int, world: int, arg: tuple[torch.dtype, str, bool]) -> None:
         assert (one.double() - other.double()).norm() <= TOLERANCE * other.double().norm()
 
 
-@pytest.mark.parametrize(
-    "arg",
-    [
-        (torch.bfloat16, "swiglu", False),
-        (torch.bfloat16, "gelu", True),
-        (torch.float32, "swiglu", True),
-    ],
-    ids=str,
-)
-def test_the_layer_with_kernels_is_near_plain_torch(interpreter: RankPool, arg: tuple[torch.dtype, str, bool]) -> None:
-    interpreter.run(_layer, arg, timeout=120)
-
-
 # --- low latency ---
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(2, bare=True) as pool:
-        yield pool
-
-
-def _low_latency(rank: int, world: int, arg: None) -> None:
+@on_ranks(2)
+def test_kernels_read_the_rows_of_a_low_latency_dispatch_in_place(rank: int) -> None:
+    """Emulated CUDA kernels move the rows, and interpreted Triton kernels multiply them. The scales have stride 0."""
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
     mm, quantize = kernels("grouped_mm_fp8"), kernels("quantize")
     options = DispatchOptions(wire_dtypes=WireDtypes("fp8_token"), peer_to_peer=PeerToPeerOptions(emulate=True))
     dispatcher = make_dispatcher(4, dist.group.WORLD, backend="peer_to_peer", options=options)
@@ -160,9 +142,3 @@ def _low_latency(rank: int, world: int, arg: None) -> None:
         mm.grouped_mm_fp8_into((act.values_RD, act.scale_RB), w2, counts_LW, sent.results.flatten(0, 1))
         y_TD = dispatcher.low_latency_combine(sent.results, weights_TK, sent)
         assert (y_TD - expected_TD).norm() <= TOLERANCE * expected_TD.norm()
-
-
-def test_kernels_read_the_rows_of_a_low_latency_dispatch_in_place(ranks: RankPool) -> None:
-    """Emulated CUDA kernels move the rows, and interpreted Triton kernels multiply them. The scales have stride 0."""
-    pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    ranks.run(_low_latency, None, timeout=120)

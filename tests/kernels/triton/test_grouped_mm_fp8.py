@@ -10,7 +10,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.fp8 import quantize_weights
 from tests.kernels.triton.common import DTYPES, drawn, kernels
 from tests.overlap.triton.common import needs_triton
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 pytestmark = needs_triton
 CASES = {
@@ -39,7 +39,9 @@ def _operands(counts: list[int], inner: int, columns: int) -> tuple[tuple[Tensor
     return (packed_RB[:, :inner], scale_RB), quantize_weights(w_ENK)
 
 
-def _compare_with_float64(rank: int, world: int, case: str) -> None:
+@on_ranks(1, timeout=60)
+@pytest.mark.parametrize("case", CASES)
+def test_products_agree_with_float64_on_dequantized_operands(case: str) -> None:
     counts, inner, columns = CASES[case]
     mm = kernels("grouped_mm_fp8")
     (values_RK, scale_RB), (w_ENK, w_scale_ECB) = _operands(counts, inner, columns)
@@ -56,12 +58,8 @@ def _compare_with_float64(rank: int, world: int, case: str) -> None:
         assert torch.equal(again_RN, actual_RN)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_products_agree_with_float64_on_dequantized_operands(interpreter: RankPool, case: str) -> None:
-    interpreter.run(_compare_with_float64, case, timeout=60)
-
-
-def _quantize_weights(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_quantized_weights_are_close() -> None:
     w_ENK = drawn(2, 150, 200, dtype=torch.bfloat16)
     w_ENK[1, :128, :128] = 0
     values, scales = quantize_weights(w_ENK)
@@ -71,11 +69,8 @@ def _quantize_weights(rank: int, world: int, arg: None) -> None:
     assert ((back - w_ENK).abs() <= w_ENK.double().abs() / 16 + scales.max() / 512).all()
 
 
-def test_quantized_weights_are_close(interpreter: RankPool) -> None:
-    interpreter.run(_quantize_weights)
-
-
-def _run_with_unused_rows(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_rows_beyond_the_counts_are_neither_read_nor_written() -> None:
     mm = kernels("grouped_mm_fp8")
     (values_RK, scale_RB), weights = _operands([5, 4], 128, 16)
     scale_RB[5:] = float("nan")
@@ -84,11 +79,8 @@ def _run_with_unused_rows(rank: int, world: int, arg: None) -> None:
     assert (out_RN[5:] == 7).all() and out_RN[:5].isfinite().all()
 
 
-def test_rows_beyond_the_counts_are_neither_read_nor_written(interpreter: RankPool) -> None:
-    interpreter.run(_run_with_unused_rows)
-
-
-def _run_on_blocks(rank: int, world: int, arg: None) -> None:
+@on_ranks(1, timeout=60)
+def test_blocks_of_rows_by_expert_and_source_are_read_in_place() -> None:
     mm = kernels("grouped_mm_fp8")
     counts_EW = torch.tensor([[3, 0], [40, 2], [0, 0]])
     rows_R = torch.arange(240).view(3, 2, 40)[torch.arange(40) < counts_EW.unsqueeze(2)]
@@ -108,11 +100,8 @@ def _run_on_blocks(rank: int, world: int, arg: None) -> None:
     mm.grouped_mm_fp8_into((values_RK, scale_RB), (w_ENK, w_scale_ECB), torch.empty(3, 0, dtype=torch.int64), out_RN)
 
 
-def test_blocks_of_rows_by_expert_and_source_are_read_in_place(interpreter: RankPool) -> None:
-    interpreter.run(_run_on_blocks, timeout=60)
-
-
-def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
     mm = kernels("grouped_mm_fp8")
     rows, weights = _operands([3, 1], 256, 130)
     counts_E = torch.tensor([3, 1])
@@ -129,10 +118,6 @@ def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
             mm.grouped_mm_fp8(wrong_rows, wrong_weights, counts)
     with pytest.raises(InputError, match="got"):
         mm.grouped_mm_fp8_into(rows, weights, counts_E, torch.empty(3, 130))
-
-
-def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_call_with_wrong_inputs)
 
 
 def _tilings(rank: int, world: int, arg: None) -> list[bool]:

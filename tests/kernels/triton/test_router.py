@@ -11,7 +11,7 @@ from moe_comm.errors import InputError
 from moe_comm.layers.moe.router import Router, RouterConfig
 from tests.kernels.triton.common import drawn, kernels
 from tests.overlap.triton.common import needs_triton
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 pytestmark = needs_triton
 NAN, INF = float("nan"), float("inf")
@@ -27,8 +27,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _compare_with_router(rank: int, world: int, arg: tuple[str, str]) -> None:
-    name, score = arg
+@on_ranks(1, timeout=60)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ids_weights_scores_and_gradients_agree_with_the_router(name: str, score: str) -> None:
+    """Also for tokens whose logits are NaN, +Inf or all -Inf, and for tokens with fewer than K allowed experts."""
     route = kernels("router").route
     for normalize in (True, False):
         config = RouterConfig(**CONFIGS[name], score=score, normalize=normalize)
@@ -69,13 +72,6 @@ def _compare_with_router(rank: int, world: int, arg: tuple[str, str]) -> None:
         torch.testing.assert_close(weights_grad[valid], expected[valid], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_ids_weights_scores_and_gradients_agree_with_the_router(interpreter: RankPool, name: str, score: str) -> None:
-    """Also for tokens whose logits are NaN, +Inf or all -Inf, and for tokens with fewer than K allowed experts."""
-    interpreter.run(_compare_with_router, (name, score), timeout=60)
-
-
 def _ties(rank: int, world: int, arg: None) -> list[Any]:
     route = kernels("router").route
     equal = torch.zeros(1, 12)
@@ -96,7 +92,8 @@ def test_ties_select_the_lowest_id_and_missing_experts_are_dropped(interpreter: 
     assert results == [[[0, 1, 2]], [[0, 1, 2]], [[1, 2, 3]], [[7, -1, -1]], (0, 12)]
 
 
-def _compare_batches(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_a_tokens_bits_do_not_depend_on_its_batch() -> None:
     route = kernels("router").route
     config = RouterConfig(24, 5, "sigmoid", num_groups=6, top_groups=3)
     logits_TE = drawn(40, 24)
@@ -106,11 +103,8 @@ def _compare_batches(rank: int, world: int, arg: None) -> None:
         assert torch.equal(part[0], whole[0][first:last]) and torch.equal(part[1], whole[1][first:last])
 
 
-def test_a_tokens_bits_do_not_depend_on_its_batch(interpreter: RankPool) -> None:
-    interpreter.run(_compare_batches)
-
-
-def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_wrong_shapes_dtypes_and_too_many_experts_are_input_errors() -> None:
     route, config = kernels("router").route, RouterConfig(8, 2)
     for logits_TE, bias_E in (
         (drawn(3, 7), None),
@@ -123,7 +117,3 @@ def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
             route(logits_TE, bias_E, config)
     with pytest.raises(InputError, match="at most 1024"):
         route(drawn(1, 1025), None, RouterConfig(1025, 2))
-
-
-def test_wrong_shapes_dtypes_and_too_many_experts_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_call_with_wrong_inputs)

@@ -11,7 +11,7 @@ from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
 from tests.kernels.triton.common import DTYPES, drawn, kernels, some_ids
 from tests.overlap.triton.common import needs_triton
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 pytestmark = needs_triton
 WIDTHS = (1, 33, 130)
@@ -19,7 +19,8 @@ DTYPES_AND_WIDTHS = [(torch.bfloat16, 1), (torch.bfloat16, 130), (torch.float32,
 CASES = {"top 3 of 6": (9, 3, 6), "every expert": (5, 4, 4), "top 17": (1, 17, 20), "one expert": (4, 1, 1)}
 
 
-def _take(rank: int, world: int, arg: None) -> None:
+@on_ranks(1, timeout=60)
+def test_take_rows_selects_rows_by_index_for_every_dtype_and_width() -> None:
     take_rows = kernels("take_rows").take_rows
     index_R = torch.tensor([3, 0, 3, 8, 1])
     for dtype in (*DTYPES, torch.int64, torch.uint8):
@@ -32,11 +33,8 @@ def _take(rank: int, world: int, arg: None) -> None:
     assert take_rows(drawn(3, 4), index_R[:0]).shape == (0, 4)
 
 
-def test_take_rows_selects_rows_by_index_for_every_dtype_and_width(interpreter: RankPool) -> None:
-    interpreter.run(_take, timeout=60)
-
-
-def _order(rank: int, world: int, arg: None) -> None:
+@on_ranks(1, timeout=60)
+def test_slots_are_ordered_as_by_a_stable_sort() -> None:
     order_slots = kernels("slot_order").order_slots
     for tokens, top_k, experts in ((9, 3, 6), (300, 2, 3), (70, 8, 130), (5, 1, 1), (0, 4, 5), (3, 0, 5), (40, 2, 0)):
         ids_TK = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
@@ -55,11 +53,8 @@ def _order(rank: int, world: int, arg: None) -> None:
         order_slots(drawn(2, 2), 4)
 
 
-def test_slots_are_ordered_as_by_a_stable_sort(interpreter: RankPool) -> None:
-    interpreter.run(_order, timeout=60)
-
-
-def _copies(rank: int, world: int, arg: None) -> None:
+@on_ranks(1, timeout=60)
+def test_copy_rows_writes_the_row_of_each_slot() -> None:
     copy_rows = kernels("take_rows").copy_rows
     for tokens, top_k, experts in CASES.values():
         ids_TK = some_ids(tokens, top_k, experts)
@@ -72,10 +67,6 @@ def _copies(rank: int, world: int, arg: None) -> None:
     assert copy_rows(drawn(0, 4), torch.zeros(0, 2, dtype=torch.int64), 0).shape == (0, 4)
     with pytest.raises(InputError, match="places"):
         copy_rows(drawn(3, 4), torch.zeros(2, 2, dtype=torch.int64), 4)
-
-
-def test_copy_rows_writes_the_row_of_each_slot(interpreter: RankPool) -> None:
-    interpreter.run(_copies, timeout=60)
 
 
 def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
@@ -122,7 +113,8 @@ def _results_without_rows(rank: int, world: int, arg: None) -> list[Any]:
     ]
 
 
-def _run_with_expanded_gradient(rank: int, world: int, arg: None) -> None:
+@on_ranks(1, timeout=60)
+def test_an_expanded_gradient_without_rows_is_accepted() -> None:
     """Run a rank without rows whose caller sums the result: the gradient is one number, expanded to no rows."""
     kernels("take_rows")  # enables the interpreter before the first import
     from moe_comm.dispatch.slots import sums
@@ -147,16 +139,13 @@ def _run_with_expanded_gradient(rank: int, world: int, arg: None) -> None:
         native.TRITON_DEVICES.discard("cpu")
 
 
-def test_an_expanded_gradient_without_rows_is_accepted(interpreter: RankPool) -> None:
-    interpreter.run(_run_with_expanded_gradient, timeout=60)
-
-
 def test_tokens_without_rows_get_zeros(interpreter: RankPool) -> None:
     zeros = [[0.0] * 5] * 2
     assert interpreter.run(_results_without_rows)[0] == [zeros, (0, 5), zeros, (0, 5), [[0.0] * 3] * 2]
 
 
-def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
     take, sums, scale_rows = kernels("take_rows"), kernels("weighted_sum"), kernels("scale_rows")
     rows_RD, place_TK = drawn(6, 5), torch.zeros(2, 3, dtype=torch.int64)
     for call in (
@@ -174,10 +163,6 @@ def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
     ):
         with pytest.raises(InputError, match="got"):
             call()
-
-
-def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_call_with_wrong_inputs)
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:

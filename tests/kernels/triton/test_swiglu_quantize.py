@@ -10,14 +10,16 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from tests.kernels.triton.common import DTYPES, drawn, kernels
 from tests.overlap.triton.common import needs_triton
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 pytestmark = needs_triton
 WIDTHS = (1, 37, 150)
 DTYPES_AND_WIDTHS = [*((torch.bfloat16, width) for width in WIDTHS), (torch.float32, 37), (torch.float16, 128)]
 
 
-def _compare_swiglu(rank: int, world: int, dtype: torch.dtype) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_and_its_gradient_agree_with_the_reference_also_in_place(dtype: torch.dtype) -> None:
     swiglu = kernels("swiglu")
     for width in WIDTHS:
         h_RG = drawn(5, 2 * width + 1, dtype=dtype)[:, : 2 * width] * 4
@@ -39,15 +41,10 @@ def _compare_swiglu(rank: int, world: int, dtype: torch.dtype) -> None:
     swiglu.swiglu_forward(drawn(0, 8, dtype=dtype), drawn(0, 4, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu_and_its_gradient_agree_with_the_reference_also_in_place(
-    interpreter: RankPool, dtype: torch.dtype
-) -> None:
-    interpreter.run(_compare_swiglu, dtype)
-
-
-def _compare_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
-    kind, power_of_two = arg
+@on_ranks(1)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("kind", ["token", "block"])
+def test_quantized_rows_have_the_bytes_of_the_wire_dtype_with_and_without_swiglu(kind: str, power_of_two: bool) -> None:
     quantize, swiglu = kernels("quantize"), kernels("swiglu")
     wire_dtype, scales = WireDtype("fp8", kind, power_of_two), quantize.ScaleFormat(kind == "token", power_of_two)
     for dtype, width in DTYPES_AND_WIDTHS:
@@ -66,15 +63,8 @@ def _compare_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
         assert torch.equal(fused, encode(grad_h_RG, wire_dtype)), (dtype, width)
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("kind", ["token", "block"])
-def test_quantised_rows_have_the_bytes_of_the_wire_dtype_fused_with_swiglu_or_not(
-    interpreter: RankPool, kind: str, power_of_two: bool
-) -> None:
-    interpreter.run(_compare_bytes, (kind, power_of_two), timeout=120)
-
-
-def _quantize_all_values(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_every_e4m3_number_and_every_tie_is_rounded_as_torch_does() -> None:
     quantize = kernels("quantize")
     # Each e4m3 number and each midpoint, twice; 448 keeps the scale at 1.
     bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -85,11 +75,8 @@ def _quantize_all_values(rank: int, world: int, arg: None) -> None:
     assert torch.equal(quantize.quantize(rows_RD, scales), encode(rows_RD, wire_dtype))
 
 
-def test_every_e4m3_number_and_every_tie_is_rounded_as_torch_does(interpreter: RankPool) -> None:
-    interpreter.run(_quantize_all_values)
-
-
-def _quantize_non_finite_values(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_a_nan_or_an_infinity_makes_its_block_nan_and_no_other() -> None:
     quantize = kernels("quantize")
     rows_RD = drawn(2, 300)
     rows_RD[0, 5], rows_RD[0, 140], rows_RD[1, 299] = float("nan"), float("inf"), float("-inf")
@@ -101,11 +88,8 @@ def _quantize_non_finite_values(rank: int, world: int, arg: None) -> None:
         assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
-def test_a_nan_or_an_infinity_makes_its_block_nan_and_no_other(interpreter: RankPool) -> None:
-    interpreter.run(_quantize_non_finite_values)
-
-
-def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
     quantize, swiglu = kernels("quantize"), kernels("swiglu")
     for call in (
         lambda: swiglu.swiglu_forward(drawn(2, 5), drawn(2, 2)),
@@ -120,11 +104,8 @@ def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
             call()
 
 
-def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_call_with_wrong_inputs)
-
-
-def _separate_scales(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_rows_with_separate_scales_are_decoded_and_only_as_many_as_counted() -> None:
     quantize = kernels("quantize")
     for kind in ("token", "block"):
         wire_dtype, scales = WireDtype("fp8", kind), quantize.ScaleFormat(kind == "token")
@@ -143,7 +124,3 @@ def _separate_scales(rank: int, world: int, arg: None) -> None:
         for wrong in (counts[0].repeat(4), torch.zeros(0, dtype=torch.int64)):  # 8 and 0 counts do not divide 12 rows
             with pytest.raises(InputError, match="a number of counts that divides R"):
                 quantize.dequantize_rows(values_RX[:, :300], scale_RS, scales, torch.float32, wrong)
-
-
-def test_rows_with_separate_scales_are_decoded_and_only_as_many_as_counted(interpreter: RankPool) -> None:
-    interpreter.run(_separate_scales)

@@ -16,12 +16,13 @@ from moe_comm.layers.moe.router import Router, RouterConfig, Routing
 from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
 from tests.overlap.triton.common import needs_triton
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 pytestmark = needs_triton
 
 
-def _dispatch(rank: int, world: int, arg: None) -> None:
+@on_ranks(1)
+def test_local_dispatch_and_combine_have_the_same_bits() -> None:
     def work() -> list[Tensor]:
         dispatcher = LocalDispatcher(ExpertPlacement.balanced(5, 1))
         x_TD = drawn(7, 20, dtype=torch.bfloat16).requires_grad_()
@@ -38,11 +39,9 @@ def _dispatch(rank: int, world: int, arg: None) -> None:
     assert all(map(torch.equal, plain, actual))
 
 
-def test_local_dispatch_and_combine_have_the_same_bits(interpreter: RankPool) -> None:
-    interpreter.run(_dispatch)
-
-
-def _wire_dtype(rank: int, world: int, name: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["fp8_token", "fp8_block_pow2"])
+def test_wire_dtypes_have_the_same_bytes(name: str) -> None:
     wire_dtype = WireDtype.named(name)
 
     def work() -> list[Tensor]:
@@ -54,12 +53,9 @@ def _wire_dtype(rank: int, world: int, name: str) -> None:
     assert all(map(torch.equal, plain, actual))
 
 
-@pytest.mark.parametrize("name", ["fp8_token", "fp8_block_pow2"])
-def test_wire_dtypes_have_the_same_bytes(interpreter: RankPool, name: str) -> None:
-    interpreter.run(_wire_dtype, name)
-
-
-def _experts(rank: int, world: int, recompute: bool) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_launch_grouped_gemms(recompute: bool) -> None:
     counts = [3, 0, 5]
 
     def work() -> list[Tensor]:
@@ -82,12 +78,13 @@ def _experts(rank: int, world: int, recompute: bool) -> None:
     assert not results[2][1].any() and not results[3][1].any()  # the expert without rows
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_experts_launch_grouped_gemms(interpreter: RankPool, recompute: bool) -> None:
-    interpreter.run(_experts, recompute)
-
-
-def _experts_with_main_grad(rank: int, world: int, marks: dict[str, bool]) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize(
+    "marks",
+    [{}, {"grad_added_to_main_grad": False}, {"grad_added_to_main_grad": False, "zero_out_wgrad": True}],
+    ids=["no dummy", "dummy", "zeros"],
+)
+def test_weight_gradients_of_experts_are_added_to_main_grad(marks: dict[str, bool]) -> None:
     """marks: other attributes of the weights."""
     counts, dtype = [3, 0, 5], torch.bfloat16
 
@@ -119,15 +116,6 @@ def _experts_with_main_grad(rank: int, world: int, marks: dict[str, bool]) -> No
         native.TRITON_DEVICES.discard("cpu")
 
 
-@pytest.mark.parametrize(
-    "marks",
-    [{}, {"grad_added_to_main_grad": False}, {"grad_added_to_main_grad": False, "zero_out_wgrad": True}],
-    ids=["no dummy", "dummy", "zeros"],
-)
-def test_weight_gradients_of_experts_are_added_to_main_grad(interpreter: RankPool, marks: dict[str, bool]) -> None:
-    interpreter.run(_experts_with_main_grad, marks)
-
-
 def _launches_of_unsupported_experts(rank: int, world: int, arg: None) -> list[str]:
     launched: list[str] = []
     for dtype, bias in ((torch.float32, False), (torch.bfloat16, True)):
@@ -140,7 +128,9 @@ def test_experts_in_fp32_or_with_biases_launch_no_triton_kernel(interpreter: Ran
     assert interpreter.run(_launches_of_unsupported_experts)[0] == []
 
 
-def _router(rank: int, world: int, drop_invalid: bool) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("drop_invalid", [False, True])
+def test_a_router_runs_in_one_kernel_with_the_same_losses_and_gradients(drop_invalid: bool) -> None:
     def work() -> tuple[Routing, Tensor, int, Tensor]:
         router = Router(6, RouterConfig(8, 2, balance_loss=0.1, z_loss=0.01, correction_bias=True))
         router.reset_parameters(std=1.0, generator=torch.Generator().manual_seed(0))
@@ -163,13 +153,6 @@ def _router(rank: int, world: int, drop_invalid: bool) -> None:
     assert actual[2] == plain[2] == int(drop_invalid)
     torch.testing.assert_close(actual[0].weights_TK, plain[0].weights_TK)
     torch.testing.assert_close(actual[1], plain[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("drop_invalid", [False, True])
-def test_a_router_runs_in_one_kernel_with_the_same_losses_and_gradients(
-    interpreter: RankPool, drop_invalid: bool
-) -> None:
-    interpreter.run(_router, drop_invalid)
 
 
 def test_cpu_tensors_never_use_triton_automatically() -> None:

@@ -22,7 +22,7 @@ from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.overlap.triton.common import interpreted
 
-WORLD, D, F, EXPERTS = 3, 20, 8, 7
+WORLD, D, F, EXPERTS = 3, 20, 8, 5
 DEVICE = Overlap(executor="device")
 
 
@@ -56,7 +56,7 @@ def triton_on_cpus() -> Iterator[None]:
 
 def slot_ids(kind: str, rank: int, experts: int, top_k: int) -> Tensor:
     """Return [T, K] ids; T differs between ranks."""
-    tokens = 0 if kind == "no tokens on rank 0" and rank == 0 else 2 if kind == "few" else 24 + 9 * rank
+    tokens = 0 if kind == "no tokens on rank 0" and rank == 0 else 2 if kind == "few" else 14 + 5 * rank
     generator = torch.Generator().manual_seed(rank)
     ids = torch.rand(tokens, experts, generator=generator).topk(top_k).indices
     if kind == "one expert":

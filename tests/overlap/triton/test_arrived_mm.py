@@ -6,7 +6,7 @@ Its rows, flags and faults are those of ``peer_to_peer``; its bits are those of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -41,16 +41,9 @@ from tests.overlap.triton.device_layer import (
     slot_ids,
     triton_on_cpus,
 )
-from tests.pool import RankPool
+from tests.pool import on_ranks
 
 pytestmark = needs_triton
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """A separate pool, because its ranks import Triton as an interpreter (see ``interpreted``)."""
-    with RankPool(WORLD, bare=True) as pool:
-        yield pool
 
 
 # --- the list of tiles ---
@@ -84,7 +77,20 @@ def reference_tiles(rows_EW: np.ndarray, rank: int, tile_rows: int) -> list[Tile
     return sorted(tiles)
 
 
-def _compare_lists(rank: int, world: int, arg: tuple[int, float, int]) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "arg",
+    [
+        (3, 0.3, 4),
+        (13, 0.8, 4),
+        pytest.param((20, 0.7, 4), marks=pytest.mark.slow),
+        pytest.param((40, 1.0, 4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_tiles_listed_on_the_device_are_those_of_the_reference(
+    rank: int, world: int, arg: tuple[int, float, int]
+) -> None:
     most, density, rows = arg
     tile_list = interpreted("tile_list")
     generator = np.random.default_rng(most)
@@ -105,51 +111,38 @@ def _compare_lists(rank: int, world: int, arg: tuple[int, float, int]) -> None:
             assert tiles.counts_E.tolist() == rows_EW.sum(1).tolist()
 
 
-@pytest.mark.parametrize(
-    "arg", [(3, 0.3, 4), (13, 0.8, 4), pytest.param((20, 0.7, 4), marks=pytest.mark.slow), (40, 1.0, 4)], ids=str
-)
-def test_tiles_listed_on_the_device_are_those_of_the_reference(arg: tuple[int, float, int], pool: RankPool) -> None:
-    pool.run(_compare_lists, arg)
-
-
 # --- a layer ---
 
-Comparison = tuple[str, int, torch.dtype, dict[str, Any]]
-"""Routing, experts, dtype and options of the dispatcher."""
 
-
-def _compare_with_serial(rank: int, world: int, arg: Comparison) -> None:
-    kind, experts, dtype, options = arg
+@on_ranks(WORLD)
+@pytest.mark.parametrize(
+    ("kind", "experts", "dtype", "options"),
+    [
+        ("random", EXPERTS, torch.bfloat16, {}),
+        ("dropped", EXPERTS, torch.float16, {}),
+        ("one expert", EXPERTS, torch.bfloat16, {}),
+        ("no tokens on rank 0", EXPERTS, torch.bfloat16, {"checksums": True}),
+        ("few", 2, torch.bfloat16, {}),
+        ("no rows", EXPERTS, torch.bfloat16, {}),
+        ("random", EXPERTS, torch.bfloat16, {"wire_dtypes": WireDtypes("fp8_block", "bf16", "bf16", "fp8_token")}),
+        ("random", EXPERTS, torch.bfloat16, {"relay": True}),
+    ],
+    ids=["random", "fp16", "one expert", "checksums", "a rank without experts", "no rows", "wire dtypes", "relayed"],
+)
+def test_output_and_gradients_have_the_bits_of_serial_execution(
+    rank: int, world: int, kind: str, experts: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     with triton_on_cpus():
         dispatcher = make_device_dispatcher(rank, world, experts, **options)
         ids = slot_ids(kind, rank, experts, min(3, experts))
         expected = run_layer(dispatcher, ids, None, dtype)
-        for settings in ({}, {"recompute": True}, {"complete": True}) if kind == "random" and not options else ({},):
+        for settings in ({"recompute": True}, {"complete": True}) if kind == "random" and not options else ({},):
             actual = run_layer(dispatcher, ids, DEVICE, dtype, **settings)
             assert all(map(torch.equal, actual, expected)), settings
 
 
-@pytest.mark.parametrize("kind", ["random", "dropped", "one expert", "no tokens on rank 0", "few", "no rows"])
-def test_output_and_gradients_have_the_bits_of_serial_execution(kind: str, pool: RankPool) -> None:
-    pool.run(_compare_with_serial, (kind, EXPERTS, torch.bfloat16, {}))
-
-
-@pytest.mark.parametrize(
-    "arg",
-    [
-        ("random", EXPERTS, torch.float16, {}),
-        ("random", 2, torch.bfloat16, {}),
-        ("random", EXPERTS, torch.bfloat16, {"wire_dtypes": WireDtypes("fp8_block", "bf16", "bf16", "fp8_token")}),
-        ("random", EXPERTS, torch.bfloat16, {"relay": True}),
-        ("random", EXPERTS, torch.bfloat16, {"checksums": True}),
-    ],
-    ids=["fp16", "a rank without experts", "wire dtypes", "relayed", "checksums"],
-)
-def test_the_bits_are_equal_with_other_options(arg: Comparison, pool: RankPool) -> None:
-    pool.run(_compare_with_serial, arg)
-
-
-def _compare_in_fp32(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_fp32_agrees_with_serial_execution(rank: int, world: int) -> None:
     """Serial execution multiplies fp32 by cuBLAS or torch, so only the values agree."""
     interpreted("arrived_mm")
     dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
@@ -158,11 +151,8 @@ def _compare_in_fp32(rank: int, world: int, arg: None) -> None:
     torch.testing.assert_close(actual, run_layer(dispatcher, ids, None, torch.float32), rtol=1e-5, atol=1e-4)
 
 
-def test_fp32_agrees_with_serial_execution(pool: RankPool) -> None:
-    pool.run(_compare_in_fp32)
-
-
-def _compare_halves(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_gradients_can_be_computed_again_and_in_two_steps(rank: int, world: int) -> None:
     """Compute the gradients of the rows and those of the weights in two backward passes, and again."""
     from moe_comm.overlap.executors.choice import dispatch_rows
 
@@ -193,17 +183,14 @@ def _compare_halves(rank: int, world: int, arg: None) -> None:
         assert all(p.grad is not None for p in parameters)
 
 
-def test_gradients_can_be_computed_again_and_in_two_steps(pool: RankPool) -> None:
-    pool.run(_compare_halves)
-
-
 def _whole_numbers(*shape: int, seed: int) -> Tensor:
     """Return small whole numbers, so that every sum of products is exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).float().requires_grad_()
 
 
-def _run_operators(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_operators_equal_serial_execution_on_whole_numbers(rank: int, world: int) -> None:
     from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 
     interpreted("arrived_mm")
@@ -221,11 +208,8 @@ def _run_operators(rank: int, world: int, arg: None) -> None:
         assert all(map(torch.equal, actual, results[0]))
 
 
-def test_operators_equal_serial_execution_on_whole_numbers(pool: RankPool) -> None:
-    pool.run(_run_operators)
-
-
-def _accumulate(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_weight_gradients_are_added_to_main_grad_without_other_gradients(rank: int, world: int) -> None:
     """Compare the sums in ``main_grad`` after two backward passes with twice the gradient of one pass."""
     from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 
@@ -255,11 +239,8 @@ def _accumulate(rank: int, world: int, arg: None) -> None:
         assert torch.equal(((vars(w)["main_grad"] - 0.5) / 2).bfloat16(), plain_w.grad)
 
 
-def test_weight_gradients_are_added_to_main_grad_without_other_gradients(pool: RankPool) -> None:
-    pool.run(_accumulate)
-
-
-def _compare_rematerialized(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_rematerialized_copies_keep_the_bits(rank: int, world: int) -> None:
     """Layers with copies of experts find the weights of the copies in backward."""
     interpreted("arrived_mm")
     owners = ((0, 1), (0,), (1, 2), (2,)), ((0,), (0, 1), (1,), (2, 0))
@@ -289,7 +270,3 @@ def _compare_rematerialized(rank: int, world: int, arg: None) -> None:
         for layer in layers:
             layer.dispatcher.close()
     assert all(map(torch.equal, *results))
-
-
-def test_rematerialized_copies_keep_the_bits(pool: RankPool) -> None:
-    pool.run(_compare_rematerialized)

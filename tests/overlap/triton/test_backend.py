@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from moe_comm.overlap.tuning.store import OverlapChoice
 from moe_comm.overlap.ulysses import matmul_swap
 from tests.overlap.common import gather_reference, scatter_reference
 from tests.overlap.triton.common import interpreted, needs_triton
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 WORLD, S, D, N = 2, 5, 24, 17
 FUSED = Overlap(backend="triton")
@@ -32,13 +32,6 @@ LINEAR: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gather_matmul": (gather_matmul, gather_reference),
     "matmul_scatter": (matmul_scatter, scatter_reference),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter_pool() -> Iterator[RankPool]:
-    """A separate pool, because its ranks import Triton as an interpreter (see ``interpreted``)."""
-    with RankPool(WORLD, bare=True) as pool:
-        yield pool
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
@@ -72,7 +65,10 @@ class Launches:
         patch.setattr(linear.LinearKernels, "of", kernels_of)
 
 
-def _run_with_programs(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+@needs_triton
+@pytest.mark.parametrize("name", LINEAR)
+def test_kernels_equal_the_reference_forward_and_backward(rank: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         launches = Launches(patch)
         expected = _linear(name, rank, Overlap(1))
@@ -86,13 +82,10 @@ def _run_with_programs(rank: int, world: int, name: str) -> None:
         _linear(name, rank, Overlap(backend="triton", programs=4))
 
 
+@on_ranks(2)
 @needs_triton
 @pytest.mark.parametrize("name", LINEAR)
-def test_kernels_equal_the_reference_forward_and_backward(name: str, interpreter_pool: RankPool) -> None:
-    interpreter_pool.run(_run_with_programs, name)
-
-
-def _run_with_stored_choice(rank: int, world: int, name: str) -> None:
+def test_linear_operators_use_the_stored_choice_of_each_direction(rank: int, name: str) -> None:
     """Run with a stored choice that differs between forward and backward."""
     interpreted("linear")
     expected = _linear(name, rank, Overlap(1))
@@ -107,16 +100,12 @@ def _run_with_stored_choice(rank: int, world: int, name: str) -> None:
         assert launches.communicating == [3]
 
 
-@needs_triton
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_operators_use_the_stored_choice_of_each_direction(name: str, interpreter_pool: RankPool) -> None:
-    interpreter_pool.run(_run_with_stored_choice, name)
-
-
 # --- experts: other dispatchers ---
 
 
-def _call_other_dispatchers(rank: int, world: int, arg: None) -> None:
+@on_ranks(2)
+@needs_triton
+def test_the_kernels_of_experts_need_peer_to_peer(world: int) -> None:
     interpreted("arrived_mm")
     x, ids, w = torch.ones(3, D), torch.zeros(3, 1, dtype=torch.int64), torch.ones(1, N, D)
     for backend in ("all_to_all", "shared_memory"):
@@ -130,11 +119,6 @@ def _call_other_dispatchers(rank: int, world: int, arg: None) -> None:
                 call(dispatcher)
         y = dispatch_matmul(dispatcher, x, ids, w, Overlap(2, 1))[0]
         assert bool((y == D).all())  # the next call works
-
-
-@needs_triton
-def test_the_kernels_of_experts_need_peer_to_peer(interpreter_pool: RankPool) -> None:
-    interpreter_pool.run(_call_other_dispatchers)
 
 
 # --- without the interpreter ---
@@ -162,8 +146,9 @@ def _call_without_interpreter(rank: int, world: int, arg: None) -> None:
         configure_collectives(CollectiveOptions())
 
 
-def test_without_the_interpreter_every_rank_raises_an_error_with_advice(pool2: RankPool) -> None:
-    pool2.run(_call_without_interpreter)
+def test_without_the_interpreter_every_rank_raises_an_error_with_advice() -> None:
+    with RankPool(2) as pool:
+        pool.run(_call_without_interpreter)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Maximum shared memory of one program, by target."""
 
 
-def _compile(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def _compile(folder: Path, *arguments: str, targets: Iterable[str] = SHARED_BYTES) -> list[dict[str, Any]]:
     """Return what ``ahead`` writes for each target. Targets are compiled in parallel.
 
     Separate processes are needed because this process may have imported Triton as an interpreter.
@@ -32,7 +33,7 @@ def _compile(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     processes = []
-    for target in SHARED_BYTES:
+    for target in targets:
         command = [
             *COMPILE_COMMAND,
             "--json",
@@ -48,7 +49,7 @@ def _compile(folder: Path, *arguments: str) -> list[dict[str, Any]]:
         for process in processes:
             process.kill()
     assert not any(process.returncode for process in processes), "\n".join(text[-2000:] for text in stderr_texts)
-    return [json.loads((folder / target).read_text()) for target in SHARED_BYTES]
+    return [json.loads((folder / target).read_text()) for target in targets]
 
 
 def _check_resources(table: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ def _check_resources(table: dict[str, Any]) -> None:
             assert row["stack_bytes"] <= limit, f"spills more than {limit} bytes; fix it or run {UPDATE_COMMAND}: {row}"
 
 
-def test_forward_kernels_compile_for_three_generations_within_recorded_resources(tmp_path: Path) -> None:
+def test_forward_kernels_compile_for_two_generations_within_recorded_resources(tmp_path: Path) -> None:
     """Compile the kernels of a bfloat16 layer's forward pass; for sm_100 with the assembler that Triton bundles."""
     tables = _compile(
         tmp_path,
@@ -73,6 +74,7 @@ def test_forward_kernels_compile_for_three_generations_within_recorded_resources
         "arrived_mm, bfloat16",
         "publish_mm, bfloat16",
         "tile_list",
+        targets=("sm_90", "sm_100"),
     )
     for table in tables:
         assert {row["kernel"].split(",")[0] for row in table["results"]} == {
@@ -115,6 +117,7 @@ def test_all_kernel_variants_compile_within_recorded_resources(tmp_path: Path) -
         _check_resources(table)
 
 
+@pytest.mark.slow
 def test_ahead_of_time_compilation_is_refused_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [*COMPILE_COMMAND, "--only", "await_rows"]

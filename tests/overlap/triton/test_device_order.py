@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from tests.overlap.triton.common import interpreted, needs_triton
 from tests.overlap.triton.device_layer import (
     DEVICE,
     EXPERTS,
-    WORLD,
     D,
     F,
     leaves_of,
@@ -34,17 +32,10 @@ from tests.overlap.triton.device_layer import (
     slot_ids,
     triton_on_cpus,
 )
-from tests.pool import RankPool, with_longer_deadline
+from tests.pool import RankPool, on_ranks, with_longer_deadline
 from tests.support.launches import HookedLauncher
 
 pytestmark = needs_triton
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """A separate pool, because its ranks import Triton as an interpreter (see ``interpreted``)."""
-    with RankPool(WORLD, bare=True) as pool:
-        yield pool
 
 
 TOKENS = 64
@@ -102,9 +93,9 @@ def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
 
 @pytest.mark.parametrize("kernel", ["push", "spread"])
 def test_rows_of_other_ranks_are_computed_before_late_rows_own_rows_first(
-    kernel: str, pool: RankPool, tmp_path: Path
+    kernel: str, pool3: RankPool, tmp_path: Path
 ) -> None:
-    pool.run(_delay_rows, (kernel, tmp_path / "store"), timeout=120)
+    pool3.run(_delay_rows, (kernel, tmp_path / "store"), timeout=120)
 
 
 def _delay_slice(rank: int, world: int, path: Path) -> None:
@@ -141,8 +132,8 @@ def _delay_slice(rank: int, world: int, path: Path) -> None:
     assert forward == sorted(forward), "slice by slice, own rows last"
 
 
-def test_slices_are_summed_while_others_are_computed(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(_delay_slice, tmp_path / "store", timeout=120)
+def test_slices_are_summed_while_others_are_computed(pool3: RankPool, tmp_path: Path) -> None:
+    pool3.run(_delay_slice, tmp_path / "store", timeout=120)
 
 
 def _hang(rank: int, world: int, arg: tuple[str, Path, float]) -> str:
@@ -176,21 +167,21 @@ def _hang(rank: int, world: int, arg: tuple[str, Path, float]) -> str:
     ("kernel", "awaited"),
     [
         ("push", "to send its rows"),
-        ("spread", "to send its rows"),
+        pytest.param("spread", "to send its rows", marks=pytest.mark.slow),
         ("publish_mm", "to compute the results of its experts"),
     ],
 )
-def test_a_rank_that_hangs_is_named_at_the_deadline(kernel: str, awaited: str, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_at_the_deadline(kernel: str, awaited: str, pool3: RankPool, tmp_path: Path) -> None:
     def check(timeout_s: float) -> None:
-        with RankPool(WORLD, bare=True) as pool:
-            errors = pool.run(_hang, (kernel, tmp_path / f"store {timeout_s}", timeout_s), timeout=120)
+        errors = pool3.run(_hang, (kernel, tmp_path / f"store {timeout_s}", timeout_s), timeout=120)
         for rank in (0, 2):
             assert "rank 1" in errors[rank] and awaited in errors[rank]
 
-    with_longer_deadline(check, 3.0, 30.0)
+    with_longer_deadline(check, 2.0, 30.0)
 
 
-def _mix_with_serial(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_ranks_with_other_executors_raise(rank: int, world: int) -> None:
     with triton_on_cpus():
         dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
         with pytest.raises(RankMismatch, match="whether GEMMs overlap on the device"):
@@ -198,11 +189,8 @@ def _mix_with_serial(rank: int, world: int, arg: None) -> None:
         run_layer(dispatcher, ids, DEVICE)  # the group can be used again
 
 
-def test_ranks_with_other_executors_raise(pool: RankPool) -> None:
-    pool.run(_mix_with_serial)
-
-
-def _raise_before_experts(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_an_exception_before_the_experts_reaches_all_ranks(rank: int, world: int) -> None:
     from moe_comm.overlap.executors.choice import dispatch_rows
 
     with triton_on_cpus():
@@ -225,11 +213,8 @@ def _raise_before_experts(rank: int, world: int, arg: None) -> None:
         run_layer(dispatcher, ids, DEVICE)  # the group can be used again
 
 
-def test_an_exception_before_the_experts_reaches_all_ranks(pool: RankPool) -> None:
-    pool.run(_raise_before_experts)
-
-
-def _run_moe_layer(rank: int, world: int, arg: None) -> None:
+@on_ranks(3)
+def test_a_layer_uses_the_kernels_by_its_overlap_option(rank: int) -> None:
     with triton_on_cpus():
         options = DispatchOptions(timeout_s=60, peer_to_peer=PeerToPeerOptions(emulate=True))
         x = draw(20 + rank, D, seed=rank, dtype=torch.bfloat16)
@@ -266,7 +251,3 @@ def _launches(layer: torch.nn.Module, x: Tensor) -> set[str]:
         patch.setattr(interpreter.GridExecutor, "__call__", recorded)
         layer(x).float().square().sum().backward()
     return names
-
-
-def test_a_layer_uses_the_kernels_by_its_overlap_option(pool: RankPool) -> None:
-    pool.run(_run_moe_layer)

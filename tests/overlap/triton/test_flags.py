@@ -5,7 +5,6 @@ A turn is one call of an operator. A flag holds the number of the last turn that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from tests.pool import RankPool
 
 pytestmark = needs_triton
 WORLD = 4
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(WORLD, bare=True) as pool:
-        yield pool
 
 
 def _kernels() -> Any:
@@ -46,9 +39,9 @@ def _round_the_ring(rank: int, world: int, turns: int) -> bool:
     return torch.equal(x, torch.arange(64.0) + 100 * ((rank - turns) % world))
 
 
-def test_data_written_before_a_flag_is_visible_after_it(pool: RankPool) -> None:
+def test_data_written_before_a_flag_is_visible_after_it(pool4: RankPool) -> None:
     """The number of flags grows from turn to turn, so the memory must grow as well."""
-    assert pool.run(_round_the_ring, 11) == [True] * WORLD
+    assert pool4.run(_round_the_ring, 11) == [True] * WORLD
 
 
 def _waits(rank: int, world: int, arg: tuple[list[int], int]) -> tuple[list[int], list[int]]:
@@ -59,13 +52,13 @@ def _waits(rank: int, world: int, arg: tuple[list[int], int]) -> tuple[list[int]
     return ok.tolist(), fault.tolist()
 
 
-def test_a_flag_of_the_current_or_a_later_turn_ends_a_wait(pool: RankPool) -> None:
-    assert pool.run(_waits, ([7, 8, 2**40], 7))[0] == ([1, 1, 1], [0, 0, 0, 0, 0])
+def test_a_flag_of_the_current_or_a_later_turn_ends_a_wait(pool4: RankPool) -> None:
+    assert pool4.run(_waits, ([7, 8, 2**40], 7))[0] == ([1, 1, 1], [0, 0, 0, 0, 0])
 
 
-def test_the_first_wait_that_times_out_is_reported(pool: RankPool) -> None:
+def test_the_first_wait_that_times_out_is_reported(pool4: RankPool) -> None:
     """A raised flag still ends a wait after another wait failed."""
-    assert pool.run(_waits, ([7, 6, 7, 5], 7))[0] == ([1, 0, 1, 0], [1, 1, 11, 7, 6])
+    assert pool4.run(_waits, ([7, 6, 7, 5], 7))[0] == ([1, 0, 1, 0], [1, 1, 11, 7, 6])
 
 
 def _rounding(rank: int, world: int, arg: None) -> list[bool]:
@@ -84,8 +77,8 @@ def _rounding(rank: int, world: int, arg: None) -> list[bool]:
     return equal
 
 
-def test_interpreted_kernels_round_as_torch_does(pool: RankPool) -> None:
-    assert pool.run(_rounding) == [[True, True]] * WORLD
+def test_interpreted_kernels_round_as_torch_does(pool4: RankPool) -> None:
+    assert pool4.run(_rounding) == [[True, True]] * WORLD
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
