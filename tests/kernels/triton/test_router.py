@@ -43,7 +43,7 @@ def test_ids_weights_scores_and_gradients_agree_with_the_router(name: str, score
         if config.num_groups == 1:  # otherwise groups with only forbidden experts tie
             logits_TE[4, config.num_experts // 2 + 1 :] = -INF
         plain_logits, kernel_logits = logits_TE.clone().requires_grad_(), logits_TE.clone().requires_grad_()
-        scores_TE = router._scores(plain_logits)
+        scores_TE = plain_logits.sigmoid() if score == "sigmoid" else plain_logits.softmax(-1)
         ids_TK = router._choose(logits_TE, scores_TE.detach())
         weights_TK = router._weights(plain_logits, scores_TE, ids_TK)
         kernel_ids, kernel_weights, kernel_scores = route(kernel_logits, router.correction_bias, config, scores=True)
