@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.module import shardings_of
-from moe_comm.layers.transformer.initialize import NormalInit, fill, init_kind, initialize
+from moe_comm.layers.transformer.initialize import fill, init_kind, initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, Sharding, Split
 from tests.layers.tiny import LATENT, TINY
@@ -39,7 +39,7 @@ def assemble(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> d
         for rank in range(mapping.world):
             place = mapping.place(rank)
             local = torch.full(sharding.local_shape(place, mapping.sizes), torch.nan)
-            fill(local, name, sharding, NormalInit(seed, 0.2), place, mapping.sizes)
+            fill(local, name, sharding, place, mapping.sizes, seed, 0.2)
             for box in sharding.boxes(place, mapping.sizes):
                 filled = full[box.full]
                 assert filled.isnan().all() or torch.equal(filled, local[box.local]), f"copies of {name} differ"
@@ -136,7 +136,7 @@ def test_only_required_blocks_are_generated_one_at_a_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(Tensor, "normal_", counted)
     sharding = Sharding((64, 16), (Split(0, "tp"),))
     mapping = ParallelConfig(tp=4)
-    fill(torch.empty(16, 16), "x.weight", sharding, NormalInit(0), mapping.place(1), mapping.sizes)
+    fill(torch.empty(16, 16), "x.weight", sharding, mapping.place(1), mapping.sizes, 0)
     assert block_sizes == [64] * 4
 
 
@@ -144,7 +144,7 @@ def test_a_wrong_shape_or_unknown_kind_raises() -> None:
     mapping = ParallelConfig(tp=2)
     sharding = Sharding((8, 4), (Split(0, "tp"),))
     with pytest.raises(ConfigError, match=r"this rank holds \(4, 4\)"):
-        fill(torch.empty(8, 4), "q.weight", sharding, NormalInit(0), mapping.place(0), mapping.sizes)
+        fill(torch.empty(8, 4), "q.weight", sharding, mapping.place(0), mapping.sizes, 0)
     with pytest.raises(ConfigError, match="no initialization is defined"):
         init_kind("layers.0.scale", Sharding((4,)))
     assert init_kind("layers.0.attention.q_norm.weight", Sharding((4,))) == "ones"
@@ -154,5 +154,5 @@ def test_a_model_of_plain_modules_can_be_filled_by_name() -> None:
     linear = nn.Linear(4, 8)
     mapping = ParallelConfig()
     for name, parameter in linear.named_parameters():
-        fill(parameter, name, Sharding(tuple(parameter.shape)), NormalInit(1), mapping.place(0), mapping.sizes)
+        fill(parameter, name, Sharding(tuple(parameter.shape)), mapping.place(0), mapping.sizes, 1)
     assert not linear.bias.any() and linear.weight.abs().max() < 0.2

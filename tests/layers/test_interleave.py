@@ -17,7 +17,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.layers.parallel.interleave import BackwardTurns, Steps, TurnParameters, finish, take_turns
 from moe_comm.layers.parallel.module import state_key
-from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, StageInput, Transformer
@@ -32,6 +31,7 @@ from moe_comm.train.pipeline.runner import Accumulation
 from tests.layers.tiny import BY_WEIGHT, TINY
 from tests.layers.transfers import TransferLog, record_transfers
 from tests.pool import RankPool
+from tests.support.activation_memory import activation_bytes
 from tests.train.interleaving import OVERLAP, micro_batches
 
 ALL_EXPERTS = replace(TINY, dense_layers=())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.layers.parallel.recompute import activation_bytes, recomputed, recomputed_block, selective_recompute
+from moe_comm.layers.parallel.recompute import recomputed, recomputed_block, selective_recompute
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
@@ -17,6 +17,7 @@ from moe_comm.layers.transformer.shape import Recompute
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, batch, own
 from tests.pool import RankPool
+from tests.support.activation_memory import activation_bytes
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -14,7 +14,6 @@ from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeCon
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.layers.parallel.module import shardings_of
-from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.block import BRANCH_POINTS, Shortcut, ShortcutBlock, TokenContext
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
@@ -26,6 +25,7 @@ from moe_plan.model.activations import ActivationMemory
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, Case, Outcome, assert_same, batch, own, run, work
 from tests.layers.transfers import TransferLog, record_transfers
 from tests.pool import RankPool
+from tests.support.activation_memory import activation_bytes
 
 SHORTCUT = replace(TINY, shortcut=True)
 LATENT_SHORTCUT = replace(LATENT, shortcut=True, dense_layers=())

@@ -18,7 +18,6 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
 from moe_comm.layers.moe.layer import MoEConfig
 from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
@@ -31,6 +30,7 @@ from moe_comm.train.loop.build import architecture_of, build
 from moe_plan.model.activations import ActivationMemory
 from moe_plan.orders import in_flight_peaks
 from tests.pool import RankPool
+from tests.support.activation_memory import activation_bytes
 
 PARAMETERS = {  # published: total, and active per token in billions; DeepSeek-V3 without multi-token prediction
     "mixtral-8x7b": (46_702_792_704, 12.9),

@@ -31,10 +31,8 @@ class RealTokens:
     index_T: Tensor
 
     @classmethod
-    def of(cls, mask: Tensor | None) -> RealTokens | None:
+    def of(cls, mask: Tensor) -> RealTokens | None:
         """Return the real tokens of a bool mask of any shape; None if there is no padding."""
-        if mask is None:
-            return None
         mask_N = mask.reshape(-1)
         index_T = mask_N.nonzero().squeeze(1)
         return None if index_T.shape[0] == mask_N.shape[0] else cls(mask_N, index_T)
@@ -57,8 +55,6 @@ class RealTokens:
 
 def mask_fault(mask: Any, x: Tensor, routing: Routing | None) -> InputError | None:
     """Return the error of a mask that does not fit the tokens ``x`` [..., D] or their routing."""
-    if mask is None:
-        return None
     shape, tokens = tuple(x.shape[:-1]), math.prod(x.shape[:-1])
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in (shape, (tokens,)):
         given = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

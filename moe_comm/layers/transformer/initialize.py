@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -29,18 +28,8 @@ from moe_comm.topology import Box, Sharding
 BLOCK_ELEMENTS = 1 << 22
 """Maximum elements per block, except for longer rows: 16 MB of fp32."""
 
-InitKind = Literal["normal", "ones", "zeros"]
 
-
-@dataclass(frozen=True)
-class NormalInit:
-    """Seed and standard deviation of normally distributed weights."""
-
-    seed: int
-    std: float = 0.02
-
-
-def init_kind(name: str, sharding: Sharding) -> InitKind:
+def init_kind(name: str, sharding: Sharding) -> Literal["normal", "ones", "zeros"]:
     """Return how the parameter ``name`` is initialized: norms with ones, biases with zeros, matrices normally."""
     *path, leaf = name.split(".")
     if leaf in ("bias", "b13", "b2"):
@@ -72,18 +61,22 @@ def initialize(
     """
     place = model.plan.place if place is None else place
     sizes = model.plan.sizes if sizes is None else sizes
-    init = NormalInit(seed, model.config.init_std)
-    shardings = shardings_of(model)
-    for (name, sharding), parameter in zip(shardings.items(), model.parameters(), strict=True):
+    for (name, sharding), parameter in zip(shardings_of(model).items(), model.parameters(), strict=True):
         if parameter.device.type != "meta":
-            fill(parameter, model.origin_of(name), sharding, init, place, sizes)
+            fill(parameter, model.origin_of(name), sharding, place, sizes, seed, model.config.init_std)
     for buffer in model.buffers():
         buffer.zero_()
 
 
 @torch.no_grad()
 def fill(
-    local: Tensor, name: str, sharding: Sharding, init: NormalInit, place: Mapping[str, int], sizes: Mapping[str, int]
+    local: Tensor,
+    name: str,
+    sharding: Sharding,
+    place: Mapping[str, int],
+    sizes: Mapping[str, int],
+    seed: int,
+    std: float = 0.02,
 ) -> None:
     """Set ``local``, the part of parameter ``name`` of the rank at ``place``; raise ConfigError for a wrong shape."""
     expected = sharding.local_shape(place, sizes)
@@ -98,7 +91,7 @@ def fill(
         return
     boxes = sharding.boxes(place, sizes)
     if len(sharding.shape) == 2:
-        _fill_matrix(local, boxes, sharding.shape, f"{init.seed}/{name}/0", init.std)
+        _fill_matrix(local, boxes, sharding.shape, f"{seed}/{name}/0", std)
         return
     experts, *shape = sharding.shape
     for expert in range(experts):
@@ -107,7 +100,7 @@ def fill(
             index = expert_boxes[0].local[0].start + expert - expert_boxes[0].full[0].start
             inner = [Box(box.local[1:], box.full[1:]) for box in expert_boxes]
             matrix_shape = (shape[0], math.prod(shape[1:]))
-            _fill_matrix(local[index], inner, matrix_shape, f"{init.seed}/{name}/{expert}", init.std)
+            _fill_matrix(local[index], inner, matrix_shape, f"{seed}/{name}/{expert}", std)
 
 
 def _fill_matrix(local: Tensor, boxes: list[Box], shape: tuple[int, ...], seed: str, std: float) -> None:

@@ -16,7 +16,6 @@ from moe_comm.layers.attention.config import AttentionConfig
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, StageInput, Transformer
@@ -35,6 +34,7 @@ from moe_plan.orders import in_flight_peaks, pass_order
 from moe_plan.search.request import Fit, PlanRequest, changes_that_fit, fits
 from tests.plan.pipelines import peak_held
 from tests.pool import RankPool
+from tests.support.activation_memory import activation_bytes
 
 GIB = 1 << 30
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
