@@ -21,6 +21,7 @@ from moe_comm.train.config import load
 from tests.pool import RankPool
 from tests.train.common import Trained, assert_floats, session, train, whole
 from tests.train.loop.test_placement import (
+    CHANGES,
     LONG,
     RELOCATE,
     metrics_of,
@@ -32,7 +33,8 @@ from tests.train.loop.test_resume import AUTO, losses_of
 
 SLOTS = 2
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
-INTERLEAVED = ("parallel.interleave=true", "parallel.overlap_chunks=2")
+CHUNKS = "parallel.overlap_chunks=2"
+INTERLEAVED = ("parallel.interleave=true", CHUNKS)
 SHORTCUT = ("model.shortcut=true", "model.dense_ffn=16", "data.micro_batches=1")
 FSDP = ("parallel.sharding=fsdp",)
 REPLICATE = ("placement.kind=replicate", f"placement.slots={SLOTS}")
@@ -53,13 +55,13 @@ def replicated(old: Placement, seed: int) -> Placement:
 
 
 def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Trained, bool]:
-    """Train, and change copies after steps 2, 3 and 6; return also whether all copies have their home's weights."""
+    """Train, and change copies after steps 1, 2 and 3; return also whether all copies have their home's weights."""
     equal = []
     with session([*settings, *REPLICATE, "placement.every=1000"]) as active:
         state = active.trainer.train_state
 
         def change(report: Any) -> None:
-            if report.step in (2, 3, 6):
+            if report.step in CHANGES:
                 state.placements.switch(
                     {name: replicated(old, report.step) for name, old in state.placements.by_layer.items()}
                 )
@@ -86,14 +88,14 @@ def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Train
     ("world", "extra"),
     [
         (2, ()),
-        (4, ()),
+        SLOW(4, ()),
         (2, ("model.dtype=bfloat16", "model.recompute=full")),
         (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2")),
         SLOW(4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
         SLOW(2, (*INTERLEAVED, "parallel.backend=all_to_all")),
         (2, (*INTERLEAVED, "data.micro_batches=4")),
         SLOW(2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
-        (2, FSDP),
+        SLOW(2, FSDP),
         SLOW(4, (*FSDP, "parallel.ep=2", "data.micro_batches=2")),
     ],
     ids=[
@@ -112,7 +114,7 @@ def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     for (got, equal), wanted in zip(results, expected, strict=True):
         assert equal
         assert_floats(got.losses, wanted.losses, rtol)
-        assert_floats(got.norms[:2], wanted.norms[:2], max(rtol, 1e-6))
+        assert_floats(got.norms[:1], wanted.norms[:1], max(rtol, 1e-6))
         assert_floats(got.norms, wanted.norms, 100 * rtol)
     weights = whole([wanted.parts for wanted in expected])
     assert {name: value.shape for name, value in weights.items()} == {
@@ -125,7 +127,7 @@ def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     [
         (2, ()),
         SLOW(4, ("parallel.overlap_gradients=on",)),
-        (4, ("parallel.ep=2", "model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
+        SLOW(4, ("parallel.ep=2", "model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
         SLOW(4, ("parallel.ep=2", "parallel.etp=2", "guard.on_spike=rerun")),
         (4, (*INTERLEAVED, "parallel.ep=2", "model.dtype=bfloat16", "data.micro_batches=4", "data.batch=16")),
         (4, ("model.layers=4", "data.micro_batches=4", "parallel.pp=2", "parallel.ep=2", "parallel.schedule=1f1b")),
@@ -152,25 +154,14 @@ def test_with_fsdp_copies_train_with_the_bits_of_zero1(
 @pytest.mark.parametrize(
     ("world", "extra"),
     [
-        (2, ("data.micro_batches=2",)),
+        (2, ("model.recompute=selective", "data.micro_batches=2")),
         SLOW(2, ("model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
         (2, (*INTERLEAVED, "data.micro_batches=4")),
-        SLOW(2, (*INTERLEAVED, "data.micro_batches=4", "parallel.backend=all_to_all", "model.recompute=selective")),
         SLOW(2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
-        (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2", "model.recompute=selective")),
         SLOW(4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
-        (4, (*SHORTCUT, "parallel.backend=all_to_all", "parallel.overlap_chunks=2")),
+        (4, (*SHORTCUT, "parallel.ep=2", "parallel.sharding=zero1", "parallel.backend=all_to_all", CHUNKS)),
     ],
-    ids=[
-        "micro_batches",
-        "bf16_recomputed",
-        "interleaved",
-        "interleaved_chunks",
-        "interleaved_recomputed",
-        "zero1",
-        "etp2",
-        "shortcut",
-    ],
+    ids=["recomputed", "bf16", "interleaved", "interleaved_recomputed", "etp2", "shortcut_zero1"],
 )
 def test_rematerialized_copies_train_with_the_same_bits_while_copies_change(
     request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
@@ -190,7 +181,7 @@ def test_rematerialized_copies_train_with_the_same_bits_while_copies_change(
 
 
 @pytest.mark.parametrize(
-    "extra", [(), ("placement.rematerialize=true",), SLOW(FSDP)], ids=["kept", "rematerialized", "fsdp"]
+    "extra", [SLOW(()), ("placement.rematerialize=true",), SLOW(FSDP)], ids=["kept", "rematerialized", "fsdp"]
 )
 def test_runs_decide_on_copies_and_resume_with_them(
     pool2: RankPool, settings: list[str], extra: tuple[str, ...]
@@ -245,7 +236,7 @@ def test_a_snapshot_in_memory_is_restored_with_its_copies(
     [
         SLOW(("parallel.schedule=1f1b", "parallel.sharding=zero1", "parallel.overlap_gradients=on")),
         SLOW(("parallel.schedule=1f1b", "model.layers=8", "placement.rematerialize=true", "model.recompute=full")),
-        ("parallel.schedule=interleaved_1f1b",),
+        SLOW(("parallel.schedule=interleaved_1f1b",)),
         ("parallel.schedule=zero_bubble", "model.recompute=selective"),
         ("parallel.schedule=zbv", "model.layers=8", "placement.rematerialize=true"),
         SLOW(("parallel.schedule=dualpipev", "model.layers=8", *INTERLEAVED, "data.micro_batches=8", "data.batch=16")),
@@ -294,7 +285,7 @@ def test_rematerialized_copies_are_published_for_each_pass(
 @pytest.mark.parametrize(
     "extra",
     [
-        ("parallel.ep=4",),
+        SLOW(("parallel.ep=4",)),
         ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2"),
         SLOW(("parallel.ep=2", "parallel.sharding=zero1", "placement.rematerialize=true", "model.layers=4")),
         ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=1"),

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from moe_comm.dispatch.dispatcher import Dispatcher
 from tests.pool import RankPool
-from tests.train.common import SGD, Parts, assert_close, assert_floats, assert_same_training, session, train, whole
+from tests.train.common import (
+    SGD,
+    Parts,
+    Trained,
+    assert_close,
+    assert_floats,
+    assert_same_training,
+    session,
+    train,
+    whole,
+)
 
 DEEPSEEK = ("model.family=deepseek_v3", "model.shared_ffn=24", "model.bias_rate=0.05")
 CP_RING = ("parallel.cp=2", "parallel.context=ring")
@@ -32,13 +42,8 @@ def _first_gradients(rank: int, world: int, settings: list[str]) -> Parts:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize(
-    "mapping",
-    [CP_RING, CP_ULYSSES, ("parallel.tp=2",), ("parallel.dp=2",), ZBV, ("parallel.etp=2", "parallel.ep=1")],
-    ids=" ".join,
-)
 def test_auxiliary_losses_reach_the_router_as_on_one_process(
-    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], family: str
+    pool2: RankPool, shared_settings: list[str], family: str
 ) -> None:
     """The losses have the batch and the sequence form. Large coefficients make them dominate the router's gradient."""
     common = [*shared_settings, "model.layers=4", "data.micro_batches=4", f"model.family={family}"]
@@ -51,8 +56,10 @@ def test_auxiliary_losses_reach_the_router_as_on_one_process(
         assert float((one_process[name] - without[name]).norm() / one_process[name].norm()) > 0.3, (
             "the losses must matter"
         )
-    parallel = whole(pool2.run(_first_gradients, [*common, *losses, *mapping], timeout=90))
-    assert_close(parallel, one_process, 2e-5)
+    mappings = (CP_RING, CP_ULYSSES, ("parallel.tp=2",), ("parallel.dp=2",), ZBV, ("parallel.etp=2", "parallel.ep=1"))
+    for mapping in mappings:
+        parallel = whole(pool2.run(_first_gradients, [*common, *losses, *mapping], timeout=90))
+        assert_close(parallel, one_process, 2e-5)
 
 
 def _weights_and_biases(rank: int, world: int, settings: list[str]) -> tuple[list[float], list[Any], dict[str, Tensor]]:
@@ -68,21 +75,20 @@ def _weights_and_biases(rank: int, world: int, settings: list[str]) -> tuple[lis
         return [report.loss for report in reports], [report.load for report in reports], tensors
 
 
-@pytest.mark.parametrize("change", ["model.recompute=full", "model.recompute=selective", "run.eval_every=1"])
 @pytest.mark.parametrize("mapping", [("parallel.ep=2",), ZBV], ids=" ".join)
 def test_recomputation_and_evaluation_change_no_bit_of_losses_loads_biases_and_weights(
-    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], change: str
+    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
 ) -> None:
     common = [*shared_settings, *DEEPSEEK, *mapping, "model.layers=4", "model.capacity=1.0"]
     plain = pool2.run(_weights_and_biases, common, timeout=90)
-    changed = pool2.run(_weights_and_biases, [*common, change], timeout=90)
-    for (losses, loads, tensors), (losses_2, loads_2, tensors_2) in zip(plain, changed, strict=True):
-        assert losses == losses_2
-        assert loads == loads_2
-        assert tensors.keys() == tensors_2.keys()
-        assert all(torch.equal(tensors[name], tensors_2[name]) for name in tensors)
-        biases = [tensor for name, tensor in tensors.items() if name.endswith("correction_bias")]
-        assert biases and all(bool(bias.any()) for bias in biases)
+    for changes in (("model.recompute=full", "run.eval_every=1"), ("model.recompute=selective",)):
+        changed = pool2.run(_weights_and_biases, [*common, *changes], timeout=90)
+        for (losses, loads, tensors), (losses_2, loads_2, tensors_2) in zip(plain, changed, strict=True):
+            assert (losses, loads) == (losses_2, loads_2)
+            assert tensors.keys() == tensors_2.keys()
+            assert all(torch.equal(tensors[name], tensors_2[name]) for name in tensors)
+            biases = [tensor for name, tensor in tensors.items() if name.endswith("correction_bias")]
+            assert biases and all(bool(bias.any()) for bias in biases)
 
 
 def _initial(rank: int, world: int, settings: list[str]) -> Parts:
@@ -111,29 +117,23 @@ def test_initial_weights_do_not_depend_on_the_mapping(
     assert not torch.equal(*halves), "the shards of one tensor differ"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize(
-    "model",
+    ("model", "mappings"),
     [
-        ("model.tie=true",),
-        (*DEEPSEEK, "model.first_dense=2", "model.dense_ffn=24"),
-        (*DEEPSEEK, "model.first_dense=4", "model.dense_ffn=24"),
+        (("model.tie=true",), ("parallel.schedule=1f1b", "parallel.schedule=zbv")),
+        ((*DEEPSEEK, "model.first_dense=2", "model.dense_ffn=24"), ("parallel.schedule=1f1b",)),
+        ((*DEEPSEEK, "model.first_dense=4", "model.dense_ffn=24"), ("parallel.schedule=zbv",)),
+        ((), ("parallel.stage_layers=[3, 1]",)),
     ],
-    ids=["tied embedding", "a stage without experts", "no experts at all"],
+    ids=["tied embedding", "a stage without experts", "no experts at all", "uneven stages"],
 )
 def test_a_pipeline_trains_as_one_process(
-    pool2: RankPool, shared_settings: list[str], schedule: str, model: tuple[str, ...]
+    pool2: RankPool, shared_settings: list[str], model: tuple[str, ...], mappings: tuple[str, ...]
 ) -> None:
     common = [*shared_settings, *SGD, *model, "model.layers=4", "data.micro_batches=4"]
     one_process = train(0, 1, common)
-    results = pool2.run(train, [*common, "parallel.pp=2", f"parallel.schedule={schedule}"], timeout=90)
-    assert_same_training(results, one_process)
-
-
-def test_uneven_stages_train_as_one_process(pool2: RankPool, shared_settings: list[str]) -> None:
-    common = [*shared_settings, *SGD, "model.layers=4"]
-    results = pool2.run(train, [*common, "parallel.pp=2", "parallel.stage_layers=[3, 1]"], timeout=90)
-    assert_same_training(results, train(0, 1, common))
+    for mapping in mappings:
+        assert_same_training(pool2.run(train, [*common, "parallel.pp=2", mapping], timeout=90), one_process)
 
 
 def _slot_counts(rank: int, world: int, settings: list[str]) -> tuple[int, int, int]:
@@ -156,8 +156,16 @@ def _slot_counts(rank: int, world: int, settings: list[str]) -> tuple[int, int, 
         return routed, dropped, sum(received)
 
 
-@pytest.mark.parametrize("scope", ["batch", "rank", None])
-@pytest.mark.parametrize("mapping", [("parallel.tp=2", "parallel.ep=2"), CP_RING, ZBV], ids=" ".join)
+@pytest.mark.parametrize(
+    ("mapping", "scope"),
+    [
+        (("parallel.tp=2", "parallel.ep=2"), "batch"),
+        (("parallel.tp=2", "parallel.ep=2"), "rank"),
+        (CP_RING, None),
+        (CP_RING, "batch"),
+        (ZBV, "rank"),
+    ],
+)
 def test_every_routed_slot_is_received_or_dropped(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], scope: str | None
 ) -> None:
@@ -193,34 +201,35 @@ def test_every_optimizer_trains_on_shards_as_on_full_parameters(
     assert_close(whole([trained.parts for trained in results]), whole([one_process.parts]), 1e-3)
 
 
-@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+@pytest.fixture(scope="module")
+def learned(pool2: RankPool, shared_settings: list[str]) -> Trained:
+    """Return the result of a run that learns, with settings that do not change it much in the tests below."""
+    return pool2.run(train, [*shared_settings, *LEARNING], timeout=90)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_compressed_gradients_change_the_final_loss_less_than_the_seed(
-    pool2: RankPool, shared_settings: list[str], sharding: str
+    pool2: RankPool, shared_settings: list[str], learned: Trained, sharding: str
 ) -> None:
     common = [*shared_settings, *LEARNING, f"parallel.sharding={sharding}"]
-    plain, compressed, other = (
-        pool2.run(train, [*common, *change], timeout=90)[0]
-        for change in ((), ("parallel.compress=true",), ("run.seed=1",))
+    compressed, other = (
+        pool2.run(train, [*common, change], timeout=90)[0] for change in ("parallel.compress=true", "run.seed=1")
     )
-    assert plain.losses[-1] < plain.losses[0] - 1
-    assert compressed.losses != plain.losses
-    noise = abs(other.validation - plain.validation)
-    assert abs(compressed.validation - plain.validation) < max(0.3 * noise, 0.005)
+    assert learned.losses[-1] < learned.losses[0] - 1
+    assert compressed.losses != learned.losses
+    noise = abs(other.validation - learned.validation)
+    assert abs(compressed.validation - learned.validation) < max(0.3 * noise, 0.005)
 
 
-def test_bf16_learns_on_fp32_masters(pool2: RankPool, shared_settings: list[str]) -> None:
-    common = [*shared_settings, *LEARNING]
-    plain, rounded = (
-        pool2.run(train, [*common, f"model.dtype={dtype}"], timeout=90)[0] for dtype in ("float32", "bfloat16")
-    )
+def test_bf16_learns_on_fp32_masters(pool2: RankPool, shared_settings: list[str], learned: Trained) -> None:
+    plain, rounded = learned, pool2.run(train, [*shared_settings, *LEARNING, "model.dtype=bfloat16"], timeout=90)[0]
     assert rounded.losses != plain.losses
     assert rounded.losses[-1] == pytest.approx(plain.losses[-1], rel=0.02)
     assert all(piece.dtype == torch.float32 for _, pieces in rounded.parts.values() for _, piece in pieces)
 
 
-@pytest.mark.parametrize("mapping", [CP_RING, CP_ULYSSES, (*CP_RING, "parallel.sharding=fsdp")], ids=" ".join)
 def test_separate_documents_under_context_parallelism(
-    pool2: RankPool, shared_settings: list[str], tmp_path: Path, mapping: tuple[str, ...]
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path
 ) -> None:
     texts = [f"document {n} " * (1 + n % 5) for n in range(300)]
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -228,4 +237,5 @@ def test_separate_documents_under_context_parallelism(
     common = [*shared_settings, *SGD, *separate, "data.seq_len=32"]
     alone = train(0, 1, common)
     assert alone.losses != train(0, 1, [*common, "data.documents=joined"]).losses
-    assert_same_training(pool2.run(train, [*common, *mapping], timeout=90), alone)
+    for mapping in (CP_ULYSSES, (*CP_RING, "parallel.sharding=fsdp")):
+        assert_same_training(pool2.run(train, [*common, *mapping], timeout=90), alone)

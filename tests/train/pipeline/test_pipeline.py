@@ -14,7 +14,6 @@ from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.runtime import events
 from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
-from moe_comm.topology.parallel import ShardingMode
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline import SCHEDULES, Accumulation
 from moe_comm.train.pipeline.stage import Stage
@@ -64,35 +63,27 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(schedule: str, pool2: Ra
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_experts_over_the_ranks_of_a_stage(schedule: str, pool4: RankPool) -> None:
-    case = Case(schedule, dp=2, ep=2)
-    check(case, pool4.run(train, case))
-
-
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_four_stages_with_tied_embeddings(schedule: str, pool4: RankPool) -> None:
     case = Case(schedule, pp=4, layers=8, micro_batches=8, tie=True)
     check(case, pool4.run(train, case))
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_fsdp_inside_stages_reduces_gradients_once(schedule: str, pool4: RankPool) -> None:
-    case = Case(schedule, dp=2, strategy="fsdp", tie=True)
-    check(case, pool4.run(train, case))
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"ep": 2},
+    {"strategy": "fsdp", "tie": True},
+    {"strategy": "fsdp", "tie": True, "overlap": "on"},
+)
+SHARDED = [
+    Case(schedule, dp=2, **settings)
+    for number, schedule in enumerate(sorted(SCHEDULES))
+    for settings in ({"strategy": "zero1", "tie": True, "overlap": "on"}, OTHERS[number % 3])
+]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "strategy"),
-    [
-        (schedule, strategy)
-        if strategy == "zero1" or (number + (strategy == "fsdp")) % 2
-        else pytest.param(schedule, strategy, marks=pytest.mark.slow)
-        for number, schedule in enumerate(sorted(SCHEDULES))
-        for strategy in ("replicate", "zero1", "fsdp")
-    ],
+    "case", SHARDED, ids=lambda case: f"{case.schedule}-ep{case.ep}-{case.strategy}-{case.overlap}"
 )
-def test_gradients_are_reduced_beside_the_schedule(schedule: str, strategy: ShardingMode, pool4: RankPool) -> None:
-    case = Case(schedule, dp=2, strategy=strategy, tie=True, overlap="on")
+def test_stages_with_expert_parallelism_and_with_sharded_gradients(case: Case, pool4: RankPool) -> None:
     check(case, pool4.run(train, case))
 
 

@@ -47,7 +47,7 @@ def casting(rank: int, world: int, _: None) -> str:
     case = Case()
     mesh = ParallelMesh(ParallelConfig(pp=2))
     parts = build(case, mesh)
-    runner = make_runner(parts, mesh, case.plan, case.schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=3)
+    runner = make_runner(parts, mesh, case.plan, case.schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=2)
     if rank == 0:
         parts[0].register_forward_hook(lambda module, args, output: output.float())
     with pytest.raises(MoeCommError) as caught:
@@ -115,7 +115,7 @@ def test_a_stopped_stage_is_peer_timeout_for_the_others(pool2: RankPool) -> None
         assert name == "PeerTimeout"
         assert "a pipeline step" in message
 
-    with_longer_deadline(check, 4.0, 30.0)
+    with_longer_deadline(check, 2.0, 30.0)
 
 
 @pytest.mark.parametrize(("how", "name"), [("route", "RoutingError"), ("cast", "InputError")])
@@ -125,4 +125,4 @@ def test_an_error_inside_a_stage_keeps_its_type(how: str, name: str, pool2: Rank
         assert last[0] == name
         assert first[0] in ("PeerDied", "PeerTimeout")
 
-    with_longer_deadline(check, 4.0, 30.0)
+    with_longer_deadline(check, 2.0, 30.0)
