@@ -164,5 +164,6 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: config.json, safetensors and tokenizer."""
+    load("transformers", "train")  # the module imports it only when it exports
     load("moe_comm.train.loop.export", "train").export_run(run, out)
     echo(f"wrote {out}")

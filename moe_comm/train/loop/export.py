@@ -2,6 +2,8 @@
 
 The export runs in one process, one tensor at a time. A damaged checkpoint raises ``CheckpointError``, a folder that
 cannot be used ``ConfigError``, and an architecture without a Hugging Face family ``UnsupportedModel``.
+
+Functions import transformers, which takes a second, when they are called: a run needs it on rank 0 after the last step.
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from moe_comm.errors import CheckpointError, ConfigError
-from moe_comm.integrations.hugging_face.architecture import to_hugging_face
-from moe_comm.integrations.hugging_face.weights import write_folder
+from moe_comm.errors import CheckpointError, ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.runtime.safe_files import write_file
 from moe_comm.runtime.untrusted import shown
 from moe_comm.train.architecture import family_of
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.data import Corpus
 from moe_comm.train.data.tokenizer import saved_files
 from moe_comm.train.loop.build import architecture_of
+from moe_comm.train.loop.progress import Progress
+from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import MODEL
+from moe_comm.train.ranks import Ranks
 
 
 def export_run(run: Path, out: Path) -> None:
@@ -44,6 +46,22 @@ def export_run(run: Path, out: Path) -> None:
         write_file(out / name, content)
 
 
+def export_model(checkpoint: Path, folder: RunFolder, ranks: Ranks, progress: Progress) -> None:
+    """Export ``checkpoint`` as a Hugging Face model to the run folder, if its family supports it. Collective."""
+
+    def export() -> str:
+        try:
+            folder.save_model(lambda path: export_checkpoint(checkpoint, path))
+        except UnsupportedModel as error:
+            progress.log(f"the model was not exported; use the checkpoints: {error}")
+        except MoeCommError as error:
+            return str(error)
+        return ""
+
+    if message := ranks.run_on_first(export):
+        raise MoeCommError(f"the model could not be exported: {message}")
+
+
 def export_checkpoint(path: Path, out: Path) -> None:
     """Write the weights of the checkpoint ``path`` to ``out`` in fp32, in the format of its model family."""
     reader = CheckpointReader(path)
@@ -52,6 +70,9 @@ def export_checkpoint(path: Path, out: Path) -> None:
         vocab, end = int(reader.state["vocab"]), int(reader.state["end_of_text"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of moe-comm train: {shown(error)}") from error
+    from moe_comm.integrations.hugging_face.architecture import to_hugging_face
+    from moe_comm.integrations.hugging_face.weights import write_folder
+
     architecture = architecture_of(config, vocab)
     family = family_of(config.model)
     hf_config = to_hugging_face(architecture, family, bos_token_id=end, eos_token_id=end, pad_token_id=end)
@@ -65,24 +86,36 @@ def export_checkpoint(path: Path, out: Path) -> None:
     write_folder(out, architecture, family, hf_config, tensors())
 
 
-def load_model(folder: Path) -> PreTrainedModel:
+def draw_sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
+    """Generate a text sample with the exported model; return "" if there is none."""
+    if not config.run.sample_tokens or not folder.model.exists():
+        return ""
+    model = load_model(folder.model)
+    ids = continue_text(model, corpus.prompt(32), config.run.sample_tokens, config.run.temperature, config.run.seed)
+    decoded = corpus.tokenizer().decode(ids)
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
+    folder.save_sample(text)
+    return text
+
+
+def load_model(folder: Path) -> Any:
     """Load the model in ``folder`` with transformers in fp32, without a progress bar."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     logging: Any = transformers_logging
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         auto: Any = AutoModelForCausalLM
-        model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32)
+        return auto.from_pretrained(folder, dtype=torch.float32)
     finally:
         if enabled:
             logging.enable_progress_bar()
-    return model
 
 
 @torch.inference_mode()
-def continue_text(
-    model: PreTrainedModel, prompt: Sequence[int], length: int, temperature: float, seed: int
-) -> list[int]:
+def continue_text(model: Any, prompt: Sequence[int], length: int, temperature: float, seed: int) -> list[int]:
     """Return ``prompt`` followed by up to ``length`` sampled tokens; an end-of-text token ends it early.
 
     The context is limited to the model's maximum length. When it is full, its second half becomes the new context.
@@ -102,11 +135,6 @@ def continue_text(
             ids.append(token)
             new_ids = torch.tensor([[token]], dtype=torch.int64, device="cpu")
     return ids
-
-
-def without_controls(text: str) -> str:
-    """Replace control characters in ``text`` by U+FFFD."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _sample_token(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:

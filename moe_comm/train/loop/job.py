@@ -6,15 +6,18 @@ configuration ─▶ text ─▶ mapping ─▶ model ─▶ folder ─▶ state
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -28,24 +31,17 @@ from moe_comm.observe.rank_log import dump
 from moe_comm.observe.records import FAULTS, LOADS, METRICS, PLACEMENTS, FaultRecord, append
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
+from moe_comm.runtime.launch import SAME_SIGNAL_S
 from moe_comm.runtime.persistent_memory import PersistentMemory
 from moe_comm.runtime.watch import Watcher
 from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.data import Corpus, prepare_all
+from moe_comm.train.data import Corpus, Statistics, prepare_all
 from moe_comm.train.hooks import CollapseHint, PlannedCollections, StepHook
 from moe_comm.train.loop.build import DTYPES, TrainState, architecture_of, build
-from moe_comm.train.loop.ending import (
-    draw_sample,
-    export_hint,
-    export_model,
-    restored_handler,
-    save_last_checkpoint,
-    stop_on_signals,
-    summary_text,
-)
+from moe_comm.train.loop.export import draw_sample, export_model
 from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.loop.progress import Progress, make_progress
 from moe_comm.train.loop.recording import NonblockingSink, Recording
@@ -87,21 +83,6 @@ class _Start:
     skipped: tuple[FaultRecord, ...] = ()
 
 
-@dataclass(frozen=True)
-class _End:
-    """The end of a run without errors.
-
-    status: as in ``RunResult``. saved: the last checkpoint. interrupted: stopped by the user. signal: the first signal
-    received, or 0.
-    """
-
-    status: str
-    saved: Path
-    interrupted: bool
-    validation_loss: float | None
-    signal: int
-
-
 def run_config(config: TrainConfig) -> RunResult:
     """Implement ``moe_comm.train.run``."""
     ranks = Ranks.make()
@@ -124,11 +105,6 @@ def run_config(config: TrainConfig) -> RunResult:
     folder = RunFolder.make(config, ranks, snapshots)
     progress.log(_start_text(config, architecture, corpus, mesh, folder))
     return _train(_Run(config, state, corpus, ranks, folder, progress), host_memory)
-
-
-def _stop_requested(signals: Sequence[int], ranks: Ranks) -> bool:
-    """Return whether any rank received a signal. Collective."""
-    return bool(ranks.sum(torch.tensor([float(bool(signals))], dtype=torch.float32, device="cpu")))
 
 
 def device_of_run() -> str:
@@ -220,15 +196,16 @@ def _train(run: _Run, host_memory: PersistentMemory | None) -> RunResult:
             stack.callback(hook.close)
         if watcher is not None:
             stack.push(watcher)  # exits before the cleanup: the peers of a failed rank must not wait for it
-        end = _fit(run, trainer, saver)
+        result, not_exported = _fit(run, trainer, saver, began)
         run.state.close()
-        result = _result(run, trainer, end, time.monotonic() - began)
         if run.ranks.is_first:
-            if not end.interrupted:
+            if not_exported is None:
                 result = replace(result, sample=draw_sample(run.config, run.corpus, run.folder))
             extra: dict[str, object] = {"hint": hint.text} if hint.text else {}
             extra |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
-            _report(run, result, end, extra)
+            _report(run, result, extra)
+            if not_exported is not None:
+                run.progress.log(export_hint(not_exported))
         if saver.memory is not None:
             saver.memory.finish()
         return result
@@ -325,17 +302,89 @@ def _make_hooks(
     return hooks
 
 
-def _fit(run: _Run, trainer: Trainer, saver: RunSaver) -> _End:
-    """Train, save, evaluate and export. On failure, record the error and raise. Collective."""
+@contextlib.contextmanager
+def stop_on_signals(request: Callable[[], None]) -> Iterator[list[int]]:
+    """Stop training after the current step on SIGINT or SIGTERM; a second signal ends the process at once.
+
+    A rank that exits in the middle of a step would block its peers and leave the weights partly updated. The terminal
+    and a launcher can both deliver one Ctrl-C, so signals shortly after the first one count as the same.
+
+    After an exception the SIGTERM handler stays installed until ``restored_handler``: the agent sends SIGTERM to a
+    failed rank, which must still write its records.
+
+    Args:
+        request: requests the stop; called at each signal.
+
+    Yields:
+        The received signals.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python delivers signals to the main thread only
+        return
+    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    times: list[float] = []
+
+    def stop(kind: int, frame: FrameType | None) -> None:
+        times.append(time.monotonic())
+        received.append(int(kind))
+        request()
+        if len(times) > 1 and times[-1] - times[0] >= SAME_SIGNAL_S:
+            signal.signal(kind, handlers[signal.Signals(kind)])
+            signal.raise_signal(kind)
+
+    for kind in handlers:
+        signal.signal(kind, stop)
+    try:
+        yield received
+    except BaseException:
+        signal.signal(signal.SIGINT, handlers[signal.SIGINT])
+        raise
+    for kind, handler in handlers.items():
+        signal.signal(kind, handler)
+
+
+@contextlib.contextmanager
+def restored_handler(kind: signal.Signals) -> Iterator[None]:
+    """Restore the current handler of ``kind`` on exit."""
+    handler = signal.getsignal(kind)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(kind, handler)
+
+
+def save_last_checkpoint(trainer: Trainer, saver: RunSaver) -> Path:
+    """Return the checkpoint of the last step, and save it first if needed. Collective."""
+    latest = saver.latest()
+    if latest is None or latest.name != f"step-{trainer.next_step:08d}":
+        saver.save(trainer.next_step)
+        saver.finish()
+        latest = saver.latest()
+    assert latest is not None, "a successful save leaves a checkpoint"
+    return latest
+
+
+def _fit(run: _Run, trainer: Trainer, saver: RunSaver, began: float) -> tuple[RunResult, Path | None]:
+    """Train, save, evaluate and export. On failure, record the error and raise. Collective.
+
+    Returns:
+        The result, and the last checkpoint if it was not exported because the user stopped the run.
+    """
     signals: list[int] = []
+
+    def stop_requested() -> bool:
+        return bool(run.ranks.sum(torch.tensor([float(bool(signals))], dtype=torch.float32, device="cpu")))
+
     try:
         with stop_on_signals(trainer.request_stop) as signals:
             status = trainer.fit()
             saved = save_last_checkpoint(trainer, saver)
             # Skip evaluation and export after a stop request: a scheduler may kill ranks that take long to exit.
-            interrupted = status == "interrupted" or _stop_requested(signals, run.ranks)
+            interrupted = status == "interrupted" or stop_requested()
             validation_loss = None if interrupted else trainer.evaluate()
-            interrupted = interrupted or _stop_requested(signals, run.ranks)
+            interrupted = interrupted or stop_requested()
             if not interrupted:
                 export_model(saved, run.folder, run.ranks, run.progress)
     except BaseException as error:
@@ -346,7 +395,20 @@ def _fit(run: _Run, trainer: Trainer, saver: RunSaver) -> _End:
         else:
             run.state.data_parallel.close()  # its thread may wait for a peer
         raise
-    return _End(status, saved, interrupted, validation_loss, signals[0] if signals else 0)
+    losses = [report.loss for report in trainer.reports] or [float("nan")]
+    result = RunResult(
+        folder=run.folder.path,
+        status=status,
+        steps=trainer.next_step,
+        first_loss=losses[0],
+        last_loss=fmean(losses[-LAST_STEPS:]),
+        validation_loss=validation_loss,
+        unigram_entropy=run.corpus.statistics().unigram_entropy,
+        seconds=time.monotonic() - began,
+        signal=signals[0] if signals else 0,
+        first_step=trainer.reports[0].step if trainer.reports else trainer.next_step + 1,
+    )
+    return result, saved if interrupted else None
 
 
 def _record_failure(run: _Run, trainer: Trainer, error: BaseException, signals: Sequence[int]) -> None:
@@ -364,24 +426,7 @@ def _record_failure(run: _Run, trainer: Trainer, error: BaseException, signals: 
         run.folder.save_result(outcome | {"steps": trainer.next_step, "ended_s": time.time()} | _versions())
 
 
-def _result(run: _Run, trainer: Trainer, end: _End, seconds: float) -> RunResult:
-    losses = [report.loss for report in trainer.reports] or [float("nan")]
-    first_step = trainer.reports[0].step if trainer.reports else trainer.next_step + 1
-    return RunResult(
-        folder=run.folder.path,
-        status=end.status,
-        steps=trainer.next_step,
-        first_loss=losses[0],
-        last_loss=fmean(losses[-LAST_STEPS:]),
-        validation_loss=end.validation_loss,
-        unigram_entropy=run.corpus.statistics().unigram_entropy,
-        seconds=seconds,
-        signal=end.signal,
-        first_step=first_step,
-    )
-
-
-def _report(run: _Run, result: RunResult, end: _End, extra: Mapping[str, object]) -> None:
+def _report(run: _Run, result: RunResult, extra: Mapping[str, object]) -> None:
     """Write ``result`` and ``extra`` to the run folder, and print a summary."""
     ended_s = time.time()
     effective = effective_time(run.folder.path, ended_s)
@@ -391,8 +436,30 @@ def _report(run: _Run, result: RunResult, end: _End, extra: Mapping[str, object]
     run.progress.log(summary_text(result, run.corpus.statistics()))
     if effective is not None and effective.attempts > 1:
         run.progress.log(str(effective))
-    if end.interrupted:
-        run.progress.log(export_hint(end.saved))
+
+
+def export_hint(checkpoint: Path) -> str:
+    return f"saved {checkpoint}; to export it, run: moe-comm export {shlex.quote(str(checkpoint))} OUT"
+
+
+def summary_text(result: RunResult, statistics: Statistics) -> str:
+    """Return the summary that is printed at the end of a run."""
+    first = "loss, first step" if result.first_step == 1 else f"loss, step {result.first_step} (resumed)"
+    rows = [
+        (first, result.first_loss),
+        (f"loss, last {min(LAST_STEPS, result.steps)} steps", result.last_loss),
+        *([] if result.validation_loss is None else [("loss, validation text", result.validation_loss)]),
+        ("unigram entropy of the text", result.unigram_entropy),
+    ]
+    table = "\n".join(
+        f"  {name:<30}{value:8.3f} nats/token{value / statistics.bytes_per_token:8.3f} nats/byte"
+        for name, value in rows
+    )
+    sample = f"sample:\n{result.sample}\n\n" if result.sample else ""
+    return (
+        f"\n{sample}{result.status} after {result.steps} steps, {result.seconds:.0f} s\n{table}\n"
+        f"run folder {result.folder}"
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,16 +38,6 @@ from moe_comm.train.pipeline.stage import (
     between,
     check_output,
 )
-
-
-class Runner(Protocol):
-    """Runs forward and backward of a step; implemented by ``Accumulation`` and ``Pipeline``."""
-
-    def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor: ...
-
-    def forward_only(self, batches: Sequence[MicroBatch]) -> Tensor: ...
-
-    def close(self) -> None: ...
 
 
 class Accumulation:
@@ -449,6 +439,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
+
+
+Runner = Accumulation | Pipeline
 
 
 def make_runner(
