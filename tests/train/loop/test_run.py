@@ -25,7 +25,7 @@ from moe_comm.errors import ConfigError, MissingDependency, NonFiniteLoss, RankM
 from moe_comm.train import RunResult, run
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
-from moe_comm.train.loop import ending as signals
+from moe_comm.train.loop import job
 from moe_comm.train.loop.build import TrainState
 from moe_comm.train.loop.export import continue_text, export_run, load_model
 from moe_comm.train.loop.progress import Progress, make_progress
@@ -267,7 +267,7 @@ def test_the_command_with_a_single_rank_distinguishes_ctrl_c_from_sigterm(
 
 
 def test_one_ctrl_c_that_arrives_twice_counts_once(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_SIGNAL_S", 3600.0)
+    monkeypatch.setattr(job, "SAME_SIGNAL_S", 3600.0)
     send = _signal_at(signal.SIGINT, 2)
     with watched(lambda report: [send(report) for _ in range(2)] and None):
         assert run(None, settings).status == "interrupted"
@@ -288,7 +288,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_SIGNAL_S", 0.0)
+    monkeypatch.setattr(job, "SAME_SIGNAL_S", 0.0)
     send = _signal_at(signal.SIGINT, 2)
     with watched(lambda report: [send(report) for _ in range(2)] and None), pytest.raises(KeyboardInterrupt):
         run(None, settings)
