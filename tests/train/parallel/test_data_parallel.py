@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.events import COMMUNICATION
@@ -107,8 +105,7 @@ def trained_in_blocks(rank: int, world: int, arg: tuple[ParallelConfig, str]) ->
     return results
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("config", REPLICATED, ids=str)
+@pytest.mark.parametrize(("config", "overlap"), zip(REPLICATED, ("off", "on", "on", "on"), strict=True), ids=str)
 def test_fsdp_with_replicas_trains_as_one_process_does(pool4, config, overlap):
     alone = ParallelMesh(ParallelConfig())
     results = pool4.run(trained_in_blocks, (config, overlap), timeout=200)
@@ -129,12 +126,11 @@ def on_uneven_hosts(rank: int, world: int, config: ParallelConfig) -> Any:
         return trained_in_blocks(rank, world, (config, "auto"))
 
 
-def test_replicas_of_which_some_are_on_one_host_overlap_alike():
+def test_replicas_of_which_some_are_on_one_host_overlap_alike(pool4):
     config = ParallelConfig(dp=4)
     with RankPool(4) as pool:
         on_hosts = pool.run(on_uneven_hosts, config, timeout=200)
-    with RankPool(4) as pool:
-        expected = pool.run(trained_in_blocks, (config, "off"), timeout=200)
+    expected = pool4.run(trained_in_blocks, (config, "off"), timeout=200)
     for mine, other in zip(on_hosts, expected, strict=True):
         for kind in OPTIMIZERS:
             assert mine[kind][1] == pytest.approx(other[kind][1], rel=1e-5)
@@ -387,79 +383,14 @@ def test_tied_copies_on_one_rank_get_the_sum_and_count_once():
     assert torch.equal(second.value.grad, torch.full((2, 2), 11.0))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.up = nn.Parameter(torch.randn(3 * width, width, generator=generator) / width**0.5)
-        self.down = nn.Parameter(torch.randn(width, 3 * width, generator=generator) / (3 * width) ** 0.5)
-
-    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
-        return x_BD + torch.tanh(x_BD @ self.up.T) @ self.down.T
-
-
-class Stage(nn.Module):
-    def __init__(self, ids: list[int], width: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({str(i): Block(width, i) for i in ids})
-
-    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers.values():
-            x_BD = layer(x_BD)
-        return x_BD
-
-
-def half_square(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (out - target).square().sum() / 2
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(16, 6, generator=generator), torch.randn(16, 6, generator=generator)
-
-
-def piped(rank: int, world: int, arg: tuple[str, str]) -> Any:
-    strategy, name = arg
-    mesh = ParallelMesh(ParallelConfig(pp=2, dp=2))
-    place = mesh.place
-    looped = name != "1F1B"
-    ids = [place["pp"], place["pp"] + 2] if looped else [place["pp"]]
-    modules = [Stage([i]) if looped else Stage([2 * i, 2 * i + 1]) for i in ids]
-    data_parallel = DataParallel(modules, {}, mesh, DataParallelOptions(sharding=strategy))
-    group = mesh.group("pp")
-    count = 4 if looped else 2
-    stages = [PipelineStage(m, i, count, torch.device("cpu"), group=group) for m, i in zip(modules, ids, strict=True)]
-    schedule_class = get_schedule_class(name)
-    schedule = schedule_class(stages if looped else stages[0], 4, loss_fn=half_square, scale_grads=False)
-    x, target = (t.view(2, 8, 6)[place["dp"]] for t in batch())
-    for _ in range(2):
-        data_parallel.zero_grad()
-        schedule.step(*([x] if 0 in ids else []), **({"target": target} if ids[-1] == count - 1 else {}))
-        data_parallel.reduce()
-    grads = {o.name: o.value.grad for o in data_parallel.owned()}
-    return pieces(data_parallel.owned(), mesh, grads)
-
-
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_pipeline_schedules_reduce_once_and_completely(pool4, strategy, name):
-    whole = Stage([0, 1, 2, 3])
-    x, target = batch()
-    half_square(whole(x), target).backward()
-    shardings = {name: Sharding(tuple(param.shape)) for name, param in whole.named_parameters()}
-    gradients = assemble(pool4.run(piped, (strategy, name)), shardings)
-    for key, param in whole.named_parameters():
-        torch.testing.assert_close(gradients[key], param.grad, rtol=2e-5, atol=2e-5)
-
-
 def fsdp_of(rank: int, world: int, what: str) -> None:
     mesh = ParallelMesh(ParallelConfig(dp=2))
     if what == "mixed":
         shardings = {"dense": Sharding((2, 2)), "expert": Sharding((2, 2), expert=True)}
         DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions(sharding="fsdp"))
     else:
-        first, second = Stage([0]), Stage([1])
-        second.layers["1"].up = first.layers["0"].up
+        first, second = Sum(["own"], 1.0), Sum(["other", "own"], 1.0)
+        second.own = first.own
         DataParallel([first, second], {}, mesh, DataParallelOptions(sharding="fsdp"))
 
 
@@ -477,8 +408,6 @@ def test_invalid_arguments_raise():
         DataParallel(model, {"w": Sharding((3, 2))}, mesh)
     with pytest.raises(ConfigError, match="two parameters are called w"):
         DataParallel([model, Toy({"w": Sharding((2, 2))}, mesh)], {}, mesh)
-    with pytest.raises(ConfigError, match="sharding"):
-        DataParallelOptions(sharding="zero3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="float32 or bfloat16"):
         DataParallel(model, {}, mesh, dtype=torch.float16)
 

@@ -97,7 +97,6 @@ def test_every_strategy_trains_as_one_process_and_every_rank_owns_a_shard(pool4:
 
 
 REAL = {
-    "1 expert, edp 4": ("model.experts=1", "parallel.ep=1"),
     "2 ranks without experts": ("model.experts=1", "parallel.ep=2", "model.recompute=full"),
     "a stage's rank without experts": (
         "model.experts=1",
