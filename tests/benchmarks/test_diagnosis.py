@@ -57,6 +57,7 @@ def test_a_hang_is_evaluated_by_the_first_record_before_the_next_hang(tmp_path: 
     ]
 
 
+@pytest.mark.slow
 def test_slow_ranks_are_detected_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The full study with few cases. The delay is as long as many steps, so that it is detected on a busy machine too,
     where a step may take ten times longer."""

@@ -19,7 +19,7 @@ from moe_comm.runtime import safe_files
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, latest
 from moe_comm.train.data.tokenizer import copy_tokenizer, saved_files
 from moe_plan.machine import hardware_file, hardware_table
-from tests.pool import RankPool
+from tests.pool import on_ranks
 from tests.security.test_source import PACKAGE, PLANNER, ROOT, dotted
 
 WRITING = {
@@ -277,22 +277,15 @@ def test_what_could_never_be_loaded_is_not_saved_and_no_checkpoint_is_deleted(ca
     CheckpointReader(tmp_path / "step-00000001").verify()
 
 
-def save_bad_name_on_rank_1(rank: int, world: int, folder: str) -> str:
+@on_ranks(2)
+def test_a_bad_name_on_one_rank_is_the_same_error_on_all(rank: int, tmp_path: Path) -> None:
     name = "a\ud800" if rank == 1 else "a"
-    with Checkpointer(folder, keep=1) as checkpointer:
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, one())
         checkpointer.wait()
         checkpointer.save(2, {name: Entry.whole(torch.ones(1))})
-        try:
+        with pytest.raises(CheckpointError, match="valid Unicode"):
             checkpointer.wait()
-        except CheckpointError as error:
-            return str(error)
-    return "saved"
-
-
-def test_a_bad_name_on_one_rank_is_the_same_error_on_all(pool2: RankPool, tmp_path: Path) -> None:
-    first, second = pool2.run(save_bad_name_on_rank_1, str(tmp_path))
-    assert first == second and "valid Unicode" in first
     assert latest(tmp_path) == tmp_path / "step-00000001"
 
 

@@ -20,7 +20,7 @@ from moe_comm.runtime.event_reader import read_calls, read_header, read_open, re
 from moe_comm.runtime.events import EventRecorder
 from moe_comm.runtime.watch import watcher
 from moe_comm.runtime.watch.status_table import FAULT_BYTES, Phase, StatusTable
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 RECORDS = 64
 
@@ -177,26 +177,16 @@ def stop_and_kill(rank: int, world: int, arg: Any) -> dict[str, Any]:
     return result
 
 
-def test_all_ranks_raise_if_one_cannot_share_memory(pool2: RankPool) -> None:
-    reported = pool2.run(one_fails, timeout=150)
-    assert len(set(reported)) == 1
-    assert "rank 1 cannot open" in reported[0]
-
-
-def one_fails(rank: int, world: int, arg: Any) -> str:
-    from moe_comm.runtime.watch import status_table as module
-
+@on_ranks(2, timeout=150)
+def test_all_ranks_raise_if_one_cannot_share_memory(rank: int) -> None:
     def refuse(path: str, size: int) -> NoReturn:
         raise OSError("no")
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(module, "_map", refuse)
-        try:
+            patch.setattr("moe_comm.runtime.watch.status_table._map", refuse)
+        with pytest.raises(HeapError, match="rank 1 cannot open"):
             StatusTable.create(rank, records=RECORDS)
-        except HeapError as error:
-            return str(error)
-    return "no error"
 
 
 def test_group_numbers_remain_valid_in_a_new_region_and_calls_restart(alone: StatusTable) -> None:

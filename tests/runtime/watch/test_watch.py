@@ -26,7 +26,7 @@ from moe_comm.runtime.watch.graph import RankStatus
 from moe_comm.runtime.watch.report import DetectedFault, fault_json
 from moe_comm.runtime.watch.status_table import FAULT_BYTES, Phase, StatusTable
 from moe_comm.runtime.watch.watcher import Watcher, WatchOptions, _is_from_peers
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.runtime.watch.test_watch_graph import at_work, waiting
 
 
@@ -149,19 +149,15 @@ def test_a_fault_is_reported_on_all_hosts(pool4: RankPool, tmp_path: Path, how: 
     check(results, kind)
 
 
+@on_ranks(2, timeout=150)
 def test_the_error_of_one_rank_is_reported_as_the_cause_of_the_errors_of_others(
-    pool2: RankPool, tmp_path: Path
+    rank: int, world: int, tmp_path: Path
 ) -> None:
-    first, second = pool2.run(leave_with_error, str(tmp_path), timeout=150)
-    assert second == "ValueError: on purpose"
-    assert "rank 1" in first
-    assert "left with ValueError: on purpose" in first
-
-
-def leave_with_error(rank: int, world: int, folder: str) -> str:
-    with pytest.raises((ValueError, PeerError)) as caught, Watcher.create(OPTIONS, folder) as watch:
+    kind, text = (
+        (ValueError, "^on purpose$") if rank == CULPRIT else (PeerError, "rank 1.*left with ValueError: on purpose")
+    )
+    with pytest.raises(kind, match=text), Watcher.create(OPTIONS, tmp_path) as watch:
         fail_or_wait(watch, rank, world)
-    return f"{caught.type.__name__}: {caught.value}"
 
 
 def fail_or_wait(watch: Watcher, rank: int, world: int) -> NoReturn:
@@ -173,18 +169,12 @@ def fail_or_wait(watch: Watcher, rank: int, world: int) -> NoReturn:
     raise PeerError("connection lost")
 
 
-def test_a_healthy_run_with_pauses_has_no_faults_and_no_reports(pool2: RankPool, tmp_path: Path) -> None:
-    options = (str(tmp_path / "faults"), 0.5)
-    assert pool2.run(pause, options, timeout=150) == [{"faults": 0, "longest": True, "rank": rank} for rank in range(2)]
-    assert list(tmp_path.iterdir()) == []
-
-
-def pause(rank: int, world: int, arg: tuple[str, float]) -> dict[str, Any]:
+@on_ranks(2, timeout=150)
+def test_a_healthy_run_with_pauses_has_no_faults_and_no_reports(rank: int, world: int, tmp_path: Path) -> None:
     """Pause for longer than ``stuck_s`` on rank 1 in each step, and on rank 0 between steps."""
-    folder, stuck_s = arg
     faults: list[DetectedFault] = []
-    options = WatchOptions(stuck_s=stuck_s, start_s=60.0, records=256)
-    with Watcher.create(options, folder, [faults.append]) as watch:
+    options = WatchOptions(stuck_s=0.5, start_s=60.0, records=256)
+    with Watcher.create(options, tmp_path / "faults", [faults.append]) as watch:
         for step in range(1, 4):
             with watch.step(step):
                 if rank == 1:
@@ -193,27 +183,23 @@ def pause(rank: int, world: int, arg: tuple[str, float]) -> dict[str, Any]:
             if rank == 0:
                 threading.Event().wait(0.6)
             mover("gloo", world)()
-        longest = watch.timeout_s > 4 * stuck_s
+        assert rank == 0 or watch.timeout_s > 4 * 0.5
         state = read_header(EVENTS.region)
-        assert state is not None
-    return {"faults": len(faults), "longest": longest or rank == 0, "rank": state.rank}
+        assert state is not None and state.rank == rank
+    assert not faults and not list(tmp_path.iterdir())
 
 
-def test_without_end_a_stuck_rank_is_reported_and_continues(pool2: RankPool, tmp_path: Path) -> None:
-    reported = pool2.run(report_only, str(tmp_path), timeout=150)
-    assert reported == [("stuck", "none", 1)] * 2
-
-
-def report_only(rank: int, world: int, folder: str) -> tuple[str, str, int]:
+@on_ranks(2, timeout=150)
+def test_without_end_a_stuck_rank_is_reported_and_continues(rank: int, world: int, tmp_path: Path) -> None:
     options = replace(OPTIONS, stuck_s=0.5, end=False)
     faults: list[DetectedFault] = []
-    with Watcher.create(options, folder, [faults.append]) as watch:
+    with Watcher.create(options, tmp_path, [faults.append]) as watch:
         for step in range(1, 4):
             with watch.step(step):
                 if step == 3 and rank == CULPRIT:
                     assert watch._faults.reported.wait(120)
                 mover("gloo", world)()
-    return faults[0].kind, faults[0].action, len(faults)
+    assert [(fault.kind, fault.action) for fault in faults] == [("stuck", "none")]
 
 
 # --- reaction of a rank to a fault ---
@@ -347,14 +333,11 @@ def test_ranks_end_for_a_host_without_heartbeats_if_end_is_set(
     )
 
 
-def test_watched_ranks_record_spans(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(spans_are_enabled, str(tmp_path), timeout=150) == [True] * 2
-
-
-def spans_are_enabled(rank: int, world: int, folder: str) -> bool:
+@on_ranks(2, timeout=150)
+def test_watched_ranks_record_spans(tmp_path: Path) -> None:
     EVENTS.enabled = False
-    with Watcher.create(OPTIONS, folder):
-        return EVENTS.enabled
+    with Watcher.create(OPTIONS, tmp_path):
+        assert EVENTS.enabled
 
 
 @pytest.mark.parametrize(
