@@ -14,8 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face import sum_replicated_gradients, swap_moe
-from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention, swapped_attention
-from moe_comm.integrations.hugging_face.sequence import shard_inputs
+from moe_comm.integrations.hugging_face.attention import (
+    gather_attention,
+    shard_inputs,
+    swap_attention,
+    swapped_attention,
+)
 from moe_comm.layers.attention.sequence import unshard_sequence
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.integrations.models import VOCAB, assert_close, gradients, load, save_model

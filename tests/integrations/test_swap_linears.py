@@ -16,10 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import moe_comm
 from moe_comm.errors import ConfigError, InputError, RankMismatch, UnsupportedModel
-from moe_comm.integrations.hugging_face import gather_state_dict, sum_replicated_gradients, swap_moe
+from moe_comm.integrations.hugging_face import gather_state_dict, shard_inputs, sum_replicated_gradients, swap_moe
 from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention
 from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
-from moe_comm.integrations.hugging_face.sequence import shard_inputs
 from moe_comm.layers.attention.sequence import unshard_sequence
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.integrations.models import (

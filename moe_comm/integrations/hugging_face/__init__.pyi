@@ -6,6 +6,7 @@ from moe_comm.integrations.hugging_face.architecture import (
 from moe_comm.integrations.hugging_face.attention import (
     gather_attention as gather_attention,
     parallelize_attention as parallelize_attention,
+    shard_inputs as shard_inputs,
     swap_attention as swap_attention,
     swapped_attention as swapped_attention,
 )
@@ -18,7 +19,6 @@ from moe_comm.integrations.hugging_face.linears import (
 )
 from moe_comm.integrations.hugging_face.registries import register as register
 from moe_comm.integrations.hugging_face.routing import RoutingRecord as RoutingRecord, record_routing as record_routing
-from moe_comm.integrations.hugging_face.sequence import shard_inputs as shard_inputs
 from moe_comm.integrations.hugging_face.state import save_swapped as save_swapped
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts as EPExperts,

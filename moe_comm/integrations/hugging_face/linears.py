@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from moe_comm.comm.agree import compare
 from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
+from moe_comm.integrations.hugging_face.families import Ties
 from moe_comm.integrations.hugging_face.state import gather_full
-from moe_comm.integrations.hugging_face.ties import Ties
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
