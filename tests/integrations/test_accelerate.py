@@ -28,9 +28,6 @@ from tests.integrations.loops import (
     let_fsdp_run_on_the_cpu,
     make_accelerator,
     make_optimizer,
-    matrix,
-    one_process,
-    product,
     resumed,
     with_accelerate,
 )
@@ -50,27 +47,6 @@ def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[s
 
 
 check = partial(check_against_one_process, train)
-
-
-def test_parameters_after_five_steps_on_2_ranks_equal_those_of_one_process(folders: list[str], pool2: RankPool) -> None:
-    check(pool2, matrix(folders, 2))
-
-
-def test_parameters_after_five_steps_on_4_ranks_equal_those_of_one_process(folders: list[str], pool4: RankPool) -> None:
-    check(pool4, matrix(folders, 4))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_every_combination_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
-    check(pool2, product(folders, 2))
-    check(pool4, product(folders, 4))
-
-
-def test_bf16_stays_close_to_one_process_in_bf16(folders: list[str], pool2: RankPool) -> None:
-    cases = [TrainingCase(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
-    for case, (_, losses) in zip(cases, pool2.run(train, cases)[0], strict=True):
-        assert losses == pytest.approx(one_process(case)[1], rel=0.02), str(case)
 
 
 @pytest.mark.parametrize("rank_counts", ["2 to 4", pytest.param("4 to 2", marks=pytest.mark.slow), "4 to 1"])

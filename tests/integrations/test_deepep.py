@@ -94,7 +94,7 @@ def _num_local(case: Case, rank: int, world: int) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(("world", "backend"), [(2, "auto"), (4, "auto"), (4, "all_to_all"), (2, "all_gather")])
+@pytest.mark.parametrize(("world", "backend"), [(2, "auto"), (4, "all_to_all")])
 def test_buffer_has_the_bits_of_the_reference(case: Case, world: int, backend: str, pools: dict[int, RankPool]) -> None:
     pools[world].run(legacy, (backend, case))
 
@@ -193,9 +193,8 @@ def elastic(rank: int, world: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("world", [2, 4])
-def test_elastic_buffer_has_the_bits_of_the_reference(case: Case, world: int, pools: dict[int, RankPool]) -> None:
-    pools[world].run(elastic, case)
+def test_elastic_buffer_has_the_bits_of_the_reference(case: Case, pools: dict[int, RankPool]) -> None:
+    pools[4].run(elastic, case)
 
 
 def low_latency(rank: int, world: int, case: Case) -> None:

@@ -211,10 +211,9 @@ def whole_sequences() -> Tensor:
     return torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(6))
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
-@pytest.mark.parametrize("order", ["alm", "mla"])
+@pytest.mark.parametrize(("family", "order"), [("qwen2_moe", "alm"), ("mixtral", "mla")])
 def test_swap_linears_works_with_swapped_attention_and_experts_in_any_order(
-    order: str, family: str, saved: Callable[[str], str], pool4: RankPool
+    family: str, order: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
     """Mixtral has no plain feed-forward block; only its vocabulary is sharded."""
     folder, ids = saved(family), whole_sequences()

@@ -1,4 +1,4 @@
-"""``MoETrainer`` trains, clips, saves and resumes swapped models like one process; ``Trainer`` does so or raises."""
+"""Loops of ``MoETrainer`` and accelerate train and clip like one process, and ``MoETrainer`` saves and resumes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from tests.integrations.loops import (
     spread_model,
 )
 from tests.integrations.models import ep_group, load
+from tests.integrations.test_accelerate import train as train_with_accelerate
 from tests.integrations.test_state import assert_same
-from tests.pool import RankPool
+from tests.pool import RankPool, Work
 
 SAVED = 2
 """Step of the checkpoint from which training resumes."""
@@ -61,26 +62,31 @@ def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[s
 
 SLOW = pytest.mark.slow
 check = partial(check_against_one_process, train)
+loops = pytest.mark.parametrize("loop", [train_with_accelerate, train], ids=["accelerate", "Trainer"])
 
 
-def test_parameters_after_five_steps_on_2_ranks_equal_those_of_one_process(folders: list[str], pool2: RankPool) -> None:
-    check(pool2, matrix(folders, 2))
-
-
-def test_parameters_after_five_steps_on_4_ranks_equal_those_of_one_process(folders: list[str], pool4: RankPool) -> None:
-    check(pool4, matrix(folders, 4))
+@loops
+@pytest.mark.parametrize("world", [2, 4])
+def test_parameters_after_five_steps_equal_those_of_one_process(
+    world: int, loop: Work, folders: list[str], pool2: RankPool, pool4: RankPool
+) -> None:
+    check_against_one_process(loop, {2: pool2, 4: pool4}[world], matrix(folders, world))
 
 
 @SLOW
+@loops
 @pytest.mark.timeout(1200)
-def test_every_combination_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
-    check(pool2, product(folders, 2))
-    check(pool4, product(folders, 4))
+def test_every_combination_of_settings_equals_one_process(
+    loop: Work, folders: list[str], pool2: RankPool, pool4: RankPool
+) -> None:
+    check_against_one_process(loop, pool2, product(folders, 2))
+    check_against_one_process(loop, pool4, product(folders, 4))
 
 
-def test_bf16_stays_close_to_one_process_in_bf16(folders: list[str], pool2: RankPool) -> None:
+@loops
+def test_bf16_stays_close_to_one_process_in_bf16(loop: Work, folders: list[str], pool2: RankPool) -> None:
     cases = [TrainingCase(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
-    for case, (_, losses) in zip(cases, pool2.run(train, cases)[0], strict=True):
+    for case, (_, losses) in zip(cases, pool2.run(loop, cases)[0], strict=True):
         assert losses == pytest.approx(one_process(case)[1], rel=0.02), str(case)
 
 

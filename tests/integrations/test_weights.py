@@ -124,10 +124,10 @@ def test_imported_weights_give_the_logits_and_all_gradients_of_transformers(
 
 
 @variants
-@pytest.mark.parametrize("max_bytes", [4 << 30, 20_000], ids=["one file", "several files"])
 def test_exported_weights_load_in_transformers_without_missing_or_unexpected_tensors(
-    variant: Variant, folder_of: Callable[[Variant], Path], tmp_path: Path, max_bytes: int
+    variant: Variant, folder_of: Callable[[Variant], Path], tmp_path: Path
 ) -> None:
+    max_bytes = 20_000 if variant.changes else 4 << 30
     config = from_hugging_face(read_config(folder_of(variant)))
     model = random_model(config)
     out = tmp_path / "out"
@@ -187,7 +187,7 @@ def test_a_rank_reads_only_its_shards(name: str, mapping: ParallelConfig, folder
                 assert torch.equal(part, share.of(expected)), (param_name, rank, share)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral, windowed and tied", "qwen3", "olmoe", "deepseek"])
+@pytest.mark.parametrize("name", ["mixtral, windowed and tied", "qwen3", "deepseek"])
 def test_folders_with_fused_experts_are_read_too(
     name: str, folder_of: Callable[[Variant], Path], tmp_path: Path
 ) -> None:

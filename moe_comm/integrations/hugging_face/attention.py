@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.families import Ties, require_transformers
-from moe_comm.integrations.hugging_face.state import gather_full
+from moe_comm.integrations.hugging_face.state import gather_full, refuse_save
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig, QKNorm, RopeConfig
 from moe_comm.layers.attention.layer import Attention, FullNorm
 from moe_comm.layers.attention.rope import RopeTable
@@ -214,11 +213,11 @@ def parallelize_attention(
         }
     except MoeCommError as error:
         fault = error
-    groups = [one for one in (tp_group, cp_group) if one is not None and group_size(one) > 1]
+    groups = [group for group in (tp_group, cp_group) if group is not None and group_size(group) > 1]
     # The last comparison, without weights, sends a fault of the second group to the other ranks of the first one.
-    for compared, one in [*((model, one) for one in groups), *((nn.Module(), one) for one in groups[:-1])]:
+    for compared, over in [*((model, over) for over in groups), *((nn.Module(), over) for over in groups[:-1])]:
         try:
-            check_loaded(compared, channel_of(one), fault)
+            check_loaded(compared, channel_of(over), fault)
         except MoeCommError as error:
             fault = fault or error
     if fault is not None:
@@ -232,9 +231,9 @@ def parallelize_attention(
     for decoder in decoders.values():
         decoder.config._attn_implementation = IMPLEMENTATION
         decoder.register_forward_pre_hook(prepare(cp_group, context), with_kwargs=True)
-    if group_size(tp_group) > 1 and hasattr(model, "save_pretrained"):
-        swapped_model: Any = model
-        swapped_model.save_pretrained = partial(_refuse_save, type(model).__name__)
+    if group_size(tp_group) > 1:
+        state = "{**model.state_dict(), **gather_attention(model)}"
+        refuse_save(model, "heads", f"Pass {state} as state_dict to type(model).save_pretrained(model, ...).")
     return model
 
 
@@ -467,10 +466,3 @@ def _shardings(attention: SwappedAttention) -> dict[str, Sharding]:
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, FullNorm)):
             shardings.update({f"{prefix}.{name}": sharding for name, sharding in module.shardings().items()})
     return shardings
-
-
-def _refuse_save(kind: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise ConfigError(
-        f"save_pretrained of this {kind} would write the heads of this rank only. Pass "
-        "{**model.state_dict(), **gather_attention(model)} as state_dict to type(model).save_pretrained(model, ...)."
-    )

@@ -16,8 +16,7 @@ Each sharded block is therefore compared with the original on a few rows before 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from moe_comm.comm.agree import compare
 from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.families import Ties
-from moe_comm.integrations.hugging_face.state import gather_full
+from moe_comm.integrations.hugging_face.state import gather_full, refuse_save
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
@@ -143,9 +142,11 @@ def parallelize_linears(
         _replace_linears(block, linears)
         block.register_forward_pre_hook(_GatherInput(group), with_kwargs=True, prepend=True)
     _shard_vocab_modules(model, vocab_modules, group)
-    if group_size(group) > 1 and hasattr(model, "save_pretrained"):
-        swapped_model: Any = model
-        swapped_model.save_pretrained = partial(_refuse_save, type(model).__name__)
+    if group_size(group) > 1:
+        gather = "moe_comm.integrations.hugging_face.gather_linears(model)"
+        refuse_save(
+            model, "shards", f"Call {gather} on every rank, load the unswapped model, and save it with these weights."
+        )
     return model
 
 
@@ -349,11 +350,3 @@ def _shard_vocab_modules(model: nn.Module, vocab_modules: Mapping[str, nn.Module
         replacement.train(module.training)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replacement)
-
-
-def _refuse_save(kind: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise ConfigError(
-        f"save_pretrained of this {kind} would write the shards of this rank only. Call "
-        "moe_comm.integrations.hugging_face.gather_linears(model) on every rank, load the unswapped model, and save it "
-        "with these weights."
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -62,6 +63,17 @@ def gather_full(local: Tensor, sharding: Sharding, group: dist.ProcessGroup | No
         for box in sharding.boxes({"tp": rank}, {"tp": world}):
             full[box.full] = shard[box.local]
     return full
+
+
+def refuse_save(model: Any, parts: str, advice: str) -> None:
+    """Make ``save_pretrained`` of a model of transformers raise ConfigError: it would write ``parts`` of one rank."""
+    if hasattr(model, "save_pretrained"):
+        text = f"save_pretrained of this {type(model).__name__} would write the {parts} of this rank only. {advice}"
+        model.save_pretrained = partial(_raise_config_error, text)
+
+
+def _raise_config_error(text: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(text)
 
 
 def _swapped(model: nn.Module) -> dict[str, EPExperts]:

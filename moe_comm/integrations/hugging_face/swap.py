@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
@@ -38,6 +38,7 @@ from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
+from moe_comm.layers.moe.config import expert_dispatcher
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.overlap.options import Overlap
@@ -242,16 +243,16 @@ def parallelize_moe(
         RankMismatch: ranks pass different arguments, or models with different weights. On every rank; the model is
             unchanged.
     """
-    overlap, effective, defaulted = Overlap.of(overlap), options or DispatchOptions(), group is None
+    overlap, defaulted = Overlap.of(overlap), group is None
     group = group_or_default(as_group(group, "ep"))
     world = group_size(group)
     fault: MoeCommError | None = None
-    blocks, places, placements = {}, [], dict[int, Placement]()
+    blocks, sharing, placements = {}, [], dict[int, Placement]()
     try:
         _refuse_swapped(model)
         blocks = find_experts(model)
         _refuse_conflicts(model, blocks, world)
-        places = _places(model, blocks)
+        sharing = _names_by_weights(model, blocks)
         for _, layout in blocks.values():
             check_gemm_dtype(expert_gemm_dtype, layout.hidden)
             count = layout.num_experts
@@ -260,32 +261,22 @@ def parallelize_moe(
         fault = error
     if world > 1:
         assert group is not None
-        check_loaded(model, Channel(communicator_of(group, effective.timeout_s), effective.timeout_s), fault)
+        timeout_s = (options or DispatchOptions()).timeout_s
+        check_loaded(model, Channel(communicator_of(group, timeout_s), timeout_s), fault)
     if fault is not None:
         raise fault
     device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
-    traffic = Traffic(
-        overlap=overlap is not None,
-        fused=overlap is not None and overlap.uses_kernels,
-        scaled=expert_gemm_dtype == "fp8",
-    )
+    fp8 = expert_gemm_dtype == "fp8"
     dispatchers = {
-        count: make_dispatcher(
-            sum(placements[count].slots_per_rank),
-            group,
-            backend=backend,
-            experts_per_rank=placements[count].slots_per_rank,
-            options=options,
-            traffic=traffic,
-            device=device,
-            expert_placement=placements[count],
-        )
+        count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
         for count in sorted(placements)
     }
     padding, _ = PaddingMask.of(model, blocks)
-    for names in places:
+    for names in sharing:
         experts, layout = blocks.pop(names[0])
-        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], names[0], overlap, _router(model, names))
+        swapped = EPExperts(
+            experts, layout, dispatchers[layout.num_experts], names[0], overlap, _router(model, names[0])
+        )
         swapped.gemm_dtype, swapped.padding = expert_gemm_dtype, padding
         for key in layout.parameters:
             mark_replaced(getattr(experts, key), getattr(swapped, key), f"{names[0]}.{key}", "swap_moe")
@@ -331,27 +322,27 @@ def _refuse_swapped(model: nn.Module) -> None:
         )
 
 
-def _router(model: nn.Module, places: Sequence[str]) -> Callable[[], nn.Parameter | None]:
+def _router(model: nn.Module, name: str) -> Callable[[], nn.Parameter | None]:
     """Return a getter of the first parameter of an MoE block outside its experts: the router's, which is replicated."""
-    parent, _, experts = places[0].rpartition(".")
+    parent, _, experts = name.rpartition(".")
     block = model.get_submodule(parent)
-    names = (name for name, _ in block.named_parameters() if not name.startswith(f"{experts}."))
-    path, _, name = next(names, "").rpartition(".")
-    return partial(replicated_parameter, block.get_submodule(path), name) if name else lambda: None
+    names = (key for key, _ in block.named_parameters() if not key.startswith(f"{experts}."))
+    path, _, parameter = next(names, "").rpartition(".")
+    return partial(replicated_parameter, block.get_submodule(path), parameter) if parameter else lambda: None
 
 
-def _places(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> list[list[str]]:
+def _names_by_weights(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> list[list[str]]:
     """Return the names of each experts module, and of modules that share all its parameters, as layers may.
 
     Raises:
         UnsupportedModel: experts share parameters in another way.
     """
-    places: dict[tuple[int, ...], list[str]] = {}
+    names: dict[tuple[int, ...], list[str]] = {}
     inside: dict[str, tuple[int, ...]] = {}
     for name, (experts, layout) in blocks.items():
         params = tuple(id(getattr(experts, key)) for key in layout.parameters)
-        first, *_ = places.setdefault(params, [])[:1] or [name]
-        places[params].append(name)
+        first, *_ = names.setdefault(params, [])[:1] or [name]
+        names[params].append(name)
         inside |= {f"{name}.{key}": params for key in layout.parameters}
         if experts is not blocks[first][0] and _settings(*blocks[first]) != _settings(experts, layout):
             raise UnsupportedModel(f"{first} and {name} share their weights, but not their class, activation and hooks")
@@ -365,7 +356,7 @@ def _places(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]
                 f"{other} and {name} are one parameter, but only some weights of the two modules are shared. Each rank "
                 "keeps some of the experts only, so layers must share all weights of their experts, or none"
             )
-    return list(places.values())
+    return list(names.values())
 
 
 def _settings(experts: nn.Module, layout: ExpertsLayout) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,34 +142,50 @@ def build_dispatcher(
         placement = config.placement_on(ranks // etp)
     except ConfigError as fault:
         refuse_dispatcher(fault, None if on_meta else group, options)
-    # The dispatcher treats each slice of an expert as an expert.
-    slots = placement.layout.sliced(etp)
-    traffic = Traffic(
-        config.router.top_k * etp,
-        config.hidden,
-        (dtype or torch.get_default_dtype()).itemsize,
-        overlap=overlap is not None,
-        fused=overlap is not None and overlap.uses_kernels,
-        scaled=config.expert_gemm_dtype == "fp8",
-    )
+    rows = Traffic(config.router.top_k * etp, config.hidden, (dtype or torch.get_default_dtype()).itemsize)
+    fp8 = config.expert_gemm_dtype == "fp8"
 
     def make_on(target: torch.device | str | None) -> Dispatcher:
-        return new_dispatcher(
-            slots.num_experts,
-            group,
-            backend=backend,
-            experts_per_rank=slots.experts_per_rank,
-            options=options,
-            traffic=traffic,
-            device=target,
-            expert_placement=placement,
-        )
+        return expert_dispatcher(placement, group, backend, options, overlap, fp8, device=target, etp=etp, rows=rows)
 
     if not on_meta:
         return make_on(device)
-    dispatcher = DeferredDispatcher(slots, group, group_rank(group), options, make_on)
+    dispatcher = DeferredDispatcher(placement.layout.sliced(etp), group, group_rank(group), options, make_on)
     dispatcher.expert_placement = placement
     return dispatcher
+
+
+def expert_dispatcher(
+    placement: Placement,
+    group: ProcessGroup | None,
+    backend: str,
+    options: DispatchOptions | None,
+    overlap: Overlap | None,
+    fp8: bool,
+    *,
+    device: torch.device | str | None,
+    etp: int = 1,
+    rows: Traffic | None = None,
+) -> Dispatcher:
+    """Return the dispatcher for the slots of ``placement``. Collective over ``group``; None: this process alone.
+
+    Args:
+        fp8: the experts have fp8 GEMMs.
+        etp: slices of each expert. The dispatcher treats each slice as an expert.
+        rows: sizes of the rows, for the choice of the backend.
+    """
+    slots = placement.layout.sliced(etp)
+    fused = overlap is not None and overlap.uses_kernels
+    return new_dispatcher(
+        slots.num_experts,
+        group,
+        backend=backend,
+        experts_per_rank=slots.experts_per_rank,
+        options=options,
+        traffic=replace(rows or Traffic(), overlap=overlap is not None, fused=fused, scaled=fp8),
+        device=device,
+        expert_placement=placement,
+    )
 
 
 def build_modules(
