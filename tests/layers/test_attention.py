@@ -22,7 +22,7 @@ from moe_comm.layers.parallel import linear
 from moe_comm.layers.parallel.recompute import selective_recompute
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 BATCH, LENGTH, HIDDEN = 2, 16, 12
 
@@ -340,7 +340,8 @@ def test_projections_use_the_overlapped_operators(pool2: RankPool) -> None:
     assert [tuple(counts.values()) for counts in pool2.run(count_operators, cases)[0]] == expected
 
 
-def mismatched_ulysses(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_bad_input_to_overlapped_ulysses_is_an_error_on_every_rank(rank: int) -> None:
     x = torch.ones(1, 8, HIDDEN)
     layer = Attention(VARIANTS["grouped"], cp_group=dist.group.WORLD, overlap=Overlap(2 + rank, 1))
     with pytest.raises(RankMismatch):
@@ -350,10 +351,6 @@ def mismatched_ulysses(rank: int, world: int, arg: Any) -> None:
         layer(x, None, Documents(torch.zeros(1, 8, dtype=torch.long)))
     with pytest.raises(ConfigError, match="cp 2 does not divide the 3 heads of a rank"):
         Attention(gqa(heads=3, kv_heads=3), cp_group=dist.group.WORLD, overlap=OVERLAP)
-
-
-def test_bad_input_to_overlapped_ulysses_is_an_error_on_every_rank(pool2: RankPool) -> None:
-    pool2.run(mismatched_ulysses)
 
 
 def test_bf16_stays_close_to_float64(pool4: RankPool) -> None:

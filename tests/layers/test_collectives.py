@@ -26,7 +26,7 @@ from moe_comm.layers.parallel.collectives import (
     swap_dims,
 )
 from tests.layers.reference import draw
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 RANKS = pytest.mark.parametrize(
     ("world", "dtype"), [(2, torch.float64), (2, torch.bfloat16), (4, torch.float32)], ids=str
@@ -141,7 +141,8 @@ def test_swap_dims_splits_one_dimension_and_joins_another_and_its_gradient_is_th
         assert torch.equal(grad, torch.cat([grads[r][rank] for r in range(4)], split))
 
 
-def strided_and_empty(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_strided_empty_and_integer_tensors_are_supported(rank: int, world: int) -> None:
     group = dist.group.WORLD
     x = draw(4, 6, seed=rank)
     assert torch.equal(gather_dim(x.t(), group, 0), gather_dim(x.t().contiguous(), group, 0))
@@ -163,10 +164,6 @@ def strided_and_empty(rank: int, world: int, arg: Any) -> None:
     assert sum_values(torch.full((2,), 2**40 + 1), group).tolist() == [world * (2**40 + 1)] * 2
 
 
-def test_strided_empty_and_integer_tensors_are_supported(pool2: RankPool) -> None:
-    pool2.run(strided_and_empty)
-
-
 def recomputed(rank: int, world: int, arg: Any) -> list[Tensor]:
     group = dist.group.WORLD
     weight = draw(6, 6, seed=9).requires_grad_()
@@ -186,7 +183,8 @@ def test_activation_checkpointing_changes_no_bit(reentrant: bool, pool2: RankPoo
         assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
 
 
-def split_backward(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_gradients_of_inputs_and_weights_can_be_computed_separately(rank: int) -> None:
     """Compute gradients of the inputs first and of the weights later, as zero-bubble schedules do."""
     group = dist.group.WORLD
     weight = draw(6, 6, seed=9).requires_grad_()
@@ -198,10 +196,6 @@ def split_backward(rank: int, world: int, arg: Any) -> None:
     again.backward()
     assert torch.equal(for_x, x.grad)
     assert torch.equal(for_weight, weight.grad)
-
-
-def test_gradients_of_inputs_and_weights_can_be_computed_separately(pool2: RankPool) -> None:
-    pool2.run(split_backward)
 
 
 def test_without_a_group_collectives_return_their_argument() -> None:
@@ -217,18 +211,21 @@ def test_without_a_group_collectives_return_their_argument() -> None:
         assert y is x
 
 
-def uneven(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_a_dimension_that_cannot_be_split_raises_before_the_collective() -> None:
     with pytest.raises(InputError, match="multiple of 2"):
         scatter_sum(torch.ones(2, 3), dist.group.WORLD, 1)
     with pytest.raises(InputError, match="dimension 2"):
         gather_dim(torch.ones(2, 3), dist.group.WORLD, 2)
 
 
-def test_a_dimension_that_cannot_be_split_raises_before_the_collective(pool2: RankPool) -> None:
-    pool2.run(uneven)
-
-
-def mismatched(rank: int, world: int, options: CollectiveOptions) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options", [CollectiveOptions(), CollectiveOptions(checked=True, shared_memory=False)], ids=["memory", "backend"]
+)
+def test_checked_collectives_report_the_difference_on_all_ranks_and_continue(
+    rank: int, options: CollectiveOptions
+) -> None:
     configure_collectives(options)
     try:
         gather_dim(torch.ones(2, 3), dist.group.WORLD, 0)
@@ -238,15 +235,6 @@ def mismatched(rank: int, world: int, options: CollectiveOptions) -> None:
         assert gather_dim(torch.ones(2, 3), dist.group.WORLD, 0).shape == (4, 3)
     finally:
         configure_collectives(CollectiveOptions())
-
-
-@pytest.mark.parametrize(
-    "options", [CollectiveOptions(), CollectiveOptions(checked=True, shared_memory=False)], ids=["memory", "backend"]
-)
-def test_checked_collectives_report_the_difference_on_all_ranks_and_continue(
-    options: CollectiveOptions, pool2: RankPool
-) -> None:
-    pool2.run(mismatched, options)
 
 
 def exit_one_rank(rank: int, world: int, arg: Any) -> None:

@@ -34,7 +34,7 @@ from moe_comm.layers.attention.sequence import (
     shard_sequence,
     unshard_sequence,
 )
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 CONTEXTS: tuple[Context, ...] = ("ulysses", "ring", "token_ring")
 
@@ -319,7 +319,8 @@ def test_transfers_of_queries_and_results_overlap_with_computation(pool4: RankPo
         assert steps == [[1, 1, -1, 1, -2, -3]] * 2
 
 
-def disagree(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_a_mismatch_between_ranks_of_a_ring_raises_on_all_and_the_next_call_works(rank: int) -> None:
     def draw_heads(length: int, width: int = 4) -> list[Tensor]:
         return [torch.ones(1, 2, length, width).requires_grad_() for _ in range(3)]
 
@@ -341,11 +342,8 @@ def disagree(rank: int, world: int, arg: Any) -> None:
         configure_collectives(CollectiveOptions())
 
 
-def test_a_mismatch_between_ranks_of_a_ring_raises_on_all_and_the_next_call_works(pool2: RankPool) -> None:
-    pool2.run(disagree)
-
-
-def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
+@on_ranks(4)
+def test_four_ranks_with_many_blocks_equal_attention_with_a_mask(rank: int, world: int) -> None:
     sequence.GROUP_TOKENS, attention_blocks.BLOCK_MIN = 6, 4
     group: Any = dist.group
     for context in CONTEXTS:
@@ -367,11 +365,9 @@ def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
                         torch.testing.assert_close(actual, part, rtol=0, atol=1e-11)
 
 
-def test_four_ranks_with_many_blocks_equal_attention_with_a_mask(pool4: RankPool) -> None:
-    pool4.run(ring_of_small_blocks)
-
-
-def split_backward(rank: int, world: int, context: Any) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_split_backward_gives_the_same_gradients(rank: int, context: Any) -> None:
     """Run the two parts of backward that zero-bubble schedules separate."""
     group: Any = dist.group
     torch.manual_seed(0)
@@ -390,11 +386,6 @@ def split_backward(rank: int, world: int, context: Any) -> None:
     stage_backward_weight(iter(layer.parameters()), groups)
     for name, p in layer.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_a_split_backward_gives_the_same_gradients(context: str, pool4: RankPool) -> None:
-    pool4.run(split_backward, context)
 
 
 def lose_a_rank(rank: int, world: int, context: Any) -> str:

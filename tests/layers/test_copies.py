@@ -29,7 +29,7 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
 from moe_comm.topology.rebalance import rows_per_rank
 from tests.layers.reference import draw
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 HIDDEN, FFN, EXPERTS, TOP_K = 24, 8, 8, 3
 CONFIG = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, TOP_K), expert_bias=True)
@@ -290,7 +290,8 @@ def test_training_with_copies_that_change_has_the_losses_and_norms_of_fixed_expe
     pools[world].run(train_with_switches, backend, timeout=120)
 
 
-def norm_of_one_process(rank: int, world: int, arg: None) -> None:
+@on_ranks(2)
+def test_norms_count_each_expert_once(rank: int, world: int) -> None:
     """Compare norm and gradients with those of one rank that holds all experts."""
     placement = random_placement(world, 3)
     layer = build(Run(placement), rank, world)
@@ -306,10 +307,6 @@ def norm_of_one_process(rank: int, world: int, arg: None) -> None:
         torch.nn.utils.clip_grad_norm_(alone.experts.parameters(), 1e9).item(), rel=1e-6
     )
     layer.dispatcher.close()
-
-
-def test_norms_count_each_expert_once(pool2: RankPool) -> None:
-    pool2.run(norm_of_one_process, None, timeout=60)
 
 
 def count_bytes(rank: int, world: int, arg: tuple[str, int]) -> None:
@@ -343,7 +340,8 @@ def test_published_and_reduced_bytes_are_those_of_the_copies(
     pools[world].run(count_bytes, (backend, etp), timeout=60)
 
 
-def check_gradients(rank: int, world: int, arg: None) -> None:
+@on_ranks(2)
+def test_check_grads_compares_the_sums_of_the_owners(world: int) -> None:
     layer = MoELayer.build(
         replace(CONFIG, shared_ffn=12, placement=random_placement(world, 2)), dist.group.WORLD, seed=3
     )
@@ -355,14 +353,11 @@ def check_gradients(rank: int, world: int, arg: None) -> None:
     layer.dispatcher.close()
 
 
-def test_check_grads_compares_the_sums_of_the_owners(pool2: RankPool) -> None:
-    pool2.run(check_gradients, None, timeout=100)
-
-
 # --- life of the copies ---
 
 
-def load_copy_and_cast(rank: int, world: int, arg: None) -> None:
+@on_ranks(2)
+def test_copies_follow_state_dicts_deep_copies_and_casts(rank: int, world: int) -> None:
     layer, other = build(Run(random_placement(world, 2)), rank, world), build(Run(None), rank, world)
     assert not any("cop" in name for name in layer.state_dict())
     x = draw(7, HIDDEN, seed=rank)
@@ -386,11 +381,8 @@ def load_copy_and_cast(rank: int, world: int, arg: None) -> None:
         one.dispatcher.close()
 
 
-def test_copies_follow_state_dicts_deep_copies_and_casts(pool2: RankPool) -> None:
-    pool2.run(load_copy_and_cast, None, timeout=60)
-
-
-def discard_a_step(rank: int, world: int, arg: None) -> None:
+@on_ranks(2)
+def test_gradients_of_a_discarded_step_are_dropped(rank: int, world: int) -> None:
     """Two micro-batches after a discarded step give the gradients of two micro-batches."""
     placement = random_placement(world, 2)
     layers = [build(Run(placement), rank, world) for _ in range(2)]
@@ -405,10 +397,6 @@ def discard_a_step(rank: int, world: int, arg: None) -> None:
         assert torch.equal(plain(a.grad), plain(b.grad))
     for layer in layers:
         layer.dispatcher.close()
-
-
-def test_gradients_of_a_discarded_step_are_dropped(pool2: RankPool) -> None:
-    pool2.run(discard_a_step, None, timeout=60)
 
 
 # --- errors ---

@@ -17,7 +17,7 @@ from moe_comm.errors import InputError, RankMismatch
 from moe_comm.layers.parallel.cross_entropy import vocab_parallel_cross_entropy
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_sharding
 from tests.layers.reference import draw
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 BATCH, SEQUENCE, HIDDEN = 2, 8, 6
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -272,7 +272,8 @@ def test_shardings_have_the_true_vocabulary_and_match_the_modules() -> None:
     assert module.shardings()["weight"].local_shape({"tp": 0}, {"tp": 1}) == tuple(module.weight.shape) == (13, HIDDEN)
 
 
-def raise_for_invalid_input(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_invalid_input_raises_the_same_class_on_all_ranks_and_leaves_the_group_usable(rank: int) -> None:
     group = dist.group.WORLD
     case = Case(vocab=16)
     embed, head, x_BSD = parts(case, rank, group)
@@ -293,7 +294,3 @@ def raise_for_invalid_input(rank: int, world: int, arg: Any) -> None:
     with pytest.raises(InputError, match=r"the weight torch\.float64; convert"):
         head.loss(x_BSD.float(), targets_BS)
     assert torch.isfinite(head.loss(x_BSD, targets_BS))
-
-
-def test_invalid_input_raises_the_same_class_on_all_ranks_and_leaves_the_group_usable(pool2: RankPool) -> None:
-    pool2.run(raise_for_invalid_input)

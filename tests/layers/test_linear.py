@@ -21,7 +21,7 @@ from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLin
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding
 from tests.layers.reference import draw, silu_glu
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 BATCH, SEQUENCE, HIDDEN, WIDTH = 2, 8, 12, 16
 
@@ -162,7 +162,19 @@ def test_outputs_and_all_gradients_equal_the_full_block(
             torch.testing.assert_close(grads[name], part, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def shared_entry(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_overlapped_layers_support_empty_batches_and_reject_odd_sequences() -> None:
+    group, overlap = dist.group.WORLD, Overlap(2, 1)
+    columns = ColumnParallelLinear(4, 6, group, sequence_dim=1, overlap=overlap)
+    rows = RowParallelLinear(4, 6, group, sequence_dim=1, overlap=overlap)
+    assert columns(torch.ones(0, 3, 4)).shape == (0, 6, 3)
+    assert rows(torch.ones(0, 6, 2)).shape == (0, 3, 6)
+    with pytest.raises(InputError, match="multiple of 2"):
+        rows(torch.ones(2, 3, 2))
+
+
+@on_ranks(2)
+def test_layers_can_share_one_gather(rank: int, world: int) -> None:
     """Two layers share one gathered input."""
     group = dist.group.WORLD
     linears = [nn.Linear(HIDDEN, WIDTH, bias=False).double() for _ in range(2)]
@@ -178,24 +190,6 @@ def shared_entry(rank: int, world: int, arg: Any) -> None:
     torch.testing.assert_close(local_BSD.grad, x_BSD.grad[:, own_tokens])
 
 
-def odd_batches(rank: int, world: int, arg: Any) -> None:
-    group, overlap = dist.group.WORLD, Overlap(2, 1)
-    columns = ColumnParallelLinear(4, 6, group, sequence_dim=1, overlap=overlap)
-    rows = RowParallelLinear(4, 6, group, sequence_dim=1, overlap=overlap)
-    assert columns(torch.ones(0, 3, 4)).shape == (0, 6, 3)
-    assert rows(torch.ones(0, 6, 2)).shape == (0, 3, 6)
-    with pytest.raises(InputError, match="multiple of 2"):
-        rows(torch.ones(2, 3, 2))
-
-
-def test_overlapped_layers_support_empty_batches_and_reject_odd_sequences(pool2: RankPool) -> None:
-    pool2.run(odd_batches)
-
-
-def test_layers_can_share_one_gather(pool2: RankPool) -> None:
-    pool2.run(shared_entry)
-
-
 def test_without_a_group_the_layers_are_plain_linears() -> None:
     linear, x = nn.Linear(6, 8), draw(3, 6)
     for kind in (ColumnParallelLinear, RowParallelLinear):
@@ -206,7 +200,8 @@ def test_without_a_group_the_layers_are_plain_linears() -> None:
         assert set(kind(6, 8, bias=False).shardings()) == {"weight"}
 
 
-def odd_sizes(rank: int, world: int, arg: Any) -> None:
+@on_ranks(2)
+def test_invalid_sizes_raise_with_both_numbers() -> None:
     group = dist.group.WORLD
     for build in (
         lambda: ColumnParallelLinear(4, 7, group),
@@ -223,10 +218,6 @@ def odd_sizes(rank: int, world: int, arg: Any) -> None:
     layer = deepcopy(ColumnParallelLinear(4, 8, group))
     assert layer.group is group
     assert layer(torch.ones(2, 4)).shape == (2, 4)
-
-
-def test_invalid_sizes_raise_with_both_numbers(pool2: RankPool) -> None:
-    pool2.run(odd_sizes)
 
 
 def test_a_dense_block_rejects_unsupported_linears() -> None:

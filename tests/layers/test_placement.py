@@ -24,7 +24,7 @@ from moe_comm.layers.moe.router import Router
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
 from tests.layers.reference import draw
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 HIDDEN, FFN, EXPERTS = 24, 8, 8
 CONFIG = MoEConfig(
@@ -137,7 +137,9 @@ def test_every_permutation_gives_the_bits_of_consecutive_experts(
                 assert torch.equal(got[name], value), f"{name} of rank {rank} with {homes}"
 
 
-def load_and_save(rank: int, world: int, homes: tuple[int, ...]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("homes", PERMUTATIONS[2][:2])
+def test_state_dicts_list_experts_by_global_id(rank: int, world: int, homes: tuple[int, ...]) -> None:
     source = build(Run(None, (4, 4)), rank, world)
     target = build(Run(homes, (4, 4)), rank, world)
     with torch.no_grad():
@@ -157,11 +159,6 @@ def load_and_save(rank: int, world: int, homes: tuple[int, ...]) -> None:
         load_state_dict(target, source.state_dict())
     source.dispatcher.close()
     target.dispatcher.close()
-
-
-@pytest.mark.parametrize("homes", PERMUTATIONS[2][:2])
-def test_state_dicts_list_experts_by_global_id(pool2: RankPool, homes: tuple[int, ...]) -> None:
-    pool2.run(load_and_save, homes, timeout=60)
 
 
 def test_boxes_of_scattered_experts_are_runs_of_consecutive_ids() -> None:
