@@ -154,7 +154,7 @@ def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
         return values
     try:
         nbytes = 2 * (group.size() - 1) * values.nbytes // group.size()
-        with communication_span(Kind.COLLECTIVE, "sum of host values", group=group_of(group), nbytes=nbytes):
+        with communication_span(Kind.COLLECTIVE, "sum of CPU values", group=group_of(group), nbytes=nbytes):
             dist.all_reduce(values, group=group)
     except RuntimeError as error:
         kind = PeerTimeout if "timed out" in str(error).lower() else PeerDied

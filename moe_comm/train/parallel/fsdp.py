@@ -272,7 +272,7 @@ class FSDPParameters:
             if transfers.lanes[0].duplicates:
                 _prefetch(root)
             if interleave:
-                _run_in_turns(root)
+                _gather_by_block(root)
         self._bind(trained)
 
     def _shard(self, root: nn.Module, default: torch.dtype | None) -> None:
@@ -395,7 +395,7 @@ def _prefetch(root: nn.Module) -> None:
         unit.set_modules_to_forward_prefetch([following])
 
 
-def _run_in_turns(root: nn.Module) -> None:
+def _gather_by_block(root: nn.Module) -> None:
     """For interleaved micro-batches, gather and reduce all units of a block with the block.
 
     The hooks of ``root`` also run for ``forward_in_turns``.
