@@ -19,7 +19,7 @@ FOUR = [
     ParallelConfig(pp=4),
 ]
 EIGHT = [
-    ParallelConfig(tp=2, cp=2, dp=2, etp=2, ep=2),
+    ParallelConfig(tp=2, cp=2, dp=2, ep=8),
     ParallelConfig(tp=2, dp=2, pp=2, ep=4),
 ]
 
