@@ -8,6 +8,7 @@ ORDERS = (
     "import moe_comm; import transformers",
     "import transformers; import moe_comm",
     "import transformers.integrations.moe; import moe_comm",
+    "import moe_comm; import transformers.distributed.expert_parallel",
 )
 
 

@@ -94,7 +94,7 @@ def _num_local(case: Case, rank: int, world: int) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(("world", "backend"), [(2, "auto"), (4, "all_to_all")])
+@pytest.mark.parametrize(("world", "backend"), [(2, "auto"), (4, "all_to_all"), (2, "all_gather")])
 def test_buffer_has_the_bits_of_the_reference(case: Case, world: int, backend: str, pools: dict[int, RankPool]) -> None:
     pools[world].run(legacy, (backend, case))
 

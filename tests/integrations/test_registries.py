@@ -91,6 +91,7 @@ def test_ep_implementation_on_two_ranks_equals_transformers_own(
     [
         {"tp_size": 1, "fsdp_size": 4, "ep_size": 2},
         {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+        {"tp_size": 4, "fsdp_size": 1, "ep_size": 4},
     ],
     ids=str,
 )
