@@ -51,11 +51,6 @@ def _getter(names: Sequence[str]) -> Callable[[Words], tuple[int, ...]]:
     return itemgetter(*names) if len(names) > 1 else lambda words: tuple(words[name] for name in names)
 
 
-def unpack(names: Sequence[str], packed: bytes) -> dict[str, int]:
-    """Return the arguments in a kernel's struct, by name."""
-    return dict(zip(names, struct.unpack(f"={len(names)}q", packed), strict=True))
-
-
 def native_core() -> ModuleType:
     """Return ``moe_comm._C``."""
     try:
@@ -72,8 +67,3 @@ def native_core() -> ModuleType:
 def kernel_fields() -> dict[str, tuple[str, ...]]:
     """Return the names of all kernels' arguments, from the native core."""
     return {kernel: tuple(names) for kernel, names in native_core().p2p_words().items()}
-
-
-def kernel_constants() -> dict[str, int]:
-    """Return the constants of csrc/cuda/args.h by name."""
-    return dict(native_core().p2p_constants())

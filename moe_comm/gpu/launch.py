@@ -17,13 +17,13 @@ import ctypes
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from moe_comm.errors import ConfigError, KernelError, MissingDependency
 from moe_comm.gpu import nvrtc
-from moe_comm.gpu.arguments import Packer, Words, kernel_fields, native_core, unpack
+from moe_comm.gpu.arguments import Packer, Words, kernel_fields, native_core
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -36,11 +36,17 @@ PTX_FROM = 80
 """Compute capability of the PTX that nvcc includes; see CMakeLists.txt."""
 
 
-class Launcher(Protocol):
-    """Launches kernels by name. With a native ``starter`` attribute, operations start kernels without Python."""
+class Launcher:
+    """Launches kernels by name. ``starter`` is the native object by which operations start them without Python."""
+
+    def __init__(self, starter: _C.P2pStarter) -> None:
+        self.starter = starter
+        self._packer = Packer(kernel_fields())
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         """Queue ``kernel`` on ``grid`` blocks of ``block`` threads with ``shared`` bytes of dynamic shared memory.
+
+        When emulated, it returns after the kernel has ended.
 
         Args:
             grid, block: numbers of thread blocks and of threads per block.
@@ -48,21 +54,7 @@ class Launcher(Protocol):
             stream: handle of a CUDA stream; 0 is the default stream.
             words: all arguments of the kernel, by name.
         """
-        ...
-
-
-def starter_of(launcher: Launcher) -> _C.P2pStarter:
-    """Return the native object that starts kernels: the launcher's ``starter``, or a wrapper of its ``launch``."""
-    starter: _C.P2pStarter | None = getattr(launcher, "starter", None)
-    if starter is not None:
-        return starter
-    fields = kernel_fields()
-
-    def start(kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
-        launcher.launch(kernel, grid, block, shared, stream, unpack(fields[kernel], packed))
-
-    wrapper: _C.P2pStarter = native_core().P2pStarter.python(start)
-    return wrapper
+        self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
 
 
 def compiled_archs() -> tuple[str, ...]:
@@ -96,7 +88,7 @@ def cuda_launcher(device: torch.device) -> Launcher:
     return nvrtc_launcher(device.index if device.index is not None else torch.cuda.current_device())
 
 
-class NativeLauncher:
+class NativeLauncher(Launcher):
     """Launches the kernels that are compiled into the native core.
 
     Args:
@@ -106,15 +98,10 @@ class NativeLauncher:
 
     def __init__(self, machine: Machine, device: torch.device | None = None) -> None:
         starters = native_core().P2pStarter
-        self._packer = Packer(kernel_fields())
         index = None if device is None else device.index
         if machine == "cuda" and index is None:
             index = torch.cuda.current_device()
-        self.starter: _C.P2pStarter = starters.host() if machine == "cpu" else starters.cuda(index)
-
-    def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
-        """See ``Launcher``. When emulated, it returns after the kernel has ended."""
-        self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
+        super().__init__(starters.host() if machine == "cpu" else starters.cuda(index))
 
 
 LIBRARY = "libcuda.so.1"
@@ -172,8 +159,8 @@ class Driver:
         return f"error {status}" + (f" ({': '.join(texts)})" if texts else "")
 
 
-class NvrtcLauncher:
-    """A ``Launcher`` of kernels compiled for the present GPU.
+class NvrtcLauncher(Launcher):
+    """Launches kernels compiled for the present GPU.
 
     It uses the device's primary context, as torch does, so it can use streams and addresses of torch. The function of
     kernel ``name`` is called ``p2p_name``. Any thread may launch.
@@ -184,8 +171,6 @@ class NvrtcLauncher:
     """
 
     def __init__(self, device: torch.device, *, code: bytes | None = None, driver: Driver | None = None) -> None:
-        fields = kernel_fields()
-        self._packer = Packer(fields)
         index = device.index if device.index is not None else torch.cuda.current_device()
         if code is None:
             compiler = nvrtc.find()
@@ -200,19 +185,13 @@ class NvrtcLauncher:
         try:
             self._driver.load(ctypes.byref(module), code)
             # Load all kernels now: a kernel cannot be loaded during the capture of a graph.
-            for kernel in fields:
+            for kernel in kernel_fields():
                 function = ctypes.c_void_p()
                 self._driver.get_function(ctypes.byref(function), module, f"p2p_{kernel}".encode())
                 functions[kernel] = function.value or 0
         finally:
             self._leave(previous_context)
-        self.starter: _C.P2pStarter = native_core().P2pStarter.driver(
-            self._driver.addresses(), self._context.value or 0, functions
-        )
-
-    def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
-        """See ``Launcher``."""
-        self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
+        super().__init__(native_core().P2pStarter.driver(self._driver.addresses(), self._context.value or 0, functions))
 
     def _enter(self) -> int | None:
         """Make this device's context current on this thread. Return the previous context, or None."""

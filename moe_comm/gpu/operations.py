@@ -23,7 +23,7 @@ from moe_comm.errors import ConfigError, PeerTimeout
 from moe_comm.gpu.arguments import native_core
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import Heap, capturing, current_stream
-from moe_comm.gpu.launch import Launcher, starter_of
+from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.protocol import (
     HEADER_WORDS,
     OFFER_WORDS,
@@ -128,7 +128,7 @@ class GroupOperations:
         group = world, shape.rank, experts, shape.local_experts, *map(words_address, memory)
         read_by_cpu = map(words_address, (self._headers, self._all_headers, self._all_counts))
         self.plan: _C.P2pPlan = native_core().P2pPlan(
-            starter_of(launcher), group, shape.offsets, *read_by_cpu, words_address(self._left_E)
+            launcher.starter, group, shape.offsets, *read_by_cpu, words_address(self._left_E)
         )
         self.scratch = Scratch.of(shape, 0, self.device)
         self._scratches = [self.scratch]

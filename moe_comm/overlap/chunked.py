@@ -88,9 +88,6 @@ class OperatorPlan:
 
         Args:
             rows: Rows of each rank that are cut into chunks; None: the rows of ``work`` divided by the ranks.
-
-        Raises:
-            ConfigError: Triton is requested and has no kernel for the operator.
         """
         channel = channel_of(group)
         if overlap.backend == TRITON and work.operator not in FUSED:

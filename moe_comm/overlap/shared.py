@@ -143,13 +143,7 @@ def reads_in_place(plan: OperatorPlan, like: Tensor) -> bool:
 
 
 def run_in_place(plan: OperatorPlan, transfers: SharedTransfers, body: Callable[[SharedTransport], T]) -> T | None:
-    """Return ``body(transport)``. If a rank's shared memory is full, warn and return None, on every rank.
-
-    Raises:
-        RankMismatch: the ranks make different calls; raised on every rank.
-        PeerDied, PeerTimeout: a rank failed or did not call in time.
-        PeerError: a rank raised an exception during the operation.
-    """
+    """Return ``body(transport)``. If a rank's shared memory is full, warn and return None, on every rank."""
     x_SD, like = transfers.gathered_SD, transfers.like
     widths = (0 if x_SD is None else x_SD.shape[1], transfers.sum_columns or 0)
     layout = _BlockLayout(plan.ring.world, transfers.rows, widths, like.dtype)

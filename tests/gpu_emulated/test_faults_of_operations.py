@@ -17,10 +17,9 @@ from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
 from moe_comm.gpu import operations, protocol
-from moe_comm.gpu.arguments import Words, kernel_fields
 from moe_comm.gpu.launch import Launcher, NativeLauncher
 from moe_comm.topology import ExpertPlacement
-from tests.support.launches import RecordedLaunch, RecordingLauncher
+from tests.support.launches import HookedLauncher, RecordedLaunch, RecordingLauncher
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 OPTIONS = DispatchOptions(
@@ -33,30 +32,23 @@ def one_rank(launcher: Launcher, options: DispatchOptions = OPTIONS) -> PeerToPe
     return PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
 
 
-class RefusingLauncher:
-    """A launcher that refuses a kernel once."""
-
-    def __init__(self) -> None:
-        self.refuse, self._host = "", NativeLauncher("cpu")
-
-    def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
-        if kernel == self.refuse:
-            self.refuse = ""
-            raise KernelError(f"{kernel} is refused")
-        self._host.launch(kernel, grid, block, shared, stream, words)
-
-
 def low_latency_step(dispatcher: PeerToPeerDispatcher) -> torch.Tensor:
     sent = dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2)
     return dispatcher.low_latency_combine(sent.receive()[0], torch.ones(2, 1), sent)
 
 
 def test_cpu_and_device_count_the_same_operations_after_a_refused_launch() -> None:
-    launcher = RefusingLauncher()
-    dispatcher = one_rank(launcher)
+    refused: list[str] = []
+
+    def refuse_once(kernel: str) -> None:
+        if kernel in refused:
+            refused.clear()
+            raise KernelError(f"{kernel} is refused")
+
+    dispatcher = one_rank(HookedLauncher(refuse_once))
     state = dispatcher.memory.operations
     for kernel in ("meet", "count", "ll_ready"):
-        launcher.refuse = kernel
+        refused.append(kernel)
         with pytest.raises(KernelError, match=kernel):
             low_latency_step(dispatcher) if kernel == "ll_ready" else dispatcher.dispatch(X_TD, IDS_TK)
         assert state.turn == int(state._state[0]), kernel
@@ -85,7 +77,7 @@ class LateReport:
 def test_a_fault_reported_a_turn_late_makes_the_group_unusable() -> None:
     """Other ranks may be in a different turn by then, so the ranks no longer agree on the next turn."""
     device = LateReport()
-    dispatcher = one_rank(RecordingLauncher(kernel_fields(), device))
+    dispatcher = one_rank(RecordingLauncher(device))
     dispatcher.memory.emulated = False
     dispatcher.dispatch_fixed(X_TD, IDS_TK)
     assert device.meetings == 1 and not dispatcher.memory.operations.failed

@@ -18,7 +18,7 @@ from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import KernelError
 from moe_comm.gpu.arguments import kernel_fields
-from moe_comm.gpu.launch import NativeLauncher, starter_of
+from moe_comm.gpu.launch import NativeLauncher
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, Offer, Reduction
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.topology import ExpertPlacement
@@ -115,7 +115,7 @@ def test_scratch_is_reused_by_later_turns_unless_a_graph_owns_it() -> None:
 
 
 def test_a_reduced_combine_has_two_stages() -> None:
-    recorder = RecordingLauncher(kernel_fields())
+    recorder = RecordingLauncher()
     options = DispatchOptions(peer_to_peer=PeerToPeerOptions(heap_bytes=1 << 20, emulate=True))
     operations = PeerToPeerDispatcher(PLACEMENT, None, 0, options, "cpu", recorder).memory.operations
     place_TK, weights_TK, y_TD = torch.zeros(700, 2, dtype=torch.int64), torch.zeros(700, 2), torch.zeros(700, 4)
@@ -153,16 +153,14 @@ def test_a_header_of_another_length_is_refused() -> None:
     assert operations.turn == 1 and not operations.failed
 
 
-def test_native_code_starts_kernels_through_a_python_launcher_or_directly() -> None:
-    recorder = RecordingLauncher(kernel_fields())
+def test_native_code_starts_kernels_through_a_python_function() -> None:
+    recorder = RecordingLauncher()
     words = dict.fromkeys(kernel_fields()["done"], 3)
     packed = b"".join((3).to_bytes(8, sys.byteorder) for _ in words)
-    starter_of(recorder).start("done", 2, 64, 16, 9, packed)
+    recorder.starter.start("done", 2, 64, 16, 9, packed)
     (launch,) = recorder.launches
     assert (launch.kernel, launch.grid, launch.block, launch.shared, launch.stream) == ("done", 2, 64, 16, 9)
     assert launch.words == words
-    native = NativeLauncher("cpu")
-    assert starter_of(native) is native.starter
 
 
 @pytest.mark.skipif(bool(core.cuda_archs()), reason="this build has CUDA kernels")

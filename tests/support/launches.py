@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from moe_comm.gpu.arguments import Fields, Packer, Words, native_core, unpack
-from moe_comm.gpu.launch import NativeLauncher
+from moe_comm.gpu.arguments import kernel_fields, native_core
+from moe_comm.gpu.launch import Launcher, NativeLauncher
 
 
 @dataclass(frozen=True)
@@ -21,26 +22,19 @@ class RecordedLaunch:
     words: dict[str, int]
 
 
-@dataclass
-class RecordingLauncher:
-    """Records launches, for tests.
+class RecordingLauncher(Launcher):
+    """Records launches. act: called with each launch, to simulate its effects."""
 
-    Args:
-        fields: arguments of each kernel.
-        act: called with each launch, to simulate its effects.
-    """
+    def __init__(self, act: Callable[[RecordedLaunch], None] = lambda launch: None) -> None:
+        super().__init__(native_core().P2pStarter.python(self._record))
+        self._act, self._fields = act, kernel_fields()
+        self.launches: list[RecordedLaunch] = []
 
-    fields: Fields
-    act: Callable[[RecordedLaunch], None] | None = None
-    launches: list[RecordedLaunch] = field(default_factory=list)
-
-    def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
-        """See ``Launcher``."""
-        packed = Packer(self.fields).pack(kernel, words)
-        launch = RecordedLaunch(kernel, grid, block, shared, stream, unpack(self.fields[kernel], packed))
-        self.launches.append(launch)
-        if self.act is not None:
-            self.act(launch)
+    def _record(self, kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
+        names = self._fields[kernel]
+        words = dict(zip(names, struct.unpack(f"={len(names)}q", packed), strict=True))
+        self.launches.append(RecordedLaunch(kernel, grid, block, shared, stream, words))
+        self._act(self.launches[-1])
 
 
 class HookedLauncher(NativeLauncher):

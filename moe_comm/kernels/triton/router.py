@@ -9,7 +9,7 @@ pass recomputes the scores from the logits. A token whose ids are all -2 gets a 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -27,27 +27,6 @@ SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 _SIGMOID, _TOPK_SOFTMAX = tl.constexpr(SCORES["sigmoid"]), tl.constexpr(SCORES["topk_softmax"])
 _EPSILON = tl.constexpr(1e-20)
 """Added to sums of scores, which can underflow to zero."""
-
-
-class RoutingRule(Protocol):
-    """The fields of ``layers.RouterConfig`` that the kernels use."""
-
-    @property
-    def num_choices(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def score(self) -> str: ...
-    @property
-    def normalize(self) -> bool: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def top_groups(self) -> int: ...
-    @property
-    def group_score(self) -> str: ...
 
 
 @triton.jit
@@ -197,7 +176,7 @@ def route_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_ptr + token * experts + expert, tl.where(valid, grad, 0.0), mask=inside)
 
 
-def takes(logits_TE: Tensor, rule: RoutingRule) -> bool:
+def takes(logits_TE: Tensor, rule: Any) -> bool:
     """Return whether the kernels support these logits and this number of experts."""
     return logits_TE.dtype == torch.float32 and rule.num_choices <= MAX_EXPERTS and logits_TE.stride(-1) == 1
 
@@ -205,7 +184,7 @@ def takes(logits_TE: Tensor, rule: RoutingRule) -> bool:
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, return_scores: bool
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: Any, return_scores: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, experts = logits_TE.shape
         ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TE.device)
@@ -236,7 +215,7 @@ class _Route(torch.autograd.Function):
         ctx: Any, _: None, grad_TK: Tensor | None, grad_TE: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
         logits_TE, ids_TK = ctx.saved_tensors
-        rule: RoutingRule = ctx.rule
+        rule = ctx.rule
         if grad_TK is None and grad_TE is None:
             return None, None, None, None
         tokens, experts = logits_TE.shape
@@ -254,13 +233,14 @@ class _Route(torch.autograd.Function):
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, *, scores: bool = False
+    logits_TE: Tensor, bias_E: Tensor | None, rule: Any, *, scores: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Select the top-k experts and compute their weights; differentiable with respect to the logits.
 
     Args:
         logits_TE: [T, E] fp32, dense rows.
         bias_E: [E] fp32, added for the selection only; or None.
+        rule: a ``layers.RouterConfig``, which this package does not import.
         scores: Whether to return the scores.
 
     Returns:
@@ -279,7 +259,7 @@ def route(
     return _Route.apply(logits_TE, bias_E, rule, scores)  # type: ignore[no-any-return]
 
 
-def _sizes(rule: RoutingRule) -> dict[str, Any]:
+def _sizes(rule: Any) -> dict[str, Any]:
     block = _up(rule.num_choices)
     return {
         "SCORE": SCORES[rule.score],

@@ -86,11 +86,6 @@ class ChunkedDispatch(RowDispatch):
                 on every rank.
             weights_grad: Whether the backward pass will send gradients of routing weights; compared between ranks.
             scaled: The experts have fp8 GEMMs.
-
-        Raises:
-            ConfigError: the dispatcher's rows cannot be sent in chunks, see ``sends_chunks``.
-            InputError, RoutingError, RankMismatch: on every rank, before rows move.
-            PeerDied, PeerTimeout: a rank failed or did not call in time.
         """
         if not sends_chunks(dispatcher):
             raise ConfigError(

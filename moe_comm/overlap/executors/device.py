@@ -175,11 +175,7 @@ class DeviceCall(PipelinedCall):
         super().__init__(dispatch, lambda _: send, x_TD, weights_TK)
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
-        """As the base class.
-
-        Raises:
-            ConfigError: the experts have biases, or fp8 GEMMs.
-        """
+        """As the base class."""
         if any(bias is not None for bias in mlp.tensors[2:]):
             raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
         if mlp.gemm_dtype == "fp8":

@@ -87,11 +87,6 @@ class SharedDispatch(RowDispatch):
         Args:
             start: Starts the dispatch; None: ``dispatcher.start_dispatch``.
             scaled: The experts have fp8 GEMMs.
-
-        Raises:
-            ConfigError: the wire dtype has scales per group of rows.
-            InputError, RoutingError, RankMismatch, HeapError: on every rank, before rows move.
-            PeerDied, PeerTimeout: a rank failed or did not call in time.
         """
         if not can_pipeline(dispatcher):
             wire_dtypes = dispatcher.options.wire_dtypes

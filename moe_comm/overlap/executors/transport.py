@@ -9,7 +9,8 @@ results are sent while other segments are still in flight:
     RowReturn                             ◀═ 0   ◀═ 1   ◀═ 2     combine, and the backward pass of dispatch
 
 Every rank calls the same operations in the same order. A transport moves the same rows and takes the same sums as the
-dispatcher, so the bits are those of the serial executor.
+dispatcher, so the bits are those of the serial executor. Waits raise PeerDied or PeerTimeout if
+a rank failed or did not call in time. The handshake raises InputError, RoutingError and RankMismatch on every rank.
 """
 
 from __future__ import annotations
@@ -55,9 +56,6 @@ class RowSend(ABC):
 
         Args:
             wait: Block until there is progress. The result may still be empty.
-
-        Raises:
-            PeerDied, PeerTimeout: a rank failed, or its rows were not received in time.
         """
 
     def prepare(self, row_range: RowRange) -> None:  # noqa: B027 - only gradients need it
@@ -93,11 +91,7 @@ class RowReturn(ABC):
 
     @abstractmethod
     def result(self, weights_TK: Tensor | None) -> Tensor:
-        """Return [T, D], the sum of each token's results, times ``weights_TK`` if given. Called once, after ``close``.
-
-        Raises:
-            PeerDied, PeerTimeout: a rank failed, or its results were not received in time.
-        """
+        """Return [T, D], the sum of each token's results, times ``weights_TK`` if given; once, after ``close``."""
 
     def abort(self, error: BaseException) -> None:  # noqa: B027
         """Release the transfer after an exception. Called instead of ``close``."""

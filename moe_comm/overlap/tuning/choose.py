@@ -75,9 +75,6 @@ def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[
         work: One or several operators; several run with the same choice.
         backends: Backends to choose from. Triton is chosen only if it was measured to be the fastest, or if it is the
             only backend; never on CPUs if there is another one.
-
-    Raises:
-        RankMismatch: ranks choose for different work.
     """
     state = channel.comm.keep("tuning", _GroupState)
     bucket = work.bucket() if isinstance(work, OperatorWork) else tuple(part.bucket() for part in work)

@@ -65,9 +65,6 @@ class OperatorWork:
     world: number of ranks. groups: local experts. beside: work that runs concurrently with the forward pass of this
         operator, as the columns of a GEMM of ``rows`` with ``sent`` columns and the same FLOPs. Backward is twice as
         much.
-
-    Raises:
-        ConfigError: an unknown operator or direction, or a negative size.
     """
 
     operator: str
