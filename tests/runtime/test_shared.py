@@ -28,7 +28,7 @@ from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
 from moe_comm.errors import HeapError, PeerDied, PeerError, PeerTimeout, RankMismatch  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
 from tests.dispatch.workers import heap_constants  # noqa: E402
-from tests.pool import RankFailure, RankPool, with_longer_deadline  # noqa: E402
+from tests.pool import RankFailure, RankPool, on_ranks, with_longer_deadline  # noqa: E402
 
 SHM = Path("/dev/shm")
 EXPERTS, HIDDEN, TOP_K = 8, 48, 2
@@ -295,22 +295,21 @@ def test_ctrl_c_ends_a_wait_and_the_peers_get_an_error(pool2: RankPool) -> None:
 # --- counters, threads, forks ---
 
 
-def many_steps(rank: int, world: int, first_progress: int) -> list[bool]:
-    d = dispatcher(rank, world, dist.new_group(), FIRST_PROGRESS=first_progress)
-    return [step_is_right(d, rank, world, step) for step in range(6)]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("first", [2**32 - 6, 2**32 - 1, 2**31 - 9])
-def test_counters_may_wrap(pool2: RankPool, first: int) -> None:
-    assert pool2.run(many_steps, first) == [[True] * 6] * 2
+def test_counters_may_wrap(rank: int, world: int, first: int) -> None:
+    d = dispatcher(rank, world, dist.new_group(), FIRST_PROGRESS=first)
+    assert all(step_is_right(d, rank, world, step) for step in range(6))
 
 
-def test_more_ranks_than_cores_is_normal() -> None:
-    with RankPool(8) as pool:
-        assert pool.run(many_steps, 0, timeout=120) == [[True] * 6] * 8
+@on_ranks(8)
+def test_more_ranks_than_cores_is_normal(rank: int, world: int) -> None:
+    d = dispatcher(rank, world, dist.new_group())
+    assert all(step_is_right(d, rank, world, step) for step in range(6))
 
 
-def two_groups_at_once(rank: int, world: int, _: None) -> list[bool]:
+@on_ranks(2)
+def test_threads_with_a_group_each_do_not_disturb_each_other(rank: int, world: int) -> None:
     """Use two groups in two threads. The groups share nothing, so all results must be correct."""
     dispatchers = [dispatcher(rank, world, dist.new_group()) for _ in range(2)]
     correct: list[bool] = []
@@ -323,10 +322,11 @@ def two_groups_at_once(rank: int, world: int, _: None) -> list[bool]:
         thread.start()
     for thread in threads:
         thread.join()
-    return correct
+    assert correct == [True] * 40
 
 
-def one_group_at_once(rank: int, world: int, _: None) -> tuple[int, int]:
+@on_ranks(2)
+def test_threads_of_one_group_get_right_rows_or_a_mismatch(rank: int, world: int) -> None:
     """Two threads race on one group. The order of calls may differ between ranks, which must raise or be correct."""
     group = dist.new_group()
     dispatchers = [dispatcher(rank, world, group) for _ in range(2)]
@@ -351,15 +351,11 @@ def one_group_at_once(rank: int, world: int, _: None) -> tuple[int, int]:
         thread.start()
     for thread in threads:
         thread.join()
-    return counts[0], counts[1]
+    assert counts == [0, 80]
 
 
-def test_threads_of_one_rank_do_not_disturb_each_other(pool2: RankPool) -> None:
-    assert pool2.run(two_groups_at_once) == [[True] * 40] * 2
-    assert pool2.run(one_group_at_once) == [(0, 80)] * 2
-
-
-def fork_a_child(rank: int, world: int, _: None) -> tuple[int, bool]:
+@on_ranks(2)
+def test_a_forked_child_gets_an_error_and_its_parent_still_works(rank: int, world: int) -> None:
     d = dispatcher(rank, world)
     x_TD, ids_TK, weights_TK = inputs(rank, world, 3)[rank]
     dispatched = d.dispatch(x_TD, ids_TK)
@@ -375,24 +371,16 @@ def fork_a_child(rank: int, world: int, _: None) -> tuple[int, bool]:
     status = os.waitpid(child, 0)[1]
     y_TD = d.combine(dispatched.rows_RD, weights_TK, dispatched.handle)
     kept_weights = (ids_TK >= 0).float() * weights_TK
-    correct = torch.allclose(y_TD, x_TD * kept_weights.sum(1, keepdim=True), atol=1e-5)
-    return status, correct and step_is_right(d, rank, world, 5)
+    assert status == 0 and step_is_right(d, rank, world, 5)
+    torch.testing.assert_close(y_TD, x_TD * kept_weights.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
 
 
-def test_a_forked_child_gets_an_error_and_its_parent_still_works(pool2: RankPool) -> None:
-    assert pool2.run(fork_a_child) == [(0, True)] * 2
-
-
-def test_dispatchers_of_one_group_share_its_heap(pool2: RankPool) -> None:
-    assert pool2.run(heap_is_shared) == [True, True]
-
-
-def heap_is_shared(rank: int, world: int, _: None) -> bool:
+@on_ranks(2)
+def test_dispatchers_of_one_group_share_its_heap(rank: int, world: int) -> None:
     group = dist.new_group()
     first = dispatcher(rank, world, group)
-    return (
-        dispatcher(rank, world, group).shared is first.shared and heap_of(communicator_of(group), 60.0) is first.shared
-    )
+    assert dispatcher(rank, world, group).shared is first.shared
+    assert heap_of(communicator_of(group), 60.0) is first.shared
 
 
 def test_a_rank_that_raises_between_operations_is_a_timeout_for_its_peer() -> None:
