@@ -23,14 +23,16 @@ from moe_comm.integrations.hugging_face.state import save_swapped as save_swappe
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts as EPExperts,
     expert_parameters as expert_parameters,
-    parallelize_moe as parallelize_moe,
-    swap_moe as swap_moe,
     swapped_experts as swapped_experts,
 )
 from moe_comm.integrations.hugging_face.trainer import (
     MoETrainer as MoETrainer,
     MoETrainerMixin as MoETrainerMixin,
     prepare_trainer as prepare_trainer,
+)
+from moe_comm.integrations.swap import (
+    parallelize_moe as parallelize_moe,
+    swap_moe as swap_moe,
 )
 from moe_comm.layers.data_parallel.state import gather_state_dict as gather_state_dict
 from moe_comm.layers.data_parallel.sync import sum_replicated_gradients as sum_replicated_gradients

@@ -75,13 +75,14 @@ class ExpertsLayout:
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by its name in transformers."""
-        up, down = (2 * self.ffn, self.hidden), (self.hidden, self.ffn)
+        width = 2 * self.ffn if self.activation.gated else self.ffn
+        up, down = (width, self.hidden), (self.hidden, self.ffn)
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up_proj": (self.num_experts, *(up[::-1] if self.transposed else up)),
             "down_proj": (self.num_experts, *(down[::-1] if self.transposed else down)),
         }
         if self.bias:
-            shapes["gate_up_proj_bias"] = (self.num_experts, 2 * self.ffn)
+            shapes["gate_up_proj_bias"] = (self.num_experts, width)
             shapes["down_proj_bias"] = (self.num_experts, self.hidden)
         return shapes
 

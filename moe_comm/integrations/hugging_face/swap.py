@@ -15,39 +15,33 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from types import MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_comm.comm.channel import Channel
-from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default
-from moe_comm.dispatch import Dispatcher, DispatchOptions
-from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
+from moe_comm.dispatch import Dispatcher
+from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid
-from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
+from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.kernels.autograd import without_autocast
-from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
-from moe_comm.layers.data_parallel import ExpertShard, expert_modules, prepare_ddp
+from moe_comm.kernels.fp8 import GemmDtype
+from moe_comm.layers.data_parallel import ExpertShard, expert_modules
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
-from moe_comm.layers.data_parallel.replicas import check_loaded
-from moe_comm.layers.moe.config import expert_dispatcher
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
-from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import as_tensors
-from moe_comm.topology import Placement, Sharding, Split
+from moe_comm.topology import Sharding, Split
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 _log = logging.getLogger(__name__)
 _HOOKS = (
@@ -184,100 +178,28 @@ def _local_slice(full: nn.Parameter, experts: Sequence[int], world: int) -> nn.P
     return nn.Parameter(full.detach()[list(experts)], requires_grad=full.requires_grad)
 
 
-def parallelize_moe(
+def swap_experts(
     model: nn.Module,
-    group: ProcessGroup | DeviceMesh | None = None,
-    *,
-    backend: str = "auto",
-    options: DispatchOptions | None = None,
-    overlap: Overlap | Literal["auto"] | None = None,
-    expert_gemm_dtype: GemmDtype = "same",
-    placement: Placement | None = None,
-) -> Any:
-    """Make the MoE blocks of a loaded transformers model expert-parallel over ``group``. Collective.
-
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        model = moe_comm.swap_moe(model)                        # this rank now holds only its local experts
-        loss = model(input_ids, labels=input_ids).loss          # each rank passes its own batch
-
-    Every rank must pass a model with the same weights. They are compared by checksums, which reads the model once;
-    tensors on "meta" are not compared. After the swap, each rank runs the model on its own batch. Experts are
-    distributed in contiguous ranges of nearly equal size (7 experts on 2 ranks: 4 and 3), or by ``placement``. The
-    weights of remote experts are freed when nothing else references them, so build the optimizer after the swap.
-
-    Gradients: in a custom loop, divide the loss by the number of tokens on all ranks and call
-    ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` needs no other change: it
-    averages gradients, and the gradients of experts are then scaled to match. Before ``fully_shard``, call
-    ``moe_comm.prepare_fsdp(model)``.
-
-    Padding: the tokens that a 2-D ``attention_mask`` of the model excludes are not dispatched, and the experts return
-    zeros for them. Other masks have no such effect.
-    Saving: ``save_swapped(model, folder)`` or ``gather_state_dict(model)``, on every rank. ``model.named_parameters()``
-    has the experts of this rank only.
-
-    Generation: every rank must run the same number of forward passes. Use ``model.generate(..., synced_gpus=True)``.
+    blocks: dict[str, tuple[nn.Module, ExpertsLayout]],
+    sharing: Sequence[Sequence[str]],
+    dispatchers: Mapping[int, Dispatcher],
+    overlap: Overlap | None,
+) -> None:
+    """Replace the experts modules of a model by those of this rank.
 
     Args:
-        model: a ``PreTrainedModel``, or a module that contains MoE blocks of one. Changed in place.
-        group: ranks to distribute the experts over: a process group, or a DeviceMesh of one dimension or with a
-            dimension "ep". None: the default group, and without ``torch.distributed`` this process. To keep all experts
-            on each of several ranks, pass a group of one rank:
-            ``dist.new_group([dist.get_rank()], use_local_synchronization=True)``. The first rank logs what is
-            distributed, as a warning for None.
-        backend: dispatch backend, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
-        options: timeouts and checks.
-        overlap: executor of dispatch, experts and combine, see ``MoELayer``. It does not change the results. None runs
-            them serially.
-        expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs a hidden size
-            that is a multiple of 128, and another executor than "device".
-        placement: the ranks that hold each expert, the same in every block.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        UnsupportedModel: the model has no MoE block, has one of an unsupported kind, or is already distributed by
-            other means. The model is unchanged.
-        ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or the
-            placement does not fit the model.
-        RankMismatch: ranks pass different arguments, or models with different weights. On every rank; the model is
-            unchanged.
+        blocks: experts modules by name, from ``find_experts``. Emptied, so that the full weights of a block are freed
+            before the next one is swapped.
+        sharing: the names of each of them, from ``names_by_weights``.
+        dispatchers: by number of experts.
     """
-    overlap, defaulted = Overlap.of(overlap), group is None
-    group = group_or_default(as_group(group, "ep"))
-    world = group_size(group)
-    fault: MoeCommError | None = None
-    blocks, sharing, placements = {}, [], dict[int, Placement]()
-    try:
-        _refuse_swapped(model)
-        blocks = find_experts(model)
-        _refuse_conflicts(model, blocks, world)
-        sharing = _names_by_weights(model, blocks)
-        for _, layout in blocks.values():
-            check_gemm_dtype(expert_gemm_dtype, layout.hidden)
-            count = layout.num_experts
-            placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
-    except MoeCommError as error:
-        fault = error
-    if world > 1:
-        assert group is not None
-        timeout_s = (options or DispatchOptions()).timeout_s
-        check_loaded(model, Channel(communicator_of(group, timeout_s), timeout_s), fault)
-    if fault is not None:
-        raise fault
-    device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
-    fp8 = expert_gemm_dtype == "fp8"
-    dispatchers = {
-        count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
-        for count in sorted(placements)
-    }
-    padding, _ = PaddingMask.of(model, blocks)
+    padding = PaddingMask.of(model, blocks)[0] if blocks else None
     for names in sharing:
         experts, layout = blocks.pop(names[0])
         swapped = EPExperts(
             experts, layout, dispatchers[layout.num_experts], names[0], overlap, _router(model, names[0])
         )
-        swapped.gemm_dtype, swapped.padding = expert_gemm_dtype, padding
+        swapped.padding = padding
         for key in layout.parameters:
             mark_replaced(getattr(experts, key), getattr(swapped, key), f"{names[0]}.{key}", "swap_moe")
         for name in names:
@@ -287,39 +209,7 @@ def parallelize_moe(
             setattr(block, child, swapped)
             if swapped.dispatcher.world > 1:
                 block.register_forward_pre_hook(swapped.check_block, with_kwargs=True)
-        del experts  # free the full weights of this block before the next one is swapped
-    prepare_ddp(model)
-    if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:
-        guard_libraries()
-        if hasattr(model, "save_pretrained"):
-            swapped_model: Any = model
-            swapped_model.save_pretrained = MethodType(_save_pretrained, model)
-    _log_swap(list(swapped_experts(model).values()), defaulted)
-    return model
-
-
-swap_moe = parallelize_moe
-"""Short alias of ``parallelize_moe``."""
-
-
-def _log_swap(blocks: Sequence[EPExperts], defaulted: bool) -> None:
-    """Log what is distributed on the first rank: as a warning if the default group was not passed explicitly."""
-    first = blocks[0].dispatcher
-    if first.rank == 0:
-        experts = " or ".join(str(count) for count in sorted({block.num_experts for block in blocks}))
-        level = logging.WARNING if defaulted and first.world > 1 else logging.INFO
-        over = f"{first.world} ranks" + (", the default group" if defaulted and first.world > 1 else "")
-        _log.log(level, "swap_moe: %d MoE blocks, %s experts over %s", len(blocks), experts, over)
-
-
-def _refuse_swapped(model: nn.Module) -> None:
-    already = swapped_experts(model)
-    if already:
-        name, first = next(iter(already.items()))
-        raise ConfigError(
-            f"{type(model).__name__} is already swapped ({name} is distributed over {first.dispatcher.world} ranks). "
-            "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
-        )
+        del experts
 
 
 def _router(model: nn.Module, name: str) -> Callable[[], nn.Parameter | None]:
@@ -331,7 +221,7 @@ def _router(model: nn.Module, name: str) -> Callable[[], nn.Parameter | None]:
     return partial(replicated_parameter, block.get_submodule(path), parameter) if parameter else lambda: None
 
 
-def _names_by_weights(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> list[list[str]]:
+def names_by_weights(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> list[list[str]]:
     """Return the names of each experts module, and of modules that share all its parameters, as layers may.
 
     Raises:
@@ -381,7 +271,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]], world: int) -> None:
+def refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]], world: int) -> None:
     if "" in blocks:
         raise UnsupportedModel(f"{type(model).__name__} is an experts module; pass the model that contains it")
     for name, (experts, _) in blocks.items():
@@ -404,7 +294,7 @@ def _refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, Exper
         )
 
 
-def _save_pretrained(
+def save_pretrained(
     model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
 ) -> None:
     """Replace ``save_pretrained`` of a swapped model: require a ``state_dict`` that has all experts.

@@ -62,6 +62,9 @@ def state_dict_with_experts(
         converted = _convert(value, form, rank0_only, cpu)
         if converted is not None:
             result[state_key(key)] = converted
+    for name, module in _unwrapped(model).named_modules() if form == "full" else ():
+        if (restore := getattr(module, "restore_names", None)) is not None:  # of blocks with their own names
+            restore(result, f"{state_key(name)}.".lstrip("."))
     return result if form != "full" or not rank0_only or _is_first(model) else {}
 
 

@@ -1,0 +1,122 @@
+"""Descriptions of MoE blocks whose forward pass ``swap_moe`` cannot run with probes.
+
+@moe_comm.block_adapter(MyMoE)
+def describe(block):
+    return moe_comm.MoEBlock(
+        first=("w_gate", "w_up"), last="w_down", activation="swiglu", route=MyMoE.route
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.integrations.blocks.formula import ExpertFormula, Part
+from moe_comm.integrations.hugging_face.families import ExpertsLayout
+from moe_comm.kernels.activations import Activation, activation_of
+
+Route = Callable[[Any, Tensor], tuple[Any, ...]]
+Output = Callable[[Any, Tensor, Tensor, Any], Any]
+
+
+@dataclass(frozen=True)
+class MoEBlock:
+    """What an MoE block of a user's model computes, for ``block_adapter``.
+
+    Attributes:
+        first: names of the parameters of the experts' first layers in the block: gate and up, or one layer, or one for
+            both with gate first. "{}" stands for the number of the expert; a name without it is a parameter [E, ...] of
+            all experts.
+        last: name of the last layers' parameters.
+        activation: a name in ``ACTIVATIONS``, or an ``Activation``.
+        transposed: matrices are [inputs, outputs], as in ``x @ w``; else [outputs, inputs], as in ``nn.Linear``.
+        first_bias, last_bias: names of the biases; both or neither.
+        route: ``route(block, x_TD)`` returns expert ids [T, K], int64, -1 for none, and weights [T, K]; optionally
+            further values for ``output``. None: the forward pass of the block is run with probes.
+        output: ``output(block, x, y, extra)`` returns the result of the block. x: its tokens [..., D]. y: the sums of
+            the experts' outputs, in the shape of x. extra: the further values of ``route``, a tuple. None: y.
+    """
+
+    first: str | tuple[str, ...]
+    last: str
+    activation: str | Activation = "swiglu"
+    transposed: bool = False
+    first_bias: str | tuple[str, ...] = ()
+    last_bias: str | None = None
+    route: Route | None = None
+    output: Output | None = None
+
+    def formula(self, block: nn.Module) -> ExpertFormula:
+        """Return the formula of the experts.
+
+        Raises:
+            UnsupportedModel: the block has no such parameters, or their shapes do not fit.
+        """
+        params = {name: tuple(param.shape) for name, param in block.named_parameters()}
+        first, biases = _names(self.first), _names(self.first_bias)
+        paths = [*first, self.last, *biases, *([self.last_bias] if self.last_bias else [])]
+        experts = _count(self.last, params)
+        if missing := [path for path in paths if _count(path, params) != experts]:
+            raise UnsupportedModel(f"its parameters {missing[0]} are not those of {experts} experts ({self.last})")
+        shapes = {path: params[path.format(0)] if "{}" in path else params[path][1:] for path in paths}
+        if wrong := [path for path in (*first, self.last) if len(shapes[path]) != 2]:
+            raise UnsupportedModel(f"its parameter {wrong[0]} has no matrix for each expert")
+        activation = activation_of(self.activation)
+        hidden, width = shapes[self.last][::-1] if self.transposed else shapes[self.last]
+        outputs = sum(shapes[path][1 if self.transposed else 0] for path in first)
+        if outputs != (2 if activation.gated else 1) * width:
+            raise UnsupportedModel(f"activation {activation.name} does not map {outputs} outputs of {first} to {width}")
+        if bool(biases) != bool(self.last_bias):
+            raise UnsupportedModel("first_bias and last_bias must both be given, or neither")
+        parts = {"gate_up_proj": tuple(map(Part, first)), "down_proj": (Part(self.last),)}
+        if self.last_bias:
+            parts |= {"gate_up_proj_bias": tuple(map(Part, biases)), "down_proj_bias": (Part(self.last_bias),)}
+        layout = ExpertsLayout(experts, hidden, width, activation, bias=bool(self.last_bias))
+        return ExpertFormula(layout, parts, shapes, self.transposed)
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _count(path: str, params: dict[str, tuple[int, ...]]) -> int:
+    """Return the number of experts that have a parameter."""
+    if "{}" not in path:
+        return params[path][0] if path in params and len(params[path]) > 1 else 0
+    experts = 0
+    while path.format(experts) in params:
+        experts += 1
+    return experts
+
+
+_adapters: dict[type, Callable[[Any], MoEBlock]] = {}
+
+
+def block_adapter(kind: type[nn.Module]) -> Callable[[Callable[[Any], MoEBlock]], Callable[[Any], MoEBlock]]:
+    """Decorator: ``swap_moe`` swaps modules of class ``kind`` as the decorated function describes them.
+
+    The function gets a block and returns a ``MoEBlock``. ``swap_moe`` compares each kind of block with a swapped copy
+    of it before it changes the model.
+
+    Raises:
+        ConfigError: ``kind`` is no class of modules.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ConfigError(f"block_adapter takes a class of modules; got {kind!r}")
+
+    def register(describe: Callable[[Any], MoEBlock]) -> Callable[[Any], MoEBlock]:
+        _adapters[kind] = describe
+        return describe
+
+    return register
+
+
+def adapted(module: nn.Module) -> MoEBlock | None:
+    """Return the description of a block; None if there is no adapter for its class."""
+    describe = next((_adapters[base] for base in type(module).__mro__ if base in _adapters), None)
+    return None if describe is None else describe(module)

@@ -1,0 +1,269 @@
+"""An MoE block of a user's model whose experts are distributed over ranks.
+
+The forward of the block remains the user's code: router, noise, losses, shared experts. It computes the routing weights
+too, and in any form, because the experts that it calls are probes. The probe of expert e returns the unit vector e for
+each row, so the block returns the weight of each expert where it would return its output:
+
+    y[t] = sum over e of  weight[t, e] * expert_e(x[t])              the block, with its experts
+    W[t] = sum over e of  weight[t, e] * unit vector e               the block, with probes: W[t, e] = weight[t, e]
+
+The tokens are then dispatched with these weights, and y replaces W in what the block returns. Gradients of the weights
+flow back through the block's own operators. If the block adds something to the experts' outputs (shared experts), it
+runs twice: with probes that return zeros, and with unit vectors while the modules that it adds return zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.integrations.blocks.adapter import MoEBlock
+from moe_comm.integrations.blocks.formula import ExpertFormula
+from moe_comm.integrations.hugging_face.swap import EPExperts
+from moe_comm.layers.data_parallel.expert_shard import distribute_like
+
+Probe = Literal["zeros", "unit vectors"]
+Convention = Literal["list", "batches", "counts", "adapter"]
+"""How the block calls its experts: each module of a list with rows [..., D]; one module with [E, ..., D]; or one module
+with rows [R, D] in the order of the experts, and their counts [E]. With the ``route`` of an adapter, it does not."""
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How to run a block.
+
+    path: name of the experts in the block.
+    shape: of tokens, without the hidden size, with which the block is tried.
+    output: index of the leaf of the block's result that holds the tokens' outputs.
+    added: names of the modules whose outputs the block adds to those of the experts.
+    top_k: largest number of experts of a token.
+    nones: an expert returns a tuple of its output and this many Nones; -1: its output.
+    adapter: the description of the block, if its forward pass is not run.
+    """
+
+    path: str
+    formula: ExpertFormula
+    convention: Convention
+    shape: tuple[int, ...]
+    output: int = 0
+    added: tuple[str, ...] = ()
+    top_k: int = 0
+    nones: int = -1
+    adapter: MoEBlock | None = None
+
+    def __str__(self) -> str:
+        if self.adapter is not None:
+            return f"{self.path}: {self.formula}; routed by its adapter"
+        added = f", beside {' and '.join(self.added)}" if self.added else ""
+        return f"{self.path}: {self.formula}; {self.top_k} experts per token{added}"
+
+
+class Probes:
+    """What the forward pass of a block calls in place of its experts: as a list, or as one module."""
+
+    num_experts: int
+    probe: Probe | None = None
+    plan: BlockPlan
+
+    def __len__(self) -> int:
+        return self.num_experts
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return (self[expert] for expert in range(self.num_experts))
+
+    def __getitem__(self, expert: int) -> Callable[..., Any]:
+        expert = range(self.num_experts)[expert]
+        return lambda x, *_, **__: self._result(self._probed(x, expert))
+
+    def probed(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of all experts for the arguments of one call."""
+        if self.plan.convention == "batches":
+            return self._result(torch.stack([self._probed(rows_D, expert) for expert, rows_D in enumerate(rows)]))
+        counts_E = torch.as_tensor(next(v for v in (*args, *kwargs.values()) if _counts(v, self.num_experts)))
+        units_ED = torch.eye(self.num_experts, rows.shape[-1], dtype=rows.dtype, device=rows.device)
+        if self.probe == "zeros":
+            units_ED.zero_()
+        counts_E = counts_E.to(rows.device).long()
+        return self._result(units_ED.repeat_interleave(counts_E, 0, output_size=rows.shape[0]))
+
+    def _result(self, y: Tensor) -> Any:
+        return y if self.plan.nones < 0 else (y, *[None] * self.plan.nones)
+
+    def _probed(self, x: Tensor, expert: int) -> Tensor:
+        if self.probe is None:
+            raise ConfigError("the experts of a swapped block run in the block's forward pass only")
+        y = torch.zeros_like(x)
+        if self.probe == "unit vectors":
+            y[..., expert] = 1
+        return y
+
+
+class BlockExperts(Probes, EPExperts):
+    """The experts of a user's block: probes for the block's own forward pass, and the experts of this rank.
+
+    State dicts of the whole model, and those that are loaded, have the names and shapes of the unswapped block.
+    """
+
+    def use(self, plan: BlockPlan) -> None:
+        """Set the plan, and convert the names in state dicts of one process."""
+        self.plan = plan
+        self.register_state_dict_post_hook(_after_state_dict)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the experts as ``EPExperts``, or probe them."""
+        return super().forward(*args, **kwargs) if self.probe is None else self.probed(*args, **kwargs)
+
+    def restore_names(self, state: dict[str, Any], prefix: str) -> None:
+        """Replace the parameters of all experts in ``state`` by those of the unswapped block.
+
+        prefix: of this module's keys. Nothing changes if ``state`` has this rank's experts only.
+        """
+        stacks = {key: state.get(prefix + key) for key in self.layout.parameters}
+        if any(type(stack) is not Tensor or len(stack) != self.num_experts for stack in stacks.values()):
+            return
+        for key in stacks:
+            del state[prefix + key]
+        of_block = prefix.removesuffix(f"{self.plan.path}.")
+        originals = self.plan.formula.split(stacks)  # type: ignore[arg-type]
+        state |= {of_block + name: value for name, value in originals.items()}
+
+
+def _after_state_dict(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    experts.restore_names(state, prefix)
+
+
+def before_load(block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook of a block: take this rank's experts from the parameters of an unswapped block."""
+    plan: Any = block.block_plan
+    experts: Any = block.get_submodule(plan.path)
+    named = {name: state[prefix + name] for name in plan.formula.names if prefix + name in state}
+    if len(named) < len(plan.formula.names):
+        return  # torch reports missing and unexpected keys
+    for name in named:
+        del state[prefix + name]
+    homes = experts.placement.homes_of(experts.dispatcher.rank)
+    for key, shape in experts.layout.parameters.items():
+        empty = next(iter(named.values())).new_empty(0, *shape[1:])
+        part = plan.formula.stack(key, named, homes) if homes else empty
+        state[f"{prefix}{plan.path}.{key}"] = distribute_like(part, getattr(experts, key))
+    if experts.copies is not None:
+        experts.copies.weights_changed()
+
+
+def _counts(value: Any, num_experts: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.shape == (num_experts,) and not value.is_floating_point()
+    return isinstance(value, list | tuple) and len(value) == num_experts
+
+
+def swapped_class(kind: type) -> type:
+    """Return the class of a swapped block: ``kind``, with a forward pass that dispatches."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run_block(self, self.block_plan, lambda: kind.forward(self, *args, **kwargs), (args, kwargs))  # type: ignore[attr-defined]
+
+    # A graph break, as in MoELayer: collectives and varying row counts cannot be traced.
+    return type(f"Swapped{kind.__name__}", (kind,), {"forward": torch._disable_dynamo(forward)})
+
+
+def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inputs: Any) -> Any:
+    """Return the result of a swapped block. Collective."""
+    experts: Any = block.get_submodule(plan.path)
+    dispatcher, label, adapter = experts.dispatcher, experts.label, plan.adapter
+    try:
+        x = tokens_of(inputs, plan.formula.layout.hidden)
+        x_TD = x.reshape(-1, x.shape[-1])
+        added = None
+        if adapter is not None:
+            assert adapter.route is not None
+            ids_TK, weights_TK, *extra = adapter.route(block, x_TD)
+        elif plan.added:
+            with replayed(block, x.device):
+                weights = outputs_of(block, plan, forward, "unit vectors", plan.added)[0][plan.output]
+            leaves, spec = outputs_of(block, plan, forward, "zeros")
+            added = leaves[plan.output]
+        else:
+            leaves, spec = outputs_of(block, plan, forward, "unit vectors")
+            weights = leaves[plan.output]
+        if adapter is None:
+            ids_TK, weights_TK = chosen(weights.reshape(x_TD.shape), plan)
+    except InputError as error:
+        dispatcher.refuse(error, label=label)
+    except Exception as error:  # the other ranks would wait in dispatch
+        dispatcher.abort(error, label=label)
+        raise
+    y_TD = experts(x_TD, ids_TK, weights_TK)
+    if adapter is not None:
+        y = y_TD.view(x.shape)
+        return y if adapter.output is None else adapter.output(block, x, y, tuple(extra))
+    y = y_TD.view(weights.shape).to(weights.dtype)
+    leaves[plan.output] = y if added is None else added + y
+    return tree_unflatten(leaves, spec)
+
+
+def tokens_of(inputs: Any, hidden: int) -> Tensor:
+    """Return the first tensor [..., hidden] of a block's arguments.
+
+    Raises:
+        InputError: there is none.
+    """
+    for leaf in tree_flatten(inputs)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[-1] == hidden and leaf.is_floating_point():
+            return leaf
+    raise InputError(f"the block needs tokens [..., {hidden}]")
+
+
+def chosen(weights_TE: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token with nonzero weights, and these weights. weights_TE: [T, D], zero from E on."""
+    weights_TE = weights_TE[:, : plan.formula.layout.num_experts]
+    with torch.no_grad():
+        size_TE = weights_TE.abs().nan_to_num(nan=torch.inf)
+        ids_TK = size_TE.topk(plan.top_k, dim=1).indices
+        most = int((size_TE > 0).sum(1).max()) if len(size_TE) else 0
+        if most > plan.top_k:
+            raise InputError(f"the block chose {most} experts for a token; when it was swapped, at most {plan.top_k}")
+        dropped_TK = size_TE.gather(1, ids_TK) == 0
+    return ids_TK.masked_fill(dropped_TK, -1), weights_TE.gather(1, ids_TK)
+
+
+def outputs_of(
+    block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], probe: Probe, silent: tuple[str, ...] = ()
+) -> tuple[list[Any], Any]:
+    """Return the leaves of the block's result, and their structure, with probes. silent: modules that return zeros."""
+    experts: Any = block.get_submodule(plan.path)
+    hooks = [block.get_submodule(name).register_forward_hook(_zeros) for name in silent]
+    experts.probe = probe
+    try:
+        return tree_flatten(forward())
+    finally:
+        experts.probe = None
+        for hook in hooks:
+            hook.remove()
+
+
+def _zeros(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return torch.zeros_like(output)
+
+
+@contextmanager
+def replayed(module: nn.Module, device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Context of a forward pass that is repeated: random numbers and buffers are afterwards those of before.
+
+    seed: of the random numbers inside; None: they continue.
+    """
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])

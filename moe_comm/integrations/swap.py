@@ -1,0 +1,174 @@
+"""``swap_moe``: make the MoE blocks of a loaded model expert-parallel, of transformers or of the user's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default, group_size
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.integrations.blocks.block import BlockPlan
+from moe_comm.integrations.blocks.swap import FoundBlock, describe, find_blocks, refuse_ties, swap_blocks
+from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts, is_experts
+from moe_comm.integrations.hugging_face.swap import (
+    EPExperts,
+    guard_libraries,
+    names_by_weights,
+    refuse_conflicts,
+    save_pretrained,
+    swap_experts,
+    swapped_experts,
+)
+from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
+from moe_comm.layers.data_parallel import prepare_ddp
+from moe_comm.layers.data_parallel.replicas import check_loaded
+from moe_comm.layers.moe.config import expert_dispatcher
+from moe_comm.overlap.options import Overlap
+from moe_comm.topology import Placement
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger(__name__)
+
+
+def parallelize_moe(
+    model: nn.Module,
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    backend: str = "auto",
+    options: DispatchOptions | None = None,
+    overlap: Overlap | Literal["auto"] | None = None,
+    expert_gemm_dtype: GemmDtype = "same",
+    placement: Placement | None = None,
+) -> Any:
+    """Make the MoE blocks of a loaded model expert-parallel over ``group``. Collective.
+
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = moe_comm.swap_moe(model)                        # this rank now holds only its local experts
+        loss = model(input_ids, labels=input_ids).loss          # each rank passes its own batch
+
+    Every rank must pass a model with the same weights. They are compared by checksums, which reads the model once;
+    tensors on "meta" are not compared. After the swap, each rank runs the model on its own batch. Experts are
+    distributed in contiguous ranges of nearly equal size (7 experts on 2 ranks: 4 and 3), or by ``placement``. The
+    weights of remote experts are freed when nothing else references them, so build the optimizer after the swap.
+
+    Blocks that are not from transformers are recognised by what their experts compute, or described by
+    ``block_adapter``. Their forward pass remains the user's code, see docs/swap.md. Each kind of block is compared with
+    a swapped copy on random tokens, forward and backward in fp32, before the model is changed.
+
+    Gradients: in a custom loop, divide the loss by the number of tokens on all ranks and call
+    ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` needs no other change: it
+    averages gradients, and the gradients of experts are then scaled to match. Before ``fully_shard``, call
+    ``moe_comm.prepare_fsdp(model)``.
+
+    Padding: the tokens that a 2-D ``attention_mask`` of the model excludes are not dispatched, and the experts return
+    zeros for them. Other masks have no such effect.
+    Saving: ``save_swapped(model, folder)`` or ``gather_state_dict(model)``, on every rank. ``model.named_parameters()``
+    has the experts of this rank only.
+
+    Generation: every rank must run the same number of forward passes. Use ``model.generate(..., synced_gpus=True)``.
+
+    Args:
+        model: a ``PreTrainedModel``, or any module that contains MoE blocks. Changed in place.
+        group: ranks to distribute the experts over: a process group, or a DeviceMesh of one dimension or with a
+            dimension "ep". None: the default group, and without ``torch.distributed`` this process. To keep all experts
+            on each of several ranks, pass a group of one rank:
+            ``dist.new_group([dist.get_rank()], use_local_synchronization=True)``. The first rank logs what is
+            distributed, as a warning for None.
+        backend: dispatch backend, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
+        options: timeouts and checks.
+        overlap: executor of dispatch, experts and combine, see ``MoELayer``. It does not change the results. None runs
+            them serially.
+        expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs a hidden size
+            that is a multiple of 128, and another executor than "device".
+        placement: the ranks that hold each expert, the same in every block.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UnsupportedModel: the model has no MoE block, has one of an unsupported kind, or is already distributed by
+            other means, or a swapped copy of a block differs from it. The model is unchanged.
+        ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or the
+            placement does not fit the model.
+        RankMismatch: ranks pass different arguments, or models with different weights. On every rank; the model is
+            unchanged.
+    """
+    overlap, defaulted = Overlap.of(overlap), group is None
+    group = group_or_default(as_group(group, "ep"))
+    world = group_size(group)
+    fault: MoeCommError | None = None
+    blocks: dict[str, tuple[nn.Module, ExpertsLayout]] = {}
+    sharing: list[list[str]] = []
+    own: list[tuple[FoundBlock, BlockPlan]] = []
+    placements = dict[int, Placement]()
+    try:
+        _refuse_swapped(model)
+        stacked = any(is_experts(module) for module in model.modules())
+        own = [(found, describe(found)) for found in find_blocks(model, only_adapted=stacked)]
+        refuse_ties(model, own)
+        if stacked or not own:
+            blocks = find_experts(model)
+            refuse_conflicts(model, blocks, world)
+            sharing = names_by_weights(model, blocks)
+        for layout in (*(layout for _, layout in blocks.values()), *(plan.formula.layout for _, plan in own)):
+            check_gemm_dtype(expert_gemm_dtype, layout.hidden)
+            count = layout.num_experts
+            placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
+    except MoeCommError as error:
+        fault = error
+    if world > 1:
+        assert group is not None
+        timeout_s = (options or DispatchOptions()).timeout_s
+        check_loaded(model, Channel(communicator_of(group, timeout_s), timeout_s), fault)
+    if fault is not None:
+        raise fault
+    device, fp8 = next(model.parameters()).device, expert_gemm_dtype == "fp8"
+    dispatchers = {
+        count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
+        for count in sorted(placements)
+    }
+    swap_blocks(model, own, dispatchers, overlap)
+    swap_experts(model, blocks, sharing, dispatchers, overlap)
+    for experts in swapped_experts(model).values():
+        experts.gemm_dtype = expert_gemm_dtype
+    prepare_ddp(model)
+    if world > 1:
+        guard_libraries()
+        if hasattr(model, "save_pretrained"):
+            swapped_model: Any = model
+            swapped_model.save_pretrained = MethodType(save_pretrained, model)
+    _log_swap(list(swapped_experts(model).values()), defaulted)
+    return model
+
+
+swap_moe = parallelize_moe
+"""Short alias of ``parallelize_moe``."""
+
+
+def _log_swap(blocks: Sequence[EPExperts], defaulted: bool) -> None:
+    """Log what is distributed on the first rank: as a warning if the default group was not passed explicitly."""
+    first = blocks[0].dispatcher
+    if first.rank == 0:
+        experts = " or ".join(str(count) for count in sorted({block.num_experts for block in blocks}))
+        level = logging.WARNING if defaulted and first.world > 1 else logging.INFO
+        over = f"{first.world} ranks" + (", the default group" if defaulted and first.world > 1 else "")
+        _log.log(level, "swap_moe: %d MoE blocks, %s experts over %s", len(blocks), experts, over)
+
+
+def _refuse_swapped(model: nn.Module) -> None:
+    already = swapped_experts(model)
+    if already:
+        name, first = next(iter(already.items()))
+        raise ConfigError(
+            f"{type(model).__name__} is already swapped ({name} is distributed over {first.dispatcher.world} ranks). "
+            "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
+        )

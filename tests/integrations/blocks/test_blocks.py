@@ -1,0 +1,306 @@
+"""``swap_moe`` with MoE blocks of a user's own model, against the model before the swap."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import moe_comm
+from moe_comm.errors import InputError, PeerRaised, UnsupportedModel
+from tests.integrations.blocks.styles import (
+    EXPERTS,
+    STYLES,
+    TOP_K,
+    D,
+    FlatTokens,
+    InlineMath,
+    Mixtral,
+    Model,
+    NoisyTopK,
+    ThreeLayers,
+    TwoLayers,
+)
+from tests.pool import on_ranks
+
+
+def _tokens(rank: int) -> Tensor:
+    return torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def _backward(model: nn.Module, rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rank)  # for the noise of a router
+    logits, other = model(_tokens(rank))
+    target = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    (F.mse_loss(logits, target, reduction="sum") + other).backward()
+    return logits.detach(), other.detach() if isinstance(other, Tensor) else torch.zeros(())
+
+
+def _model(style: type[nn.Module]) -> Model:
+    torch.manual_seed(0)
+    return Model(style)
+
+
+def _adapter(block: InlineMath) -> moe_comm.MoEBlock:
+    return moe_comm.MoEBlock(
+        first=("w_gate", "w_up"),
+        last="w_down",
+        transposed=True,
+        route=InlineMath.route,
+        output=lambda block, x, y, extra: (y, extra[0]),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_comm.integrations.blocks.adapter._adapters", {})
+
+
+ALL = pytest.mark.parametrize("style", [*STYLES, InlineMath], ids=lambda style: style.__name__)
+
+
+@on_ranks(2, 4)
+@ALL
+def test_results_and_all_gradients_are_those_of_the_original_model(
+    style: type[nn.Module], rank: int, world: int, group: ProcessGroup
+) -> None:
+    _compare(style, rank, world, group)
+
+
+@ALL
+def test_one_process_has_the_results_and_gradients_of_the_original_model(style: type[nn.Module]) -> None:
+    _compare(style, 0, 1, None)
+
+
+def _compare(style: type[nn.Module], rank: int, world: int, group: ProcessGroup | None) -> None:
+    moe_comm.block_adapter(InlineMath)(_adapter)
+    original, model = _model(style), _model(style)
+    moe_comm.swap_moe(model, group)
+    expected = [_backward(original, source) for source in range(world)]
+    result = _backward(model, rank)
+    if world > 1:
+        moe_comm.sync_gradients(model)
+
+    torch.testing.assert_close(result, expected[rank], rtol=1e-5, atol=1e-5)
+    gradients = deepcopy(model)
+    for param, source in zip(gradients.parameters(), model.parameters(), strict=True):
+        param.data = torch.zeros_like(source) if source.grad is None else torch.as_tensor(source.grad).detach().clone()
+    full = moe_comm.gather_state_dict(gradients)
+    for name, param in original.named_parameters():
+        expected_grad = torch.zeros_like(param) if param.grad is None else param.grad
+        torch.testing.assert_close(full[name], expected_grad, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+@ALL
+def test_checkpoints_of_the_original_load_and_are_gathered(style: type[nn.Module], group: ProcessGroup) -> None:
+    _load_and_gather(style, group)
+
+
+@ALL
+def test_one_process_loads_checkpoints_of_the_original(style: type[nn.Module]) -> None:
+    model, other = _load_and_gather(style, None)
+    assert model.state_dict().keys() == other.state_dict().keys()
+
+
+def _load_and_gather(style: type[nn.Module], group: ProcessGroup | None) -> tuple[nn.Module, nn.Module]:
+    moe_comm.block_adapter(InlineMath)(_adapter)
+    model = moe_comm.swap_moe(_model(style), group)
+    torch.manual_seed(1)
+    other = Model(style)
+    model.load_state_dict(other.state_dict())
+    full = moe_comm.gather_state_dict(model)
+    assert full.keys() == other.state_dict().keys()
+    for name, value in other.state_dict().items():
+        assert torch.equal(full[name], value), name
+    again = _model(style)
+    again.load_state_dict(full)
+    missing = dict(list(other.state_dict().items())[:-1])
+    del missing[next(name for name in full if name.startswith("blocks.0"))]
+    with pytest.raises(RuntimeError, match=r"blocks\.0"):
+        model.load_state_dict(missing)
+    return model, other
+
+
+@on_ranks(2)
+def test_a_swapped_model_trains_as_the_original_on_one_process(rank: int, group: ProcessGroup) -> None:
+    original, model = _model(Mixtral), moe_comm.swap_moe(_model(Mixtral), group)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (original, model)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for source in range(2):
+            _backward(original, source)
+        _backward(model, rank)
+        moe_comm.sync_gradients(model)
+        for optimizer in optimizers:
+            optimizer.step()
+    full = moe_comm.gather_state_dict(model)
+    for name, value in original.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-4, atol=1e-4)
+    with pytest.raises(moe_comm.errors.ConfigError):
+        moe_comm.swap_moe(model, group)
+
+
+class Unusual(Mixtral):
+    """Weights the input of experts instead of their output."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.view(-1, D)
+        weights, selected = torch.topk(self.gate(flat), TOP_K)
+        results = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(selected == number)
+            results[token] += expert(flat[token] * weights[token, slot, None].sigmoid())
+        return results.view_as(inputs)
+
+
+class Rectified(Mixtral):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).relu()
+
+
+class Normalized(Mixtral):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        y: Tensor = self.norm(super().forward(inputs))
+        return y
+
+
+class OwnActivation(Mixtral):
+    class Expert(ThreeLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.w2(torch.sin(self.w1(x)) * self.w3(x))
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(self.Expert() for _ in range(EXPERTS))
+
+
+class Dropout(NoisyTopK):
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.dropout = nn.Dropout(0.1)
+
+
+class Needy(Mixtral):
+    def forward(self, inputs: Tensor, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("style", "reason"),
+    [
+        (Unusual, "differs from the original"),
+        (Rectified, "differs from the original"),
+        (Normalized, "one weight each"),
+        (OwnActivation, "no known formula"),
+        (Dropout, "dropout 0.1"),
+        (Needy, "cannot run on tokens"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_block_that_computes_something_else_is_refused_and_unchanged(
+    style: type[nn.Module], reason: str, group: ProcessGroup
+) -> None:
+    model = _model(style)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UnsupportedModel, match=reason) as raised:
+        moe_comm.swap_moe(model, group)
+    assert "blocks.0" in str(raised.value) and "block_adapter" in str(raised.value)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_block_of_flat_tokens() -> None:
+    torch.manual_seed(0)
+    x, original = torch.randn(9, D), FlatTokens()
+    model = moe_comm.swap_moe(nn.Sequential(deepcopy(original)))
+    torch.testing.assert_close(model(x), original(x))
+
+
+@on_ranks(2)
+def test_an_adapter_is_not_trusted(group: ProcessGroup) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"first": ("w_up", "w_gate")}, "result 0"),
+        ({"output": None}, "result 1"),
+    ]
+    for changes, difference in wrong:
+        moe_comm.block_adapter(InlineMath)(lambda block, changes=changes: replace(_adapter(block), **changes))
+        with pytest.raises(UnsupportedModel, match=difference):
+            moe_comm.swap_moe(_model(InlineMath), group)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        moe_comm.MoEBlock("w_gate", "w_missing"),
+        moe_comm.MoEBlock("w_gate", "w_down", transposed=True),  # half of a gated activation
+        moe_comm.MoEBlock(("w_gate", "w_up"), "gate.weight", transposed=True),
+    ],
+)
+def test_a_description_that_does_not_fit_raises(description: moe_comm.MoEBlock) -> None:
+    moe_comm.block_adapter(InlineMath)(lambda block: description)
+    with pytest.raises(UnsupportedModel):
+        moe_comm.swap_moe(_model(InlineMath))
+
+
+def test_a_shared_expert_parameter_is_refused() -> None:
+    model = _model(Mixtral)
+    first, second = model.blocks
+    second.experts[0].w1.weight = first.experts[0].w1.weight
+    with pytest.raises(UnsupportedModel, match="one parameter of experts"):
+        moe_comm.swap_moe(model)
+
+
+def test_modules_that_are_no_blocks_are_left_alone() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(TwoLayers() for _ in range(3))
+
+    with pytest.raises(UnsupportedModel, match="no MoE block"):
+        moe_comm.swap_moe(Towers())
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_reaches_the_others(rank: int, group: ProcessGroup) -> None:
+    model = moe_comm.swap_moe(_model(Mixtral), group)
+    x = torch.randn(2, 3, D) if rank == 0 else torch.randn(2, 3, D + 1)
+    with pytest.raises((InputError, PeerRaised)):
+        model.blocks[0](x)
+    _backward(model, rank)  # the group is usable
+
+
+@on_ranks(2)
+def test_copies_and_wrappers(rank: int, group: ProcessGroup) -> None:
+    model = moe_comm.swap_moe(_model(NoisyTopK), group)
+    copied: Any = deepcopy(model)
+    torch.testing.assert_close(_backward(copied, rank), _backward(model, rank), rtol=0, atol=0)
+    assert isinstance(model.blocks[0], NoisyTopK)
+    with torch.no_grad():
+        copied.blocks[0].experts.down_proj.zero_()
+    assert bool(model.blocks[0].experts.down_proj.any())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    _backward(wrapped, rank)
+
+
+def test_a_call_without_tokens_and_in_bf16() -> None:
+    model = moe_comm.swap_moe(_model(Mixtral).bfloat16())
+    y, _ = model(torch.randn(0, 4, 5, dtype=torch.bfloat16))
+    assert y.shape == (0, 4, 11)
+    y, _ = model(torch.randn(2, 4, 5, dtype=torch.bfloat16))
+    reference, _ = _model(Mixtral).bfloat16()(torch.randn(2, 4, 5, dtype=torch.bfloat16))
+    assert y.dtype == reference.dtype
