@@ -34,15 +34,16 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.communicator import refuse_pickling
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD, GroupCalls, describe
-from moe_comm.dispatch.arguments import (
+from moe_comm.dispatch.checksums import CorruptionLog, SentChecksums, sums_by_expert
+from moe_comm.dispatch.operation import (
+    Operation,
+    Operations,
     combine_fault,
     dispatch_fault,
     extra_fault,
     scaled_fault,
     spread_fault,
 )
-from moe_comm.dispatch.checksums import CorruptionLog, SentChecksums, sums_by_expert
-from moe_comm.dispatch.operation import Operation, Operations
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions, ExtraRoutes
 from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized, rounded
 from moe_comm.errors import InputError, MoeCommError

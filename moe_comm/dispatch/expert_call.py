@@ -200,13 +200,6 @@ class ExpertCall:
         self._dispatcher, self.handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
         self.rows, self._scaled = dispatched.rows_RD, dispatched.scaled
 
-    @staticmethod
-    def start(
-        dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str, scaled: bool = False
-    ) -> ExpertCall:
-        """Dispatch the rows of a call. scaled: for experts with fp8 GEMMs."""
-        return ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
-
     def complete(self) -> None:
         """Complete the dispatch, so that other operations of the group can run before ``compute``."""
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.dispatch.arguments import ID_DTYPES
 from moe_comm.dispatch.dispatcher import Dispatcher
+from moe_comm.dispatch.operation import ID_DTYPES
 from moe_comm.dispatch.selection.factory import shared_dispatcher
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DROPPED, DispatchHandle, DispatchOptions

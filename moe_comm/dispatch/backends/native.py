@@ -18,9 +18,8 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.group_setup import heap_of
 from moe_comm.comm.header import failure, fault_word
-from moe_comm.dispatch.arguments import ID_DTYPES
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.operation import Operation
+from moe_comm.dispatch.operation import ID_DTYPES, Operation
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DROPPED, DispatchHandle
-from moe_comm.dispatch.arguments import ID_DTYPES
+from moe_comm.dispatch.operation import ID_DTYPES
 from moe_comm.dispatch.per_rank import (
     FLOATS,
     Bias,

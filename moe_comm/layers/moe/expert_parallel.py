@@ -222,7 +222,8 @@ class ExpertParallel(ParallelModule):
             with dispatcher.abort_on_error(self.label):
                 ids_TK, weights_TK = self.slots(ids_TK, weights_TK)
         if self.overlap is None:
-            return ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, self.label, fp8)
+            dispatched = dispatcher.dispatch(x_TD, ids_TK, label=self.label, scaled=fp8)
+            return ExpertCall(dispatcher, dispatched, weights_TK)
         from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors
 
         top_k = ids_TK.shape[1]

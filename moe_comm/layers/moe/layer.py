@@ -30,8 +30,8 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchOptions
-from moe_comm.dispatch.arguments import tokens_fault
 from moe_comm.dispatch.expert_call import ExpertCall
+from moe_comm.dispatch.operation import tokens_fault
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.layers.data_parallel.attach import exclude_from_ddp, gradients_of

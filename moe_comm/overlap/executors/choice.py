@@ -65,7 +65,7 @@ def dispatch_rows(
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     if overlap is None or overlap.executor == "serial":
-        return ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+        return _serial(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
     x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
@@ -99,13 +99,13 @@ def dispatch_rows(
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK, scaled)
     if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not pipelined_requested:
-            return ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+            return _serial(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, scaled=scaled)
         if shared.chunks == 1 and not pipelined_requested:
             return ExpertCall(dispatcher, shared.dispatch_at_once(send, x_TD, scaled), weights_TK)
         return PipelinedCall(shared, lambda _: send, x_TD, weights_TK, scaled)
-    return ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+    return _serial(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
 
 
 def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
@@ -180,6 +180,12 @@ def explain_overlap(
     name = "serial" if choice.chunks == 1 else f"pipelined in {choice.chunks} chunks"
     lines.append(f"choice: {name}; more than one chunk must save {MARGIN:.0%}, predicted or measured by moe-comm tune")
     return "\n".join(lines)
+
+
+def _serial(
+    dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str, scaled: bool
+) -> ExpertCall:
+    return ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
 
 
 def _check_weights(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str) -> None:

@@ -101,7 +101,7 @@ def test_the_layer_with_kernels_is_near_plain_torch(arg: tuple[torch.dtype, str,
         experts.reset_parameters(3, std=0.2)
         experts.gemm_dtype = "fp8"
         x_TD, weights_TK = drawn(9, 256, dtype=dtype).requires_grad_(), drawn(9, 2, seed=1).requires_grad_()
-        call = ExpertCall.start(dispatcher, x_TD, some_ids(9, 2, 4), weights_TK, "", scaled=True)
+        call = ExpertCall(dispatcher, dispatcher.dispatch(x_TD, some_ids(9, 2, 4), scaled=True), weights_TK)
         y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call))
         y_TD.backward(drawn(9, 256, dtype=dtype, seed=2))
         grads = [x_TD.grad, weights_TK.grad, *(p.grad for p in experts.parameters())]
@@ -130,7 +130,7 @@ def test_kernels_read_the_rows_of_a_low_latency_dispatch_in_place(rank: int) -> 
     w13_EGD, w2_EDF = drawn(2, 80, 256, seed=rank) / 16, drawn(2, 256, 40, seed=7 + rank) / 6
     for tokens in (3 + rank, 0 if rank else 8):
         x_TD, ids_TK, weights_TK = drawn(tokens, 256, seed=rank), some_ids(tokens, 2, 4), drawn(tokens, 2, seed=1)
-        call = ExpertCall.start(dispatcher, x_TD, ids_TK, weights_TK, "", scaled=True)
+        call = ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, scaled=True), weights_TK)
         mlp = ExpertMLP((w13_EGD, w2_EDF, None, None), activation_of("swiglu"), gemm_dtype="fp8")
         expected_TD = call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
