@@ -16,8 +16,8 @@ from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.common.settings import OPERATORS, OverlapBench
 from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.bench.overlap import benchmark as overlap, operators as overlap_experts
+from moe_comm.bench.overlap.benchmark import OverlapLayerContest, widths
 from moe_comm.bench.overlap.contest import DIRECTIONS, PARTS, MeasuredRates, hidden_of
-from moe_comm.bench.overlap.layer import OverlapLayerContest, widths
 from moe_comm.errors import ConfigError, MissingDependency
 from tests.pool import RankPool
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_comm import cli
-from moe_comm.bench.common.processor_quota import unavailable_reason as no_quota
+from moe_comm.bench.common.ranks import processor_quota
 from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.bench.placement.settings import PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.errors import ConfigError
@@ -27,6 +30,22 @@ TINY = {
     "window": 3,
     "warmup": 3,
 }
+
+PERIOD_S = 0.005
+"""Period of a quota of 0.2 cores; a process may use the quota of one more period than it has lasted."""
+
+
+def quota_unavailable_reason() -> str:
+    """Return why CPU time cannot be limited here; empty if it can be."""
+    try:
+        with processor_quota(1.0):
+            return ""
+    except ConfigError as error:
+        return str(error)
+
+
+REASON = quota_unavailable_reason()
+needs_quota = pytest.mark.skipif(bool(REASON), reason=REASON or "CPU time can be limited")
 
 
 def run(out: Path, **changed: Any) -> dict[str, Any]:
@@ -82,7 +101,35 @@ def test_experts_move_between_hosts(tmp_path: Path) -> None:
         PlacementBench(ranks=4, hosts=3)
 
 
-@pytest.mark.skipif(bool(no_quota()), reason=no_quota() or "processor time can be limited")
+def cgroups() -> str:
+    return Path("/proc/self/cgroup").read_text()
+
+
+@needs_quota
+def test_a_process_uses_no_more_than_its_quota_and_then_leaves_the_cgroup() -> None:
+    before = cgroups()
+    with processor_quota(0.2):
+        assert cgroups() != before
+        start, used = time.perf_counter(), time.process_time()
+        while (wall := time.perf_counter() - start) < 0.2:
+            pass
+        used = time.process_time() - used
+    assert used <= 0.2 * (wall + 2 * PERIOD_S)
+    assert cgroups() == before
+
+
+@needs_quota
+def test_the_cgroup_of_a_killed_rank_is_removed_by_the_next_one() -> None:
+    if not (pid := os.fork()):
+        with processor_quota(0.5):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    left = f"moe_comm-rank-{pid}"
+    with processor_quota(0.5):
+        assert not list(Path("/sys/fs/cgroup").glob(f"*/{left}")) and not Path("/sys/fs/cgroup", left).exists()
+
+
+@needs_quota
 def test_ranks_have_their_own_processor_time(tmp_path: Path) -> None:
     result = run(tmp_path / "out.json", cores_per_rank=0.4, slots=0)
     assert result["bits_equal"] and result["settings"]["cores_per_rank"] == 0.4
@@ -126,7 +173,17 @@ def test_eplb_replicates_the_experts_with_the_most_rows_per_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"ranks": 1}, {"ranks": 3}, {"zipf": -1.0}, {"every": 0}, {"threshold": 1.0}, {"slots": 5}, {"window": 4}]
+    "wrong",
+    [
+        {"ranks": 1},
+        {"ranks": 3},
+        {"zipf": -1.0},
+        {"every": 0},
+        {"threshold": 1.0},
+        {"slots": 5},
+        {"window": 4},
+        {"cores_per_rank": 65},
+    ],
 )
 def test_impossible_settings_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

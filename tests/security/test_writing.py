@@ -35,7 +35,7 @@ OWNERS = re.compile(
 """Objects that have methods of these names, and are no paths."""
 ALLOWED = {
     "bench/common/machine.py": "files of the kernel",
-    "bench/common/processor_quota.py": "files of the kernel",
+    "bench/common/ranks.py": "files of the kernel",
     "bench/hosts/ranks.py": "descriptors that ranks inherit",
     "bench/overlap/timeline.py": "a picture, to a file of safe_files",
     "gpu/nvrtc.py": "a new file in the cache of compiled kernels, which is renamed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +16,9 @@ from rich.table import Table
 from moe_comm.bench.common import report
 from moe_comm.bench.common.clock import gather
 from moe_comm.bench.common.machine import machine_info
-from moe_comm.bench.common.processor_quota import processor_quota
 from moe_comm.bench.hosts.namespaces import Hosts
 from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
+from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.topology import ParallelConfig, ParallelMesh
 
@@ -28,6 +28,9 @@ TIMEOUT_S = 1800.0
 LINK_BYTES = 32 << 20
 """Bytes that measure the rate of each link, far more than its burst; fewer if they take longer than a second."""
 HOSTS_TIMEOUT_S = 3600.0
+CGROUP_PREFIX = "moe_comm-rank-"
+CPU_SLICE_US = 1000
+"""Length of a CPU time slice, the shortest that Linux accepts."""
 
 
 def run_benchmark(
@@ -193,3 +196,63 @@ def launch_ranks(
         return launch(function, arguments, ranks, preload=preload)
     with Hosts(hosts, link_gbit) as namespaces:
         return run_on_hosts(function, arguments, namespaces, ranks // hosts, timeout_s)
+
+
+@contextmanager
+def processor_quota(cores: float | None) -> Iterator[None]:
+    """Limit all threads of this process to ``cores`` seconds of CPU time per second. None: no limit.
+
+    4 ranks on 2 cores   without a quota: a rank that waits gives its core to another one, so waiting costs little
+                         0.5 cores each:  a rank that waits leaves half a core idle, as on a machine with 4 cores
+
+    Raises:
+        ConfigError: the limit cannot be set: not root, or no cgroup controller of CPU time.
+    """
+    if cores is None:
+        yield
+        return
+    root, version, before = _controller()
+    _remove_unused(root)
+    group = root / f"{CGROUP_PREFIX}{os.getpid()}"
+    period = max(CPU_SLICE_US, round(CPU_SLICE_US / cores))
+    quota = round(period * cores)
+    try:
+        group.mkdir()
+        if version == 1:
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        with suppress(OSError):
+            group.rmdir()
+        raise ConfigError(f"cannot limit this process to {cores:g} cores by a cgroup in {root}: {error}") from error
+    try:
+        yield
+    finally:
+        (before / "cgroup.procs").write_text(str(os.getpid()))
+        with suppress(OSError):  # a child process is still in the cgroup; a later call removes the cgroup
+            group.rmdir()
+
+
+def _controller() -> tuple[Path, int, Path]:
+    """Return the root of the cgroups that limit CPU time, their version, and the cgroup of this process."""
+    cgroups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, kind, options, *_ = line.split()
+        root = Path(mount)
+        if kind == "cgroup" and "cpu" in options.split(","):
+            path = next((path for _, names, path in cgroups if "cpu" in names.split(",")), "/")
+            return root, 1, root / path.lstrip("/")
+        if kind == "cgroup2" and "cpu" in (root / "cgroup.subtree_control").read_text().split():
+            return root, 2, root / next((path for _, names, path in cgroups if not names), "/").lstrip("/")
+    raise ConfigError("cannot limit the CPU time of ranks: no cgroup controller 'cpu' is mounted")
+
+
+def _remove_unused(root: Path) -> None:
+    """Remove the cgroups of ranks that were killed."""
+    for group in root.glob(f"{CGROUP_PREFIX}*"):
+        if not Path("/proc", group.name.removeprefix(CGROUP_PREFIX)).exists():
+            with suppress(OSError):  # another rank removed it
+                group.rmdir()

@@ -27,8 +27,7 @@ from moe_comm.bench.common.inputs import (
 from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say, threads_per_rank
 from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench
 from moe_comm.bench.dispatch import mpi_ranks
-from moe_comm.bench.dispatch.bare_copies import BareCopies
-from moe_comm.bench.dispatch.contestants import Contestant, GlooExchange, TimedPhase, TorchPeer, measure
+from moe_comm.bench.dispatch.contestants import BareCopies, Contestant, GlooExchange, TimedPhase, TorchPeer, measure
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import Dispatched
@@ -38,7 +37,7 @@ MOE_COMM = "moe_comm"
 PHASES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
 
-class MoeCommDispatch:
+class MoeCommDispatch(Contestant):
     """A dispatcher of this library, forward and backward."""
 
     name = MOE_COMM

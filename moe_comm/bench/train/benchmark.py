@@ -35,8 +35,14 @@ from moe_comm.bench.common.ranks import (
     say,
 )
 from moe_comm.bench.hosts.namespaces import interface_bytes
-from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
-from moe_comm.bench.train.moe_comm_training import MoeCommTraining, OneProcessTraining, predicted_ms, write_trace
+from moe_comm.bench.train.contestant import (
+    ContestantInputs,
+    MoeCommTraining,
+    OneProcessTraining,
+    TrainContestant,
+    predicted_ms,
+    write_trace,
+)
 from moe_comm.bench.train.peers import PEERS
 from moe_comm.bench.train.settings import LR, OWN, RIVALS, TrainBench
 from moe_comm.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_comm.bench.train.moe_comm_training import predicted_ms
+from moe_comm.bench.train.contestant import predicted_ms
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.runtime.event_reader import read_spans
