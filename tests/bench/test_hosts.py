@@ -198,6 +198,7 @@ def test_two_hosts_of_two_ranks_dispatch_with_the_bits_of_one_rank(
         assert torch.equal(actual, getattr(one_rank, field)), field
 
 
+@pytest.mark.slow
 def test_two_hosts_train_with_the_losses_of_one(pair: Hosts, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("pydantic")
@@ -231,7 +232,7 @@ def test_other_failures_name_rank_and_host(pair: Hosts, how: str, message: str, 
             run_on_hosts(host_work.fail_on_the_last, (how,), pair, 1, limit_s, group=False)
         assert details in raised.value.details
 
-    with_longer_deadline(check, *((8, 60) if how == "hang" else (120,)))
+    with_longer_deadline(check, *((4, 60) if how == "hang" else (120,)))
 
 
 def test_without_root_or_tools_the_error_says_how_to_fix_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ SMALL = ("data.seq_len=32", "data.batch=8", "model.hidden=32", "model.ffn=32")
 def test_the_quick_mappings_match_one_process(tmp_path: Path) -> None:
     """With SGD only: AdamW hides a wrong gradient scale. The command runs all mappings with both."""
     out = tmp_path / "parity.json"
-    assert parity.main(str(out), steps=6, names=QUICK, optimizers=("sgd",), settings=SMALL)
+    assert parity.main(str(out), steps=4, names=QUICK, optimizers=("sgd",), settings=SMALL)
     result = json.loads(out.read_text())
     assert result["target"] == result["limits"]["sgd"]["loss"] == 1e-5 and result["ok"]
     rows = {row["mapping"]: row for row in result["mappings"]}

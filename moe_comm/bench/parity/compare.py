@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -175,31 +175,32 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="moe_comm-parity-") as folder:
         common = [*COMMON, f"run.steps={steps}", f"data.cache={folder}"]
         references: dict[tuple[str, tuple[str, ...], str], TrainingResult] = {}
-        for optimizer in optimizers:
-            for mode, same in dict.fromkeys((case.mode, case.common) for case in cases):
-                one_process = ParityCase("one process", 1, ("parallel.ep=1",), mode, same)
-                references[mode, same, optimizer] = _launch([(one_process, optimizer)], common, settings, 1)[0][0]
+        keys = dict.fromkeys((case.mode, case.common) for case in cases)
+        one_process = [ParityCase("one process", 1, ("parallel.ep=1",), *key) for key in keys]
+        for case, optimizer, results in _train(one_process, optimizers, common, settings, 1):
+            references[case.mode, case.common, optimizer] = results[0]
         for ranks, hosts in sorted({(case.ranks, case.hosts) for case in cases}):
-            jobs = [
-                (case, optimizer)
-                for case in cases
-                if (case.ranks, case.hosts) == (ranks, hosts)
-                for optimizer in optimizers
-            ]
-            for first in range(0, len(jobs), JOBS_PER_PROCESS):
-                batch = jobs[first : first + JOBS_PER_PROCESS]
-                results = _launch(batch, common, settings, ranks, hosts)
-                for (case, optimizer), trained in zip(batch, results, strict=True):
-                    yield _row(case, optimizer, trained, references[case.mode, case.common, optimizer])
+            same = [case for case in cases if (case.ranks, case.hosts) == (ranks, hosts)]
+            for case, optimizer, results in _train(same, optimizers, common, settings, ranks, hosts):
+                yield _row(case, optimizer, results, references[case.mode, case.common, optimizer])
 
 
-def _launch(
-    jobs: Sequence[tuple[ParityCase, str]], common: Sequence[str], settings: Sequence[str], ranks: int, hosts: int = 1
-) -> list[list[TrainingResult]]:
-    """Train all jobs in the same processes. Return the results of all ranks for each job."""
-    arguments = (list(jobs), list(common), list(settings))
-    by_rank = launch_ranks(_rank, arguments, ranks, hosts, LINK_GBIT, TIMEOUT_S, PRELOAD)
-    return [[trained[job] for trained in by_rank] for job in range(len(jobs))]
+def _train(
+    cases: Sequence[ParityCase],
+    optimizers: Sequence[str],
+    common: Sequence[str],
+    settings: Sequence[str],
+    ranks: int,
+    hosts: int = 1,
+) -> Iterator[tuple[ParityCase, str, list[TrainingResult]]]:
+    """Train each case with each optimizer, ``JOBS_PER_PROCESS`` runs in the same processes. Yield results by rank."""
+    jobs = [(case, optimizer) for case in cases for optimizer in optimizers]
+    for first in range(0, len(jobs), JOBS_PER_PROCESS):
+        batch = jobs[first : first + JOBS_PER_PROCESS]
+        arguments = (batch, list(common), list(settings))
+        by_rank = launch_ranks(_rank, arguments, ranks, hosts, LINK_GBIT, TIMEOUT_S, PRELOAD)
+        for (case, optimizer), *results in zip(batch, *by_rank, strict=True):
+            yield case, optimizer, results
 
 
 def _rank(jobs: list[tuple[ParityCase, str]], common: list[str], settings: list[str]) -> list[TrainingResult]:
