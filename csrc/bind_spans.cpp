@@ -17,7 +17,7 @@ struct Recorder {
   PyObject_HEAD SpanWriter writer;
   Py_buffer view;
   PyObject* names;   // dict: text -> number
-  PyObject* device;  // a DeviceClock, or None
+  PyObject* device;  // a QueuedTimes (runtime/device_clock.py), or None
   long long step;
   int micro;
   char enabled;

@@ -233,7 +233,7 @@ struct Report {
 // row to its place at the expert's owner and fills place_at. Sets arrived(e, rank) at the owner of e once all of this
 // rank's rows for e are written.
 //   A slot with a row index beyond the owner's capacity (offer word 4) gets place -1 and counts as overflow.
-//   format: Format; the received values equal those of dispatch/wire/wire_dtype.py.
+//   format: Format; the received values equal those of dispatch/wire_dtype.py.
 //   relay: a token's row is sent once per rank; the owner's links (offer word 3) list its other destinations there.
 #define MOE_P2P_PUSH(X)                                                                           \
   MOE_P2P_GROUP(X)                                                                                \

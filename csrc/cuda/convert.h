@@ -133,7 +133,7 @@ MOE_BLOCK uint32_t narrow_e4m3x4(const float* f) {
 }
 
 // Scale for values with largest magnitude `most` (as bits): magnitude / 448, at least 2^-126; NaN if the magnitude is
-// NaN or infinite. Matches scales_for in dispatch/wire/wire_dtype.py.
+// NaN or infinite. Matches scales_for in dispatch/wire_dtype.py.
 MOE_BLOCK float scale_for(uint32_t most, bool power_of_two) {
   if (most >= 0x7f800000) return from_bits(0x7fc00000);
   uint32_t scale = to_bits(divided(from_bits(most), 448.0f));

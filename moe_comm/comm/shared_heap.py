@@ -105,7 +105,7 @@ def mapped_blocks(channel: Channel, total: int, what: str, first: bytes = b"") -
 
 
 def _mapped(file: Sequence[str], own: Sequence[str], what: str) -> Tensor:
-    """Map a rank's file. file, own: process, descriptor, size and host of a rank and of this one."""
+    """Map a rank's file. ``file``: its process, descriptor, size and host; ``own``: those of this rank's file."""
     pid, fd, size, host = file
     if (size, host) != (own[2], own[3]):
         raise HeapError(

@@ -134,7 +134,7 @@ class ExtraRoutes:
     Attributes:
         width: number of values of each slot.
         ids_N1: expert ids of the slots, for backends that send the values in a dispatch in which a slot is a token.
-        slots: handle of the last one.
+        slots: handle of the last of these dispatches.
     """
 
     width: int

@@ -44,7 +44,7 @@ class Overlap:
             Triton kernel of a linear layer where ``moe-comm tune`` measured that it is faster, so on GPUs the bits
             depend on the stored measurements.
         programs: Number of programs of a Triton kernel that communicate; over ``peer_to_peer``, of thread blocks that
-            send rows beside it. None: the tuned number with ``chunks="auto"``, else the kernel's default.
+            send rows at the same time. None: the tuned number with ``chunks="auto"``, else the kernel's default.
         executor: Execution order of a whole expert layer. "serial": dispatch, experts, combine. "pipelined": experts
             compute rows as they are received, over ``all_to_all`` in chunks, and over ``shared_memory`` and
             ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without biases, over

@@ -84,7 +84,7 @@ class _BlockLayout:
 
 
 class SharedTransport:
-    """The ``LinearTransport`` of one pass in place. Valid only within the ``body`` of ``run_in_place``."""
+    """Transfers of one pass in place, with the methods of ``OperatorPlan``. Valid only within ``run_in_place``."""
 
     def __init__(self, plan: OperatorPlan, layout: _BlockLayout, block_X: Tensor, rendezvous: Rendezvous) -> None:
         self._plan, self._layout, self._block, self._rendezvous = plan, layout, block_X, rendezvous

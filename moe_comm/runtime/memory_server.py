@@ -36,7 +36,7 @@ MAX_CLIENTS = 4096
 
 def start_ticks(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot. It distinguishes processes with equal pids."""
-    # Of the main thread, which has the same start: a process under qemu finds another one in its own /proc/PID/stat.
+    # Read the main thread, which starts with its process: under qemu, /proc/PID/stat of the reader has another time.
     with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
         # The process name in parentheses may contain any character.
         return int(file.read().rpartition(b")")[2].split()[19])

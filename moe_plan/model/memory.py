@@ -6,7 +6,7 @@
                  of one of several replicas
     activations  saved by micro-batches in flight, recomputed by the largest layer, and the loss
     buffers      of one running layer: see ``_Buffers``; and gradients between the halves of a split backward pass:
-                 see ``split_memory``
+                 see ``activations.split_gradient_bytes``
 
 ``fixed_memory`` computes the first three, ``activations`` the fourth, for the fullest rank of a position. Experts are
 assumed to have the rows of the busiest rank (``Workload.busiest``). A micro-batch is in flight between its forward and

@@ -9,8 +9,8 @@ other stages depend on them. The gradient then goes back through the r preceding
 
 ("back" is the input half if backward is split) with stages of 1 / vpp of a rank's layers, for any order of passes. For
 equal stages this is the time of 1f1b: m + (pp - 1) / vpp passes. Where ranks share cores the bound is lower
-(``shared_cores``). The tail (gradient sums, weights, optimizer) is that of the step. The bound is strict: a mapping
-whose bound is above another mapping's replayed step is slower.
+(``_longest_rank_seconds``). The tail (gradient sums, weights, optimizer) is that of the step. The bound is strict: a
+mapping whose bound is above another mapping's replayed step is slower.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     step  =  pipeline of passes (replayed)  +  gradient and weight collectives (tail)  +  optimizer
 
-The time of a pass is the sum of its operators (``operators``) minus their hidden time (``overlap_model``). With "fsdp"
-it includes the collectives of the weights (``weights``), of which each pass has an equal share. Some schedules split a
-backward pass into an input half and a weight half (``split_backward``).
+The time of a pass is the sum of its operators (``operators``) minus their hidden time (``Operation.hidden``). With
+"fsdp" it includes an equal share of the collectives of the weights (``weights``). Some schedules split a backward pass
+into an input half and a weight half (``split_backward``).
 
 Without "fsdp", the tail reduces gradients and gathers weights after the last pass. With replicas of "fsdp", it sums the
 shards of gradients over the replicas. Unless overlap is "none" or "chunks", the gradient collectives overlap with the

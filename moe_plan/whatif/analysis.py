@@ -9,7 +9,7 @@
     M_W, M_S: M_x of the slowest ranks (workers), and of the last pipeline stage
 
 In addition to the cited study, this covers dimensions other than dp and pp, and groups of ranks. It also divides S into
-the slowdown of uneven routing (``even_routing``) and the rest.
+the slowdown of uneven routing (``run_spans.even_seconds``) and the rest.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     """Run all analyses.
 
     Args:
-        even_N: seconds of each operation with balanced routing (``even_routing.even_seconds``).
+        even_N: seconds of each operation with balanced routing (``run_spans.even_seconds``).
 
     Raises:
         ConfigError: the trace is empty.

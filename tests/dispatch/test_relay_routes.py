@@ -82,7 +82,7 @@ def test_copies_slots_and_returned_rows_are_ordered_by_host(data: st.DataObject)
         assert list(plan.rows_H) == [sum(row[0] == h for row in rows) for h in range(hosts)]
         sums_T = [[(h, t, None) for h in range(hosts)] if kind == "sums" else [] for t in range(tokens)]
         expected = [sums_T[t] or [(host_TK[t][k], t, k) for k in range(top_k)] for t in range(tokens)]
-        assert plan.place_TX.tolist() == [[rows.index(r) if r in rows else -1 for r in of] for of in expected]
+        assert plan.row_index_TX.tolist() == [[rows.index(r) if r in rows else -1 for r in of] for of in expected]
         assert (plan.lead_TK is not None) == (kind == "runs")
         if plan.lead_TK is not None:
             assert {(host_TK[t][k], t, k) for t, k in plan.lead_TK.nonzero().tolist()} == lead

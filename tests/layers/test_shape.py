@@ -101,7 +101,7 @@ def test_a_block_lists_the_shape_of_each_gemm() -> None:
     assert latent.per_context == 2 * 128 * (192 + 128)
 
 
-# Published numbers from model cards and reports (sources in moe_models.py): total parameters and active parameters in
+# Published numbers from model cards and reports (sources in named_models.py): total parameters and active parameters in
 # billions, and whether the active parameters include the embedding.
 PUBLISHED: dict[str, tuple[float, float, bool]] = {
     "mixtral-8x7b": (46.7, 12.9, True),
@@ -132,7 +132,7 @@ def test_published_sizes(name: str) -> None:
     assert shape.model_flops(1) == pytest.approx(6 * multiplied, rel=2e-3)
 
 
-# Published parameters in billions (sources in dense_models.py). The README of llm-foundry (mpt-*) lists all digits.
+# Published parameters in billions (sources in named_models.py). The README of llm-foundry (mpt-*) lists all digits.
 PUBLISHED_DENSE = {
     "llama2-13b": 13.0,
     "llama2-70b": 69.0,

@@ -355,7 +355,7 @@ class HierarchicalDispatcher(Dispatcher):
 
         receive = self._start_returns(sum_inside(relay.far, far_weights), relay)
         rows_XD = receive(sum_inside(relay.near, near_weights))
-        return weighted_sum(rows_XD, plan.place_TX, weights_TK)
+        return weighted_sum(rows_XD, plan.row_index_TX, weights_TK)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle

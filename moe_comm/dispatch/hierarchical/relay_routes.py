@@ -112,7 +112,7 @@ class SendPlan:
     ids_CK: experts of each copy, numbered from the first of the host, or ``OTHER_HOST`` or ``DROPPED_SLOT``.
     slot_S: flat slots, ordered by (host, token, slot). slots_H: number of slots of each host.
     rows_H: number of rows returned from each host.
-    place_TX: indices of a token's rows among the returned rows, in the order of the sum; -1 for none.
+    row_index_TX: indices of a token's rows among the returned rows, in the order of the sum; -1 for none.
     lead_TK: slots whose weights the relay applies; None for none.
     """
 
@@ -122,7 +122,7 @@ class SendPlan:
     slot_S: Tensor
     slots_H: tuple[int, ...]
     rows_H: tuple[int, ...]
-    place_TX: Tensor
+    row_index_TX: Tensor
     lead_TK: Tensor | None = None
 
 

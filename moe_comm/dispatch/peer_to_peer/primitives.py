@@ -77,7 +77,8 @@ class PeerToPeerPrimitives(Dispatcher):
         placement, group, rank, options: see ``Dispatcher``.
         device: device of the rows. CPU tensors require ``PeerToPeerOptions(emulate=True)``.
         launcher: launches the kernels. None: the default launcher of the device.
-        blocks: this rank's ``Blocks``, if all ranks run in this process without a group; see ``virtual.py``.
+        blocks: this rank's ``Blocks``, if all ranks run in this process without a group, as in
+            ``benchmarks/gpu/virtual.py``.
 
     Raises:
         ConfigError: unsupported device, or ``fast_combine`` with ``deterministic``.

@@ -61,7 +61,7 @@ class BlockPlan:
     def __str__(self) -> str:
         if self.adapter is not None:
             return f"{self.path}: {self.formula}; routed by its adapter"
-        added = f", beside {' and '.join(self.added)}" if self.added else ""
+        added = f", plus {' and '.join(self.added)}" if self.added else ""
         return f"{self.path}: {self.formula}; {self.top_k} experts per token{added}"
 
 

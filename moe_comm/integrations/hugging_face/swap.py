@@ -190,8 +190,8 @@ def swap_experts(
     Args:
         blocks: experts modules by name, from ``find_experts``. Emptied, so that the full weights of a block are freed
             before the next one is swapped.
-        sharing: the names of each of them, from ``names_by_weights``.
-        dispatchers: by number of experts.
+        sharing: the names of modules that share their weights, from ``names_by_weights``.
+        dispatchers: dispatchers by number of experts.
     """
     padding = PaddingMask.of(model, blocks)[0] if blocks else None
     for names in sharing:

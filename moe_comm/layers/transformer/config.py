@@ -31,7 +31,7 @@ class TransformerConfig:
         shortcut: in each MoE layer, run the experts on a branch in parallel with other modules (LongCat-Flash,
             arXiv 2509.01322). The layer is attention, dense block, attention, dense block, with dense blocks of width
             ``dense_ffn``. The branch starts after the first attention and is added at the end; see
-            ``layers/transformer/shortcut.py``.
+            ``ShortcutBlock``.
         tie: share the weight of the output projection with the embedding.
         init_std: standard deviation of initial weights.
     """

@@ -94,7 +94,7 @@ class SymmetricMemory:
 
     Attributes:
         peers_W: int64 [W] on the device, addresses of the blocks. It changes when the blocks grow, so read it after
-            ``turn``.
+            the method ``turn`` has started the call.
         fault: int64 [FAULT_WORDS] on the device, where kernels report a wait that timed out.
         timeout_ns: timeout of each wait in a kernel.
     """
@@ -125,7 +125,7 @@ class SymmetricMemory:
     def turn(self, data_bytes: int, flags: int, names: Names, description: str) -> KernelTurn:
         """Start a turn with ``data_bytes`` and ``flags`` on each rank; the same on every rank.
 
-        Collective if blocks must grow. The turn's first kernel calls ``enter`` (``device.py``).
+        Collective if blocks must grow. The turn's first kernel calls ``enter`` (``flags.py``).
 
         Args:
             data_bytes: Size of the data.

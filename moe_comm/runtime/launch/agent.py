@@ -212,7 +212,7 @@ def _agent_class() -> type[Any]:
     class Agent(LocalElasticAgent):
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             context: Any = self._pcontext
-            # Before the call below, which receives all results that these ranks have sent.
+            # Read the exit codes first: the next call then receives all results that these ranks have sent.
             ended = [rank for rank, process in enumerate(context._pc.processes) if process.exitcode == 0]
             result: RunResult = super()._monitor_workers(worker_group)
             lost = [rank for rank in ended if rank not in context._return_values]
