@@ -265,14 +265,14 @@ def on_ranks(*worlds: int, timeout: float = 120.0) -> Callable[[Callable[..., No
 
     The test gets ``rank``, ``world`` and ``group`` (the default group), if it has parameters of these names. Its other
     parameters are fixtures and parametrized values of the main process, which are pickled. Place it above other marks.
-    If rank 0 skips it, it is skipped.
+    It is skipped if all ranks skip it for the same reason.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(body).parameters
         of_ranks = {"rank", "world", "group"} & parameters.keys()
 
-        def on_rank(rank: int, world: int, arguments: dict[str, Any]) -> str:
+        def on_rank(rank: int, world: int, arguments: dict[str, Any]) -> str | None:
             from torch.distributed import group
 
             values = {"rank": rank, "world": world, "group": group.WORLD}
@@ -280,12 +280,14 @@ def on_ranks(*worlds: int, timeout: float = 120.0) -> Callable[[Callable[..., No
                 body(**{name: values[name] for name in of_ranks}, **arguments)
             except pytest.skip.Exception as skipped:
                 return str(skipped)
-            return ""
+            return None
 
         @functools.wraps(body)
         def test(pools: dict[int, RankPool], ranks: int, **arguments: Any) -> None:
-            if reason := pools[ranks].run(on_rank, arguments, timeout)[0]:
-                pytest.skip(reason)
+            reasons = pools[ranks].run(on_rank, arguments, timeout)
+            assert len(set(reasons)) == 1, f"some ranks skipped the test: {reasons}"
+            if reasons[0] is not None:
+                pytest.skip(reasons[0])
 
         on_rank.__module__, on_rank.__qualname__ = body.__module__, f"{body.__qualname__}.on_rank"
         test.on_rank = on_rank  # type: ignore[attr-defined]  # where ranks find it

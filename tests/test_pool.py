@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import RankFailure, RankPool
+from tests.pool import RankFailure, RankPool, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +83,22 @@ def test_an_unexpected_death_is_a_failure(pool: RankPool) -> None:
 def test_an_expected_death_is_not_a_failure(pool: RankPool, signal_number: int) -> None:
     assert pool.run(die, signal_number, timeout=60, expect_dead={1}) == ["alive", None]
     assert len(set(pool.pids)) == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["passes", "fails", "skips", "skips on one rank"])
+def body(rank: int, case: str) -> None:
+    assert case != "fails" or rank == 0
+    if case == "skips" or (case == "skips on one rank" and rank == 1):
+        pytest.skip("why")
+
+
+def test_a_body_on_ranks_fails_if_one_rank_fails_or_skips_alone(pools: dict[int, RankPool]) -> None:
+    run = functools.partial(body, pools=pools, ranks=2)  # type: ignore[call-arg]
+    run(case="passes")
+    with pytest.raises(pytest.skip.Exception, match="why"):
+        run(case="skips")
+    with pytest.raises(RankFailure, match="rank 1: AssertionError"):
+        run(case="fails")
+    with pytest.raises(AssertionError, match="some ranks skipped"):
+        run(case="skips on one rank")

@@ -22,6 +22,7 @@ from tests.dispatch import cases, workers
 from tests.dispatch.cases import BY_NAME
 from tests.dispatch.workers import ErrorText, Job, caught
 from tests.pool import RankPool, on_ranks
+from tests.support.launches import HookedLauncher
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
@@ -339,6 +340,39 @@ def test_low_latency_combine_does_not_wait_for_ranks_whose_experts_it_does_not_u
     with pytest.raises(ConfigError, match=r"receive\(\)"):
         dispatcher.low_latency_combine(sent.results, weights_TK, sent)
     dispatcher.low_latency_combine(sent.receive()[0], weights_TK, sent)
+
+
+# --- launches ---
+
+
+def test_operations_launch_no_kernel_twice_and_combine_reads_rows_of_the_heap_in_place() -> None:
+    launches: list[str] = []
+    used_by_sum: list[int] = []
+
+    def record(kernel: str) -> None:
+        launches.append(kernel)
+        if kernel == "sum":
+            used_by_sum.append(dispatcher.memory.operations.heap.used)  # type: ignore[attr-defined]
+
+    options = DispatchOptions(peer_to_peer=replace(PEERS, capacity_rows=9))
+    dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", HookedLauncher(record))
+    x_TD, ids_TK, weights_TK = torch.ones(2, 6, requires_grad=True), torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 2)
+    sent = dispatcher.dispatch(x_TD, ids_TK)
+    assert launches == ["count", "scan", "meet", "push", "arrive"]
+    used = dispatcher.memory.operations.heap.used  # type: ignore[attr-defined]
+    launches.clear()
+    dispatcher.combine(sent.rows_RD, weights_TK.requires_grad_(), sent.handle).sum().backward()
+    assert launches == ["meet", "sum", "done", "meet", "spread", "done", "meet", "sum", "done"]
+    assert used_by_sum[0] == used
+    launches.clear()
+    dispatcher.dispatch_fixed(x_TD.detach(), ids_TK)
+    assert launches == ["count", "scan", "meet", "push", "arrive"]
+    few = ["ll_send", "ll_arrive", "ll_ready", "sum"]
+    for expected in (["meet", "meet", *few], few):
+        launches.clear()
+        received = dispatcher.low_latency_dispatch(x_TD.detach(), ids_TK, 4)
+        dispatcher.low_latency_combine(received.receive()[0], weights_TK.detach(), received)
+        assert launches == expected
 
 
 # --- faults ---

@@ -163,7 +163,7 @@ def test_recomputation_changes_no_counter_and_no_gradient(pool4: RankPool) -> No
 
 
 @pytest.mark.parametrize(
-    ("mapping", "policy"), zip(MAPPINGS, cycle(["position", "probability"]), strict=False), ids=str
+    ("mapping", "policy"), [*zip(MAPPINGS, cycle(["position", "probability"]), strict=False)], ids=str
 )
 def test_capacity_over_the_global_batch_drops_the_same_slots_for_all_mappings(
     pool4: RankPool, mapping: ParallelConfig, policy: Any

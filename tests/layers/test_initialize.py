@@ -49,7 +49,7 @@ def assemble(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> d
     return parameters
 
 
-@pytest.mark.parametrize(("mapping", "block"), zip(MAPPINGS[1:], [100, 1 << 22] * 2, strict=True), ids=str)
+@pytest.mark.parametrize(("mapping", "block"), [*zip(MAPPINGS[1:], [100, 1 << 22] * 2, strict=True)], ids=str)
 def test_all_mappings_have_the_same_initial_model(
     mapping: ParallelConfig, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ def _expected(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> lis
     return by_rank
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(NAMES, (torch.float32, torch.bfloat16), strict=True))
+@pytest.mark.parametrize(("name", "dtype"), [*zip(NAMES, (torch.float32, torch.bfloat16), strict=True)])
 def test_results_and_input_gradients_have_the_bits_of_the_tiles_arithmetic(
     pool3: RankPool, name: str, dtype: torch.dtype
 ) -> None:

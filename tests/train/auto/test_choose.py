@@ -118,6 +118,7 @@ def test_resolved_settings_are_explicit_and_load_unchanged() -> None:
         ("parallel.ep=2", "parallel.backend=all_gather"),
         ("parallel.pp=2", "parallel.schedule=gpipe", "data.micro_batches=2"),
         ("parallel.cp=2",),
+        ("parallel.tp=2",),
         ("parallel.interleave=true", "parallel.overlap_chunks=auto", "data.micro_batches=2"),
         ("parallel.interleave=true", "parallel.overlap_chunks=auto", "data.micro_batches=4", "parallel.pp=2"),
     ],
@@ -126,7 +127,7 @@ def test_resolved_settings_are_explicit_and_load_unchanged() -> None:
 def test_given_keys_are_kept(given: tuple[str, ...]) -> None:
     config = config_of("comm", *given)
     one_host = replace(two_hosts(FAST), host_size=2)
-    cluster = one_host if "parallel.cp=2" in given else two_hosts(GBIT)
+    cluster = one_host if given in (("parallel.cp=2",), ("parallel.tp=2",)) else two_hosts(GBIT)
     result = resolved(config, 2, choose(config, shape_of(config), cluster).settings)
     for name in config.parallel.model_fields_set & set(CHOSEN):
         assert getattr(result.parallel, name) == getattr(config.parallel, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -191,6 +192,20 @@ def test_an_error_inside_the_block_is_not_hidden(tmp_path: Path, monkeypatch: py
         raise ZeroDivisionError
     with pytest.raises(CheckpointError, match="bad disk"), Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": Entry.whole(torch.ones(3))})
+
+
+def test_a_limit_of_the_system_on_file_size_is_reported_by_close(tmp_path: Path) -> None:
+    """The system writes a part of a block, and then refuses the rest."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpointer = Checkpointer(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        checkpointer.save(1, {"w": Entry.whole(torch.ones(1 << 16))})
+        with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: File too large"):
+            checkpointer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
 
 
 class Stop(Exception):

@@ -105,7 +105,7 @@ def trained_in_blocks(rank: int, world: int, arg: tuple[ParallelConfig, str]) ->
     return results
 
 
-@pytest.mark.parametrize(("config", "overlap"), zip(REPLICATED, ("off", "on", "on", "on"), strict=True), ids=str)
+@pytest.mark.parametrize(("config", "overlap"), [*zip(REPLICATED, ("off", "on", "on", "on"), strict=True)], ids=str)
 def test_fsdp_with_replicas_trains_as_one_process_does(pool4, config, overlap):
     alone = ParallelMesh(ParallelConfig())
     results = pool4.run(trained_in_blocks, (config, overlap), timeout=200)
