@@ -45,17 +45,30 @@ def work(rank: int, world: int, arg: tuple[str, tuple[object, ...]]) -> object:
     return runpy.run_path(str(EXAMPLES / name))["work"](*arguments)
 
 
+def run(*arguments: str) -> str:
+    """Return the standard output of Python with ``arguments``, which must succeed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
 @pytest.mark.parametrize("name", EXPECTED_OUTPUT)
 def test_an_example_with_two_ranks(name: str, pool2: RankPool) -> None:
-    if name in COMMANDS:
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *COMMANDS[name], f"examples/{name}"]
-        process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
-        assert process.returncode == 0, process.stderr
-        shown = process.stdout
-    else:
-        shown = str(pool2.run(work, (name, ())))
+    shown = run(*COMMANDS[name], f"examples/{name}") if name in COMMANDS else str(pool2.run(work, (name, ())))
     assert all(text in shown for text in EXPECTED_OUTPUT[name]), shown
+
+
+OTHERS = {name: texts[0] for name, texts in EXPECTED_OUTPUT.items() if name not in COMMANDS}
+OTHERS |= {"folded_transformer.py": "step 2", "own_loop.py": "saved step"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shown"), [*OTHERS.items()])
+def test_other_examples_run_as_commands(name: str, shown: str, tmp_path: Path) -> None:
+    more = (TORCHRUN, (str(tmp_path),)) if name == "own_loop.py" else ((), ())
+    assert shown in run(*more[0], f"examples/{name}", *more[1])
 
 
 def test_the_folded_example_has_the_losses_of_one_process(pool4: RankPool) -> None:

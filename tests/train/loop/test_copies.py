@@ -187,7 +187,9 @@ def test_runs_decide_on_copies_and_resume_with_them(
     pool2: RankPool, settings: list[str], extra: tuple[str, ...]
 ) -> None:
     settings = [*settings, "model.layers=4"]
-    fixed = pool2.run(run_relocating, [*settings, *RELOCATE, "placement.kind=fixed", "run.name=fixed"], timeout=200)[0]
+    # Norms are summed in another order with FSDP. The difference may change a choice of the router in later steps.
+    without_copies = [*settings, *RELOCATE, *(FSDP if extra == FSDP else ()), "placement.kind=fixed", "run.name=fixed"]
+    fixed = pool2.run(run_relocating, without_copies, timeout=200)[0]
     whole_run = [*settings, *RELOCATE, *REPLICATE, *extra, "run.name=copies", "checkpoint.every=10"]
     copied = pool2.run(run_relocating, whole_run, timeout=200)[0]
     decisions = list(read_lines(copied.folder / PLACEMENTS, PlacementLine))
