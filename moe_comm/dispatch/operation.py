@@ -184,7 +184,7 @@ class Operations(ABC):
         if row_bytes is None:
             wire_dtype = self.options.wire_dtypes.of(op) if self.packs else SAME
             row_bytes = self.row_bytes[key] = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)
-        return (rows - handle.num_own) * row_bytes
+        return max(rows - handle.num_own, 0) * row_bytes  # ``num_own`` of peer_to_peer is an estimate
 
     # --- reports of this rank's errors to the other ranks ---
 

@@ -49,6 +49,13 @@ def test_one_rank_has_the_bits_of_plain_torch(name: str) -> None:
     assert same_bits(workers.layer(one_rank(experts=case.num_experts), case, batch, experts), expected)
 
 
+def test_recorded_bytes_are_not_negative_if_slots_are_dropped() -> None:
+    """The number of rows that stay on the rank is an estimate for balanced routing, without dropped slots."""
+    dispatcher = one_rank()
+    handle = dispatcher.dispatch(torch.ones(4, 32), torch.full((4, 2), -1)).handle
+    assert dispatcher.sent_bytes("dispatch", handle) == dispatcher.sent_bytes("combine", handle) == 0
+
+
 # --- relay, wire dtypes, numbers of blocks: the same bits ---
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,6 @@ from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Sharding, Split
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 _HOOKS = (

@@ -147,7 +147,7 @@ def assign_writers(held: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]
     assigned: list[list[WriteItem]] = [[] for _ in held]
     load = [0] * len(held)  # bytes assigned to each rank
     # First the boxes with a single holder, then the largest.
-    sizes = {box: next(iter(items.values())).tensor_storage_size() or 0 for box, items in holders.items()}
+    sizes = {box: _num_bytes(next(iter(items.values()))) for box, items in holders.items()}
     for box, items_by_rank in sorted(holders.items(), key=lambda pair: (len(pair[1]) > 1, -sizes[pair[0]], pair[0])):
         rank = min(items_by_rank, key=lambda r: (load[r], r))
         load[rank] += sizes[box]
@@ -180,6 +180,11 @@ def _check_consistent(holders: Mapping[tuple[str, Size, Size], Mapping[int, Writ
 
 def _text(chunk: ChunkStorageMetadata) -> str:
     return "[" + ", ".join(f"{at}..{at + n}" for at, n in zip(chunk.offsets, chunk.sizes, strict=True)) + "]"
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Return the bytes of the box. ``WriteItem.tensor_storage_size`` returns those of the whole tensor."""
+    return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
 
 
 def _data(item: WriteItem) -> TensorWriteData:

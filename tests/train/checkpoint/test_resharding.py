@@ -14,6 +14,7 @@ import torch.distributed as dist
 from moe_comm.errors import CheckpointError
 from moe_comm.topology import Box, ParallelConfig, Sharding, ShardSlice, Split
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, load, read_tensor
+from moe_comm.train.checkpoint.planner import EntryPlanner, Stager
 from tests.pool import RankPool, on_ranks
 from tests.train.checkpoint.common import Mapping_, entries_of, same_bits, wholes
 
@@ -109,6 +110,17 @@ def test_replicated_tensors_are_written_by_different_ranks(saved: dict[str, Path
     largest = max(tensor.nbytes for tensor in wholes(ParallelConfig()).values())
     assert len(sizes) == 4
     assert max(sizes) - min(sizes) < largest
+
+
+def test_boxes_are_assigned_by_their_bytes_and_not_by_those_of_the_whole_tensor() -> None:
+    plans = []
+    for start, stop in ((0, 190), (190, 200)):
+        planner = EntryPlanner(Stager())
+        sharded = Entry(torch.zeros(stop - start), (200,), (Box((slice(0, stop - start),), (slice(start, stop),)),))
+        planner.set_up_planner({"sharded": sharded, "replica": Entry.whole(torch.zeros(100))})
+        plans.append(planner.create_local_plan())
+    assigned, _ = planner.create_global_plan(plans)
+    assert [[item.index.fqn for item in plan.items] for plan in assigned] == [["sharded"], ["sharded", "replica"]]
 
 
 @on_ranks(2)
