@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 NAMES: dict[str, GemmDtype] = {"moe_comm": "same", "moe_comm_fp8": "fp8"}
 """Names in the registries, and the operands of the experts' forward GEMMs (``Experts.gemm_dtype``)."""
 
-# Of each module. Not an attribute of the module, which must stay copyable and picklable.
+# Kept by module here and not as an attribute of it, because modules must stay copyable and picklable.
 _local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, ExpertParallel]] = WeakKeyDictionary()
 
 

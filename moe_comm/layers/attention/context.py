@@ -128,7 +128,7 @@ def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: Context
 
 
 def in_flight_backward(backward: Callable[[Any, Tensor], Gradients]) -> Callable[[Any, Tensor], Gradients]:
-    """Return ``backward``, in the ``in_flight`` block of the ``spec`` of its context."""
+    """Return ``backward`` so that it runs in the ``in_flight`` block of its context's ``spec``."""
 
     def run(ctx: Any, grad: Tensor) -> Gradients:
         with ctx.spec.in_flight():
