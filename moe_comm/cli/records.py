@@ -52,7 +52,7 @@ def diagnose(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the findings to FILE.")] = None,
 ) -> None:
     """Report the rank, link or host that slowed or stopped a run, with a confidence."""
-    diagnosis = load("moe_comm.observe.culprits", "observe")
+    diagnosis = load("moe_comm.observe.diagnose", "observe")
     selected = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 
 from moe_comm.layers.moe.load import LayerLoad, load_statistics
-from moe_comm.observe.expert_health import across_layers, layers_to_write
 from moe_comm.observe.records import LineWriter, LoadLine, PlacementLine, cut_after
 from moe_comm.runtime.safe_files import make_folders
 
 SERIES = 200
-"""Default maximum number of per-layer values that a sink writes for a step."""
+"""Default maximum number of per-layer values that a sink writes for a step: a dashboard cannot show 61 layers with 256
+experts each, so metrics are written for the worst layers only, and their quantiles over all layers always."""
 LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
+LOW_IS_BAD = frozenset({"least", "diversity"})
+"""Metrics for which low values are bad."""
 
 
 @dataclass(frozen=True)
@@ -322,3 +325,33 @@ class TensorBoardSink(MetricsSink):
 
     def close(self) -> None:
         self._writer.close()
+
+
+def layers_to_write(imbalance: Sequence[float], metrics: int, most: int) -> tuple[int, ...]:
+    """Return the layers whose metrics are written, in model order: at most ``most`` values of ``metrics`` per layer.
+
+    If not all layers fit, the layers with the highest imbalance are chosen.
+    """
+    layers = len(imbalance)
+    if layers * metrics <= most:
+        return tuple(range(layers))
+    worst = sorted(range(layers), key=lambda layer: (-imbalance[layer], layer))
+    return tuple(sorted(worst[: most // max(metrics, 1)]))
+
+
+def across_layers(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    """Return the median and the 95th percentile (5th where low values are bad) over layers of each metric."""
+    return {
+        name: (quantile(layer_values, 0.5), quantile(layer_values, 0.05 if name in LOW_IS_BAD else 0.95))
+        for name, layer_values in values.items()
+        if len(layer_values)
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the ``share`` quantile of ``values``, with linear interpolation."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_comm.errors import CorruptFile, InputError
 from moe_comm.observe import records
-from moe_comm.observe.culprits import culprits
+from moe_comm.observe.diagnose import culprits
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.report import write_report
 from moe_comm.observe.trace import write_trace

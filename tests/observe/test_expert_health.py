@@ -11,9 +11,19 @@ import pytest
 import torch
 
 from moe_comm.layers.moe.load import LayerLoad
-from moe_comm.observe.expert_health import across_layers, layers_to_write, quantile
 from moe_comm.observe.records import LoadLine, read_lines
-from moe_comm.train.metrics import NO_LOAD, ExpertLoad, JsonlSink, LoadsSink, StepReport, StepTimes, TensorBoardSink
+from moe_comm.train.metrics import (
+    NO_LOAD,
+    ExpertLoad,
+    JsonlSink,
+    LoadsSink,
+    StepReport,
+    StepTimes,
+    TensorBoardSink,
+    across_layers,
+    layers_to_write,
+    quantile,
+)
 
 
 def layer(*slots: int, dropped: int = 0) -> LayerLoad:

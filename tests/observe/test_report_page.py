@@ -96,9 +96,8 @@ def marks(browser: Any, name: str) -> int:
     return int(run_in(browser, script, name))
 
 
-@pytest.mark.parametrize("name", ["a", "both"])
-def test_every_panel_is_drawn_without_network_access(page: Any, name: str) -> None:
-    browser = page(name)
+def check_panels(browser: Any) -> None:
+    """Check that every panel is drawn and labelled."""
     assert run_in(browser, "return document.documentElement.dataset.ready") == "yes"
     for panel in PANELS:
         assert marks(browser, panel.name), f"{panel.name} is empty"
@@ -109,8 +108,9 @@ def test_every_panel_is_drawn_without_network_access(page: Any, name: str) -> No
     assert run_in(browser, "return document.documentElement.scrollWidth") <= WIDTH, "the page is wider than the window"
 
 
-def test_later_starts_and_validation_losses_are_marked(page: Any) -> None:
+def test_every_panel_is_drawn_and_later_starts_and_validation_losses_are_marked(page: Any) -> None:
     browser = page("a")
+    check_panels(browser)
     marked = "const layout = document.getElementById('chart-' + arguments[0]).layout; "
     for name in ("loss", "throughput", "split", "memory"):
         shapes = run_in(browser, marked + "return layout.shapes.map((one) => [one.x0, one.line.dash])", name)
@@ -181,6 +181,7 @@ def test_owners_of_experts_are_shown_for_all_layers_and_over_the_switches_of_one
 
 def test_two_runs_are_overlaid_with_a_table_of_differences(page: Any) -> None:
     browser = page("both")
+    check_panels(browser)
     assert [one["name"] for one in traces(browser, "loss")] == ["a", "b", "a: validation loss"]
     rows = run_in(browser, "return [...document.querySelectorAll('#differences tr')].map(r => r.innerText)")
     steps = next(row for row in rows if row.startswith("Step, median"))

@@ -18,7 +18,7 @@ import pytest
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.observe import records
-from moe_comm.observe.culprits import culprits
+from moe_comm.observe.diagnose import culprits
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.faults import fault_outcomes, next_attempt
 from moe_comm.observe.report import panels, read_run
