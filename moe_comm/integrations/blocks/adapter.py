@@ -119,4 +119,9 @@ def block_adapter(kind: type[nn.Module]) -> Callable[[Callable[[Any], MoEBlock]]
 def adapted(module: nn.Module) -> MoEBlock | None:
     """Return the description of a block; None if there is no adapter for its class."""
     describe = next((_adapters[base] for base in type(module).__mro__ if base in _adapters), None)
-    return None if describe is None else describe(module)
+    try:
+        return None if describe is None else describe(module)
+    except Exception as error:  # of the user's code: the other ranks wait
+        raise UnsupportedModel(
+            f"the adapter of {type(module).__name__} raised {type(error).__name__}: {error}"
+        ) from error

@@ -14,9 +14,11 @@ runs twice: with probes that return zeros, and with unit vectors while the modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -43,7 +45,7 @@ class BlockPlan:
     shape: of tokens, without the hidden size, with which the block is tried.
     output: index of the leaf of the block's result that holds the tokens' outputs.
     added: names of the modules whose outputs the block adds to those of the experts.
-    top_k: largest number of experts of a token.
+    top_k: largest number of experts of a token; all experts if it differs between tokens.
     nones: an expert returns a tuple of its output and this many Nones; -1: its output.
     adapter: the description of the block, if its forward pass is not run.
     """
@@ -62,7 +64,7 @@ class BlockPlan:
         if self.adapter is not None:
             return f"{self.path}: {self.formula}; routed by its adapter"
         added = f", plus {' and '.join(self.added)}" if self.added else ""
-        return f"{self.path}: {self.formula}; {self.top_k} experts per token{added}"
+        return f"{self.path}: {self.formula}; at most {self.top_k} experts per token{added}"
 
 
 class Probes:
@@ -99,10 +101,21 @@ class Probes:
     def _probed(self, x: Tensor, expert: int) -> Tensor:
         if self.probe is None:
             raise ConfigError("the experts of a swapped block run in the block's forward pass only")
-        y = torch.zeros_like(x)
+        autocast = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
+        y = torch.zeros_like(x, dtype=torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
         if self.probe == "unit vectors":
             y[..., expert] = 1
         return y
+
+
+class BlockSource(nn.Module):
+    """The parameters of a block, from which ``BlockExperts`` takes those of this rank."""
+
+    def __init__(self, block: nn.Module, formula: ExpertFormula) -> None:
+        super().__init__()
+        self.formula, self.named = formula, {name: param.detach() for name, param in block.named_parameters()}
+        trained = {name: param.requires_grad for name, param in block.named_parameters()}
+        self.trained = {key: trained[parts[0].path.format(0)] for key, parts in formula.parts.items()}
 
 
 class BlockExperts(Probes, EPExperts):
@@ -115,6 +128,9 @@ class BlockExperts(Probes, EPExperts):
         """Set the plan, and convert the names in state dicts of one process."""
         self.plan = plan
         self.register_state_dict_post_hook(_after_state_dict)
+
+    def _local_parameter(self, experts: BlockSource, name: str, homes: Sequence[int]) -> nn.Parameter:
+        return nn.Parameter(experts.formula.stack(name, experts.named, homes), requires_grad=experts.trained[name])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the experts as ``EPExperts``, or probe them."""
@@ -149,9 +165,8 @@ def before_load(block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     for name in named:
         del state[prefix + name]
     homes = experts.placement.homes_of(experts.dispatcher.rank)
-    for key, shape in experts.layout.parameters.items():
-        empty = next(iter(named.values())).new_empty(0, *shape[1:])
-        part = plan.formula.stack(key, named, homes) if homes else empty
+    for key in experts.layout.parameters:
+        part = plan.formula.stack(key, named, homes)
         state[f"{prefix}{plan.path}.{key}"] = distribute_like(part, getattr(experts, key))
     if experts.copies is not None:
         experts.copies.weights_changed()
@@ -166,6 +181,7 @@ def _counts(value: Any, num_experts: int) -> bool:
 def swapped_class(kind: type) -> type:
     """Return the class of a swapped block: ``kind``, with a forward pass that dispatches."""
 
+    @wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run_block(self, self.block_plan, lambda: kind.forward(self, *args, **kwargs), (args, kwargs))  # type: ignore[attr-defined]
 
@@ -194,6 +210,12 @@ def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inp
             weights = leaves[plan.output]
         if adapter is None:
             ids_TK, weights_TK = chosen(weights.reshape(x_TD.shape), plan)
+            if not weights_TK.requires_grad and torch.is_grad_enabled() and not bool((ids_TK >= 0).any()):
+                # No expert is called here. Dispatch compares with the ranks where weights have gradients.
+                trained = (
+                    p.requires_grad for name, p in block.named_parameters() if not name.startswith(f"{plan.path}.")
+                )
+                weights_TK = weights_TK.detach().requires_grad_(x.requires_grad or any(trained))
     except InputError as error:
         dispatcher.refuse(error, label=label)
     except Exception as error:  # the other ranks would wait in dispatch
@@ -220,17 +242,33 @@ def tokens_of(inputs: Any, hidden: int) -> Tensor:
     raise InputError(f"the block needs tokens [..., {hidden}]")
 
 
-def chosen(weights_TE: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token with nonzero weights, and these weights. weights_TE: [T, D], zero from E on."""
-    weights_TE = weights_TE[:, : plan.formula.layout.num_experts]
+def chosen(weights_TD: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token with nonzero weights, and these weights. weights_TD: zero from E on.
+
+    Raises:
+        InputError: they are not, or the block chose more experts for a token than when it was swapped.
+    """
+    count = plan.formula.layout.num_experts
+    weights_TE = weights_TD[:, :count]
     with torch.no_grad():
         size_TE = weights_TE.abs().nan_to_num(nan=torch.inf)
         ids_TK = size_TE.topk(plan.top_k, dim=1).indices
-        most = int((size_TE > 0).sum(1).max()) if len(size_TE) else 0
-        if most > plan.top_k:
-            raise InputError(f"the block chose {most} experts for a token; when it was swapped, at most {plan.top_k}")
+        if len(size_TE):
+            used_TD = (weights_TD != 0) & weights_TD.isfinite()  # dispatch raises for others
+            most, others = torch.stack([used_TD[:, :count].sum(1).max(), used_TD[:, count:].sum()]).tolist()
+            if most > plan.top_k or others:
+                raise InputError(
+                    f"the block added something to the outputs of its experts, or chose {most} experts for a token; "
+                    f"when it was swapped, it added nothing and chose at most {plan.top_k}"
+                )
         dropped_TK = size_TE.gather(1, ids_TK) == 0
     return ids_TK.masked_fill(dropped_TK, -1), weights_TE.gather(1, ids_TK)
+
+
+def call_block(block: nn.Module, x: Tensor) -> Any:
+    """Run a block on tokens, which it may take by keyword only."""
+    first = next(iter(signature(block.forward).parameters.values()), None)
+    return block(**{first.name: x}) if first is not None and first.kind is first.KEYWORD_ONLY else block(x)
 
 
 def outputs_of(
@@ -258,12 +296,19 @@ def replayed(module: nn.Module, device: torch.device, seed: int | None = None) -
 
     seed: of the random numbers inside; None: they continue.
     """
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    replaced = [(owner, owner._buffers) for owner in module.modules() if owner._buffers]
+    copies: dict[Tensor | None, Tensor | None] = {None: None}
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        # Copies, because autograd may have saved the buffers: nothing may be written to them.
+        for owner, buffers in replaced:
+            for buffer in buffers.values():
+                copies.setdefault(buffer, None if buffer is None else buffer.clone())
+            owner._buffers = {name: copies[buffer] for name, buffer in buffers.items()}
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
+    finally:
+        for owner, buffers in replaced:
+            owner._buffers = buffers

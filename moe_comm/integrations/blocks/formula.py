@@ -86,16 +86,17 @@ class ExpertFormula:
     @property
     def names(self) -> list[str]:
         """The names of all experts' parameters in the block."""
-        experts = range(self.layout.num_experts)
-        return [
-            name for path in self.shapes for name in ([path.format(e) for e in experts] if "{}" in path else [path])
-        ]
+        return [name for path in self.shapes for name in self.names_of(path)]
+
+    def names_of(self, path: str) -> list[str]:
+        """Return the names in the block of a parameter of all experts."""
+        return [path.format(e) for e in range(self.layout.num_experts)] if "{}" in path else [path]
 
     def stack(self, key: str, tensors: Mapping[str, Tensor], experts: Iterable[int] | None = None) -> Tensor:
         """Return the stacked parameter ``key``. tensors: by name in the block. experts: None for all."""
-        return torch.stack(
-            [self.of_expert(key, tensors, e) for e in (range(self.layout.num_experts) if experts is None else experts)]
-        )
+        experts = list(range(self.layout.num_experts) if experts is None else experts)
+        stack = torch.stack([self.of_expert(key, tensors, e) for e in experts or [0]])
+        return stack if experts else stack[:0].clone()
 
     def of_expert(self, key: str, tensors: Mapping[str, Tensor], expert: int) -> Tensor:
         """Return an expert's part of the stacked parameter ``key``."""
@@ -106,7 +107,7 @@ class ExpertFormula:
         example, experts = next(iter(stacks.values())), range(self.layout.num_experts)
         result = {}
         for path, shape in self.shapes.items():
-            for name in [path.format(e) for e in experts] if "{}" in path else [path]:
+            for name in self.names_of(path):
                 result[name] = example.new_empty(shape if "{}" in path else (len(experts), *shape))
         for key, value in stacks.items():
             for expert in experts:

@@ -20,14 +20,16 @@ from torch.utils._pytree import tree_flatten
 from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import Dispatcher
-from moe_comm.errors import MoeCommError, UnsupportedModel
+from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, UnsupportedModel
 from moe_comm.integrations.blocks.adapter import MoEBlock, adapted
 from moe_comm.integrations.blocks.block import (
     BlockExperts,
     BlockPlan,
+    BlockSource,
     Convention,
     Probes,
     before_load,
+    call_block,
     outputs_of,
     replayed,
     swapped_class,
@@ -77,27 +79,36 @@ def find_blocks(model: nn.Module, *, only_adapted: bool = False) -> list[FoundBl
     module around them has a matrix with as many rows, or columns: the router. Or the class has an adapter.
     """
     found: list[FoundBlock] = []
+    candidates: dict[str, tuple[int, bool]] = {}
     for name, module in model.named_modules():
-        if any(f"{name}.".startswith(other.inside) for other in found):
+        inside = (*(other.inside for other in found), *(f"{other}." for other in candidates))
+        if f"{name}.".startswith(inside):
             continue
         if (adapter := adapted(module)) is not None:
             path, stacked = _path_of(module, adapter.last), "{}" not in adapter.last
             found.append(FoundBlock(name, module, path, adapter.formula(module).layout.num_experts, stacked, adapter))
+        elif only_adapted:
             continue
-        size = None if only_adapted else _list_size(module)
-        stacked = size is None
-        if size is None and not only_adapted:
-            size = _stack_size(module)
-        if size is None:
-            continue
+        elif (size := _list_size(module)) is not None:
+            candidates[name] = size, False
+        elif (size := _stack_size(module)) is not None:
+            candidates[name] = size, True
+    parents = {name.rpartition(".")[0] for name in candidates} | {other.name for other in found}
+    for name, (size, stacked) in candidates.items():
         block_name = name
         for _ in range(CLIMB):
             if not block_name:
                 break
             block_name = block_name.rpartition(".")[0]
-            block, path = model.get_submodule(block_name), name[len(block_name) :].lstrip(".")
-            if _has_router(block, path, size):
-                found.append(FoundBlock(block_name, block, path, size, stacked))
+            # A router that is nearer to other experts is theirs.
+            others = {parent for parent in parents if parent != block_name and not f"{name}.".startswith(f"{parent}.")}
+            params = (
+                (f"{block_name}.{key}".lstrip("."), p) for key, p in model.get_submodule(block_name).named_parameters()
+            )
+            own = (p.shape for key, p in params if not key.startswith((f"{name}.", *(f"{o}." for o in others if o))))
+            if any(len(shape) == 2 and size in shape for shape in own):
+                path = name[len(block_name) :].lstrip(".")
+                found.append(FoundBlock(block_name, model.get_submodule(block_name), path, size, stacked))
                 break
     return found
 
@@ -129,11 +140,6 @@ def _is_expert(shapes: Any) -> bool:
     matrices = [shape for shape in shapes if len(shape) == 2]
     vectors = sum(len(shape) == 1 for shape in shapes)
     return len(matrices) in (2, 3) and vectors in (0, len(matrices)) and len(matrices) + vectors == len(shapes)
-
-
-def _has_router(block: nn.Module, path: str, experts: int) -> bool:
-    own = (param.shape for name, param in block.named_parameters() if not f"{name}.".startswith(f"{path}."))
-    return any(len(shape) == 2 and experts in shape for shape in own)
 
 
 def swap_blocks(
@@ -199,12 +205,14 @@ def describe(found: FoundBlock) -> BlockPlan:
     """
     try:
         # The same random numbers on all ranks.
-        with replayed(found.block, _device(found.block), seed=0):
+        device = _device(found.block)
+        with torch.autocast(device.type, enabled=False), replayed(found.block, device, seed=0):
             return _described(found)
-    except UnsupportedModel as error:
+    except Exception as error:  # of the user's code: the other ranks compare weights next
+        reason = error if isinstance(error, UnsupportedModel) else f"it raised {type(error).__name__}: {error}"
         raise UnsupportedModel(
             f"{found.name} ({type(found.block).__name__}) looks like an MoE block with {found.num_experts} experts in "
-            f"{found.path}, but {error}. Describe it with moe_comm.block_adapter, or build a moe_comm.MoELayer"
+            f"{found.path}, but {reason}. Describe it with moe_comm.block_adapter, or build a moe_comm.MoELayer"
         ) from error
 
 
@@ -217,9 +225,17 @@ def _described(found: FoundBlock) -> BlockPlan:
         if any(True for _ in module.buffers(recurse=False)):
             raise UnsupportedModel(f"its experts have buffers ({name or type(module).__name__})")
     if found.adapter is None:
-        formula, nones = _formula(replace(found, block=deepcopy(found.block).double().requires_grad_(False)))
+        formula, nones = _formula(found)
     else:
         formula, nones = found.adapter.formula(found.block), -1
+    params = dict(found.block.named_parameters())
+    if missing := [name for name in formula.names if name not in params]:
+        raise UnsupportedModel(f"{missing[0]} is also another expert's parameter")
+    if len({(params[name].dtype, params[name].device) for name in formula.names}) > 1:
+        raise UnsupportedModel("the parameters of its experts differ in dtype or device")
+    for parts in formula.parts.values():
+        if len({params[name].requires_grad for part in parts for name in formula.names_of(part.path)}) > 1:
+            raise UnsupportedModel(f"only some of its {' and '.join(part.path for part in parts)} require gradients")
     block = deepcopy(found.block).float().requires_grad_(False)
     copy = replace(found, block=block)
     plan = BlockPlan(found.path, formula, "adapter", _shape(block, formula.layout.hidden), nones=nones)
@@ -236,7 +252,7 @@ def _shape(block: nn.Module, hidden: int) -> tuple[int, ...]:
         x = torch.randn(*shape, hidden, dtype=torch.float32, device=_device(block))
         try:
             with replayed(block, x.device):
-                block(x)
+                call_block(block, x)
             return shape
         except Exception as error:  # of the user's code
             problem = problem or error
@@ -250,11 +266,11 @@ def _device(block: nn.Module) -> torch.device:
 def _formula(found: FoundBlock) -> tuple[ExpertFormula, int]:
     """Recognise what an expert computes, by its outputs of random rows."""
     experts = found.experts
-    expert = experts if found.stacked else experts[0]
+    expert = deepcopy(experts if found.stacked else experts[0]).double().requires_grad_(False)
     prefix = f"{found.path}." if found.stacked else f"{found.path}.{{}}."
     prefix = prefix.lstrip(".")
     shapes = {prefix + n: tuple(p.shape[1:] if found.stacked else p.shape) for n, p in expert.named_parameters()}
-    tensors = dict(found.block.named_parameters())
+    tensors = {f"{prefix}{n}".format(0): param for n, param in expert.named_parameters()}
     inner = [
         module
         for module in expert.modules()
@@ -263,6 +279,7 @@ def _formula(found: FoundBlock) -> tuple[ExpertFormula, int]:
     problem: Exception | None = None
     for hidden in sorted({size for shape in shapes.values() if len(shape) == 2 for size in shape}):
         if hidden < found.num_experts:
+            problem = problem or UnsupportedModel(f"it has more experts than a token of {hidden} has values")
             continue
         # Large enough that activations differ.
         rows_RD = 4 * torch.randn(8, hidden, dtype=torch.float64, device=_device(expert))
@@ -310,7 +327,7 @@ def _convention(found: FoundBlock, x: Tensor) -> Convention:
         lambda _, args, kwargs: calls.append((*args, *kwargs.values())), with_kwargs=True
     )
     try:
-        found.block(x)
+        call_block(found.block, x)
     finally:
         hook.remove()
     if len(calls) == 1:
@@ -332,9 +349,9 @@ def _outputs(found: FoundBlock, plan: BlockPlan, x: Tensor) -> BlockPlan:
     setattr(block.get_submodule(parent), child, probing)
     try:
         with replayed(block, x.device):
-            zeros, _ = outputs_of(block, plan, partial(block, x), "zeros")
+            zeros, _ = outputs_of(block, plan, partial(call_block, block, x), "zeros")
         with replayed(block, x.device):
-            units, _ = outputs_of(block, plan, partial(block, x), "unit vectors")
+            units, _ = outputs_of(block, plan, partial(call_block, block, x), "unit vectors")
     except Exception as error:
         raise UnsupportedModel(f"it cannot run with probes ({type(error).__name__}: {error})") from error
     differ = [index for index, pair in enumerate(zip(zeros, units, strict=True)) if not _equal(*pair)]
@@ -347,11 +364,13 @@ def _outputs(found: FoundBlock, plan: BlockPlan, x: Tensor) -> BlockPlan:
     if bool(zeros[plan.output].any()):
         plan = replace(plan, added=_added(block, plan, x))
         with replayed(block, x.device):
-            units, _ = outputs_of(block, plan, partial(block, x), "unit vectors", plan.added)
+            units, _ = outputs_of(block, plan, partial(call_block, block, x), "unit vectors", plan.added)
     weights_TD = units[plan.output].reshape(-1, x.shape[-1])
     if bool(weights_TD[:, found.num_experts :].any()):
         raise UnsupportedModel("it does more with the outputs of its experts than to sum them with one weight each")
-    return replace(plan, top_k=int((weights_TD != 0).sum(1).max()))
+    counts_T = (weights_TD != 0).sum(1)
+    # If the number differs between tokens, those of the check do not show the largest one.
+    return replace(plan, top_k=found.num_experts if counts_T.unique().numel() > 1 else int(counts_T[0]))
 
 
 def _added(block: nn.Module, plan: BlockPlan, x: Tensor) -> tuple[str, ...]:
@@ -362,7 +381,7 @@ def _added(block: nn.Module, plan: BlockPlan, x: Tensor) -> tuple[str, ...]:
             continue
         try:
             with replayed(block, x.device):
-                leaves, _ = outputs_of(block, plan, partial(block, x), "zeros", (name,))
+                leaves, _ = outputs_of(block, plan, partial(call_block, block, x), "zeros", (name,))
             if not bool(leaves[plan.output].any()):
                 return (name,)
         except Exception:  # the module returns no tensor
@@ -387,18 +406,6 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
-class _Stacked(nn.Module):
-    """The stacked parameters of all experts of a block, by name of ``ExpertsLayout``."""
-
-    def __init__(self, block: nn.Module, formula: ExpertFormula) -> None:
-        super().__init__()
-        params = dict(block.named_parameters())
-        for key, parts in formula.parts.items():
-            trained = any(params[part.path.format(0)].requires_grad for part in parts)
-            stack = formula.stack(key, {name: params[name].detach() for name in formula.names})
-            self.register_parameter(key, nn.Parameter(stack, requires_grad=trained))
-
-
 def distribute(
     found: FoundBlock,
     plan: BlockPlan,
@@ -408,9 +415,9 @@ def distribute(
 ) -> None:
     """Replace the experts of a block by those of this rank, and its forward pass by one that dispatches."""
     block, formula = found.block, plan.formula
-    stacked = _Stacked(block, formula).train(block.training)
+    source = BlockSource(block, formula).train(block.training)
     label = ".".join(part for part in (found.name, plan.path) if part)
-    experts = BlockExperts(stacked, formula.layout, dispatcher, label, overlap, replicated)
+    experts = BlockExperts(source, formula.layout, dispatcher, label, overlap, replicated)
     experts.use(plan)
     params = dict(block.named_parameters())
     for name in formula.names:
@@ -432,20 +439,43 @@ def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: O
     Raises:
         UnsupportedModel: they differ, on any rank. Raised on every rank.
     """
-    rank, world, group = dispatcher.rank, dispatcher.world, dispatcher.group
-    outcome: str | MoeCommError = ""
+    rank, group = dispatcher.rank, dispatcher.group
+
+    def agreed(differences: list[str]) -> None:
+        outcome: str | MoeCommError = ""
+        if differences:
+            outcome = UnsupportedModel(
+                f"{found.name} ({type(found.block).__name__}) was recognised as {plan}, but a swapped copy of it "
+                f"differs from the original on random tokens: {'; '.join(differences[:3])}. Describe it with "
+                "moe_comm.block_adapter"
+            )
+        if group is not None and dispatcher.world > 1:
+            agree(outcome, partial(gather_texts, channel_of(group), f"checking the swap of {found.name}"))
+        elif isinstance(outcome, MoeCommError):
+            raise outcome
+
     differences: list[str] = []
     for training in (True, False):
-        block = deepcopy(found.block).float().requires_grad_().train(training)
-        expected = [_run(block, plan, source) for source in range(world)]
+        raised: list[str] = []
+        try:
+            block = deepcopy(found.block).float().requires_grad_().train(training)
+            expected = [_run(block, plan, source) for source in range(dispatcher.world)]
+        except Exception as error:  # of the user's code
+            raised.append(f"the original raised {type(error).__name__}: {error}")
+        agreed(raised)  # before ranks wait for each other in the copies
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in block.named_parameters()}
         of_experts = {key: plan.formula.stack(key, grads) for key in plan.formula.layout.parameters}
-        copy = replace(found, block=deepcopy(block))
-        for param in copy.block.parameters():
-            param.grad = None
-        distribute(copy, plan, dispatcher, overlap, lambda: None)
-        got = _run(copy.block, plan, rank)
-        experts: Any = copy.block.get_submodule(plan.path)
+        block.zero_grad()
+        try:
+            with dispatcher.abort_on_error():
+                distribute(replace(found, block=block), plan, dispatcher, overlap, lambda: None)
+                got = _run(block, plan, rank)
+        except (PeerDied, PeerTimeout):
+            raise
+        except Exception as error:
+            differences.append(f"the copy raised {type(error).__name__}: {error}")
+            continue
+        experts: Any = block.get_submodule(plan.path)
         homes = list(experts.placement.homes_of(rank))
         pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
             **{f"result {i}": pair for i, pair in enumerate(zip_longest(got[0], expected[rank][0]))},
@@ -456,16 +486,7 @@ def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: O
         for what, (value, reference) in pairs.items():
             if text := _difference(value, reference):
                 differences.append(f"{what} {text}")
-    if differences:
-        outcome = UnsupportedModel(
-            f"{found.name} ({type(found.block).__name__}) was recognised as {plan}, but a swapped copy of it differs "
-            f"from the original on random tokens: {'; '.join(differences[:3])}. Describe it with "
-            "moe_comm.block_adapter"
-        )
-    if group is not None and world > 1:
-        agree(outcome, partial(gather_texts, channel_of(group), f"checking the swap of {found.name}"))
-    elif isinstance(outcome, MoeCommError):
-        raise outcome
+    agreed(differences)
 
 
 def _run(block: nn.Module, plan: BlockPlan, seed: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
@@ -478,14 +499,14 @@ def _run(block: nn.Module, plan: BlockPlan, seed: int) -> tuple[list[Tensor], Te
     for param in replicated.values():
         param.grad = None
     device = _device(block)
-    with replayed(block, device, 1000 + seed):
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False), replayed(block, device, 1000 + seed):
         x = torch.randn(*plan.shape, plan.formula.layout.hidden, dtype=torch.float32, device=device).requires_grad_()
-        results = [leaf for leaf in tree_flatten(block(x))[0] if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_flatten(call_block(block, x))[0] if isinstance(leaf, Tensor)]
         loss = sum(
             (leaf * torch.randn_like(leaf)).sum() for leaf in results if leaf.is_floating_point() and leaf.requires_grad
         )
-    assert isinstance(loss, Tensor) and x is not None
-    loss.backward()
+        assert isinstance(loss, Tensor) and x is not None
+        loss.backward()
     assert x.grad is not None
     grads = {n: p.grad for n, p in replicated.items() if p.grad is not None}
     return [leaf.detach() for leaf in results], x.grad, grads

@@ -81,7 +81,7 @@ class EPExperts(ExpertParallel):
         self.num_experts = layout.num_experts
         homes = self.placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
-            self.register_parameter(name, _local_slice(getattr(experts, name), homes, dispatcher.world))
+            self.register_parameter(name, self._local_parameter(experts, name, homes))
         for hooks in _HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
         self._is_full_backward_hook = experts._is_full_backward_hook
@@ -89,6 +89,9 @@ class EPExperts(ExpertParallel):
         over_ep = Split.of_experts(self.placement)
         shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
         self._attach(self, shardings, replicated)
+
+    def _local_parameter(self, experts: Any, name: str, homes: Sequence[int]) -> nn.Parameter:
+        return _local_slice(getattr(experts, name), homes, self.dispatcher.world)
 
     @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

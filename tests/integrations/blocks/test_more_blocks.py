@@ -1,0 +1,422 @@
+"""MoE blocks as users write them: each swaps exactly, or is refused on every rank before the model changes."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, namedtuple
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+import moe_comm
+from moe_comm.errors import InputError, UnsupportedModel
+from tests.pool import on_ranks
+
+D, WIDTH, EXPERTS = 16, 24, 3
+
+
+def _mlp(bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(D, WIDTH, bias), nn.GELU(), nn.Linear(WIDTH, D, bias))
+
+
+class Switch(nn.Module):
+    """One expert per token, jitter multiplied on the router's input in training."""
+
+    count = EXPERTS
+    bias = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, self.count, bias=False)
+        self.experts: Any = nn.ModuleList(_mlp(self.bias) for _ in range(self.count))
+
+    def weights(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x * torch.empty_like(x).uniform_(0.9, 1.1)
+        probs = self.router(x).softmax(-1)
+        return probs * F.one_hot(probs.argmax(-1), self.count)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        w, y = self.weights(flat), torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            t = w[:, e].nonzero()[:, 0]
+            if len(t) == 0:
+                continue
+            y = y.index_add(0, t, (expert(flat[t]) * w[t, e, None]).to(y.dtype))
+        return y.view_as(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mixed(x)
+
+
+class NoBias(Switch):
+    bias = False
+
+
+class Jitter(Switch):
+    """Jitter on the input of the experts also."""
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            x = x * torch.empty_like(x).uniform_(0.9, 1.1)
+        return self.mixed(x)
+
+
+class ExpertChoice(Switch):
+    def weights(self, x: Tensor) -> Tensor:
+        probs = self.router(x).softmax(-1)
+        ids = probs.topk(max(len(x) // 2, 1) if len(x) else 0, 0).indices
+        return torch.zeros_like(probs).scatter(0, ids, probs.gather(0, ids))
+
+
+class TopP(Switch):
+    def weights(self, x: Tensor) -> Tensor:
+        probs = (4 * self.router(x)).softmax(-1)
+        ordered, ids = probs.sort(-1, descending=True)
+        kept = (ordered.cumsum(-1) - ordered) < 0.6
+        return torch.zeros_like(probs).scatter(1, ids, ordered * kept)
+
+
+class Relu(Switch):
+    def weights(self, x: Tensor) -> Tensor:
+        return self.router(x).relu()
+
+
+class Passthrough(Switch):
+    """Tokens beyond the capacity pass unchanged."""
+
+    def forward(self, x: Tensor) -> Any:
+        flat = x.reshape(-1, D)
+        w, y = self.weights(flat), flat.clone()
+        for e, expert in enumerate(self.experts):
+            t = w[:, e].nonzero()[: len(flat) // EXPERTS, 0]
+            y[t] = expert(flat[t]) * w[t, e, None]
+        return y.view_as(x)
+
+
+class DictOfExperts(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({f"expert_{e}": _mlp() for e in range(EXPERTS)})
+
+    def forward(self, x: Tensor) -> Any:
+        w, y = self.weights(x), torch.zeros_like(x)
+        for e in range(EXPERTS):
+            y = y + w[..., e, None] * self.experts[f"expert_{e}"](x)
+        return y
+
+
+class Residual(Switch):
+    def forward(self, x: Tensor) -> Any:
+        return x + self.mixed(x)
+
+
+class Dropped(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.append(nn.Dropout(0.0))
+
+
+class AsDict(Switch):
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": self.router(x).logsumexp(-1).sum(), "y": self.mixed(x)}
+
+
+Named = namedtuple("Named", "y logits")
+
+
+class AsNamed(Switch):
+    def forward(self, x: Tensor) -> Any:
+        return Named(self.mixed(x), self.router(x))
+
+
+@dataclass
+class Data:
+    y: Tensor
+    logits: Tensor
+
+
+class AsData(Switch):
+    def forward(self, x: Tensor) -> Any:
+        return Data(self.mixed(x), self.router(x))
+
+
+class KeywordOnly(Switch):
+    def forward(self, *, hidden_states: Tensor) -> Any:
+        return self.mixed(hidden_states)
+
+
+class TiedExperts(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1][2].weight = self.experts[0][2].weight
+
+
+class Reentrant(Switch):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.mixed, x, use_reentrant=True)
+
+
+class NonReentrant(Switch):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.mixed, x, use_reentrant=False)
+
+
+class CheckpointedExperts(Switch):
+    def forward(self, x: Tensor) -> Any:
+        w = self.weights(x)
+        return sum(
+            w[..., e, None] * checkpoint(expert, x, use_reentrant=False) for e, expert in enumerate(self.experts)
+        )
+
+
+class Many(Switch):
+    count = D + 4
+
+
+class Lone(Switch):
+    count = 1
+
+
+class SharedAndBuffers(Switch):
+    """A shared expert, and buffers: one scales the weights, one counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = _mlp()
+        self.register_buffer("scale", torch.full((EXPERTS,), 1.5))
+        self.register_buffer("load", torch.zeros(EXPERTS), persistent=False)
+
+    def weights(self, x: Tensor) -> Tensor:
+        w = super().weights(x) * self.scale
+        with torch.no_grad():
+            self.load += (w > 0).sum(0)
+        return w
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mixed(x) + self.shared(x)
+
+
+class PartlyFrozen(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1].requires_grad_(False)
+
+
+class FrozenExperts(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.requires_grad_(False)
+
+
+class FrozenRouter(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router.requires_grad_(False)
+
+
+class MixedDtypes(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert[0].double()
+
+
+class ScaledByZero(Switch):
+    """One expert's weight is exactly 0, with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.0, 1.0]))
+
+    def weights(self, x: Tensor) -> Tensor:
+        return self.router(x).softmax(-1) * self.scale
+
+    def forward(self, x: Tensor) -> Any:
+        w = self.weights(x)
+        return sum(w[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+class RaisesOnRank1(Switch):
+    def forward(self, x: Tensor) -> Any:
+        if len(x.reshape(-1, D)) and os.environ.get("TEST_RANK") == "1":
+            raise OSError("no disk")
+        return self.mixed(x)
+
+
+class RaisesInGrad(Switch):
+    """Works until gradients are needed, on rank 1."""
+
+    def forward(self, x: Tensor) -> Any:
+        if x.requires_grad and os.environ.get("TEST_RANK") == "1":
+            raise OSError("no disk")
+        return self.mixed(x)
+
+
+class Unpicklable(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = open(os.devnull)  # noqa: SIM115
+
+
+class DenseStack(nn.Module):
+    """Layers in sequence, and a matrix of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(_mlp() for _ in range(EXPERTS)), nn.Linear(D, EXPERTS)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+SWAPPED = [
+    Switch,
+    NoBias,
+    ExpertChoice,
+    TopP,
+    Relu,
+    Dropped,
+    AsDict,
+    AsNamed,
+    CheckpointedExperts,
+    SharedAndBuffers,
+    FrozenExperts,
+    FrozenRouter,
+    KeywordOnly,
+]
+REFUSED = [
+    Jitter,
+    Reentrant,
+    NonReentrant,
+    DictOfExperts,
+    Passthrough,
+    Residual,
+    AsData,
+    TiedExperts,
+    Many,
+    Lone,
+    PartlyFrozen,
+    MixedDtypes,
+    ScaledByZero,
+    RaisesOnRank1,
+    RaisesInGrad,
+    Unpicklable,
+    DenseStack,
+]
+
+
+def _block(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(moe=kind()))
+
+
+def _run(block: nn.Module, source: int) -> list[Any]:
+    torch.manual_seed(source)
+    x = (torch.randn(3 * (source != 1), 4, D)).requires_grad_()
+    inner: Any = block.moe
+    y = block.moe(hidden_states=x) if isinstance(inner, KeywordOnly) else block(x)
+    leaves = list(y.values()) if isinstance(y, dict) else list(y) if isinstance(y, tuple) else [y]
+    (sum(leaf.square().sum() for leaf in leaves) + x.sum()).backward()
+    return [*leaves, x.grad]
+
+
+@on_ranks(4)  # one more than experts; rank 1 has no tokens
+@pytest.mark.parametrize("kind", SWAPPED, ids=lambda k: k.__name__)
+def test_swaps(kind: type[nn.Module], rank: int, world: int, group: ProcessGroup) -> None:
+    _swaps(kind, rank, world, group)
+
+
+@pytest.mark.parametrize("kind", SWAPPED, ids=lambda k: k.__name__)
+def test_swaps_alone(kind: type[nn.Module]) -> None:
+    _swaps(kind, 0, 1, None)
+
+
+def _swaps(kind: type[nn.Module], rank: int, world: int, group: ProcessGroup | None) -> None:
+    original, block = _block(kind), _block(kind)
+    state = torch.get_rng_state()
+    moe_comm.swap_moe(block, group)
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = [_run(original, source) for source in range(world)]
+    torch.testing.assert_close(_run(block, rank), expected[rank], rtol=1e-5, atol=1e-5)
+    if world > 1:
+        moe_comm.sync_gradients(block)
+    gradients = deepcopy(block)
+    for param, source in zip(gradients.parameters(), block.parameters(), strict=True):
+        assert source.requires_grad or source.grad is None
+        param.data = torch.zeros_like(source) if source.grad is None else source.grad.detach().clone()
+    full = moe_comm.gather_state_dict(gradients)
+    for name, param in original.named_parameters():
+        torch.testing.assert_close(
+            full[name], torch.zeros_like(param) if param.grad is None else param.grad, rtol=1e-4, atol=1e-4
+        )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda k: k.__name__)
+def test_refused(kind: type[nn.Module], rank: int, group: ProcessGroup) -> None:
+    os.environ["TEST_RANK"] = str(rank)
+    model = _block(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds, state = [type(m) for m in model.modules()], torch.get_rng_state()
+    with pytest.raises(UnsupportedModel) as raised:
+        moe_comm.swap_moe(model, group)
+    assert "moe_comm.block_adapter" in str(raised.value) or kind in (Lone, DictOfExperts)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert kinds == [type(m) for m in model.modules()]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Late(Passthrough):
+    """Passes tokens beyond the capacity only for more tokens than the check has."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) if len(x.reshape(-1, D)) > 40 else self.mixed(x)
+
+
+def test_a_block_that_later_adds_its_tokens_raises() -> None:
+    model = moe_comm.swap_moe(_block(Late))
+    model(torch.randn(4, 4, D))
+    with pytest.raises(InputError):
+        model(torch.randn(16, 4, D))
+
+
+class LowerPrecision(Switch):
+    """Relies on the dtype of the experts' outputs under autocast."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        w, y = self.weights(x), torch.zeros_like(x, dtype=self.experts[0](x[:0]).dtype)
+        for e, expert in enumerate(self.experts):
+            y[w[:, e] > 0] = expert(x[w[:, e] > 0]) * w[w[:, e] > 0, e, None].to(y.dtype)
+        return y
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mixed(x.view(-1, D)).view_as(x)
+
+
+def test_autocast_applies_to_the_probes_and_not_to_the_check() -> None:
+    model, x = _block(LowerPrecision).eval(), torch.randn(4, 4, D)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        torch.testing.assert_close(moe_comm.swap_moe(model)(x), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_list_beside_a_block_is_no_block() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.moe = nn.ModuleList(_mlp() for _ in range(EXPERTS)), Switch()
+
+    model = moe_comm.swap_moe(Heads())
+    assert type(model.heads) is nn.ModuleList and type(model.moe) is not Switch
