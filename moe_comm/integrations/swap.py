@@ -131,7 +131,8 @@ def parallelize_moe(
         check_loaded(model, Channel(communicator_of(group, timeout_s), timeout_s), fault)
     if fault is not None:
         raise fault
-    device, fp8 = next(model.parameters()).device, expert_gemm_dtype == "fp8"
+    first = next(iter(blocks.values()))[0] if blocks else own[0][0].block  # a model may be on several devices
+    device, fp8 = next(first.parameters()).device, expert_gemm_dtype == "fp8"
     dispatchers = {
         count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
         for count in sorted(placements)
