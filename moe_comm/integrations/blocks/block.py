@@ -15,7 +15,7 @@ runs twice: with probes that return zeros, and with unit vectors while the modul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -276,18 +276,37 @@ def outputs_of(
 ) -> tuple[list[Any], Any]:
     """Return the leaves of the block's result, and their structure, with probes. silent: modules that return zeros."""
     experts: Any = block.get_submodule(plan.path)
-    hooks = [block.get_submodule(name).register_forward_hook(_zeros) for name in silent]
     experts.probe = probe
     try:
-        return tree_flatten(forward())
+        with ExitStack() as silenced:
+            for name in silent:
+                silenced.enter_context(_silenced(block.get_submodule(name)))
+            return tree_flatten(forward())
     finally:
         experts.probe = None
-        for hook in hooks:
+
+
+@contextmanager
+def _silenced(module: nn.Module) -> Iterator[None]:
+    """Context in which ``module`` returns zeros in the shape of its input, or of its output if it draws random numbers.
+
+    A module with dropout is run nevertheless, so that a router after it draws the same noise.
+    """
+    if any(isinstance(part, nn.Dropout) and part.p for part in module.modules()):
+        hook = module.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
+        try:
+            yield
+        finally:
             hook.remove()
-
-
-def _zeros(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return torch.zeros_like(output)
+        return
+    before = vars(module).get("forward")
+    vars(module)["forward"] = lambda x, *_, **__: torch.zeros_like(x)
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if before is not None:
+            vars(module)["forward"] = before
 
 
 @contextmanager

@@ -201,7 +201,7 @@ def describe(found: FoundBlock) -> BlockPlan:
     """Return how to run a block. It is not changed.
 
     Raises:
-        UnsupportedModel: its experts, or what it does with their outputs, are not recognised. Says which.
+        UnsupportedModel: its experts, or what it does with their outputs, are not recognised. The message says what.
     """
     try:
         # The same random numbers on all ranks.
@@ -342,7 +342,7 @@ def _convention(found: FoundBlock, x: Tensor) -> Convention:
 
 
 def _outputs(found: FoundBlock, plan: BlockPlan, x: Tensor) -> BlockPlan:
-    """Complete a plan: which output holds the tokens, what is added to it, and the number of experts per token."""
+    """Add to a plan the index of the result for the tokens, the module that is added to it, and the top-k."""
     probing = _StandIn(plan.formula.layout.num_experts, plan)
     block = found.block
     parent, _, child = plan.path.rpartition(".")

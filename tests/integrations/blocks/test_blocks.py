@@ -19,6 +19,7 @@ from tests.integrations.blocks.styles import (
     STYLES,
     TOP_K,
     D,
+    DeepSeek,
     FlatTokens,
     InlineMath,
     Mixtral,
@@ -229,6 +230,22 @@ def test_a_block_of_flat_tokens() -> None:
     x, original = torch.randn(9, D), FlatTokens()
     model = moe_comm.swap_moe(nn.Sequential(deepcopy(original)))
     torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_shared_experts_are_computed_once_unless_they_draw_random_numbers(dropout: float) -> None:
+    original = DeepSeek()
+    original.shared_experts = nn.Sequential(original.shared_experts, nn.Dropout(dropout))  # type: ignore[assignment]
+    model = moe_comm.swap_moe(nn.Sequential(deepcopy(original)))
+    calls: list[int] = []
+    w1 = model[0].shared_experts[0].w1
+    w1.register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(3, 4, D)
+    torch.manual_seed(3)
+    y = model(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(y, original(x))
+    assert len(calls) == (2 if dropout else 1)
 
 
 @on_ranks(2)
