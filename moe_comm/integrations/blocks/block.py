@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.blocks.adapter import MoEBlock
 from moe_comm.integrations.blocks.formula import ExpertFormula
+from moe_comm.integrations.checkpoint.slices import HubSlice
 from moe_comm.integrations.hugging_face.swap import EPExperts
 from moe_comm.layers.data_parallel.expert_shard import distribute_like
 
@@ -149,6 +150,16 @@ class BlockExperts(Probes, EPExperts):
         of_block = prefix.removesuffix(f"{self.plan.path}.")
         originals = self.plan.formula.split(stacks)  # type: ignore[arg-type]
         state |= {of_block + name: value for name, value in originals.items()}
+
+    def checkpoint_slices(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:
+        """Yield the name, shape and slices of each parameter of the experts of the unswapped block.
+
+        prefix: of this module's keys.
+        """
+        of_block = prefix.removesuffix(f"{self.plan.path}.")
+        for name, shape, slices in self.plan.formula.slices():
+            named = [replace(one, name=of_block + name, parameter=prefix + one.parameter) for one in slices]
+            yield of_block + name, shape, named
 
 
 def _after_state_dict(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_comm.errors import UnsupportedModel
+from moe_comm.integrations.checkpoint.slices import HubSlice
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.kernels.activations import Activation, activation_of, glu
 
@@ -117,6 +118,32 @@ class ExpertFormula:
                     target.copy_(value[expert, first : first + len(target)])
                     first += len(target)
         return result
+
+    def slices(self) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:
+        """Yield each parameter in the block, its shape, and the slices of the stacked parameters that it holds."""
+        for path, shape in self.shapes.items():
+            matrix, listed = len(shape) == 2, "{}" in path
+            along_outputs = 1 if self.transposed and matrix else 0
+            dims = (2, 1) if along_outputs else (1, 2)[: len(shape)]
+            for expert, name in enumerate(self.names_of(path)):
+                found = []
+                for key, parts in self.parts.items():
+                    first = 0
+                    for part in parts:
+                        of_layer = self.shapes[part.path]
+                        outputs = of_layer[1 if self.transposed and len(of_layer) == 2 else 0]
+                        count = len(range(*slice(part.begin, part.end, part.step).indices(outputs)))
+                        if part.path == path:
+                            place = (
+                                expert if listed else slice(0, self.layout.num_experts),
+                                slice(first, first + count),
+                            )
+                            region = (*[slice(None)] * along_outputs, slice(part.begin, part.end, part.step))
+                            if not listed:
+                                region = (slice(None), *region)
+                            found.append(HubSlice(name, place, key, region, dims if listed else (0, *dims)))
+                        first += count
+                yield name, shape if listed else (self.layout.num_experts, *shape), found
 
     def _matrix(self, tensors: Mapping[str, Tensor], path: str, expert: int) -> Tensor:
         """Return a parameter of an expert with outputs first."""
