@@ -21,6 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 
+from benchmarks import signatures
 from moe_comm import cli, errors
 from moe_comm.lazy import stub_names
 
@@ -277,28 +278,29 @@ def studies() -> str:
 
 
 def api() -> str:
-    """Return one mkdocstrings entry for each public name."""
+    """Return a section with the signature of each public class and function."""
     parts: list[str] = []
     seen: set[str] = set()
     for module, title in API_MODULES.items():
-        paths = [path for path in dict.fromkeys(defined_paths(module)) if path not in seen]
-        seen.update(paths)
-        if paths:
-            parts += [f"## {title}", f"Import from `{module}`.", *(f"::: {path}" for path in paths)]
+        names = {path: names for path, names in defined_names(module).items() if path not in seen}
+        seen.update(names)
+        if names:
+            parts += [f"## {title}", f"Import from `{module}`.", *(signatures.entry(*one) for one in names.items())]
     return "\n\n".join(parts)
 
 
-def defined_paths(package: str) -> Iterator[str]:
-    """Yield each public class and function of a package, with the module that defines it."""
+def defined_names(package: str) -> dict[str, list[str]]:
+    """Return the names of each public class and function of a package, by the path of its definition."""
+    found: dict[str, list[str]] = {}
     if package in ADAPTERS:
         modules = stub_names(ROOT / package.replace(".", "/") / "__init__.pyi")
-        yield from (f"{modules[name]}.{name}" for name in sorted(modules, key=str.lower))
-        return
+        return {f"{modules[name]}.{name}": [name] for name in sorted(modules, key=str.lower)}
     loaded = importlib.import_module(package)
     for name in sorted(loaded.__all__, key=str.lower):
         value = getattr(loaded, name)
         if inspect.isclass(value) or inspect.isfunction(value):
-            yield f"{value.__module__}.{value.__qualname__}"
+            found.setdefault(f"{value.__module__}.{value.__qualname__}", []).append(name)
+    return found
 
 
 def mesh() -> str:

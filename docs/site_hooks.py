@@ -64,6 +64,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(text: str, **_: Any) -> str:
-    """Point links to notebooks at their pages, and drop the mark of code that tests/test_docs.py only compiles."""
+    """Point links to notebooks at their pages, and drop the mark of code that tests/test_docs.py only compiles.
+
+    An entry of the Python API becomes that of mkdocstrings, which has the whole docstring.
+    """
+    text = re.sub(
+        r"<!-- api: ([\w.]+) -->.*?<!-- /api -->",
+        r"::: \1",
+        text,
+        flags=re.DOTALL,
+    )
     text = text.replace("```python no-run\n", "```python\n")
     return re.sub(r"\]\(([\w/.]*)\.ipynb\)", r"](\1.md)", text)

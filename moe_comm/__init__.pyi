@@ -44,6 +44,7 @@ from moe_comm.layers.data_parallel.attach import (
 from moe_comm.layers.data_parallel.mark import mark_experts as mark_experts
 from moe_comm.layers.data_parallel.replicas import check_replicas as check_replicas
 from moe_comm.layers.data_parallel.state import (
+    gather_gradients as gather_gradients,
     gather_state_dict as gather_state_dict,
     load_optimizer_state_dict as load_optimizer_state_dict,
     load_state_dict as load_state_dict,

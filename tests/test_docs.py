@@ -293,7 +293,7 @@ def resolves(name: str) -> bool:
 def test_dotted_names_and_files_exist(page: Path) -> None:
     pytest.importorskip("pydantic", reason="needs the train extra")
     text = re.sub(BLOCK, "", page.read_text())
-    for name in sorted(set(re.findall(r"`(moe_comm(?:\.\w+)+)[`(]|^::: ([\w.]+)$", text, re.MULTILINE))):
+    for name in sorted(set(re.findall(r"`(moe_comm(?:\.\w+)+)[`(]|^<!-- api: ([\w.]+) -->$", text, re.MULTILINE))):
         assert resolves(name[0] or name[1]), name
     for path in set(re.findall(r"`((?:benchmarks|csrc|examples|moe_comm|tests)/[\w./-]+\w/?)`", text)):
         assert (ROOT / path).exists(), path

@@ -124,6 +124,34 @@ def test_every_form_of_the_state_loads_bit_for_bit(rank: int, world: int, kind: 
         assert not differences(first, want["model"] if rank % case.ep == 0 else {}, f"{case}, rank 0 only")
 
 
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "loop", "ep"),
+    [
+        ("gpt, 3 experts", "own sum", 4),
+        ("mixtral, 5 experts", "ddp", 2),
+        ("gpt, shared expert, frozen router", "fsdp", 2),
+    ],
+)
+def test_gathered_gradients_are_those_of_one_process(rank: int, world: int, kind: str, loop: str, ep: int) -> None:
+    case = Case(kind, loop, ep)
+    model, reference = wrap(KINDS[kind].on(ep_group(ep)), case), KINDS[kind].on(None)
+    loss_at(reference, 0).backward()
+    loss_at(model, 0, rank, world, mean=loop != "own sum").backward()
+    if loop == "own sum":
+        moe_comm.sync_gradients(model)
+    weights = moe_comm.gather_state_dict(model)
+    gradients = moe_comm.gather_gradients(model)
+    assert gradients.keys() == dict(reference.named_parameters()).keys()
+    for name, param in reference.named_parameters():
+        expected = torch.zeros_like(param) if param.grad is None else param.grad
+        torch.testing.assert_close(gradients[name], expected, rtol=1e-5, atol=1e-6)
+        if loop == "own sum" and "experts" in name:
+            assert torch.equal(gradients[name], expected), name
+    assert not differences(moe_comm.gather_state_dict(model), weights, "weights")
+    assert bool(moe_comm.gather_gradients(model, rank0_only=True)) == (rank % ep == 0)
+
+
 def save_and_continue(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
     """Save after two steps. Return the losses of steps 2 to 4."""
     case, file = arg

@@ -14,7 +14,7 @@ same names. This package handles the difference:
     replicas        comparison of the weights that ranks must hold equally, check_replicas
     optimizers      optimizer hooks for expert parameters
     sync            sync_gradients, clip_grad_norm_, prepare_ddp, prepare_fsdp
-    state           state_dict, load_state_dict, optimizer_state_dict, load_optimizer_state_dict
+    state           state_dict, load_state_dict, optimizer_state_dict, load_optimizer_state_dict, gather_gradients
 """
 
 from __future__ import annotations

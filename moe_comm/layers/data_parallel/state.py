@@ -9,7 +9,8 @@ form        value of an expert parameter               use
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -84,12 +85,51 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str
     Returns:
         Copies of all tensors; expert weights are [E, ...] over all experts.
     """
-    model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    model_storages = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     gathered = state_dict_with_experts(model, "full", rank0_only, cpu=True)
     return {
-        key: value.detach().clone() if value.untyped_storage().data_ptr() in model_storages else value.detach().cpu()
+        key: value.detach().clone() if _storage(value) in model_storages else value.detach().cpu()
         for key, value in gathered.items()
     }
+
+
+def _storage(tensor: Any) -> int:
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).untyped_storage().data_ptr()
+
+
+def gather_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """Return the gradients of ``model`` as if one rank held every expert, on the CPU. Collective.
+
+    Call it after ``sync_gradients``, or after the backward pass of DDP or FSDP2, for example to compare a swapped model
+    with its original. It gathers the gradients of experts and does not reduce others.
+
+    Args:
+        model, rank0_only: as for ``gather_state_dict``.
+
+    Returns:
+        Copies of the gradients under the names and shapes of the parameters in ``gather_state_dict(model)``. Parameters
+        without a gradient have zeros.
+    """
+    with _gradients_in_place_of_parameters(model):
+        gathered = gather_state_dict(model, rank0_only=rank0_only)
+    buffers = {state_key(name) for name, _ in _unwrapped(model).named_buffers(remove_duplicate=False)}
+    return {key: value for key, value in gathered.items() if key not in buffers}
+
+
+@contextmanager
+def _gradients_in_place_of_parameters(model: nn.Module) -> Iterator[None]:
+    """Let state dicts of ``model`` have the gradients, which then get the names and the form of the parameters."""
+    owners: list[dict[str, Any]] = [module._parameters for module in model.modules()]
+    before = [dict(owner) for owner in owners]
+    for owner, params in zip(owners, before, strict=True):
+        for name, param in params.items():
+            if param is not None:
+                owner[name] = torch.zeros_like(param) if param.grad is None else plain(param.grad)
+    try:
+        yield
+    finally:
+        for owner, params in zip(owners, before, strict=True):
+            owner.update(params)
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:

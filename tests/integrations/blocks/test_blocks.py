@@ -89,10 +89,7 @@ def _compare(style: type[nn.Module], rank: int, world: int, group: ProcessGroup 
         moe_comm.sync_gradients(model)
 
     torch.testing.assert_close(result, expected[rank], rtol=1e-5, atol=1e-5)
-    gradients = deepcopy(model)
-    for param, source in zip(gradients.parameters(), model.parameters(), strict=True):
-        param.data = torch.zeros_like(source) if source.grad is None else torch.as_tensor(source.grad).detach().clone()
-    full = moe_comm.gather_state_dict(gradients)
+    full = moe_comm.gather_gradients(model)
     for name, param in original.named_parameters():
         expected_grad = torch.zeros_like(param) if param.grad is None else param.grad
         torch.testing.assert_close(full[name], expected_grad, rtol=1e-4, atol=1e-4)
