@@ -146,7 +146,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# The pages' generated parts are checked by make test; the site shows the outputs that make notebooks has left.
+# The pages' generated parts are checked by make test. make notebooks stores the outputs of tutorials whose code has changed.
 DOCS_READY = $(BIN)/python -c 'import ipykernel, matplotlib, mkdocs, mkdocstrings, nbclient' 2> /dev/null \
   || $(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS),docs]'
 docs-install: build

@@ -29,7 +29,7 @@ def entry(path: str, names: list[str]) -> str:
     code = "\n".join(_class(node) if isinstance(node, ast.ClassDef) else _function(node))
     code = code.replace("'", '"')  # ast.unparse does not keep the quotes of the source
     heading = ", ".join(f"`{one}`" for one in names)
-    parts = [f"<!-- api: {path} -->", f"### {heading}", f"```python\n{code}\n```", summary(node)]
+    parts = [f"<!-- api: {path} -->", f"### {heading}", f"```python no-run\n{code}\n```", summary(node)]
     return "\n\n".join(filter(None, [*parts, "<!-- /api -->"]))
 
 

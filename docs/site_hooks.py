@@ -1,8 +1,4 @@
-"""Hooks of mkdocs: render the tutorials (Jupyter notebooks) as pages.
-
-An executed copy in ``build/tutorials``, which ``make notebooks`` writes, adds the outputs if its cells are those of the
-notebook.
-"""
+"""Hooks of mkdocs: render the tutorials (Jupyter notebooks) as pages, and the Python API with whole docstrings."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
-
-ROOT = Path(__file__).parent.parent
 
 
 def source(cell: dict[str, Any]) -> str:
@@ -37,11 +31,6 @@ def output(found: dict[str, Any]) -> str:
 def markdown(path: Path) -> str:
     """A notebook as Markdown."""
     cells = json.loads(path.read_text())["cells"]
-    executed = ROOT / "build/tutorials" / path.name
-    if executed.exists():
-        ran = json.loads(executed.read_text())["cells"]
-        if [source(cell) for cell in ran] == [source(cell) for cell in cells]:
-            cells = ran
     parts = []
     for cell in cells:
         if cell["cell_type"] == "markdown":

@@ -115,7 +115,7 @@ def test_the_first_programs_of_the_readme_and_the_index_run_on_two_ranks(
         "dist.destroy_process_group()\n",
     )
     assert sum(output.count(line) for line in set(shown.splitlines())) == len(shown.splitlines()), output
-    assert {"rank 0 holds 4", "rank 1 holds 4"} <= set(output.splitlines()), output
+    assert "rank 0 holds 4" in output and "rank 1 holds 4" in output, output  # lines of ranks may be joined
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -231,7 +231,7 @@ def test_every_page_and_tutorial_is_linked_from_the_readme() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    named = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    named = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
     tutorials = {f"tutorials/{path.stem}.md" for path in (ROOT / "docs/tutorials").glob("*.ipynb")}
     assert named == pages | tutorials
@@ -239,7 +239,7 @@ def test_the_site_has_every_page() -> None:
 
 def test_the_readme_is_short_and_the_pages_are_few() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-    assert len(list((ROOT / "docs").glob("*.md"))) <= 15
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 17
 
 
 def test_generated_parts_are_current() -> None:
@@ -257,10 +257,17 @@ def test_every_study_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/tutorials").glob("*.ipynb")), ids=name_of)
-def test_tutorials_have_no_outputs(path: Path) -> None:
-    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert code
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+def test_tutorials_have_the_outputs_of_their_code(path: Path) -> None:
+    from benchmarks.run_notebooks import KEY, code_hash
+
+    notebook = json.loads(path.read_text())
+    assert notebook["metadata"].get(KEY) == code_hash(notebook["cells"]), "run make notebooks"
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = json.dumps([cell["outputs"] for cell in code])
+    assert code[-1]["outputs"] and "Traceback" not in outputs
+    assert not re.search(r"/(tmp|home|root|work)/", outputs), "a path of one machine"
+    assert path.stat().st_size < 150_000
 
 
 def resolves(name: str) -> bool:
