@@ -63,7 +63,9 @@ def compiled(page: Path, kind: str) -> list[Any]:
     return [compile("\n" * line + text, str(page), "exec") for line, text in blocks(page, kind)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if list(blocks(page, "python"))], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem != "recipes" and list(blocks(page, "python"))], ids=name_of
+)  # tests/test_recipes.py runs recipes on two ranks
 def test_snippets_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
