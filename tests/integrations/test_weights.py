@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
+from moe_comm.integrations.checkpoint.files import INDEX, SINGLE, HubFolder, read_shard
 from moe_comm.integrations.hugging_face.architecture import from_hugging_face, read_config, to_hugging_face
-from moe_comm.integrations.hugging_face.weights import INDEX, SINGLE, HubFolder, hub_slices, read_shard, write_folder
+from moe_comm.integrations.hugging_face.weights import hub_slices, write_folder
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import Transformer

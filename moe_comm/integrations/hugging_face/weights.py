@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
+from moe_comm.errors import CheckpointError, ConfigError, InputError
+from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
+from moe_comm.integrations.checkpoint.slices import HubSlice
 from moe_comm.integrations.hugging_face.attention import NAMES as ATTENTION_NAMES
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
@@ -35,11 +34,7 @@ from moe_comm.layers.transformer.model import HEAD, Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.runtime.memory import materialized
 from moe_comm.runtime.safe_files import write_file
-from moe_comm.runtime.untrusted import parse_object, read_bounded, regular_size
-from moe_comm.topology import Sharding, ShardSlice
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _ATTENTION = {**ATTENTION_NAMES, "q_norm": "q_norm", "k_norm": "k_norm"}
 _TOP = {
     "embed.weight": "model.embed_tokens.weight",
@@ -49,20 +44,6 @@ _TOP = {
 _NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _FUSED = {"experts.w13": "gate_up_proj", "experts.w2": "down_proj"}
-_DTYPES = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class HubSlice:
-    """A hub tensor that is a slice of a parameter.
-
-    Attributes:
-        name: name of the hub tensor.
-        place: index into the parameter, one entry per leading dimension.
-    """
-
-    name: str
-    place: tuple[slice | int, ...] = ()
 
 
 def hub_slices(config: TransformerConfig, family: str, name: str, stored: Container[str] = ()) -> list[HubSlice]:
@@ -119,137 +100,6 @@ def _mlp(prefix: str, leaf: str, ffn: int, gate: str, up: str, down: str) -> lis
         HubSlice(f"{prefix}.{gate}.weight", (slice(0, ffn),)),
         HubSlice(f"{prefix}.{up}.weight", (slice(ffn, 2 * ffn),)),
     ]
-
-
-class HubFolder:
-    """The safetensors files of a model folder. ``name in hub_folder`` tests whether a tensor exists.
-
-    Raises:
-        ConfigError: the folder has no safetensors.
-        CorruptFile: a file is damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[str, Any] = {}
-        if (folder / INDEX).exists():
-            self._file_of = _read_index(folder / INDEX)
-        elif (folder / SINGLE).exists():
-            self._file_of = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
-        else:
-            raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
-    def read(self, name: str, place: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read the slice ``place`` of the tensor ``name``.
-
-        Args:
-            shape: expected shape of the full tensor.
-
-        Raises:
-            InputError: the folder has no such tensor, or its shape differs.
-            UnsupportedModel: the tensor is quantized.
-            CorruptFile: the file is damaged.
-        """
-        if name not in self._file_of:
-            raise InputError(
-                f"{self.folder} has no tensor {name!r}; check that it contains this model with its output projection"
-            )
-        path = self.folder / self._file_of[name]
-        try:
-            stored = self._handle(path.name).get_slice(name)
-            stored_shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-            if stored_shape == shape and dtype in _DTYPES:
-                values: Tensor = stored[place]
-                return values
-        except SafetensorError as error:
-            raise CorruptFile(f"{path}: cannot read {name}: {error}") from error
-        if stored_shape != shape:
-            raise InputError(f"{path}: {name} has shape {stored_shape}; the configuration requires {shape}")
-        raise UnsupportedModel(
-            f"{path}: {name} has dtype {dtype}; supported are {', '.join(_DTYPES)}. Dequantize the weights first."
-        )
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            path = self.folder / file
-            try:
-                regular_size(path)  # a pipe would block
-                self._open[file] = safe_open(path, "pt")
-            except OSError as error:
-                raise ConfigError(f"{path} cannot be read: {error}") from error
-            except SafetensorError as error:
-                raise CorruptFile(f"{path} is damaged or not a safetensors file: {error}") from error
-        return self._open[file]
-
-
-INDEX_BYTES = 256 << 20
-"""Maximum size of an index."""
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        file_of: dict[str, str] = parse_object(read_bounded(path, INDEX_BYTES))["weight_map"]
-        # Only file names in the folder of the index: no other paths.
-        if all(isinstance(file, str) and Path(file).name == file for file in file_of.values()):
-            return file_of
-        problem = "weight_map must contain file names without directories"
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    raise CorruptFile(f"{path} is damaged or not an index of safetensors files: {problem}")
-
-
-@torch.no_grad()
-def read_shard(
-    hub: HubFolder,
-    made_of: list[HubSlice],
-    local: Tensor,
-    sharding: Sharding,
-    place: Mapping[str, int],
-    sizes: Mapping[str, int],
-    share: ShardSlice | None = None,
-) -> None:
-    """Fill ``local``, a rank's shard of a parameter, from hub tensors. Only the bytes of the shard are read.
-
-    Args:
-        made_of: result of ``hub_slices``.
-        sharding, place, sizes: sharding of the parameter, the rank's index on each mesh axis, the sizes of the axes.
-        share: slice of the rank's shard that ``local`` contains. None: all of it.
-
-    Raises:
-        InputError, UnsupportedModel, CorruptFile: see ``HubFolder.read``.
-    """
-    for box in sharding.boxes(place, sizes, share):
-        for hub_slice in made_of:
-            # Bounds [start, end) of the hub tensor in the parameter, and their intersection [low, high) with the box.
-            bounds = [_bounds(index, size) for index, size in zip(hub_slice.place, sharding.shape, strict=False)]
-            bounds += [(0, size) for size in sharding.shape[len(bounds) :]]
-            low = [max(start, in_full.start) for (start, _), in_full in zip(bounds, box.full, strict=True)]
-            high = [min(end, in_full.stop) for (_, end), in_full in zip(bounds, box.full, strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            target = tuple(
-                slice(a - in_full.start + in_local.start, b - in_full.start + in_local.start)
-                for a, b, in_full, in_local in zip(low, high, box.full, box.local, strict=True)
-            )
-            # The hub tensor does not have the dimensions that an integer indexes.
-            integer_dims = {d for d, index in enumerate(hub_slice.place) if isinstance(index, int)}
-            dims = [d for d in range(len(low)) if d not in integer_dims]
-            shape = tuple(bounds[d][1] - bounds[d][0] for d in dims)
-            values = hub.read(
-                hub_slice.name, tuple(slice(low[d] - bounds[d][0], high[d] - bounds[d][0]) for d in dims), shape
-            )
-            local[target] = values.view(local[target].shape).to(local.dtype)
-
-
-def _bounds(index: slice | int, size: int) -> tuple[int, int]:
-    if isinstance(index, int):
-        return index, index + 1
-    return index.indices(size)[:2]
 
 
 def write_folder(

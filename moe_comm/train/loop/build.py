@@ -239,8 +239,9 @@ def build(
 @torch.no_grad()
 def read_pretrained(stage: Transformer, folder: Path, mesh: ParallelMesh) -> None:
     """Load this rank's shards of a Hugging Face model's weights and router biases into ``stage``."""
+    from moe_comm.integrations.checkpoint.files import HubFolder, read_shard
     from moe_comm.integrations.hugging_face.architecture import read_config  # needs transformers
-    from moe_comm.integrations.hugging_face.weights import HubFolder, hub_slices, read_shard  # needs transformers
+    from moe_comm.integrations.hugging_face.weights import hub_slices  # needs transformers
 
     family = read_config(folder).model_type
     hub = HubFolder(folder)
