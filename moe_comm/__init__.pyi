@@ -13,6 +13,7 @@ from moe_comm.dispatch.wire_dtype import (
     WireDtypes as WireDtypes,
 )
 from moe_comm.integrations.blocks.adapter import MoEBlock as MoEBlock, block_adapter as block_adapter
+from moe_comm.integrations.checkpoint.load import LoadReport as LoadReport, load_checkpoint as load_checkpoint
 from moe_comm.integrations.hugging_face.attention import (
     parallelize_attention as parallelize_attention,
     swap_attention as swap_attention,
@@ -22,6 +23,7 @@ from moe_comm.integrations.hugging_face.linears import (
     swap_linears as swap_linears,
 )
 from moe_comm.integrations.hugging_face.state import save_swapped as save_swapped
+from moe_comm.integrations.pretrained import from_pretrained as from_pretrained
 from moe_comm.integrations.swap import (
     parallelize_moe as parallelize_moe,
     swap_moe as swap_moe,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from moe_comm.comm.channel import Channel
@@ -133,6 +134,8 @@ def parallelize_moe(
         raise fault
     first = next(iter(blocks.values()))[0] if blocks else own[0][0].block  # a model may be on several devices
     device, fp8 = next(first.parameters()).device, expert_gemm_dtype == "fp8"
+    if device.type == "meta":  # the device that the weights will be on
+        device = torch.get_default_device()
     dispatchers = {
         count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
         for count in sorted(placements)

@@ -169,14 +169,14 @@ def checkpoint_layout(
                 layout[name] = CheckpointTensor(name, shape, dtype, first)
             for key in module._parameters:
                 del shapes[own + key]
-    if isinstance(model, _pretrained_class()):
+    if isinstance(model, pretrained_class()):
         return layout | _hub_layout(model, shapes)
     for name, (shape, dtype, parameter) in shapes.items():
         layout[name] = CheckpointTensor(name, shape, dtype, (HubSlice(name, parameter=parameter),))
     return layout
 
 
-def _pretrained_class() -> Any:
+def pretrained_class() -> Any:
     """Return ``PreTrainedModel``, or () if transformers is not loaded, so that no model is one."""
     module = sys.modules.get("transformers.modeling_utils")
     return () if module is None else module.PreTrainedModel

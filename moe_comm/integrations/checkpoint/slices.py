@@ -43,6 +43,10 @@ class HubSlice:
             return self.order
         return tuple(d for d in range(ndim) if d >= len(self.place) or not isinstance(self.place[d], int))
 
+    def indices(self, shape: Sequence[int]) -> tuple[range, ...]:
+        """Return the indices of each dimension of a parameter of ``shape``."""
+        return tuple(_indices(self.place, shape))
+
     def extents(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the region, given the shape of the parameter."""
         indices = _indices(self.place, shape)

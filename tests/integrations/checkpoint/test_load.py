@@ -1,0 +1,376 @@
+"""``from_pretrained`` and ``load_checkpoint`` against transformers' loading of the whole model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import moe_comm
+from moe_comm import LoadReport, Placement
+from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, MoeCommError, UnsupportedModel
+from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
+from tests.integrations.blocks.styles import EXPERTS, DeepSeek, Mixtral, Model, Torchtitan
+from tests.integrations.models import SMALL, batch, ep_group, new_model, randomise
+from tests.pool import RankPool
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "mixtral": {"tie_word_embeddings": True},
+    "olmoe": {"num_experts": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a random model of a family, in several files as on the hub."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family)
+            model = new_model(family, **CHANGES.get(family, {}))
+            randomise(model, 0)
+            if family == "qwen3_moe":
+                model.bfloat16()
+            model.save_pretrained(folders[family], max_shard_size="40KB")
+            assert (folders[family] / INDEX).exists()
+        return folders[family]
+
+    return folder
+
+
+def _equal(model: nn.Module, expected: nn.Module) -> None:
+    """Compare parameters, buffers, attributes and logits of two swapped models."""
+    others = dict(expected.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == others[name].dtype, name
+        assert torch.equal(parameter, others[name]), name
+        assert parameter.requires_grad == others[name].requires_grad
+    buffers = dict(expected.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert len(others) == len(dict(model.named_parameters()))
+    ids = batch()[dist.get_rank() if dist.is_initialized() else 0]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+def _loaded(rank: int, world: int, job: tuple[str, int, dict[str, Any]]) -> LoadReport:
+    folder, ranks, settings = job
+    group = ep_group(ranks) if world > 1 else None
+    swap = {name: settings[name] for name in ("placement",) if name in settings}
+    own = {name: value for name, value in settings.items() if name not in swap}
+    expected = moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder, **own), group, **swap)
+    model = moe_comm.from_pretrained(folder, group, **settings)
+    _equal(model, expected)
+    assert type(model) is type(expected) and model.config.to_dict() == expected.config.to_dict()
+    assert model.generation_config == expected.generation_config
+    modules = (*model.modules(), *expected.modules())
+    assert len({type(module.dispatcher) for module in modules if hasattr(module, "dispatcher")}) == 1
+    report: LoadReport = model.load_report
+    held = {id(p): p.nbytes for p in model.parameters()} | {
+        id(b): b.nbytes for name, b in model.named_buffers() if "rotary" not in name
+    }
+    assert report.kept == sum(held.values())
+    return report
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_families_have_the_bits_of_transformers(
+    family: str, folder_of: Callable[[str], Path], pool: RankPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(folder_of(family))
+    with caplog.at_level(logging.INFO, "moe_comm.integrations.checkpoint.load"):
+        alone = _loaded(0, 1, (folder, 1, {}))
+    assert alone.kept == alone.whole and str(alone) in caplog.text
+    for report in pool.run(_loaded, (folder, 2, {"dtype": torch.bfloat16})):
+        assert report.kept < report.whole
+    for report in pool.run(_loaded, (folder, 4, {"attn_implementation": "eager"})):
+        assert report.kept < report.whole == alone.whole
+    if family == "qwen3_moe":
+        placement = Placement(tuple((home,) for home in (3, 0, 1, 2, 1, 1, 0, 3)), 4)
+        pool.run(_loaded, (folder, 4, {"placement": placement, "dtype": "float16"}))
+
+
+def _sharded(rank: int, world: int, folder: str) -> None:
+    ep, tp = ep_group(2), dist.group.WORLD
+    tp, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    expected = moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), ep)
+    expected = moe_comm.swap_linears(moe_comm.swap_attention(expected, tp), tp)
+    model = moe_comm.from_pretrained(folder, ep, tp_group=tp)
+    ids = batch()[rank % 2]
+    others = dict(expected.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, others[name]), name
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    if rank == 3:
+        folder += "/missing"
+    with pytest.raises(ConfigError, match="missing"):
+        moe_comm.load_checkpoint(model, folder)
+    with pytest.raises(ConfigError, match="missing"):
+        moe_comm.from_pretrained(folder, ep, tp_group=tp)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "deepseek_v3"])
+def test_tensor_parallel_attention_and_linears(family: str, folder_of: Callable[[str], Path], pool: RankPool) -> None:
+    pool.run(_sharded, str(folder_of(family)))
+
+
+def _trained(rank: int, world: int, folder: str) -> None:
+    loss = []
+    for model in (
+        moe_comm.from_pretrained(folder, ep_group(2)),
+        moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), ep_group(2)),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        ids = batch()[rank]
+        for _ in range(2):
+            step = ddp(ids, labels=ids).loss
+            step.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.append(step.detach())
+        state = moe_comm.gather_state_dict(ddp)
+        loss += [state[name] for name in sorted(state)]
+    half = len(loss) // 2
+    assert all(torch.equal(a, b) for a, b in zip(loss[:half], loss[half:], strict=True))
+
+
+def test_a_loaded_model_trains_as_a_swapped_one(folder_of: Callable[[str], Path], pool: RankPool) -> None:
+    pool.run(_trained, str(folder_of("mixtral")))
+
+
+def test_layouts_in_memory_and_with_other_prefixes(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = folder_of("mixtral")
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    state = {name: value.clone() for name, value in expected.state_dict().items()}  # with both names of tied weights
+    hub = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    without = {name.removeprefix("model."): value for name, value in hub.items()}
+    for tensors in (state, without):
+        save_file(tensors, tmp_path / SINGLE)
+        model = _on_meta()
+        moe_comm.load_checkpoint(moe_comm.swap_moe(model), tmp_path / SINGLE)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        _equal(model.eval(), moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder)))
+    state["lm_head.weight"] += 1
+    save_file(state, tmp_path / SINGLE)
+    with pytest.raises(InputError, match="tie_word_embeddings=False"):
+        moe_comm.load_checkpoint(_on_meta(), tmp_path)
+
+
+def _on_meta() -> Any:
+    with torch.device("meta"):
+        return new_model("mixtral", **CHANGES["mixtral"])
+
+
+def test_fp8_is_dequantized(tmp_path: Path) -> None:
+    shape = {"hidden_size": 160, "moe_intermediate_size": 136, "kv_lora_rank": 136, "num_hidden_layers": 2}
+    model = new_model("deepseek_v3", **shape)
+    randomise(model, 0)
+    model.save_pretrained(tmp_path)
+    state, expected = load_file(tmp_path / SINGLE), {}
+    stored: dict[str, Tensor] = {}
+    for name, value in state.items():
+        stored[name] = expected[name] = value
+        if "experts" in name or "kv_b_proj" in name:
+            rows, columns = (-(-size // 128) for size in value.shape)
+            scale = torch.rand(rows, columns) + 0.5
+            full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+            stored[name], stored[f"{name}_scale_inv"] = (value / full).to(torch.float8_e4m3fn), scale
+            expected[name] = stored[name].float() * full
+    save_file(stored, tmp_path / SINGLE)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    loaded = moe_comm.from_pretrained(tmp_path)
+    plain = new_model("deepseek_v3", **shape)
+    moe_comm.load_checkpoint(plain, _saved(expected, tmp_path / "plain.safetensors"))
+    _equal(loaded, moe_comm.swap_moe(plain.eval()))
+    rounded = moe_comm.from_pretrained(tmp_path, dtype="bfloat16")
+    for name, parameter in rounded.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name).bfloat16())
+    quantization["quant_method"] = "awq"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(UnsupportedModel, match="awq"):
+        moe_comm.from_pretrained(tmp_path)
+
+
+def _saved(tensors: dict[str, Tensor], path: Path) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+def _block(rank: int, world: int, folder: Path) -> None:
+    for style in (Mixtral, DeepSeek, Torchtitan):
+        torch.manual_seed(0)
+        original = Model(style)
+        path = folder / f"{style.__name__}.safetensors"
+        if rank == 0:
+            save_file(original.state_dict(), path)
+        dist.barrier()
+        torch.manual_seed(1)
+        model = moe_comm.swap_moe(Model(style), ep_group(4))
+        report = moe_comm.load_checkpoint(model, path)
+        assert report.kept < report.whole
+        state = moe_comm.gather_state_dict(model)
+        assert all(torch.equal(state[name], value) for name, value in original.state_dict().items())
+    assert EXPERTS % world  # uneven
+
+
+def test_blocks_of_users(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_block, tmp_path)
+
+
+def _moe_layers(rank: int, world: int, folder: Path) -> None:
+    def model(device: str) -> nn.Module:
+        config = moe_comm.MoEConfig(16, 24, moe_comm.RouterConfig(6, 2), shared_ffn=8)
+        return nn.Sequential(
+            nn.Linear(8, 16, device=device), moe_comm.MoELayer.build(config, ep_group(2), device=device)
+        )
+
+    original = model("cpu")
+    for parameter in original.parameters():
+        nn.init.normal_(parameter)
+    for tensor in (*original[0].parameters(), *original[1].router.parameters(), *original[1].shared.parameters()):
+        dist.broadcast(tensor.data, 0)
+    state = moe_comm.gather_state_dict(original)
+    if rank == 0:
+        save_file(state, folder / SINGLE)
+    dist.barrier()
+    loaded = model("meta")
+    moe_comm.load_checkpoint(loaded, folder, device="cpu")
+    again = moe_comm.gather_state_dict(loaded)
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    x = torch.randn(5, 8)
+    assert torch.equal(loaded(x), original(x))
+
+
+def test_models_with_moe_layers(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_moe_layers, tmp_path)
+
+
+def _refused(rank: int, world: int, job: tuple[dict[int, str], str, str]) -> None:
+    folders, kind, words = job
+    with torch.device("meta"):
+        model = moe_comm.swap_moe(new_model("qwen2_moe"), ep_group(4))
+    with pytest.raises(MoeCommError, match=words) as caught:
+        moe_comm.load_checkpoint(model, folders.get(rank, folders[0]))
+    assert type(caught.value).__name__ == kind
+    assert kind == "CheckpointError" or all(parameter.is_meta for parameter in model.parameters())
+
+
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda state: state.pop(EXPERT), InputError, EXPERT),
+        (lambda state: state.update(extra=torch.ones(3)), InputError, "extra"),
+        (lambda state: state.update({EXPERT: state[EXPERT].T.contiguous()}), InputError, r"\[32, 24\].*\[24, 32\]"),
+        (lambda state: state.update({NORM: state[NORM].to(torch.int8)}), UnsupportedModel, "I8"),
+        (lambda state: state.update({EXPERT: state[EXPERT].to(torch.float8_e4m3fn)}), UnsupportedModel, "_scale_inv"),
+    ],
+    ids=["missing", "extra", "transposed", "int8", "fp8 without scales"],
+)
+def test_a_checkpoint_of_another_model_is_refused_before_reading(
+    change: Callable[[dict[str, Tensor]], Any],
+    kind: type[Exception],
+    words: str,
+    folder_of: Callable[[str], Path],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    folder = folder_of("qwen2_moe")
+    state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    change(state)
+    save_file(state, tmp_path / SINGLE)
+    pool.run(_refused, ({0: str(tmp_path)}, kind.__name__, words))
+
+
+def test_a_damaged_or_missing_file_of_one_rank_raises_on_all(
+    folder_of: Callable[[str], Path], pool: RankPool, tmp_path: Path
+) -> None:
+    folder, other = folder_of("qwen2_moe"), tmp_path / "other"
+    shutil.copytree(folder, other)
+    file = sorted(other.glob("*.safetensors"))[-1]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-2])
+    pool.run(_refused, ({0: str(folder), 2: str(other)}, CorruptFile.__name__, file.name))
+    file.unlink()
+    pool.run(_refused, ({0: str(folder), 2: str(other)}, ConfigError.__name__, file.name))
+
+
+def _fails(rank: int, world: int, folder: str) -> None:
+    with torch.device("meta"):
+        model = moe_comm.swap_moe(new_model("qwen2_moe"), ep_group(4))
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+
+        def fail(*_: Any) -> int:
+            raise OSError("the disk is gone")
+
+        patch.setattr("os.preadv", fail)
+    with patch.context(), pytest.raises(CheckpointError, match="the disk is gone"):
+        moe_comm.load_checkpoint(model, folder)
+    patch.undo()
+
+
+def test_an_error_of_reading_on_one_rank_raises_on_all(folder_of: Callable[[str], Path], pool: RankPool) -> None:
+    pool.run(_fails, str(folder_of("qwen2_moe")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"device_map": "auto"}, "device"),
+        ({"device": "meta"}, "meta"),
+        ({"load_in_8bit": True}, "load_in_8bit"),
+        ({"bakend": "auto"}, "backend"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"dtype": "brain"}, "dtype"),
+        ({"model_class": nn.Linear}, "model_class"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], words: str, folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        moe_comm.from_pretrained(folder_of("mixtral"), **settings)
+    with pytest.raises(ConfigError, match=r"config"):
+        moe_comm.from_pretrained("nobody/no-such-model")
+
+
+class _Table(nn.Module):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+
+def test_buffers_without_values_are_refused(tmp_path: Path) -> None:
+    save_file(_Table().state_dict(), tmp_path / SINGLE)
+    with torch.device("meta"):
+        model = _Table()
+    with pytest.raises(ConfigError, match=r"table.*include_buffers=False"):
+        moe_comm.load_checkpoint(model, tmp_path)
+    model.table = torch.ones(3)
+    moe_comm.load_checkpoint(model, tmp_path)
+    assert not model.linear.weight.is_meta
