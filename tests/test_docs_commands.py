@@ -25,7 +25,7 @@ NOT_RUN = {
     r"(MOE_COMM_CUDA=on )?pip install ": "installs packages; tests/test_packaging.py builds and installs",
     r"bash benchmarks/gpu.sh layer$": "needs a GPU; tests/benchmarks/test_gpu_script.py runs it with emulated kernels",
     r"(swift|OVERRIDES=|MOE_COMM_SGLANG=1 python|MOE_COMM_VLLM=1 vllm|torchrun .* -m torchtitan.train)": "make hosts",
-    r"(torchrun --nproc-per-node 2|python) \w+\.py|cat docs/|cp -r runs/": "tests/test_recipes.py runs them",
+    r"(torchrun --nproc-per-node 2|python) \w+\.py|(cat|cp -r) '?(docs|runs)/": "tests/test_recipes.py runs them",
     r"torchrun .* examples/own_loop.py": "tests/test_examples.py runs its loop",
     r"torchrun .* -m moe_comm train": TRAINS,
     r"moe-comm train (?!.*--dry-run)": TRAINS,
