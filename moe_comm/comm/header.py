@@ -57,7 +57,16 @@ SHIFT = 32
 """Words with two fields have the second one above this bit."""
 PLACEMENT_SHIFT = 4
 """The bits of a placement's digest are above this many flags."""
-TRAINED = ("input weights", "output weights", "input biases", "output biases", "routing weights", "router")
+TRAINED = (
+    "input weights",
+    "output weights",
+    "input biases",
+    "output biases",
+    "routing weights",
+    "router",
+    "adapters of input weights",
+    "adapters of output weights",
+)
 ORDINAL_MASK = 0xFFF
 """Bits of a word that hold the ordinal of a dispatcher."""
 COLLECTIVES = ORDINAL_MASK

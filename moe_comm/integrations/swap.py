@@ -30,6 +30,7 @@ from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import prepare_ddp
 from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.moe.config import expert_dispatcher
+from moe_comm.lazy import after_import
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
 
@@ -110,6 +111,7 @@ def parallelize_moe(
     blocks: dict[str, tuple[nn.Module, ExpertsLayout]] = {}
     sharing: list[list[str]] = []
     own: list[tuple[FoundBlock, BlockPlan]] = []
+    adapted: list[str] = []
     placements = dict[int, Placement]()
     try:
         _refuse_swapped(model)
@@ -118,12 +120,15 @@ def parallelize_moe(
         refuse_ties(model, own)
         if stacked or not own:
             blocks = find_experts(model)
-            refuse_conflicts(model, blocks, world)
+            refuse_conflicts(model, blocks)
             sharing = names_by_weights(model, blocks)
+            adapted = [name for name in blocks if _has_adapters(model, name)]
         for layout in (*(layout for _, layout in blocks.values()), *(plan.formula.layout for _, plan in own)):
             check_gemm_dtype(expert_gemm_dtype, layout.hidden)
             count = layout.num_experts
             placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
+        for name in adapted:
+            _lora().refuse_wrappers(model, name, expert_gemm_dtype, overlap, placements[blocks[name][1].num_experts])
     except MoeCommError as error:
         fault = error
     if world > 1:
@@ -144,6 +149,8 @@ def parallelize_moe(
     swap_experts(model, blocks, sharing, dispatchers, overlap)
     for experts in swapped_experts(model).values():
         experts.gemm_dtype = expert_gemm_dtype
+    for name in adapted:
+        _lora().adopt(model, name)
     prepare_ddp(model)
     if world > 1:
         guard_libraries()
@@ -156,6 +163,18 @@ def parallelize_moe(
 
 swap_moe = parallelize_moe
 """Short alias of ``parallelize_moe``."""
+
+
+def _has_adapters(model: nn.Module, name: str) -> bool:
+    """Return whether PEFT wraps the experts module ``name``."""
+    parent, _, child = name.rpartition(".")
+    return child == "base_layer" and type(model.get_submodule(parent)).__module__.startswith("peft.")
+
+
+def _lora() -> Any:
+    from moe_comm.integrations.hugging_face import lora  # needs PEFT
+
+    return lora
 
 
 def _log_swap(blocks: Sequence[EPExperts], defaulted: bool) -> None:
@@ -176,3 +195,6 @@ def _refuse_swapped(model: nn.Module) -> None:
             f"{type(model).__name__} is already swapped ({name} is distributed over {first.dispatcher.world} ranks). "
             "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
         )
+
+
+after_import(["peft.tuners.lora.model"], lambda: _lora().follow_peft())

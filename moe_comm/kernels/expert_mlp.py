@@ -216,7 +216,7 @@ class ExpertMLP(LocalExperts):
             scaled = rows if isinstance(rows, ScaledRows) else quantize_rows(rows)
             return _Fp8Forward(self, scaled, out_RD, sizes, keep)
         assert isinstance(rows, Tensor)
-        return _MLPForward(self, rows, out_RD, sizes, keep, alloc)
+        return MLPForward(self, rows, out_RD, sizes, keep, alloc)
 
     def backward_inputs(
         self, rows_RD: Tensor, scale_RB: Tensor | None, h_RG: Tensor | None, sizes: Sizes, dtype: torch.dtype
@@ -233,10 +233,12 @@ class ExpertMLP(LocalExperts):
         return rows.dequantized(dtype), h_RG
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
-        return _MLPBackward(self, inputs)
+        return MLPBackward(self, inputs)
 
 
-class _MLPForward(ExpertForward):
+class MLPForward(ExpertForward):
+    """The forward pass of ``ExpertMLP`` in the dtype of the rows. ``low_rank.py`` overrides both GEMMs."""
+
     def __init__(self, mlp: ExpertMLP, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
         w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
         assert w13_EGD is not None
@@ -250,7 +252,7 @@ class _MLPForward(ExpertForward):
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
         self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF, self._h_RG, self._act_RF, out_RD)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        self._without_biases = b13_EG is None and b2_ED is None
+        self._only_weights = b13_EG is None and b2_ED is None
         self._b13 = [None] * experts if b13_EG is None else b13_EG.unbind(0)
         self._b2 = [None] * experts if b2_ED is None else b2_ED.unbind(0)
 
@@ -264,7 +266,7 @@ class _MLPForward(ExpertForward):
         # What ``expert_mm`` decides for each GEMM is equal for all experts with enough rows.
         whole = (
             self._aligned
-            and self._without_biases
+            and self._only_weights
             and not (self._rows_RD.shape[1] % TILE or act_RF.shape[1] % TILE or self._h_RG.shape[1] % TILE)
         )
         for expert, rows_rD in enumerate(self._rows_RD.split(self._sizes)):
@@ -281,8 +283,14 @@ class _MLPForward(ExpertForward):
         act_rF, w13_GD, w2_DF = self._act_RF[: rows_rD.shape[0]], self._w13[e], self._w2[e]
         if not self._aligned:
             rows_rD, w13_GD, w2_DF = aligned(rows_rD), aligned(w13_GD), aligned(w2_DF)
-        expert_mm(rows_rD, w13_GD.t(), h_rG, self._b13[e])
+        self._up(e, rows_rD, w13_GD, h_rG)
         self._activation.forward(h_rG, act_rF)
+        self._down(e, act_rF, w2_DF, out_rD)
+
+    def _up(self, e: int, rows_rD: Tensor, w13_GD: Tensor, h_rG: Tensor) -> None:
+        expert_mm(rows_rD, w13_GD.t(), h_rG, self._b13[e])
+
+    def _down(self, e: int, act_rF: Tensor, w2_DF: Tensor, out_rD: Tensor) -> None:
         expert_mm(act_rF, w2_DF.t(), out_rD, self._b2[e])
 
 
@@ -339,7 +347,9 @@ def _activated(activation: Activation, h_RG: Tensor, width: int) -> ScaledRows:
     return quantize_rows(act_RF)
 
 
-class _MLPBackward(ExpertBackward):
+class MLPBackward(ExpertBackward):
+    """The backward pass of ``ExpertMLP``. ``low_rank.py`` overrides the GEMMs."""
+
     def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
         super().__init__(inputs.sizes)
         w13_EGD, w2_EDF, b13_EG, _ = mlp.tensors
@@ -352,6 +362,7 @@ class _MLPBackward(ExpertBackward):
         self._grad_rows_RD, self._weights = inputs.grad_rows_RD, inputs.needs_weights
         # False if only w2 and b2 need gradients.
         self._needs_grad_h = self._grad_rows_RD is not None or self._weights[0] or self._weights[2]
+        self._needs_act = self._weights[1]
         buffer_rows = max(inputs.sizes, default=0) if inputs.per_expert else rows_RD.shape[0]
         self._act_RF = alloc(buffer_rows, w2_EDF.shape[2], dtype, device)
         self._grad_h_RG = alloc(buffer_rows, w13_EGD.shape[1], dtype, device)
@@ -369,15 +380,26 @@ class _MLPBackward(ExpertBackward):
             h = self._saved_RG[rows]
         else:
             h = grad_h  # h shares the buffer: grad_h is written after h has been read
-            expert_mm(aligned(self._rows_RD[rows]), w13.t(), h, self._b13[expert])
+            self._up(expert, aligned(self._rows_RD[rows]), w13, h)
         if self._needs_grad_h:
-            expert_mm(grad, w2, act)
+            self._back_down(expert, grad, w2, act, local)
             # ``act`` contains the gradient of the activation, which is read before the activation overwrites it.
             self._activation.backward(h, act, grad_h, act)
-        elif self._weights[1]:
+        elif self._needs_act:
             self._activation.forward(h, act)
         if self._grad_rows_RD is not None:
-            expert_mm(grad_h if self._aligned else aligned(grad_h), w13, self._grad_rows_RD[rows])
+            grad_h = grad_h if self._aligned else aligned(grad_h)
+            self._back_up(expert, grad_h, w13, self._grad_rows_RD[rows], local)
+
+    def _up(self, e: int, rows_rD: Tensor, w13_GD: Tensor, h_rG: Tensor) -> None:
+        expert_mm(rows_rD, w13_GD.t(), h_rG, self._b13[e])
+
+    def _back_down(self, e: int, grad_rD: Tensor, w2_DF: Tensor, act_rF: Tensor, local: slice) -> None:
+        """Write the gradient of the activation. local: the rows in the buffers of this pass."""
+        expert_mm(grad_rD, w2_DF, act_rF)
+
+    def _back_up(self, e: int, grad_h_rG: Tensor, w13_GD: Tensor, grad_rows_rD: Tensor, local: slice) -> None:
+        expert_mm(grad_h_rG, w13_GD, grad_rows_rD)
 
     def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
         w13, w2, b13, b2 = into

@@ -26,7 +26,9 @@ MIN_CAPABILITY = (8, 0)
 
 
 def takes(mlp: ExpertMLP, rows_RD: Tensor) -> bool:
-    """Return whether the kernels support these experts: 16-bit, without biases."""
+    """Return whether the kernels support these experts: 16-bit, without biases and adapters."""
+    if type(mlp) is not ExpertMLP:
+        return False
     w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
     if rows_RD.dtype not in DTYPES or b13_EG is not None or b2_ED is not None or w13_EGD is None:
         return False

@@ -132,6 +132,24 @@ def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None 
         product_into(a_MK, b_KN, out_MN, bias_N)
 
 
+def add_product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
+    """Compute out += a @ b, with aligned ``a`` and ``b``. On CPUs a row has the same bits for every M."""
+    rows = a_MK.shape[0]
+    # A sum that BLAS adds to a product, and one of two tensors, may be rounded differently. So all rows of a matrix use
+    # one of them, at every address.
+    if a_MK.is_cpu and (a_MK.shape[1] % TILE or out_MN.shape[1] % TILE):
+        product_MN = torch.empty_like(out_MN)
+        row_invariant_mm(a_MK, b_KN, product_MN)
+        out_MN.add_(product_MN)
+    elif rows < MIN_ROWS:
+        padding = (0, 0, 0, MIN_ROWS - rows)
+        out_MN.copy_(F.pad(out_MN, padding).addmm_(F.pad(a_MK, padding), b_KN)[:rows])
+    elif out_MN.data_ptr() % ALIGNMENT:
+        out_MN.copy_(out_MN.clone().addmm_(a_MK, b_KN))
+    else:
+        out_MN.addmm_(a_MK, b_KN)
+
+
 def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
     """Compute out = a @ b + bias for weight gradients, where the bits may depend on M."""
     result_MN = out_MN if out_MN.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out_MN)

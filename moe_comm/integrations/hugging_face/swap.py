@@ -31,9 +31,10 @@ from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype
+from moe_comm.kernels.low_rank import LowRank, with_adapters
 from moe_comm.layers.data_parallel import ExpertShard, expert_modules
 from moe_comm.layers.data_parallel.copies import ExpertCopies
-from moe_comm.layers.data_parallel.gradients import adapter_fault, replicated_parameter
+from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.overlap.options import Overlap
@@ -59,6 +60,9 @@ class EPExperts(ExpertParallel):
     order of the placement; ``local_experts`` are these, then copies of other ranks' experts. Their gradients already
     contain the rows of every rank of the expert-parallel group and need no reduction over it. With copies they do so
     after ``moe_comm.sync_gradients``.
+
+    Attributes:
+        adapters: the active low-rank adapters by parameter, which the caller sets during a call; see ``lora.py``.
     """
 
     gate_up_proj: nn.Parameter
@@ -78,6 +82,7 @@ class EPExperts(ExpertParallel):
     ) -> None:
         super().__init__(dispatcher, overlap, label)
         self.layout = layout
+        self.adapters: Mapping[str, Sequence[LowRank]] = {}
         self.num_experts = layout.num_experts
         homes = self.placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
@@ -92,6 +97,11 @@ class EPExperts(ExpertParallel):
 
     def _local_parameter(self, experts: Any, name: str, homes: Sequence[int]) -> nn.Parameter:
         return _local_slice(getattr(experts, name), homes, self.dispatcher.world)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether weights are [E, in, out]. PEFT reads it."""
+        return self.layout.transposed
 
     @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -133,6 +143,8 @@ class EPExperts(ExpertParallel):
                 stacks = copies is not None and len(rows_per_expert) == copies.num_slots
                 weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
                 mlp = expert_mlp(self.layout, weights, call.rows.dtype, self.gemm_dtype)
+                if self.adapters:
+                    mlp = with_adapters(mlp, *(self.adapters.get(name, ()) for name in ("gate_up_proj", "down_proj")))
                 out_RD = call.compute(call.rows, rows_per_expert, mlp)
                 self._follow_backward(self, call, out_RD)
         except Exception as error:  # the other ranks would wait in combine
@@ -196,20 +208,26 @@ def swap_experts(
     padding = PaddingMask.of(model, blocks)[0] if blocks else None
     for names in sharing:
         experts, layout = blocks.pop(names[0])
-        swapped = EPExperts(
-            experts, layout, dispatchers[layout.num_experts], names[0], overlap, _router(model, names[0])
-        )
+        label = unwrapped_name(names[0])
+        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], label, overlap, _router(model, label))
         swapped.padding = padding
         for key in layout.parameters:
-            mark_replaced(getattr(experts, key), getattr(swapped, key), f"{names[0]}.{key}", "swap_moe")
+            mark_replaced(getattr(experts, key), getattr(swapped, key), f"{label}.{key}", "swap_moe")
         for name in names:
             blocks.pop(name, None)
             parent, _, child = name.rpartition(".")
-            block = model.get_submodule(parent)
-            setattr(block, child, swapped)
+            setattr(model.get_submodule(parent), child, swapped)
             if swapped.dispatcher.world > 1:
+                block = model.get_submodule(unwrapped_name(name).rpartition(".")[0])
                 block.register_forward_pre_hook(swapped.check_block, with_kwargs=True)
         del experts
+
+
+def unwrapped_name(name: str) -> str:
+    """Return the name of an experts module in the model without adapters."""
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+    return name
 
 
 def _router(model: nn.Module, name: str) -> Callable[[], nn.Parameter | None]:
@@ -271,13 +289,10 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]], world: int) -> None:
+def refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:
     if "" in blocks:
         raise UnsupportedModel(f"{type(model).__name__} is an experts module; pass the model that contains it")
     for name, (experts, _) in blocks.items():
-        wrapper = model.get_submodule(name.rpartition(".")[0])
-        if world > 1 and (fault := adapter_fault(wrapper, name)) is not None:
-            raise UnsupportedModel(str(fault))
         if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
             raise UnsupportedModel(
                 f"{name} is already distributed (its parameters are DTensors). Load the model without "

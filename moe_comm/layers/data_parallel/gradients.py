@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """DDP communication hooks of torch that average."""
+_ADAPTERS = {"gate_up_proj": "adapters of input weights", "down_proj": "adapters of output weights"}
 active_ddp: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module
 """Returns the DistributedDataParallel whose forward pass runs, or None."""
 
@@ -56,6 +57,7 @@ class ExpertGradients:
         label: name of the layer in error messages.
 
     Attributes:
+        replicated: as above.
         declared: the convention, if it was declared instead of detected; see ``prepare_ddp``.
         prepared_for_fsdp: ``prepare_fsdp`` has sharded the experts.
         frozen_by_fsdp: names of parameters without elements, whose gradients ``freeze_empty`` has disabled.
@@ -71,7 +73,7 @@ class ExpertGradients:
         self.frozen_by_fsdp: set[str] = set()
         self.left_to_caller = False
         self.audit: Audit | None = None
-        self._replicated = replicated
+        self.replicated = replicated
         self._ddp: weakref.ref[Any] | None = None
         self._scale = 1.0
         self._audited = ""
@@ -83,7 +85,7 @@ class ExpertGradients:
         copied = ExpertGradients.__new__(ExpertGradients)
         memo[id(self)] = copied
         vars(copied).update(vars(self))
-        copied._replicated = deepcopy(self._replicated, memo)
+        copied.replicated = deepcopy(self.replicated, memo)
         copied._hooked, copied._watched_replicated = {}, _no_reference
         copied.audit, copied._ddp, copied._scale = None, None, 1.0
         return copied
@@ -109,7 +111,11 @@ class ExpertGradients:
         bits = weights_TK.requires_grad << TRAINED.index("routing weights")
         for bit, name in enumerate(self.shards.shardings):
             bits |= (getattr(experts, name).requires_grad or name in self.frozen_by_fsdp) << bit
-        router = self._replicated()
+        for parameter, index in _ADAPTERS.items():
+            adapted = getattr(experts, "adapters", {}).get(parameter, ())
+            trained = any(one.a_ELI.requires_grad or one.b_ELO.requires_grad for one in adapted)
+            bits |= trained << TRAINED.index(index)
+        router = self.replicated()
         return bits | (router is not None and router.requires_grad) << TRAINED.index("router")
 
     def freeze_empty(self, experts: nn.Module) -> None:
@@ -141,7 +147,7 @@ class ExpertGradients:
             same = hooked_param() is param
             if not same or (param.requires_grad and not hooked):
                 self._hook(experts, name, param, hooked and same)
-        replicated = self._replicated()
+        replicated = self.replicated()
         # Nothing changes for a parameter that is audited.
         if replicated is not None and (self.audit is None or self._watched_replicated() is not replicated):
             self._watch(experts, replicated)

@@ -177,7 +177,9 @@ class DeviceCall(PipelinedCall):
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         """As the base class."""
         if any(bias is not None for bias in mlp.tensors[2:]):
-            raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
+            raise ConfigError(
+                "the device executor runs experts without biases and adapters; use Overlap(executor='pipelined')"
+            )
         if mlp.gemm_dtype == "fp8":
             raise fp8_fault()
         return super().compute(rows, rows_per_expert, mlp)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import
@@ -18,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_comm
-from moe_comm.errors import MoeCommError
 from moe_comm.integrations.hugging_face import swap_moe
 from tests.integrations.models import assert_close, batch, new_model, num_targets, randomise, token_loss
 from tests.pool import RankPool
@@ -56,38 +53,6 @@ def step(model: Any, ids: Tensor, targets: int, world: int) -> tuple[Tensor, dic
     return logits.detach(), {n: p.detach() for n, p in model.named_parameters() if "lora" in n}
 
 
-def adapt_experts(rank: int, world: int, _: None) -> dict[str, str]:
-    ids, messages = batch(world), {}
-
-    def record(name: str, call: Callable[[], Any]) -> None:
-        messages[name] = "nothing raised"
-        try:
-            call()
-        except MoeCommError as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-
-    for name, settings in EXPERTS.items():
-        model = adapted(small_model(), settings)
-        record(f"{name}, PEFT first", partial(swap_moe, model, dist.group.WORLD))
-        for used in (False, True):
-            model = swap_moe(small_model(), dist.group.WORLD)
-            if used:  # the error must not depend on earlier calls
-                step(model, ids[rank], num_targets(ids), world)
-            model = adapted(model, settings)
-            record(f"{name}, swap first, used {used}", partial(model, ids[rank]))
-            with model.disable_adapter(), torch.no_grad():
-                assert bool(torch.isfinite(model(ids[rank]).logits).all())
-    return messages
-
-
-def test_adapters_of_experts_raise_one_error_before_rows_move(pool2: RankPool) -> None:
-    for messages in pool2.run(adapt_experts, timeout=120):
-        for name, message in messages.items():
-            kind = "UnsupportedModel" if "PEFT first" in name else "ConfigError"
-            assert message.startswith(f"{kind}: ") and "adapters (LoRA)" in message, f"{name}: {message}"
-            assert "prepare_fsdp" not in message
-
-
 def adapt_attention(rank: int, world: int, swap_first: bool) -> None:
     ids = batch(world)
     want_logits, want = step(adapted(small_model(), ATTENTION), torch.cat(ids), num_targets(ids), 1)
@@ -105,6 +70,32 @@ def adapt_attention(rank: int, world: int, swap_first: bool) -> None:
 @pytest.mark.parametrize("swap_first", [False, True])
 def test_adapters_of_attention_train_as_in_one_process(swap_first: bool, pool2: RankPool) -> None:
     pool2.run(adapt_attention, swap_first, timeout=120)
+
+
+def adapt_experts(rank: int, world: int, call: tuple[dict[str, Any], bool]) -> dict[str, Tensor]:
+    settings, swap_first = call
+    ids = batch(world)
+    if swap_first:
+        model = adapted(swap_moe(small_model(), dist.group.WORLD), settings)
+    else:
+        model = swap_moe(adapted(small_model(), settings), dist.group.WORLD)
+    logits, _ = step(model, ids[rank], num_targets(ids), world)
+    return {"logits": logits, **{n: v.clone() for n, v in moe_comm.state_dict(model).items() if "lora" in n}}
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+@pytest.mark.parametrize("settings", EXPERTS.values(), ids=list(EXPERTS))
+def test_adapters_of_experts_train_as_in_one_process(
+    settings: dict[str, Any], swap_first: bool, pool2: RankPool
+) -> None:
+    ids = batch(2)
+    want_logits, want = step(adapted(small_model(), settings), torch.cat(ids), num_targets(ids), 1)
+    results = pool2.run(adapt_experts, (settings, swap_first), timeout=120)
+    assert_close(torch.cat([result.pop("logits") for result in results]), want_logits, "logits")
+    for result in results:
+        assert result.keys() == want.keys() and result
+        for name, value in want.items():
+            assert_close(result[name], value, name)
 
 
 @pytest.mark.parametrize("swap_first", [False, True])

@@ -1,0 +1,191 @@
+"""PEFT's LoRA of stacked experts (``target_parameters``) that are distributed over ranks.
+
+PEFT wraps the experts module once for each adapted parameter, and adds an expert-sized delta to the parameter during a
+forward pass. ``ParamWrapper`` replaces PEFT's class of this name: it passes A and B to the experts instead, which
+multiply their rows by them (``kernels/low_rank.py``). Each rank has A and B of its own experts:
+
+    lora_A.weight [rank * E, inputs]     row e * rank + k is of expert e      ─▶ a [E, rank, inputs]
+    lora_B.weight [outputs, rank * E]    column k * E + e is of expert e      ─▶ b [E, rank, outputs]
+
+Both are sharded expert parameters as others: gradients, norms, state dicts and optimizer state follow from
+``attach_experts``. Initial values are those of one process, because each rank draws A and B of all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer, model as lora_model
+from torch import Tensor, nn
+
+from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
+from moe_comm.kernels.fp8 import GemmDtype
+from moe_comm.kernels.low_rank import LowRank
+from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.optimizers import mark_replaced
+from moe_comm.overlap.options import Overlap
+from moe_comm.topology import Placement, Sharding, Split
+
+_INITS = (True, False, "gaussian")
+_PeftWrapper: Any = layer.ParamWrapper
+
+
+class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by this name
+    """The adapters of one stacked parameter of ``EPExperts``; A and B of this rank's experts."""
+
+    num_experts: int
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        experts: Any = self.get_base_layer()
+        _refuse(experts.label, self.parameter_name, experts.gemm_dtype, experts.overlap, experts.placement)
+        if config.init_lora_weights not in _INITS:
+            raise ConfigError(
+                f"adapters (LoRA) of {experts.label}.{self.parameter_name} cannot be initialized by "
+                f"init_lora_weights={config.init_lora_weights!r}; supported are {', '.join(map(repr, _INITS))}"
+            )
+        # PEFT initializes A and B of ``num_experts`` experts.
+        local, self.num_experts = self.num_experts, experts.num_experts
+        try:
+            super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        finally:
+            self.num_experts = local
+        self.shard(adapter_name)
+
+    def shard(self, adapter_name: str) -> None:
+        """Keep A and B of this rank's experts, as sharded expert parameters."""
+        experts: Any = self.get_base_layer()
+        own = gradients_of(experts)
+        if own is None:  # one rank
+            return
+        rank, placement = self.r[adapter_name], experts.placement
+        shapes = (rank * experts.num_experts, self.in_features), (self.out_features, rank * experts.num_experts)
+        splits = _split_of_a(placement, rank), _split_of_b(placement, rank)
+        for key, shape, split in zip(("lora_A", "lora_B"), shapes, splits, strict=True):
+            linear = getattr(self, key)[adapter_name]
+            shardings = {"weight": Sharding(shape, (split,), expert=True)}
+            shards = ExpertShards(own.shards.group, shardings, own.shards.place, own.shards.sizes)
+            full = linear.weight
+            linear.weight = nn.Parameter(shards.take("weight", full.detach()).clone(), requires_grad=full.requires_grad)
+            label = f"{experts.label}.{self.parameter_name}.{key}"
+            mark_replaced(full, linear.weight, label, "swap_moe")
+            linear.out_features, linear.in_features = linear.weight.shape
+            attach_experts(linear, shards, own.replicated, label)
+
+    def low_rank(self, adapter_name: str) -> LowRank:
+        """Return A and B of an adapter, differentiable."""
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        rank, experts = self.r[adapter_name], self.num_experts
+        return LowRank(
+            a.view(experts, rank, self.in_features),
+            b.view(self.out_features, rank, experts).permute(2, 1, 0),
+            self.scaling[adapter_name],
+        )
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what ``merge`` adds to the parameter of this rank's experts."""
+        one, param = self.low_rank(adapter_name), self.get_param()
+        layout = "eoi" if self._did_swap_in_out_features else "eio"
+        delta = torch.einsum(f"elo,eli->{layout}", one.b_ELO, one.a_ELI) * one.scaling
+        return delta.to(param.device, param.dtype)
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
+        experts: Any = self.get_base_layer()
+        active = [name for name in active_adapters if name in self.lora_A]
+        for name in active:
+            for linear in (self.lora_A[name], self.lora_B[name]):
+                if (gradients := gradients_of(linear)) is not None:
+                    gradients.before_forward(linear)
+        before = experts.adapters
+        experts.adapters = {**before, self.parameter_name: tuple(map(self.low_rank, active))}
+        try:
+            yield
+        finally:
+            experts.adapters = before
+
+
+def _split_of_a(placement: Placement, rank: int) -> Split:
+    rows = [[e * rank + k for e in placement.homes_of(ep) for k in range(rank)] for ep in range(placement.world)]
+    return _split(0, rows)
+
+
+def _split_of_b(placement: Placement, rank: int) -> Split:
+    experts = placement.num_experts
+    columns = [[k * experts + e for k in range(rank) for e in placement.homes_of(ep)] for ep in range(placement.world)]
+    return _split(1, columns)
+
+
+def _split(dim: int, ids: Sequence[Sequence[int]]) -> Split:
+    if list(chain(*ids)) == list(range(sum(map(len, ids)))):
+        return Split(dim, "ep", sizes=tuple(map(len, ids)))
+    return Split(dim, "ep", ids=tuple(map(tuple, ids)))
+
+
+def _refuse(name: str, parameter: str, gemm_dtype: GemmDtype, overlap: Overlap | None, placement: Placement) -> None:
+    """Raise UnsupportedModel unless the experts ``name`` can have adapters of ``parameter``. Equal on all ranks."""
+    what = f"adapters (LoRA) of {name}.{parameter}"
+    if parameter not in ("gate_up_proj", "down_proj"):
+        raise UnsupportedModel(f"{what} are not supported; target gate_up_proj and down_proj")
+    if placement.slots_per_rank != placement.homes_per_rank:
+        raise UnsupportedModel(
+            f"{what} are not supported with copies of experts; use a placement without slots for copies"
+        )
+    if gemm_dtype == "fp8":
+        raise UnsupportedModel(f'{what} are not supported with expert_gemm_dtype="fp8"; use "same"')
+    if overlap is not None and overlap.uses_kernels:
+        raise UnsupportedModel(f"{what} are not supported by the device executor; use Overlap(executor='pipelined')")
+
+
+def peft_wrappers(model: nn.Module, name: str) -> list[Any]:
+    """Return PEFT's wrappers of the parameters of the experts module ``name``, from the innermost to the outermost."""
+    wrappers = []
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+        wrapper = model.get_submodule(name)
+        if type(wrapper) is not _PeftWrapper:
+            raise UnsupportedModel(
+                f"{name} ({type(wrapper).__name__}) wraps experts; adapters (LoRA) of experts are supported as "
+                "target_parameters of PEFT's LoraConfig"
+            )
+        wrappers.append(wrapper)
+    return wrappers
+
+
+def refuse_wrappers(
+    model: nn.Module, name: str, gemm_dtype: GemmDtype, overlap: Overlap | None, placement: Placement
+) -> None:
+    """Raise UnsupportedModel unless ``adopt`` supports the wrappers of the experts module ``name``."""
+    for wrapper in peft_wrappers(model, name):
+        _refuse(unwrapped_name(name), wrapper.parameter_name, gemm_dtype, overlap, placement)
+
+
+def adopt(model: nn.Module, name: str) -> None:
+    """Make the wrappers of the experts ``name``, which ``EPExperts`` have replaced, ``ParamWrapper``."""
+    num_local = len(model.get_submodule(name).local_experts)  # type: ignore[arg-type]
+    for wrapper in peft_wrappers(model, name):
+        wrapper.__class__ = ParamWrapper
+        wrapper.num_experts = num_local
+        for adapter_name in list(wrapper.lora_A):
+            wrapper.shard(adapter_name)
+
+
+def follow_peft() -> None:
+    """Make PEFT wrap parameters of ``EPExperts`` by ``ParamWrapper``."""
+    original = lora_model.dispatch_default
+
+    def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
+        base: Any = target
+        while isinstance(base, _PeftWrapper):
+            base = base.base_layer
+        if isinstance(base, EPExperts) and kwargs.get("parameter_name") is not None:
+            return ParamWrapper(target, adapter_name, config=config, **kwargs)
+        module: nn.Module | None = original(target, adapter_name, config=config, **kwargs)
+        return module
+
+    lora_model.dispatch_default = dispatch
