@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_comm.errors import CheckpointError, ConfigError, InputError
-from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
+from moe_comm.integrations.checkpoint.files import INDEX, SINGLE, HubFolder as HubFolder, read_shard as read_shard
 from moe_comm.integrations.checkpoint.slices import HubSlice
 from moe_comm.integrations.hugging_face.attention import NAMES as ATTENTION_NAMES
 from moe_comm.layers.parallel.module import shardings_of

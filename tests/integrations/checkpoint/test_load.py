@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import moe_comm
@@ -21,6 +22,7 @@ from moe_comm import LoadReport, Placement
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
 from tests.integrations.blocks.styles import EXPERTS, DeepSeek, Mixtral, Model, Torchtitan
+from tests.integrations.loops import TrainingCase, launched, make_trainer
 from tests.integrations.models import SMALL, batch, ep_group, new_model, randomise
 from tests.pool import RankPool
 
@@ -131,29 +133,53 @@ def test_tensor_parallel_attention_and_linears(family: str, folder_of: Callable[
     pool.run(_sharded, str(folder_of(family)))
 
 
-def _trained(rank: int, world: int, folder: str) -> None:
-    loss = []
-    for model in (
+def _trained(rank: int, world: int, job: tuple[str, Path]) -> None:
+    folder, out = job
+    models = (
         moe_comm.from_pretrained(folder, ep_group(2)),
         moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), ep_group(2)),
-    ):
+    )
+    results: list[list[Tensor]] = []
+    for index, model in enumerate(models):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ddp = nn.parallel.DistributedDataParallel(model)
         ids = batch()[rank]
+        results.append([])
         for _ in range(2):
-            step = ddp(ids, labels=ids).loss
-            step.backward()
+            loss = ddp(ids, labels=ids).loss
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            loss.append(step.detach())
-        state = moe_comm.gather_state_dict(ddp)
-        loss += [state[name] for name in sorted(state)]
-    half = len(loss) // 2
-    assert all(torch.equal(a, b) for a, b in zip(loss[:half], loss[half:], strict=True))
+            results[-1].append(loss.detach())
+        moe_comm.save_swapped(model, out / f"{index}-{rank // 2}")
+        state = moe_comm.gather_state_dict(model)
+        results[-1] += [state[name] for name in sorted(state)]
+        moe_comm.prepare_fsdp(model)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        state = moe_comm.gather_state_dict(model)
+        results[-1] += [loss.detach(), *(state[name] for name in sorted(state))]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with launched(rank, world):
+        trained = []
+        for model in (
+            moe_comm.from_pretrained(folder, ep_group(2)),
+            moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), ep_group(2)),
+        ):
+            make_trainer(TrainingCase(folder), world, model.train()).train()
+            trained.append(dict(model.named_parameters()))
+    assert all(torch.equal(parameter, trained[1][name]) for name, parameter in trained[0].items())
 
 
-def test_a_loaded_model_trains_as_a_swapped_one(folder_of: Callable[[str], Path], pool: RankPool) -> None:
-    pool.run(_trained, str(folder_of("mixtral")))
+def test_a_loaded_model_trains_as_a_swapped_one(
+    folder_of: Callable[[str], Path], pool: RankPool, tmp_path: Path
+) -> None:
+    pool.run(_trained, (str(folder_of("mixtral")), tmp_path))
+    saved = [load_file(tmp_path / f"{index}-0" / SINGLE) for index in range(2)]
+    assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
 
 
 def test_layouts_in_memory_and_with_other_prefixes(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
