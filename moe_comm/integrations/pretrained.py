@@ -162,14 +162,14 @@ def _build(
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         if getattr(method, "value", method) != "fp8":
             raise UnsupportedModel(f"{path} is quantized ({method}); only fp8 with scales per block can be dequantized")
-        del config.quantization_config
+        del config.quantization_config  # the loaded model is not quantized
     folder = _folder(path, hub)
     dtype = _dtype(settings.get("dtype", settings.get("torch_dtype")), config, folder)
     attention = settings.get("attn_implementation")
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     with torch.device("meta"):
         model = _create(config, model_class, options, settings.get("trust_remote_code"))
-    config.name_or_path = str(path)
+    model.config.name_or_path = str(path)
     for pattern, kept in model._get_dtype_plan(dtype).items():  # parameters that stay in fp32
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern.replace("*", ".*"), name):

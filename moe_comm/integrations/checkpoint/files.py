@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -157,10 +157,10 @@ class HubFolder:
     def read_dequantized(
         self, stored: StoredTensor, scales: StoredTensor, index: Sequence[slice], target: Tensor
     ) -> None:
-        """Read ``stored[index]``, a weight [.., R, C] in fp8, times its scales, into ``target``.
+        """Read ``stored[index]``, a weight [R, C] in fp8, times its scales, into ``target``.
 
         Args:
-            scales: [.., ceil(R / 128), ceil(C / 128)], or of other blocks that divide R and C.
+            scales: [ceil(R / 128), ceil(C / 128)].
 
         Raises:
             CheckpointError, CorruptFile: see ``read_into``.
@@ -168,7 +168,6 @@ class HubFolder:
         full = torch.empty(scales.shape, dtype=torch.float32, device="cpu")
         self.read_into(scales, [slice(None)] * full.dim(), full)
         rows, columns = (range(*of_dim.indices(size)) for of_dim, size in zip(index, stored.shape, strict=True))
-        height, width = (quantized_block(*sizes) for sizes in zip(stored.shape, scales.shape, strict=True))
         columns_C = torch.arange(columns.start, columns.stop, columns.step, device="cpu")
         count = max(1, BUFFER_BYTES // (12 * len(columns)))  # values, scales and product in fp32
         for first in range(0, len(rows), count):
@@ -176,7 +175,7 @@ class HubFolder:
             quantized = torch.empty(len(part), len(columns), dtype=DTYPES[stored.dtype], device="cpu")
             self.read_into(stored, (slice(part.start, part.stop, part.step), index[1]), quantized)
             rows_R = torch.arange(part.start, part.stop, part.step, device="cpu")
-            scales_RC = full[rows_R // height][:, columns_C // width]
+            scales_RC = full[rows_R // QUANTIZED_BLOCK][:, columns_C // QUANTIZED_BLOCK]
             target[first : first + len(part)].copy_(quantized.float().mul_(scales_RC))
 
     def _fill(
@@ -256,19 +255,6 @@ class HubFolder:
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise CorruptFile(f"{path} is damaged or not a safetensors file: {error}") from error
             return self._open[file]
-
-
-def quantized_block(size: int, scales: int) -> int:
-    """Return the length of the blocks of ``size`` values with one scale each, given the number of scales.
-
-    Raises:
-        InputError: no length fits.
-    """
-    if scales == ceil(size / QUANTIZED_BLOCK):
-        return QUANTIZED_BLOCK
-    if not scales or size % scales:
-        raise InputError(f"{scales} scales do not fit {size} rows or columns in fp8")
-    return size // scales
 
 
 def _run(shape: Sequence[int], index: Sequence[range]) -> int:

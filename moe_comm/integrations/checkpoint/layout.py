@@ -191,12 +191,13 @@ def _hub_layout(
     layout: dict[str, CheckpointTensor] = {}
     left = {name: prod(shape) for name, (shape, _, _) in shapes.items()}
     for name, value in reverted(model, state).items():
-        slices = tracer.slices(name, value)
+        with torch._C.DisableTorchFunctionSubclass():  # tens of thousands of tensors
+            slices, shape = tracer.slices(name, value), tuple(value.shape)
         for piece in slices:
             left[piece.parameter] -= prod(piece.extents(shapes[piece.parameter][0]))
         dtype = shapes[slices[0].parameter][1]
         renamed = tuple(replace(piece, parameter=shapes[piece.parameter][2]) for piece in slices)
-        layout[name] = CheckpointTensor(name, tuple(value.shape), dtype, renamed)
+        layout[name] = CheckpointTensor(name, shape, dtype, renamed)
     if wrong := [name for name, count in left.items() if count]:
         raise UnsupportedModel(f"the layout of {type(model).__name__} on the hub does not contain all of {wrong[0]}")
     return layout

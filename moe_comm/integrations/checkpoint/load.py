@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
+from math import ceil, prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ from moe_comm.integrations.checkpoint.files import (
     BUFFER_BYTES,
     DTYPES,
     FLOATS,
+    QUANTIZED_BLOCK,
     SCALE,
     HubFolder,
     StoredTensor,
-    quantized_block,
 )
 from moe_comm.integrations.checkpoint.layout import (
     CheckpointTensor,
@@ -341,13 +341,16 @@ def _renaming(model: Any, names: set[str]) -> Callable[[str], str]:
     if not isinstance(model, pretrained_class()):
         return lambda key: key
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, apply_renamings
+    from transformers.core_model_loading import WeightRenaming
 
     conversions = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
     prefix = f"{model.base_model_prefix}."
 
     def rename(key: str) -> str:
-        for name in (key, str(apply_renamings(key, conversions))):
+        renamed = key
+        for one in conversions:
+            renamed = one.rename_source_key(renamed)[0]
+        for name in (key, renamed):
             for variant in (name, prefix + name, name.removeprefix(prefix)):
                 if variant in names:
                     return variant
@@ -361,10 +364,12 @@ def _mismatch(entry: CheckpointTensor, stored: StoredTensor, scales: StoredTenso
     if stored.shape != entry.shape:
         return f"{stored.name} has shape {list(stored.shape)}; the model requires {list(entry.shape)}"
     if scales is not None and entry.dtype.is_floating_point:
-        if len(stored.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in FLOATS:
-            raise UnsupportedModel(f"{scales.name} has shape {list(scales.shape)}, dtype {scales.dtype}; expected fp32")
-        for size, count in zip(stored.shape, scales.shape, strict=True):
-            quantized_block(size, count)
+        blocks = tuple(ceil(size / QUANTIZED_BLOCK) for size in stored.shape)
+        if len(blocks) != 2 or scales.shape != blocks or scales.dtype not in FLOATS:
+            raise UnsupportedModel(
+                f"{scales.name} has shape {list(scales.shape)} and dtype {scales.dtype}; supported are floating-point "
+                f"scales {list(blocks)}, one for each block of {QUANTIZED_BLOCK} x {QUANTIZED_BLOCK} values"
+            )
         return None
     if (stored.dtype in FLOATS and entry.dtype.is_floating_point) or DTYPES.get(stored.dtype) == entry.dtype:
         return None

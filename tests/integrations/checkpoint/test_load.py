@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_comm
 from moe_comm import LoadReport, Placement
+from moe_comm.bench.common.machine import peak_rss_mib, reset_peak_rss, rss_mib
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
 from tests.integrations.blocks.styles import EXPERTS, DeepSeek, Mixtral, Model, Torchtitan
@@ -81,6 +82,7 @@ def _loaded(rank: int, world: int, job: tuple[str, int, dict[str, Any]]) -> Load
     model = moe_comm.from_pretrained(folder, group, **settings)
     _equal(model, expected)
     assert type(model) is type(expected) and model.config.to_dict() == expected.config.to_dict()
+    assert model.config.name_or_path == expected.config.name_or_path
     assert model.generation_config == expected.generation_config
     modules = (*model.modules(), *expected.modules())
     assert len({type(module.dispatcher) for module in modules if hasattr(module, "dispatcher")}) == 1
@@ -126,6 +128,54 @@ def _sharded(rank: int, world: int, folder: str) -> None:
         moe_comm.load_checkpoint(model, folder)
     with pytest.raises(ConfigError, match="missing"):
         moe_comm.from_pretrained(folder, ep, tp_group=tp)
+
+
+def _with_copies(rank: int, world: int, folder: str) -> None:
+    placement = Placement(((0, 1), (1,), (1, 0), *((expert % 2,) for expert in range(5))), 2)
+    results = []
+    for model in (
+        moe_comm.from_pretrained(folder, ep_group(2), placement=placement, overlap=None),
+        moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), ep_group(2), placement=placement),
+    ):
+        results.append(model(batch()[rank]).logits)
+    assert torch.equal(*results)
+
+
+def test_copies_of_experts_have_the_loaded_weights(folder_of: Callable[[str], Path], pool: RankPool) -> None:
+    pool.run(_with_copies, str(folder_of("qwen2_moe")))
+
+
+def _peak(rank: int, world: int, folder: str) -> tuple[float, float]:
+    with torch.device("meta"):
+        model = moe_comm.swap_moe(new_model("mixtral", **LARGE), ep_group(2))
+    assert reset_peak_rss()
+    before = rss_mib()
+    report = moe_comm.load_checkpoint(model, folder)
+    return peak_rss_mib() - before, (report.kept + report.transient) / 2**20
+
+
+LARGE = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 512}
+
+
+def test_no_more_memory_is_used_than_stated(pool: RankPool, tmp_path: Path) -> None:
+    model = new_model("mixtral", **LARGE).bfloat16()  # loaded as fp32, through buffers
+    model.save_pretrained(tmp_path)
+    whole = sum(4 * parameter.numel() for parameter in model.parameters()) / 2**20
+    for peak, stated in pool.run(_peak, str(tmp_path)):
+        assert peak < stated + 4 < whole - 8, (peak, stated, whole)
+
+
+def test_the_cache_of_the_hub(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    cached = tmp_path / "models--somebody--a-model"
+    shutil.copytree(folder_of("mixtral"), cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    model = moe_comm.from_pretrained("somebody/a-model", cache_dir=tmp_path, num_experts_per_tok=1)
+    expected = AutoModelForCausalLM.from_pretrained(folder_of("mixtral"), num_experts_per_tok=1)
+    _equal(model, moe_comm.swap_moe(expected))
+    file = _saved({name: value.clone() for name, value in expected.state_dict().items()}, tmp_path / "a.safetensors")
+    again = moe_comm.from_pretrained(file, config=expected.config, model_class=type(expected), device_map="cpu")
+    _equal(again, expected)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "deepseek_v3"])
@@ -218,7 +268,8 @@ def test_fp8_is_dequantized(tmp_path: Path) -> None:
             rows, columns = (-(-size // 128) for size in value.shape)
             scale = torch.rand(rows, columns) + 0.5
             full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
-            stored[name], stored[f"{name}_scale_inv"] = (value / full).to(torch.float8_e4m3fn), scale
+            scale_name = f"{name}_scale_inv"
+            stored[name], stored[scale_name] = (value / full).to(torch.float8_e4m3fn), scale
             expected[name] = stored[name].float() * full
     save_file(stored, tmp_path / SINGLE)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -231,6 +282,9 @@ def test_fp8_is_dequantized(tmp_path: Path) -> None:
     rounded = moe_comm.from_pretrained(tmp_path, dtype="bfloat16")
     for name, parameter in rounded.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name).bfloat16())
+    save_file(stored | {scale_name: torch.ones(3, 3)}, tmp_path / SINGLE)
+    with pytest.raises(UnsupportedModel, match=r"\[3, 3\].*\[1, 2\].*128 x 128"):
+        moe_comm.from_pretrained(tmp_path)
     quantization["quant_method"] = "awq"
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     with pytest.raises(UnsupportedModel, match="awq"):
