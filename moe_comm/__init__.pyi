@@ -14,6 +14,7 @@ from moe_comm.dispatch.wire_dtype import (
 )
 from moe_comm.integrations.blocks.adapter import MoEBlock as MoEBlock, block_adapter as block_adapter
 from moe_comm.integrations.checkpoint.load import LoadReport as LoadReport, load_checkpoint as load_checkpoint
+from moe_comm.integrations.checkpoint.save import save_checkpoint as save_checkpoint
 from moe_comm.integrations.hugging_face.attention import (
     parallelize_attention as parallelize_attention,
     swap_attention as swap_attention,

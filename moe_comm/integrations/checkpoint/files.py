@@ -41,19 +41,23 @@ QUANTIZED_BLOCK = 128
 SCALE = "_scale_inv"
 """Suffix of the name of the scales of a weight in fp8."""
 DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
+    "U32": torch.uint32,
     "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
     "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
 }
+"""Dtypes by their names in headers, in the order in which the safetensors library stores tensors."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 Use = Callable[[Tensor, Tensor], Any]
 

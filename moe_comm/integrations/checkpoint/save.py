@@ -1,0 +1,552 @@
+"""``save_checkpoint``: each rank writes the bytes of its own part of a model into shared safetensors files.
+
+1. plan      files, headers and offsets, the same on all ranks; the parts that each rank writes
+2. create    rank 0: the files in their final size, in a temporary folder inside the folder
+3. write     all ranks: their byte ranges, then fsync
+4. commit    rank 0: removes the index of an older checkpoint, moves the files, the index last
+
+After each step all ranks raise the first error, and rank 0 removes the temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_comm.comm.agree import agree, gather_texts
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import (
+    WRITE_TIMEOUT_S,
+    communicator_of,
+    group_or_default,
+    group_rank,
+    group_size,
+)
+from moe_comm.errors import CheckpointError, ConfigError, MoeCommError, RankMismatch, UnsupportedModel
+from moe_comm.integrations.checkpoint.files import SINGLE
+from moe_comm.integrations.checkpoint.layout import (
+    CheckpointTensor,
+    HeldTensor,
+    checkpoint_layout,
+    held_tensors,
+    pretrained_class,
+)
+from moe_comm.integrations.checkpoint.plan import (
+    Described,
+    FilePlan,
+    Region,
+    assign,
+    index_name,
+    index_text,
+    parse_size,
+    plan_files,
+    runs,
+)
+from moe_comm.layers.data_parallel.expert_shard import is_dtensor
+from moe_comm.runtime.memory import materialized
+from moe_comm.runtime.safe_files import check_replaceable, open_new, remove, sync_to_disk, write_file
+from moe_comm.topology import Box, ShardSlice
+
+T = TypeVar("T")
+BUFFER_BYTES = 16 << 20
+"""Memory for values that are converted, transposed or not contiguous."""
+VISIBLE_S = 10.0
+"""Time that ranks wait until they see a folder that rank 0 has created. Network file systems cache what is missing."""
+_TEMPORARY = ".saving-"
+
+
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    group: ProcessGroup | None = None,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the unswapped model as safetensors, in parallel from all ranks. Collective.
+
+        moe_comm.save_checkpoint(model, "trained")                      # every rank calls it
+        again = AutoModelForCausalLM.from_pretrained("trained")         # or moe_comm.from_pretrained, on any ranks
+
+    Each rank writes the experts, heads and rows that it holds, and its share of what all ranks hold. No rank gathers
+    anything: besides the model, a rank needs 16 MiB, and for blocks that store gate and up alternately one expert. The
+    names, files and values are those that ``save_pretrained`` of the unswapped model writes; models that are not of
+    transformers have the names of their state dict, for ``moe_comm.load_checkpoint`` or
+    ``load_state_dict(safetensors.torch.load_file(...))``.
+
+    The files replace an older checkpoint in ``folder`` when they are complete. If the process is killed, the folder has
+    either the older checkpoint or none that ``from_pretrained`` accepts.
+
+    Args:
+        model: a swapped model, or one with ``MoELayer``, also under DDP or FSDP2, or any other module that all ranks
+            hold with equal weights.
+        folder: on a file system that all ranks share.
+        group: the ranks that hold the model; all of them call this function. None: the default group.
+        max_shard_size: maximum size of a file, in bytes or such as "5GB". A larger tensor has a file of its own.
+        dtype: of the floating-point tensors in the files. None: that of the model.
+
+    Raises:
+        ConfigError: ``max_shard_size`` is invalid, or a tensor has a dtype that safetensors do not have.
+        UnsupportedModel: the model has adapters, or parts that cannot be written.
+        RankMismatch: ranks pass different models or settings.
+        CheckpointError: the file system is not shared, a rank could not write, or no rank holds a part of the model.
+            All errors are raised on every rank.
+    """
+    try:
+        write_checkpoint(model, Path(folder), group, Settings(max_shard_size, dtype))
+    except OSError as error:
+        raise CheckpointError(f"could not write the model to {folder}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of ``write_checkpoint``.
+
+    Attributes:
+        max_shard_size, dtype: see ``save_checkpoint``.
+        single: name of the file if there is one.
+        failure: class of the error on other ranks if one cannot write.
+    """
+
+    max_shard_size: int | str = "5GB"
+    dtype: torch.dtype | None = None
+    single: str = SINGLE
+    failure: type[MoeCommError] = CheckpointError
+
+
+def write_checkpoint(model: nn.Module, folder: Path, group: ProcessGroup | None, settings: Settings) -> None:
+    """Write a checkpoint; see ``save_checkpoint``. Collective.
+
+    Raises:
+        OSError: this rank could not write. The other ranks raise ``settings.failure``.
+        MoeCommError: see ``save_checkpoint``.
+    """
+    ranks = _Ranks(group_or_default(group), folder, settings.failure)
+    plan, _ = ranks.attempt(lambda: _Plan.of(model, settings))
+    mine = assign(plan.described, ranks.exchange(plan))[ranks.rank]
+    temporary, existed = folder / f"{_TEMPORARY}{secrets.token_hex(6)}", folder.exists()
+    try:
+        _, names = ranks.attempt(lambda: _create(folder, temporary, plan) if ranks.rank == 0 else None, temporary.name)
+        shared = folder / names[0]
+        ranks.attempt(lambda: _wait_for(shared / plan.files[0].name))
+        ranks.attempt(lambda: plan.write(shared, mine))
+        ranks.attempt(lambda: _commit(folder, shared, plan) if ranks.rank == 0 else None)
+    finally:
+        if ranks.rank == 0:
+            with suppress(OSError):
+                remove(temporary)
+                if not existed:
+                    folder.rmdir()  # if it is empty
+
+
+class _Ranks:
+    """The ranks that write a checkpoint."""
+
+    def __init__(self, group: ProcessGroup | None, folder: Path, failure: type[MoeCommError]) -> None:
+        self.rank = group_rank(group)
+        self._folder, self._failure = folder, failure
+        self._channel: Channel | None = None
+        if group is not None and group_size(group) > 1:
+            # Ranks wait longer than in other collectives, because writing a model can take many minutes.
+            self._channel = Channel(communicator_of(group), WRITE_TIMEOUT_S)
+
+    def attempt(self, action: Callable[[], T], text: str = "") -> tuple[T, list[str]]:
+        """Return the result of ``action`` and the text of each rank. Collective.
+
+        If the action raises on a rank, all ranks raise.
+        """
+        result: T | None = None
+        outcome: str | Exception = text
+        try:
+            result = action()
+        except Exception as error:
+            outcome = error
+        texts = agree(outcome, self._gather, self._failure, f"could not write the model to {self._folder}: ")
+        return result, texts  # type: ignore[return-value]
+
+    def exchange(self, plan: _Plan) -> list[dict[str, list[Region]]]:
+        """Return the regions that each rank holds, by tensor. Collective.
+
+        Raises:
+            RankMismatch: the plans of the ranks differ.
+        """
+        raw = zlib.compress(json.dumps(plan.regions).encode())
+        _, texts = self.attempt(lambda: None, f"{plan.digest} {len(raw)}")
+        digests, lengths = zip(*(map(int, text.split()) for text in texts), strict=True)
+        if len({*digests}) > 1:
+            differing = next(rank for rank, one in enumerate(digests) if one != digests[0])
+            raise RankMismatch(
+                f"ranks 0 and {differing} would write different checkpoints. All ranks must pass the same model, "
+                "max_shard_size and dtype"
+            )
+        if self._channel is None:
+            return [plan.regions]
+        padded = torch.frombuffer(bytearray(raw.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        rows = (
+            self._channel.all_gather(padded.to(self._channel.control_device), f"writing {self._folder}").cpu().numpy()
+        )
+        parts = (json.loads(zlib.decompress(row[:n].tobytes())) for row, n in zip(rows, lengths, strict=True))
+        return [
+            {name: [tuple(map(tuple, region)) for region in regions] for name, regions in part.items()}
+            for part in parts
+        ]
+
+    def _gather(self, text: str) -> list[str]:
+        if self._channel is None:
+            return [text]
+        return gather_texts(self._channel, f"writing the model to {self._folder}", text)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The values of a parameter or buffer that this rank holds.
+
+    boxes: where they are in ``tensor``, and in the full parameter.
+    """
+
+    tensor: Tensor
+    boxes: list[Box]
+
+    @classmethod
+    def of(cls, held: HeldTensor, name: str) -> _Part:
+        tensor, share = held.tensor.detach(), None
+        if is_dtensor(tensor):
+            share, tensor = _share(tensor, name), tensor.to_local()
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on meta and has no values; call load_checkpoint first")
+        coordinates = held.coordinates[group_rank(held.group)]
+        return cls(materialized(tensor), held.sharding.boxes(coordinates, held.sizes or {}, share))
+
+    def box(self, region: Region) -> Box:
+        """Return the box of a region inside one of the boxes."""
+        for box in self.boxes:
+            if all(s.start <= start and stop <= s.stop for s, (start, stop) in zip(box.full, region, strict=True)):
+                local = tuple(
+                    slice(in_local.start + start - in_full.start, in_local.start + stop - in_full.start)
+                    for in_local, in_full, (start, stop) in zip(box.local, box.full, region, strict=True)
+                )
+                return Box(local, tuple(slice(*of_dim) for of_dim in region))
+        raise AssertionError(f"{region} is in none of {self.boxes}")
+
+
+def _share(tensor: Any, name: str) -> ShardSlice | None:
+    """Return the slice that this rank holds of a DTensor, which FSDP2 may have sharded along one dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    split = [d for d, size in enumerate(shape) if size < tensor.shape[d]]
+    if len(split) > 1 or any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedModel(f"{name} is a DTensor with the placements {tensor.placements}")
+    return ShardSlice(d := split[0], range(offset[d], offset[d] + shape[d])) if split else None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all ranks write, and what this rank holds.
+
+    Attributes:
+        layout: the tensors of the checkpoint.
+        dtypes: in the files.
+        files: the files of the checkpoint.
+        described: parameters and buffers by name.
+        parts: those of this rank.
+        extras: writes the other files of the checkpoint into a folder.
+        metadata: of the index.
+        single: name of the file if there is one.
+    """
+
+    layout: Mapping[str, CheckpointTensor]
+    dtypes: Mapping[str, torch.dtype]
+    files: Sequence[FilePlan]
+    described: Mapping[str, Described]
+    parts: Mapping[str, _Part]
+    extras: Callable[[Path], None]
+    metadata: Mapping[str, int]
+    single: str
+
+    @classmethod
+    def of(cls, model: nn.Module, settings: Settings) -> _Plan:
+        while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+            model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+        _refuse_adapters(model)
+        held = _saved(model, held_tensors(model))
+        layout = checkpoint_layout(model, held, aliases=True)
+        dtypes = {
+            name: entry.dtype if settings.dtype is None or not entry.dtype.is_floating_point else settings.dtype
+            for name, entry in layout.items()
+        }
+        tensors = {name: (entry.shape, dtypes[name]) for name, entry in layout.items()}
+        described = {
+            name: Described(one.sharding.shape, one.tensor.element_size(), not isinstance(one.tensor, nn.Parameter))
+            for name, one in held.items()
+        }
+        metadata = {"total_size": sum(_nbytes(*of_tensor) for of_tensor in tensors.values())}
+        extras: Callable[[Path], None] = _nothing
+        if isinstance(model, pretrained_class()):
+            extras = partial(_write_config, model, settings.dtype)
+            total = sum(_nbytes(one.shape) for one in described.values() if not one.is_buffer)
+            metadata = {"total_parameters": total} | metadata
+        return cls(
+            layout,
+            dtypes,
+            plan_files(tensors, parse_size(settings.max_shard_size), settings.single),
+            described,
+            {name: _Part.of(one, name) for name, one in held.items()},
+            extras,
+            metadata,
+            settings.single,
+        )
+
+    @property
+    def regions(self) -> dict[str, list[Region]]:
+        """The regions that this rank holds of each parameter."""
+        return {
+            name: [tuple((s.start, s.stop) for s in box.full) for box in part.boxes if part.tensor.numel()]
+            for name, part in self.parts.items()
+        }
+
+    @property
+    def digest(self) -> int:
+        """A checksum of what must be equal on all ranks."""
+        slices = [(one.name, one.slices) for one in self.layout.values()]
+        return zlib.crc32(repr([self.files, self.described, slices]).encode())
+
+    @property
+    def mark(self) -> str:
+        """The name of the file without which a folder is no checkpoint."""
+        return self.single if len(self.files) == 1 else index_name(self.single)
+
+    @torch.no_grad()
+    def write(self, folder: Path, mine: Mapping[str, Sequence[Region]]) -> None:
+        """Write this rank's bytes. mine: the regions of parameters."""
+        boxes = {name: [self.parts[name].box(region) for region in regions] for name, regions in mine.items()}
+        for planned in self.files:
+            handle: int | None = None
+            try:
+                for name, offset in planned.offsets.items():
+                    for hub, values in _values(self.layout[name], self.described, self.parts, boxes):
+                        if handle is None:
+                            handle = os.open(folder / planned.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                        _write_values(_Target(handle, offset, self.layout[name].shape, self.dtypes[name]), hub, values)
+                if handle is not None:
+                    os.fsync(handle)
+            finally:
+                if handle is not None:
+                    os.close(handle)
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _nothing(folder: Path) -> None:
+    """Write no other files."""
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise UnsupportedModel(
+            f"this {type(model).__name__} has adapters, and save_checkpoint writes models without them. Merge the "
+            "adapters first (merge_and_unload), or save the adapters alone"
+        )
+
+
+def _saved(model: Any, held: Mapping[str, HeldTensor]) -> dict[str, HeldTensor]:
+    """Return the tensors with the names that are written: as transformers, not those that its models tie."""
+    if not isinstance(model, pretrained_class()):
+        return dict(held)
+    ignored = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    tied = [
+        f"{prefix}.{key}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    result = {}
+    for one in held.values():
+        names = [name for name in one.names if name not in ignored]
+        if len(names) > 1:
+            untied = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
+            names = untied or [max(names)]
+        if names:
+            result[names[0]] = replace(one, names=tuple(names))
+    return result
+
+
+def _write_config(model: Any, dtype: torch.dtype | None, folder: Path) -> None:
+    """Write the configurations of a transformers model, and its code if that is not in transformers."""
+    type(model).save_pretrained(model, folder, state_dict={})
+    if dtype is not None:
+        before, model.config.dtype = model.config.dtype, str(dtype).removeprefix("torch.")
+        try:
+            model.config.save_pretrained(folder)
+        finally:
+            model.config.dtype = before
+
+
+def _create(folder: Path, temporary: Path, plan: _Plan) -> None:
+    """Create the files in a new temporary folder: those of values with their headers, the others complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(folder):
+        if name.startswith(_TEMPORARY):  # of a process that was killed
+            remove(folder / name)
+    temporary.mkdir()
+    plan.extras(temporary)
+    if len(plan.files) > 1:
+        file_of = {name: planned.name for planned in plan.files for name in planned.offsets}
+        write_file(temporary / index_name(plan.single), index_text(file_of, plan.metadata))
+    for name in os.listdir(temporary):
+        if os.path.isfile(temporary / name):
+            sync_to_disk(temporary / name)
+    for planned in plan.files:
+        with open_new(temporary / planned.name) as file:
+            file.write(planned.header)
+            file.truncate(planned.size)
+            file.flush()
+            os.fsync(file.fileno())
+    for path in temporary.iterdir():
+        check_replaceable(folder / path.name)
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + VISIBLE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"the file {path}, which rank 0 has created, does not exist here. All ranks must write to one shared "
+                "file system; pass a folder on one"
+            )
+        time.sleep(0.05)
+
+
+def _commit(folder: Path, temporary: Path, plan: _Plan) -> None:
+    """Move the complete files into ``folder``: first none that makes it a checkpoint, that one last."""
+    for old in (plan.single, index_name(plan.single)):
+        remove(folder / old)
+    sync_to_disk(folder)
+    names = [name for name in sorted(os.listdir(temporary)) if name != plan.mark]
+    for name in (*names, plan.mark):
+        if name == plan.mark:
+            sync_to_disk(folder)
+        os.replace(temporary / name, folder / name)
+    stem, _, suffix = plan.single.rpartition(".")
+    shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.{suffix}")
+    for old in os.listdir(folder):
+        if shard.fullmatch(old) and old not in names:
+            remove(folder / old)
+    temporary.rmdir()
+    sync_to_disk(folder)
+
+
+def _values(
+    entry: CheckpointTensor,
+    described: Mapping[str, Described],
+    parts: Mapping[str, _Part],
+    boxes: Mapping[str, Sequence[Box]],
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Yield the values of a checkpoint tensor that this rank writes, each with its index in that tensor."""
+    interleaved: dict[Region, list[tuple[slice, Tensor]]] = {}
+    for piece in entry.slices:
+        for box in boxes.get(piece.parameter, ()):
+            overlap = piece.overlap(described[piece.parameter].shape, box)
+            if overlap is None:
+                continue
+            values = overlap.of(parts[piece.parameter].tensor)
+            if overlap.hub and (overlap.hub[-1].step or 1) > 1:
+                region = tuple((of_dim.start, of_dim.stop) for of_dim in overlap.hub[:-1])
+                interleaved.setdefault(region, []).append((overlap.hub[-1], values))
+            else:
+                yield overlap.hub, values
+    for region, found in interleaved.items():
+        leading = tuple(slice(*of_dim) for of_dim in region)
+        if sum(values.numel() for _, values in found) != _nbytes(
+            [stop - start for start, stop in (*region, _last(found))]
+        ):
+            yield from (((*leading, columns), values) for columns, values in found)
+            continue
+        yield from _merged(leading, found)
+
+
+def _last(found: Sequence[tuple[slice, Tensor]]) -> tuple[int, int]:
+    """Return the range of the last dimension that interleaved values are in."""
+    return min(columns.start for columns, _ in found), max(columns.stop for columns, _ in found)
+
+
+def _merged(
+    leading: tuple[slice, ...], found: Sequence[tuple[slice, Tensor]]
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Yield values that alternate along the last dimension as consecutive ones, some rows at a time.
+
+    They would be written one by one otherwise.
+    """
+    start, stop = _last(found)
+    shape = found[0][1].shape[:-1]
+    row = _nbytes((*shape[1:], stop - start)) * found[0][1].element_size()
+    count = max(1, BUFFER_BYTES // max(1, row))
+    for first in range(0, shape[0], count) if shape else (0,):
+        rows = slice(first, first + count) if shape else Ellipsis
+        parts = [(columns, values[rows]) for columns, values in found]
+        merged = parts[0][1].new_empty((*parts[0][1].shape[:-1], stop - start))
+        for columns, values in parts:
+            merged[..., columns.start - start :: columns.step][..., : values.shape[-1]] = values
+        at = leading
+        if shape:
+            begin = leading[0].start + first
+            at = (slice(begin, begin + merged.shape[0]), *leading[1:])
+        yield (*at, slice(start, stop)), merged
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor, or a slice of one along leading dimensions, in a file."""
+
+    handle: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _write_values(target: _Target, index: Sequence[slice], values: Tensor) -> None:
+    """Write ``values`` to the elements ``index`` of a tensor in a file."""
+    item = target.dtype.itemsize
+    in_place = values.device.type == "cpu" and values.dtype == target.dtype and values.is_contiguous()
+    if not values.numel():
+        return
+    if in_place or values.numel() * item <= BUFFER_BYTES:
+        ready = values.to("cpu", target.dtype).contiguous()
+        memory = memoryview(ready.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        run, starts = runs(target.shape, index)
+        for number, start in enumerate(starts):
+            _pwrite(
+                target.handle, memory[number * run * item : (number + 1) * run * item], target.offset + start * item
+            )
+    elif len(values) > 1:
+        count = max(1, BUFFER_BYTES * len(values) // (values.numel() * item))
+        rows = range(*index[0].indices(target.shape[0]))
+        for first in range(0, len(rows), count):
+            part = rows[first : first + count]
+            _write_values(target, (slice(part[0], part[-1] + 1, part.step), *index[1:]), values[first : first + count])
+    else:
+        row = _nbytes(target.shape[1:], target.dtype)
+        inner = replace(target, offset=target.offset + index[0].start * row, shape=target.shape[1:])
+        _write_values(inner, index[1:], values[0])
+
+
+def _pwrite(handle: int, memory: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(handle, memory[done : done + (1 << 30)], offset + done)
