@@ -247,7 +247,7 @@ def make_trainer(case: TrainingCase, world: int, model: Any, kind: Any = None, *
             return SequentialSampler(self.train_dataset)
 
     assert issubclass(InOrder, Trainer)
-    settings = {"save_strategy": "no"} | settings
+    settings = {"save_strategy": "no", "max_steps": STEPS} | settings
     if case.wrapper == "fsdp2":
         settings |= {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     arguments = TrainingArguments(
@@ -259,7 +259,6 @@ def make_trainer(case: TrainingCase, world: int, model: Any, kind: Any = None, *
         adam_epsilon=ADAM_EPSILON,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
-        max_steps=STEPS,
         logging_steps=1,
         logging_nan_inf_filter=False,
         report_to="none",
