@@ -23,6 +23,10 @@ from tests.pool import RankPool
 
 SAVED, STEPS = 2, 3
 SETTINGS: dict[str, dict[str, Any]] = {
+    "experts and attention": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
     "attention and router": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["gate"]},
 }
 
