@@ -121,7 +121,10 @@ def _file(name: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]])
 
 def index_name(single: str = SINGLE) -> str:
     """Return the name of the index of several files."""
-    return INDEX if single == SINGLE else f"{single}.index.json"
+    if single == SINGLE:
+        return INDEX
+    stem, _, variant = single.removesuffix(".safetensors").rpartition(".")
+    return f"{stem}.safetensors.index.{variant}.json"  # as transformers names it
 
 
 def index_text(file_of: Mapping[str, str], metadata: Mapping[str, int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from moe_comm.comm.group_setup import agree_on_written
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
 from moe_comm.layers.data_parallel.state import state_dict_with_experts
 from moe_comm.layers.parallel.collectives import gather_values, group_size
@@ -21,24 +23,31 @@ from moe_comm.topology import Sharding
 def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None:
     """Write configuration and safetensors of the full model to ``folder``, for ``from_pretrained(folder)``. Collective.
 
-    Global rank 0 writes. The ranks of its expert-parallel group return when the files are written. Other
-    expert-parallel groups, which hold replicas of the experts, return immediately.
+    All ranks of the default group write, as ``moe_comm.save_checkpoint`` describes, and return when the files are
+    complete.
 
     Args:
         model: a ``PreTrainedModel`` that ``swap_moe`` returned.
-        folder: folder to write to.
-        kwargs: passed to ``PreTrainedModel.save_pretrained`` (``max_shard_size``, ...).
+        folder: folder to write to, on a file system that all ranks share.
+        kwargs: ``group``, ``max_shard_size`` (default "50GB") and ``dtype`` of ``save_checkpoint``. With others
+            (``push_to_hub``, ...), all are passed to ``PreTrainedModel.save_pretrained``, and global rank 0 gathers and
+            writes for its expert-parallel group.
 
     Raises:
-        ConfigError: ``model`` is not swapped, or rank 0 could not write. Rank 0 raises its original exception.
+        ConfigError: ``model`` is not swapped, or another rank could not write. The rank that could not write raises its
+            original exception.
         UnsupportedModel: ``model`` has no ``save_pretrained``.
     """
     dispatcher = next(iter(_swapped(model).values())).dispatcher
     if not hasattr(type(model), "save_pretrained"):
         raise UnsupportedModel(
             f"save_swapped requires a model of transformers; {type(model).__name__} has no save_pretrained. "
-            "Call gather_state_dict and save the result."
+            "Call gather_state_dict and save the result, or save_checkpoint."
         )
+    if kwargs.keys() <= {"group", "max_shard_size", "dtype"}:
+        settings = Settings(kwargs.get("max_shard_size", "50GB"), kwargs.get("dtype"), failure=ConfigError)
+        write_checkpoint(model, Path(folder), kwargs.get("group"), settings)
+        return
     if _global_rank(dispatcher, 0) != 0:
         return
     full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True)
