@@ -20,6 +20,7 @@ from tests.pool import RankPool
 ROOT = Path(__file__).parent.parent.parent
 STARTS = {"torchrun --nproc-per-node 2 ": 2, "python ": 1}
 """Start of the command of a script: the number of ranks."""
+MODULES = {"torchrun": "-m torch.distributed.run --standalone", "python": ""}
 SMALL = {
     "train": ["run.sample_tokens=8", "run.eval_batches=1"],
     "bench": ["--tokens", "64", "--hidden", "64", "--iterations", "2", "--warmup", "1", "--peer", "torch_gloo"],
@@ -39,6 +40,14 @@ class Recipe:
     files: dict[str, str]
     commands: list[str]
     shown: list[str]
+
+    @property
+    def needs(self) -> list[str]:
+        """Return the packages that only ``make hosts`` has."""
+        return [name for name in ("peft", "trl") if re.search(rf"^(from|import) {name}\b", str(self), re.MULTILINE)]
+
+    def __str__(self) -> str:
+        return "\n".join(self.files.values())
 
     def missing(self, output: str) -> list[str]:
         """Return the lines that the page shows and ``output`` does not have. Numbers may differ."""
@@ -62,22 +71,29 @@ def lines_of_code(text: str) -> int:
     return sum(bool(line.strip()) and not line.startswith("#") for line in text.splitlines())
 
 
-def run(recipe: Recipe, folder: Path, pool: RankPool) -> str:
-    """Run the commands of a recipe in ``folder``, with fewer steps than on the page, and return what they print."""
+def run(recipe: Recipe, folder: Path, pool: RankPool | None) -> str:
+    """Run the commands of a recipe in ``folder``, with fewer steps than on the page, and return what they print.
+
+    pool: two ranks that run scripts. None: processes of their own do.
+    """
+    if not (folder / "docs").exists():
+        (folder / "docs").symlink_to(ROOT / "docs")
     for name, text in recipe.files.items():
         (folder / name).write_text(text)
     return "\n".join(_run(command, folder, pool) for command in recipe.commands)
 
 
-def _run(command: str, folder: Path, pool: RankPool) -> str:
+def _run(command: str, folder: Path, pool: RankPool | None) -> str:
     for start, ranks in STARTS.items():
-        if command.startswith(start):
+        if command.startswith(start) and pool is not None:
             return "\n".join(pool.run(run_script, (str(folder), command.removeprefix(start), ranks), timeout=120))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "COLUMNS": "160"}
     command = re.sub(r"run\.steps=(\d+)", lambda steps: f"run.steps={int(steps[1]) // 25}", command)
     program, *words = command.split()
     if program == "moe-comm":
         program, words = f"{sys.executable} -m moe_comm", [*words, *SMALL[words[0]]]
+    elif program in MODULES:
+        program = f"{sys.executable} {MODULES[program]}"
     process = subprocess.run(
         " ".join([program, *words]),
         shell=True,
@@ -89,7 +105,7 @@ def _run(command: str, folder: Path, pool: RankPool) -> str:
         check=False,
     )
     assert process.returncode == 0, process.stderr + process.stdout
-    return process.stdout
+    return process.stdout + process.stderr
 
 
 def run_script(rank: int, world: int, arg: tuple[str, str, int]) -> str:
