@@ -15,7 +15,10 @@ from moe_comm.comm.group_setup import as_group, communicator_of, group_or_defaul
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.integrations.blocks.block import BlockPlan
-from moe_comm.integrations.blocks.swap import FoundBlock, describe, find_blocks, refuse_ties, swap_blocks
+from moe_comm.integrations.blocks.distribute import refuse_ties
+from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
+from moe_comm.integrations.blocks.swap import plan_blocks, swap_blocks
+from moe_comm.integrations.blocks.trial import device_of
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts, is_experts
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts,
@@ -64,7 +67,11 @@ def parallelize_moe(
 
     Blocks that are not from transformers are recognised by what their experts compute, or described by
     ``block_adapter``. Their forward pass remains the user's code, see docs/swap.md. Each kind of block is compared with
-    a swapped copy on random tokens, forward and backward in fp32, before the model is changed.
+    a swapped copy on random tokens, forward and backward in fp32, before the model is changed. A copy has one block's
+    parameters, and at most 64 activations of each expert unless its code needs all.
+
+    A model on "meta" stays there: parameters of experts have the shapes of this rank's. Its blocks are checked with
+    random weights. Load it with ``moe_comm.load_checkpoint``, or with ``to_empty`` and ``load_state_dict``.
 
     Gradients: in a custom loop, divide the loss by the number of tokens on all ranks and call
     ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` needs no other change: it
@@ -107,6 +114,9 @@ def parallelize_moe(
     overlap, defaulted = Overlap.of(overlap), group is None
     group = group_or_default(as_group(group, "ep"))
     world = group_size(group)
+    timeout_s = (options or DispatchOptions()).timeout_s
+    channel = Channel(communicator_of(group, timeout_s), timeout_s) if group is not None and world > 1 else None
+    device = torch.get_default_device()  # that weights on meta will be on
     fault: MoeCommError | None = None
     blocks: dict[str, tuple[nn.Module, ExpertsLayout]] = {}
     sharing: list[list[str]] = []
@@ -116,7 +126,7 @@ def parallelize_moe(
     try:
         _refuse_swapped(model)
         stacked = any(is_experts(module) for module in model.modules())
-        own = [(found, describe(found)) for found in find_blocks(model, only_adapted=stacked)]
+        own = plan_blocks(find_blocks(model, device, only_adapted=stacked))
         refuse_ties(model, own)
         if stacked or not own:
             blocks = find_experts(model)
@@ -131,16 +141,12 @@ def parallelize_moe(
             _lora().refuse_wrappers(model, name, expert_gemm_dtype, overlap, placements[blocks[name][1].num_experts])
     except MoeCommError as error:
         fault = error
-    if world > 1:
-        assert group is not None
-        timeout_s = (options or DispatchOptions()).timeout_s
-        check_loaded(model, Channel(communicator_of(group, timeout_s), timeout_s), fault)
+    if channel is not None:
+        check_loaded(model, channel, fault)
     if fault is not None:
         raise fault
     first = next(iter(blocks.values()))[0] if blocks else own[0][0].block  # a model may be on several devices
-    device, fp8 = next(first.parameters()).device, expert_gemm_dtype == "fp8"
-    if device.type == "meta":  # the device that the weights will be on
-        device = torch.get_default_device()
+    device, fp8 = device_of(first, device), expert_gemm_dtype == "fp8"
     dispatchers = {
         count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
         for count in sorted(placements)

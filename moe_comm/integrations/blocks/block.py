@@ -49,6 +49,7 @@ class BlockPlan:
     top_k: largest number of experts of a token; all experts if it differs between tokens.
     nones: an expert returns a tuple of its output and this many Nones; -1: its output.
     adapter: the description of the block, if its forward pass is not run.
+    narrow: the block runs with narrow experts (``Trial``).
     """
 
     path: str
@@ -60,6 +61,7 @@ class BlockPlan:
     top_k: int = 0
     nones: int = -1
     adapter: MoEBlock | None = None
+    narrow: bool = False
 
     def __str__(self) -> str:
         if self.adapter is not None:

@@ -53,12 +53,27 @@ class Part:
     end: int | None = None
     step: int = 1
 
-    def of(self, weight: Tensor) -> Tensor:
-        """Return the view of these outputs. weight: outputs first."""
-        return weight[self.begin : self.end : self.step]
-
     def __str__(self) -> str:
         return self.path if self == Part(self.path) else f"{self.path}[{self.begin}:{self.end or ''}:{self.step}]"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a parameter of the block that are rows of an expert's part of a stacked parameter.
+
+    name: of the parameter in the block. index: of the elements in it. transposed: they are [inputs, outputs] there.
+    rows: in the expert's part [G, D], [D, F], [G] or [D].
+    """
+
+    name: str
+    index: tuple[int | slice, ...]
+    transposed: bool
+    rows: slice
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return the view of these elements of the parameter with outputs first."""
+        view = value[self.index]
+        return view.t() if self.transposed else view
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +108,37 @@ class ExpertFormula:
         """Return the names in the block of a parameter of all experts."""
         return [path.format(e) for e in range(self.layout.num_experts)] if "{}" in path else [path]
 
+    def pieces(self, key: str, expert: int) -> Iterator[Piece]:
+        """Iterate over the elements of an expert's part of the stacked parameter ``key``."""
+        first = 0
+        for part in self.parts[key]:
+            shape = self.shapes[part.path]
+            rows = slice(part.begin, part.end, part.step)
+            transposed = self.transposed and len(shape) == 2
+            outputs = shape[1 if transposed else 0]
+            index: tuple[int | slice, ...] = (slice(None), rows) if transposed else (rows,)
+            if "{}" not in part.path:
+                index = (expert, *index)
+            count = len(range(*rows.indices(outputs)))
+            yield Piece(part.path.format(expert), index, transposed, slice(first, first + count))
+            first += count
+
+    @torch.no_grad()
     def stack(self, key: str, tensors: Mapping[str, Tensor], experts: Iterable[int] | None = None) -> Tensor:
         """Return the stacked parameter ``key``. tensors: by name in the block. experts: None for all."""
-        experts = list(range(self.layout.num_experts) if experts is None else experts)
-        stack = torch.stack([self.of_expert(key, tensors, e) for e in experts or [0]])
-        return stack if experts else stack[:0].clone()
+        ids = list(range(self.layout.num_experts) if experts is None else experts)
+        example = tensors[next(self.pieces(key, ids[0] if ids else 0)).name]
+        result = example.new_empty(len(ids), *self.layout.parameters[key][1:])
+        for target, expert in zip(result, ids, strict=True):
+            for piece in self.pieces(key, expert):
+                target[piece.rows] = piece.of(tensors[piece.name])
+        return result
 
     def of_expert(self, key: str, tensors: Mapping[str, Tensor], expert: int) -> Tensor:
         """Return an expert's part of the stacked parameter ``key``."""
-        return torch.cat([part.of(self._matrix(tensors, part.path, expert)) for part in self.parts[key]])
+        return torch.cat([piece.of(tensors[piece.name]) for piece in self.pieces(key, expert)])
 
+    @torch.no_grad()
     def split(self, stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters in the block, from the stacked ones of all experts."""
         example, experts = next(iter(stacks.values())), range(self.layout.num_experts)
@@ -112,43 +148,54 @@ class ExpertFormula:
                 result[name] = example.new_empty(shape if "{}" in path else (len(experts), *shape))
         for key, value in stacks.items():
             for expert in experts:
-                first = 0
-                for part in self.parts[key]:
-                    target = part.of(self._matrix(result, part.path, expert))
-                    target.copy_(value[expert, first : first + len(target)])
-                    first += len(target)
+                for piece in self.pieces(key, expert):
+                    piece.of(result[piece.name]).copy_(value[expert, piece.rows])
         return result
 
     def slices(self) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:
         """Yield each parameter in the block, its shape, and the slices of the stacked parameters that it holds."""
         for path, shape in self.shapes.items():
-            matrix, listed = len(shape) == 2, "{}" in path
-            along_outputs = 1 if self.transposed and matrix else 0
-            dims = (2, 1) if along_outputs else (1, 2)[: len(shape)]
+            stacked = "{}" not in path
+            whole: tuple[slice, ...] = (slice(None),) if stacked else ()
             for expert, name in enumerate(self.names_of(path)):
                 found = []
                 for key, parts in self.parts.items():
-                    first = 0
-                    for part in parts:
-                        of_layer = self.shapes[part.path]
-                        outputs = of_layer[1 if self.transposed and len(of_layer) == 2 else 0]
-                        count = len(range(*slice(part.begin, part.end, part.step).indices(outputs)))
-                        if part.path == path:
-                            place = (
-                                expert if listed else slice(0, self.layout.num_experts),
-                                slice(first, first + count),
-                            )
-                            region = (*[slice(None)] * along_outputs, slice(part.begin, part.end, part.step))
-                            if not listed:
-                                region = (slice(None), *region)
-                            found.append(HubSlice(name, place, key, region, dims if listed else (0, *dims)))
-                        first += count
-                yield name, shape if listed else (self.layout.num_experts, *shape), found
+                    for piece in self.pieces(key, expert) if path in [part.path for part in parts] else ():
+                        if piece.name == name:
+                            dims = (2, 1) if piece.transposed else (1, 2)[: len(shape)]
+                            region = (*whole, *(index for index in piece.index if isinstance(index, slice)))
+                            place = (*(whole or (expert,)), piece.rows)
+                            found.append(HubSlice(name, place, key, region, (0, *dims) if stacked else dims))
+                yield name, (self.layout.num_experts, *shape) if stacked else shape, found
 
-    def _matrix(self, tensors: Mapping[str, Tensor], path: str, expert: int) -> Tensor:
-        """Return a parameter of an expert with outputs first."""
-        weight = tensors[path.format(expert)] if "{}" in path else tensors[path][expert]
-        return weight.t() if self.transposed and weight.dim() == 2 else weight
+    def narrowed(self, width: int) -> tuple[ExpertFormula, dict[str, tuple[int, list[int]]]]:
+        """Return the formula of experts with the first ``width`` activations only, and what remains of the parameters.
+
+        Returns:
+            The formula; and the dimension of one expert's parameter that shrinks, with the remaining indices, by path.
+        """
+        kept: dict[str, tuple[int, list[int]]] = {}
+        for key in ("gate_up_proj", "gate_up_proj_bias"):
+            for part in self.parts.get(key, ()):
+                shape = self.shapes[part.path]
+                dim = 1 if self.transposed and len(shape) == 2 else 0
+                first = list(range(*slice(part.begin, part.end, part.step).indices(shape[dim])))[:width]
+                kept[part.path] = dim, sorted({*first, *kept.get(part.path, (dim, []))[1]})
+        for part in self.parts["down_proj"]:
+            kept[part.path] = 0 if self.transposed else 1, list(range(width))
+        shapes = dict(self.shapes)
+        for path, (dim, indices) in kept.items():
+            shapes[path] = tuple(len(indices) if d == dim else size for d, size in enumerate(shapes[path]))
+
+        def moved(part: Part) -> Part:
+            if part.path not in kept or part.step > 1:
+                return part
+            begin = kept[part.path][1].index(part.begin)
+            return replace(part, begin=begin, end=None if part.end is None else begin + width)
+
+        parts = {key: tuple(map(moved, of)) if key.startswith("gate_up_proj") else of for key, of in self.parts.items()}
+        layout = replace(self.layout, ffn=width)
+        return ExpertFormula(layout, parts, shapes, self.transposed), kept
 
 
 def recognise(

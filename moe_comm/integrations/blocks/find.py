@@ -1,0 +1,115 @@
+"""Find the MoE blocks of a user's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_comm.integrations.blocks.adapter import MoEBlock, adapted
+from moe_comm.integrations.blocks.trial import device_of
+
+CLIMB = 3
+"""Number of modules above the experts among which the block is searched."""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundBlock:
+    """A module that looks like an MoE block, or has an adapter.
+
+    path: of the experts in the block; the place of the swapped ones.
+    stacked: one module has the parameters of all experts.
+    device: on which copies of the block run.
+    """
+
+    name: str
+    block: nn.Module
+    path: str
+    num_experts: int
+    stacked: bool
+    device: torch.device
+    adapter: MoEBlock | None = None
+
+    @property
+    def experts(self) -> Any:
+        return self.block.get_submodule(self.path)
+
+    @property
+    def inside(self) -> str:
+        """Prefix of the names of modules that belong to the block."""
+        return f"{self.name}." if self.adapter is not None else f"{self.name}.{self.path}.".lstrip(".")
+
+
+def find_blocks(model: nn.Module, device: torch.device, *, only_adapted: bool = False) -> list[FoundBlock]:
+    """Return the modules of ``model`` that look like MoE blocks.
+
+    device: on which copies of blocks on meta run.
+
+    That is, several modules of a list, or the slices of stacked parameters, are two or three linear layers each, and a
+    module around them has a matrix with as many rows, or columns: the router. Or the class has an adapter.
+    """
+    found: list[FoundBlock] = []
+    candidates: dict[str, tuple[int, bool]] = {}
+    for name, module in model.named_modules():
+        inside = (*(other.inside for other in found), *(f"{other}." for other in candidates))
+        if f"{name}.".startswith(inside):
+            continue
+        if (adapter := adapted(module)) is not None:
+            path, stacked = _path_of(module, adapter.last), "{}" not in adapter.last
+            count = adapter.formula(module).layout.num_experts
+            found.append(FoundBlock(name, module, path, count, stacked, device_of(module, device), adapter))
+        elif only_adapted:
+            continue
+        elif (size := _list_size(module)) is not None:
+            candidates[name] = size, False
+        elif (size := _stack_size(module)) is not None:
+            candidates[name] = size, True
+    parents = {name.rpartition(".")[0] for name in candidates} | {other.name for other in found}
+    for name, (size, stacked) in candidates.items():
+        block_name = name
+        for _ in range(CLIMB):
+            if not block_name:
+                break
+            block_name = block_name.rpartition(".")[0]
+            # A router that is nearer to other experts is theirs.
+            others = {parent for parent in parents if parent != block_name and not f"{name}.".startswith(f"{parent}.")}
+            params = (
+                (f"{block_name}.{key}".lstrip("."), p) for key, p in model.get_submodule(block_name).named_parameters()
+            )
+            own = (p.shape for key, p in params if not key.startswith((f"{name}.", *(f"{o}." for o in others if o))))
+            if any(len(shape) == 2 and size in shape for shape in own):
+                path, block = name[len(block_name) :].lstrip("."), model.get_submodule(block_name)
+                found.append(FoundBlock(block_name, block, path, size, stacked, device_of(block, device)))
+                break
+    return found
+
+
+def _path_of(block: nn.Module, parameter: str) -> str:
+    """Return where the swapped experts of a block with an adapter are: in place of the module with the parameters."""
+    path = parameter.partition(".{}")[0] if "{}" in parameter else parameter.rpartition(".")[0]
+    return path or next(name for name in ("experts", "swapped_experts") if not hasattr(block, name))
+
+
+def _list_size(module: nn.Module) -> int | None:
+    """Return the number of experts in a list of modules, or None if it holds no experts."""
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return None
+    shapes = [{name: tuple(param.shape) for name, param in item.named_parameters()} for item in module]
+    same = all(type(item) is type(module[0]) for item in module) and all(of == shapes[0] for of in shapes)
+    return len(module) if same and _is_expert(shapes[0].values()) else None
+
+
+def _stack_size(module: nn.Module) -> int | None:
+    """Return the number of experts in a module of stacked parameters, or None."""
+    shapes = [tuple(param.shape) for param in module.parameters(recurse=False)]
+    if not shapes or any(len(shape) not in (2, 3) for shape in shapes) or len({shape[0] for shape in shapes}) > 1:
+        return None
+    return shapes[0][0] if shapes[0][0] > 1 and _is_expert([shape[1:] for shape in shapes]) else None
+
+
+def _is_expert(shapes: Any) -> bool:
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    vectors = sum(len(shape) == 1 for shape in shapes)
+    return len(matrices) in (2, 3) and vectors in (0, len(matrices)) and len(matrices) + vectors == len(shapes)

@@ -1,0 +1,239 @@
+"""Recognise what an MoE block of a user's model computes, by running copies of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_comm.errors import UnsupportedModel
+from moe_comm.integrations.blocks.block import BlockPlan, Convention, Probes, call_block, outputs_of, replayed
+from moe_comm.integrations.blocks.find import FoundBlock
+from moe_comm.integrations.blocks.formula import ExpertFormula, recognise
+from moe_comm.integrations.blocks.trial import Trial, materialized
+
+TOKENS = 32
+"""Number of random tokens of a rank in a check."""
+
+
+def describe(found: FoundBlock) -> BlockPlan:
+    """Return how to run a block, from runs of copies of it.
+
+    Raises:
+        UnsupportedModel: its experts, or what it does with their outputs, are not recognised. The message says what.
+    """
+    try:
+        # The same random numbers on all ranks.
+        with torch.autocast(found.device.type, enabled=False), replayed(found.block, found.device, seed=0):
+            return _described(found)
+    except Exception as error:  # of the user's code: the other ranks compare weights next
+        reason = error if isinstance(error, UnsupportedModel) else f"it raised {type(error).__name__}: {error}"
+        raise UnsupportedModel(
+            f"{found.name} ({type(found.block).__name__}) looks like an MoE block with {found.num_experts} experts in "
+            f"{found.path}, but {reason}. Describe it with moe_comm.block_adapter, or build a moe_comm.MoELayer"
+        ) from error
+
+
+def _described(found: FoundBlock) -> BlockPlan:
+    for name, module in () if found.adapter else found.experts.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise UnsupportedModel(f"its experts have dropout {module.p} ({name}); set it to 0")
+        if any(True for _ in module.buffers(recurse=False)):
+            raise UnsupportedModel(f"its experts have buffers ({name or type(module).__name__})")
+    if found.adapter is None:
+        formula, nones = _formula(found)
+    else:
+        formula, nones = found.adapter.formula(found.block), -1
+    params = dict(found.block.named_parameters())
+    if missing := [name for name in formula.names if name not in params]:
+        raise UnsupportedModel(f"{missing[0]} is also another expert's parameter")
+    if len({(params[name].dtype, params[name].device) for name in formula.names}) > 1:
+        raise UnsupportedModel("the parameters of its experts differ in dtype or device")
+    for parts in formula.parts.values():
+        if len({params[name].requires_grad for part in parts for name in formula.names_of(part.path)}) > 1:
+            raise UnsupportedModel(f"only some of its {' and '.join(part.path for part in parts)} require gradients")
+    trial = Trial.of(found.block, formula, found.device, narrow=True)
+    block, narrow = trial.copy(), bool(trial.kept)
+    try:
+        shape = _shape(block, formula.layout.hidden)
+    except UnsupportedModel:
+        if not narrow:
+            raise
+        block, narrow = Trial.of(found.block, formula, found.device, narrow=False).copy(), False
+        shape = _shape(block, formula.layout.hidden)
+    plan = BlockPlan(found.path, formula, "adapter", shape, nones=nones, narrow=narrow)
+    if found.adapter is not None and found.adapter.route is not None:
+        return replace(plan, adapter=found.adapter)
+    copy = replace(found, block=block)
+    x = torch.randn(*plan.shape, formula.layout.hidden, dtype=torch.float32, device=found.device)
+    return _outputs(copy, replace(plan, convention=_convention(copy, x)), x)
+
+
+def _shape(block: nn.Module, hidden: int) -> tuple[int, ...]:
+    """Return a shape of tokens, without the hidden size, that a block takes: two sequences, or a list of tokens."""
+    problem = None
+    for shape in ((2, TOKENS // 2), (TOKENS,)):
+        x = torch.randn(*shape, hidden, dtype=torch.float32, device=next(block.parameters()).device)
+        try:
+            with replayed(block, x.device):
+                call_block(block, x)
+            return shape
+        except Exception as error:  # of the user's code
+            problem = problem or error
+    raise UnsupportedModel(f"it cannot run on tokens [.., {hidden}] alone ({type(problem).__name__}: {problem})")
+
+
+def _formula(found: FoundBlock) -> tuple[ExpertFormula, int]:
+    """Recognise what an expert computes, by its outputs of random rows."""
+    expert = _first_expert(found)
+    prefix = f"{found.path}." if found.stacked else f"{found.path}.{{}}."
+    prefix = prefix.lstrip(".")
+    shapes = {prefix + n: tuple(p.shape[1:] if found.stacked else p.shape) for n, p in expert.named_parameters()}
+    tensors = {f"{prefix}{n}".format(0): param for n, param in expert.named_parameters()}
+    inner = [
+        module
+        for module in expert.modules()
+        if module is not expert and not list(module.parameters()) and not isinstance(module, nn.Dropout | nn.Identity)
+    ]
+    problem: Exception | None = None
+    for hidden in sorted({size for shape in shapes.values() if len(shape) == 2 for size in shape}):
+        if hidden < found.num_experts:
+            problem = problem or UnsupportedModel(f"it has more experts than a token of {hidden} has values")
+            continue
+        # Large enough that activations differ.
+        rows_RD = 4 * torch.randn(8, hidden, dtype=torch.float64, device=found.device)
+        try:
+            result = _run_stacked(expert, rows_RD, found.num_experts) if found.stacked else expert(rows_RD)
+            y_RD, nones = _output(result)
+            if y_RD is None or y_RD.shape != rows_RD.shape:
+                continue
+            return recognise(shapes, tensors, inner, rows_RD, y_RD, found.num_experts), nones
+        except UnsupportedModel as error:
+            problem = error
+        except Exception as error:  # of the user's code
+            problem = problem or UnsupportedModel(f"an expert cannot run on rows [R, {hidden}] ({error})")
+    raise problem or UnsupportedModel(
+        f"an expert with the parameters {shapes} does not map rows [R, D] to [R, D], D at least the number of experts"
+    )
+
+
+def _first_expert(found: FoundBlock) -> nn.Module:
+    """Return a copy of the first expert in float64, or of stacked experts that all have its weights."""
+    if not found.stacked:
+        return materialized(found.experts[0], found.device, torch.float64)
+    first = {name: (0, [0]) for name, _ in found.experts.named_parameters()}
+    experts = materialized(found.experts, found.device, torch.float64, first)
+    for param in experts.parameters():
+        param.data = param.data.expand(found.num_experts, *param.shape[1:])
+    return experts
+
+
+def _output(result: Any) -> tuple[Tensor | None, int]:
+    """Return the output of an expert, and the number of Nones after it; -1 if it is no tuple."""
+    if isinstance(result, Tensor):
+        return result, -1
+    if isinstance(result, tuple) and isinstance(result[0], Tensor) and all(other is None for other in result[1:]):
+        return result[0], len(result) - 1
+    return None, -1
+
+
+def _run_stacked(experts: nn.Module, rows_RD: Tensor, count: int) -> Any:
+    """Return the result of the first expert of a module with stacked parameters."""
+    try:
+        batches = experts(rows_RD.expand(count, -1, -1))
+        return batches[0]
+    except Exception:
+        counts_E = torch.zeros(count, dtype=torch.int64, device=rows_RD.device)
+        counts_E[0] = len(rows_RD)
+        return experts(rows_RD, counts_E)
+
+
+def _convention(found: FoundBlock, x: Tensor) -> Convention:
+    """Return how the block calls its experts, by one call of it."""
+    if not found.stacked:
+        return "list"
+    calls: list[tuple[Any, ...]] = []
+    hook = found.experts.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((*args, *kwargs.values())), with_kwargs=True
+    )
+    try:
+        call_block(found.block, x)
+    finally:
+        hook.remove()
+    if len(calls) == 1:
+        shape = calls[0][0].shape
+        if len(shape) == 3 and shape[0] == found.num_experts:
+            return "batches"
+        if len(shape) == 2 and len(calls[0]) > 1:
+            return "counts"
+    raise UnsupportedModel(
+        "its experts are not called once, with [E, rows, D] or with rows [R, D] and their counts [E]"
+    )
+
+
+def _outputs(found: FoundBlock, plan: BlockPlan, x: Tensor) -> BlockPlan:
+    """Add to a plan the index of the result for the tokens, the module that is added to it, and the top-k."""
+    probing = _StandIn(plan.formula.layout.num_experts, plan)
+    block = found.block
+    parent, _, child = plan.path.rpartition(".")
+    setattr(block.get_submodule(parent), child, probing)
+    try:
+        with replayed(block, x.device):
+            zeros, _ = outputs_of(block, plan, partial(call_block, block, x), "zeros")
+        with replayed(block, x.device):
+            units, _ = outputs_of(block, plan, partial(call_block, block, x), "unit vectors")
+    except Exception as error:
+        raise UnsupportedModel(f"it cannot run with probes ({type(error).__name__}: {error})") from error
+    differ = [index for index, pair in enumerate(zip(zeros, units, strict=True)) if not _equal(*pair)]
+    if len(differ) != 1 or units[differ[0]].numel() != x.numel() or units[differ[0]].shape[-1] != x.shape[-1]:
+        raise UnsupportedModel(
+            f"the outputs of its experts must reach one of its {len(zeros)} results, of the shape of the tokens; they "
+            f"reach {len(differ)}"
+        )
+    plan = replace(plan, output=differ[0])
+    if bool(zeros[plan.output].any()):
+        plan = replace(plan, added=_added(block, plan, x))
+        with replayed(block, x.device):
+            units, _ = outputs_of(block, plan, partial(call_block, block, x), "unit vectors", plan.added)
+    weights_TD = units[plan.output].reshape(-1, x.shape[-1])
+    if bool(weights_TD[:, found.num_experts :].any()):
+        raise UnsupportedModel("it does more with the outputs of its experts than to sum them with one weight each")
+    counts_T = (weights_TD != 0).sum(1)
+    # If the number differs between tokens, those of the check do not show the largest one.
+    return replace(plan, top_k=found.num_experts if counts_T.unique().numel() > 1 else int(counts_T[0]))
+
+
+def _added(block: nn.Module, plan: BlockPlan, x: Tensor) -> tuple[str, ...]:
+    """Return the module whose outputs the block adds to those of the experts."""
+    for name, module in block.named_modules():
+        inside = f"{name}.".startswith(f"{plan.path}.") or f"{plan.path}.".startswith(f"{name}.")
+        if not name or inside or not list(module.parameters()):
+            continue
+        try:
+            with replayed(block, x.device):
+                leaves, _ = outputs_of(block, plan, partial(call_block, block, x), "zeros", (name,))
+            if not bool(leaves[plan.output].any()):
+                return (name,)
+        except Exception:  # the module returns no tensor
+            continue
+    raise UnsupportedModel(
+        "it adds something to the outputs of its experts, which is not the output of one of its modules"
+    )
+
+
+class _StandIn(Probes, nn.Module):
+    """Stands for the experts of a block that is being recognised."""
+
+    def __init__(self, num_experts: int, plan: BlockPlan) -> None:
+        super().__init__()
+        self.num_experts, self.plan = num_experts, plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.probed(*args, **kwargs)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
