@@ -59,7 +59,9 @@ class MoETrainerMixin:
         ``average_tokens_across_devices`` each rank, adds its auxiliary loss in full.
         """
         step = super().training_step  # type: ignore[misc]
-        if num_items_in_batch is None or not self.model_accepts_loss_kwargs:  # Trainer divides the sum of both losses
+        # Otherwise Trainer divides the sum of both losses, or the trainer (of TRL) averages the auxiliary loss.
+        added = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        if not added or hasattr(self, "aux_loss_enabled"):
             return step(model, inputs, num_items_in_batch)
         parts = self.current_gradient_accumulation_steps
         if self.args.average_tokens_across_devices:
