@@ -160,9 +160,12 @@ def parallelize_moe(
     prepare_ddp(model)
     if world > 1:
         guard_libraries()
-        if hasattr(model, "save_pretrained"):
-            swapped_model: Any = model
-            swapped_model.save_pretrained = MethodType(save_pretrained, model)
+        # PEFT's model saves all experts; see ``lora.py``.
+        swapped_model: Any = model
+        if _of_peft(model) and hasattr(model, "get_base_model"):
+            swapped_model = swapped_model.get_base_model()
+        if hasattr(swapped_model, "save_pretrained"):
+            swapped_model.save_pretrained = MethodType(save_pretrained, swapped_model)
     _log_swap(list(swapped_experts(model).values()), defaulted)
     return model
 
@@ -174,7 +177,11 @@ swap_moe = parallelize_moe
 def _has_adapters(model: nn.Module, name: str) -> bool:
     """Return whether PEFT wraps the experts module ``name``."""
     parent, _, child = name.rpartition(".")
-    return child == "base_layer" and type(model.get_submodule(parent)).__module__.startswith("peft.")
+    return child == "base_layer" and _of_peft(model.get_submodule(parent))
+
+
+def _of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
 
 
 def _lora() -> Any:
@@ -203,4 +210,4 @@ def _refuse_swapped(model: nn.Module) -> None:
         )
 
 
-after_import(["peft.tuners.lora.model"], lambda: _lora().follow_peft())
+after_import(["peft.peft_model"], lambda: _lora().follow_peft())

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any
 
 import torch
+from peft.peft_model import PeftModel
 from peft.tuners.lora import layer, model as lora_model
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.integrations.hugging_face.state import write_on_first_rank
 from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank
@@ -76,16 +79,25 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
             mark_replaced(full, linear.weight, label, "swap_moe")
             linear.out_features, linear.in_features = linear.weight.shape
             attach_experts(linear, shards, own.replicated, label)
+            own_gradients: Any = gradients_of(linear)
+            own_gradients.unit = self
 
     def low_rank(self, adapter_name: str) -> LowRank:
         """Return A and B of an adapter, differentiable."""
-        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        a, b = (self._weight(linears[adapter_name]) for linears in (self.lora_A, self.lora_B))
         rank, experts = self.r[adapter_name], self.num_experts
         return LowRank(
             a.view(experts, rank, self.in_features),
             b.view(self.out_features, rank, experts).permute(2, 1, 0),
             self.scaling[adapter_name],
         )
+
+    def _weight(self, linear: Any) -> Tensor:
+        gradients = gradients_of(linear)
+        # Without elements: whether it requires gradients must be equal on all ranks.
+        frozen = gradients is not None and gradients.frozen_by_fsdp
+        weight: Tensor = linear.weight
+        return weight.detach().requires_grad_() if frozen else weight
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return what ``merge`` adds to the parameter of this rank's experts."""
@@ -176,8 +188,8 @@ def adopt(model: nn.Module, name: str) -> None:
 
 
 def follow_peft() -> None:
-    """Make PEFT wrap parameters of ``EPExperts`` by ``ParamWrapper``."""
-    original = lora_model.dispatch_default
+    """Make PEFT wrap parameters of ``EPExperts`` by ``ParamWrapper``, and save the adapters of all experts."""
+    create, save = lora_model.dispatch_default, PeftModel.save_pretrained
 
     def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
         base: Any = target
@@ -185,7 +197,20 @@ def follow_peft() -> None:
             base = base.base_layer
         if isinstance(base, EPExperts) and kwargs.get("parameter_name") is not None:
             return ParamWrapper(target, adapter_name, config=config, **kwargs)
-        module: nn.Module | None = original(target, adapter_name, config=config, **kwargs)
+        module: nn.Module | None = create(target, adapter_name, config=config, **kwargs)
         return module
 
-    lora_model.dispatch_default = dispatch
+    @wraps(save)
+    def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        sharded = any(gradients_of(module) is not None for module in model.modules() if isinstance(module, EPExperts))
+        if not sharded or kwargs.get("state_dict") is not None:
+            save(model, save_directory, *args, **kwargs)
+            return
+        kwargs.pop("state_dict", None)
+
+        def write(folder: Any, state_dict: Any) -> None:
+            save(model, folder, *args, state_dict=state_dict, **kwargs)
+
+        write_on_first_rank(model, save_directory, write, adapters_only=True)
+
+    lora_model.dispatch_default, PeftModel.save_pretrained = dispatch, save_pretrained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -24,13 +25,13 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
     """Write configuration and safetensors of the full model to ``folder``, for ``from_pretrained(folder)``. Collective.
 
     All ranks of the default group write, as ``moe_comm.save_checkpoint`` describes, and return when the files are
-    complete.
+    complete. Of a model with adapters of PEFT, the adapters of all experts are written, in PEFT's format.
 
     Args:
-        model: a ``PreTrainedModel`` that ``swap_moe`` returned.
+        model: a ``PreTrainedModel`` that ``swap_moe`` returned, or a ``PeftModel`` of one.
         folder: folder to write to, on a file system that all ranks share.
         kwargs: ``group``, ``max_shard_size`` (default "50GB") and ``dtype`` of ``save_checkpoint``. With others
-            (``push_to_hub``, ...), all are passed to ``PreTrainedModel.save_pretrained``, and global rank 0 gathers and
+            (``push_to_hub``, ...) or adapters, all are passed to ``save_pretrained``, and global rank 0 gathers and
             writes for its expert-parallel group.
 
     Raises:
@@ -38,23 +39,43 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
             original exception.
         UnsupportedModel: ``model`` has no ``save_pretrained``.
     """
-    dispatcher = next(iter(_swapped(model).values())).dispatcher
+    _swapped(model)
     if not hasattr(type(model), "save_pretrained"):
         raise UnsupportedModel(
             f"save_swapped requires a model of transformers; {type(model).__name__} has no save_pretrained. "
             "Call gather_state_dict and save the result, or save_checkpoint."
         )
-    if kwargs.keys() <= {"group", "max_shard_size", "dtype"}:
+    if type(model).__module__.startswith("peft."):
+        model.save_pretrained(folder, **kwargs)  # see ``lora.py``
+        return
+    adapters_only = getattr(model, "_hf_peft_config_loaded", False)
+    if not adapters_only and kwargs.keys() <= {"group", "max_shard_size", "dtype"}:
         settings = Settings(kwargs.get("max_shard_size", "50GB"), kwargs.get("dtype"), failure=ConfigError)
         write_checkpoint(model, Path(folder), kwargs.get("group"), settings)
         return
+    write_on_first_rank(model, folder, partial(type(model).save_pretrained, model, **kwargs), adapters_only)
+
+
+def write_on_first_rank(
+    model: nn.Module, folder: str | PathLike[str], write: Callable[..., None], adapters_only: bool
+) -> None:
+    """Call ``write(folder, state_dict=...)`` on global rank 0 with the full state dict of ``model``. Collective.
+
+    adapters_only: leave the weights of experts out, which PEFT does not save.
+
+    Raises:
+        ConfigError: rank 0 could not write. Rank 0 raises its original exception.
+    """
+    experts = _swapped(model)
+    dispatcher = next(iter(experts.values())).dispatcher
     if _global_rank(dispatcher, 0) != 0:
         return
-    full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True)
+    without = {f"{name}.{key}" for name, one in experts.items() for key in one.layout.parameters}
+    full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True, without=without if adapters_only else ())
     outcome: str | Exception = ""
     if dispatcher.rank == 0:
         try:
-            type(model).save_pretrained(model, folder, state_dict=full, **kwargs)
+            write(folder, state_dict=full)
         except Exception as error:
             outcome = error
     agree_on_written(dispatcher.group, outcome, f"the model to {folder}", ConfigError)

@@ -32,7 +32,7 @@ from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank, with_adapters
-from moe_comm.layers.data_parallel import ExpertShard, expert_modules
+from moe_comm.layers.data_parallel import ExpertShard, expert_modules, expert_parameters as sharded_parameters
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
@@ -281,12 +281,16 @@ def swapped_experts(model: nn.Module) -> dict[str, EPExperts]:
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the expert parameters of a swapped model by name. With several ranks they differ between ranks."""
-    return {
+    """Return the expert parameters of a swapped model by name. With several ranks they differ between ranks.
+
+    With several ranks these include A and B of adapters of experts.
+    """
+    experts = {
         f"{name}.{key}": parameter
         for name, experts in swapped_experts(model).items()
         for key, parameter in experts.named_parameters()
     }
+    return experts | sharded_parameters(model)
 
 
 def refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:

@@ -62,6 +62,8 @@ class ExpertGradients:
         prepared_for_fsdp: ``prepare_fsdp`` has sharded the experts.
         frozen_by_fsdp: names of parameters without elements, whose gradients ``freeze_empty`` has disabled.
         left_to_caller: gradients are left unreduced; see ``leave_gradients``.
+        unit: the module whose forward pass uses the parameters, if it is not the module that has them. FSDP shards the
+            parameters together with it.
         audit: compares gradients before optimizer steps; None until the first forward pass.
     """
 
@@ -72,6 +74,7 @@ class ExpertGradients:
         self.prepared_for_fsdp = False
         self.frozen_by_fsdp: set[str] = set()
         self.left_to_caller = False
+        self.unit: nn.Module | None = None
         self.audit: Audit | None = None
         self.replicated = replicated
         self._ddp: weakref.ref[Any] | None = None
@@ -85,7 +88,7 @@ class ExpertGradients:
         copied = ExpertGradients.__new__(ExpertGradients)
         memo[id(self)] = copied
         vars(copied).update(vars(self))
-        copied.replicated = deepcopy(self.replicated, memo)
+        copied.replicated, copied.unit = deepcopy(self.replicated, memo), deepcopy(self.unit, memo)
         copied._hooked, copied._watched_replicated = {}, _no_reference
         copied.audit, copied._ddp, copied._scale = None, None, 1.0
         return copied

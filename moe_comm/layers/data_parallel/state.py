@@ -9,7 +9,7 @@ form        value of an expert parameter               use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -55,11 +55,16 @@ def state_dict(model: nn.Module, *, form: Form = "full", rank0_only: bool = Fals
 
 
 def state_dict_with_experts(
-    model: nn.Module, form: Form, rank0_only: bool = False, cpu: bool = False
+    model: nn.Module, form: Form, rank0_only: bool = False, cpu: bool = False, without: Container[str] = ()
 ) -> dict[str, Any]:
-    """Return the ``state_dict`` of a model. Tensor-parallel parameters may be split and are returned unchanged."""
+    """Return the ``state_dict`` of a model. Tensor-parallel parameters may be split and are returned unchanged.
+
+    without: keys to leave out.
+    """
     result = {}
     for key, value in _unwrapped(model).state_dict().items():
+        if key in without:
+            continue
         converted = _convert(value, form, rank0_only, cpu)
         if converted is not None:
             result[state_key(key)] = converted

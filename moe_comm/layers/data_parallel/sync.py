@@ -207,6 +207,7 @@ def prepare_fsdp(
         check_before_training(model, group)
     single: ProcessGroup | None = None
     refuse_shared_parameters(model)
+    units: dict[nn.Module, DeviceMesh] = {}
     for name, module, gradients in expert_modules(model):
         if gradients.shards.listed:
             raise ConfigError(f"FSDP cannot shard the experts in a ModuleList ({name!r}); mark stacked parameters")
@@ -217,15 +218,23 @@ def prepare_fsdp(
             single = single or dist.new_group([dist.get_rank()], use_local_synchronization=True)
             edp = single
         gradients.freeze_empty(module)
-        mesh = DeviceMesh.from_group(edp, next(module.parameters()).device.type, mesh_dim_names=("edp",))
+        unit = gradients.unit or module
+        if unit not in units:
+            device = next(module.parameters()).device.type
+            units[unit] = DeviceMesh.from_group(edp, device, mesh_dim_names=("edp",))
+        gradients.prepared_for_fsdp, gradients.declared = True, grad_reduction
+    for module in reversed(list(model.modules())):  # a unit may contain another one, which is sharded first
+        if module not in units:
+            continue
+        mesh = units[module]
         fully_shard(module, mesh=mesh, **options)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(dist.get_world_size(group) if grad_reduction == "mean" else 1.0)
         # gloo has no pre-multiplied sum, so force a plain sum. With one rank this option makes torch divide twice.
-        module.set_force_sum_reduction_for_comms(dist.get_world_size(edp) > 1)
+        module.set_force_sum_reduction_for_comms(mesh.size() > 1)
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        gradients.prepared_for_fsdp, gradients.declared = True, grad_reduction
+    for _, module, gradients in expert_modules(model):
         for name in gradients.shards.shardings:
             mark_parameter(getattr(module, name), gradients.shards, name)
     return model

@@ -1,8 +1,10 @@
-"""Adapters of distributed experts are refused by one error, in either order; adapters of other modules train."""
+"""PEFT's LoRA of a swapped model: of experts, whose A and B are distributed over ranks, and of other modules."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import
@@ -11,76 +13,100 @@ import pytest
 
 pytest.importorskip("peft", reason="needs make hosts")
 
+import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
-from moe_comm.integrations.hugging_face import swap_moe
+from moe_comm.errors import MoeCommError
+from moe_comm.integrations.hugging_face import expert_parameters, swap_moe
+from moe_comm.topology import Placement
 from tests.integrations.models import assert_close, batch, new_model, num_targets, randomise, token_loss
 from tests.pool import RankPool
 
+BOTH = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 EXPERTS: dict[str, dict[str, Any]] = {
     "one parameter": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
-    "both, and attention": {
-        "target_modules": ["q_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    },
+    "both, and attention": BOTH | {"target_modules": ["q_proj"]},
 }
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+SGD = partial(torch.optim.SGD, lr=0.1)
+# With the default eps, rounding of gradients near zero changes steps of the size of the learning rate.
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
 
 
-def small_model() -> Any:
-    model = new_model("mixtral")
+def small_model(family: str = "mixtral", **changes: Any) -> Any:
+    model = new_model(family, **changes)
     randomise(model, 0)
     return model
 
 
+def config(settings: dict[str, Any], **more: Any) -> Any:
+    return peft.LoraConfig(**{"r": 2, "lora_alpha": 4, "init_lora_weights": False} | settings | more)
+
+
 def adapted(model: Any, settings: dict[str, Any]) -> Any:
-    import peft
-
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **settings))
+    return peft.get_peft_model(model, config(settings))
 
 
-def step(model: Any, ids: Tensor, targets: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    logits = model(ids, use_cache=False).logits
-    token_loss(logits, ids, targets).backward()
-    if world > 1:
-        moe_comm.sync_gradients(model)
-    optimizer.step()
-    return logits.detach(), {n: p.detach() for n, p in model.named_parameters() if "lora" in n}
-
-
-def adapt_attention(rank: int, world: int, swap_first: bool) -> None:
-    ids = batch(world)
-    want_logits, want = step(adapted(small_model(), ATTENTION), torch.cat(ids), num_targets(ids), 1)
+def swapped(settings: dict[str, Any], swap_first: bool, **changes: Any) -> Any:
     if swap_first:
-        model = adapted(swap_moe(small_model(), dist.group.WORLD), ATTENTION)
-    else:
-        model = swap_moe(adapted(small_model(), ATTENTION), dist.group.WORLD)
-    logits, got = step(model, ids[rank], num_targets(ids), world)
-    assert_close(logits, want_logits.split([len(part) for part in ids])[rank], "logits")
+        return adapted(swap_moe(small_model(**changes), dist.group.WORLD), settings)
+    return swap_moe(adapted(small_model(**changes), settings), dist.group.WORLD)
+
+
+def train(model: Any, ids: Tensor, targets: int, optimizer: Any, steps: int, world: int = 1) -> Tensor:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        logits = model(ids, use_cache=False).logits
+        token_loss(logits, ids, targets).backward()
+        if world > 1:
+            moe_comm.sync_gradients(model)
+        moe_comm.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    return logits.detach()
+
+
+def trainable(model: Any) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def adapters_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in state.items() if "lora" in name}
+
+
+def assert_equal_state(got: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 1e-5) -> None:
     assert got.keys() == want.keys() and got
     for name, value in want.items():
-        assert_close(got[name], value, name)
+        assert_close(got[name], value, name, rtol)
 
 
-@pytest.mark.parametrize("swap_first", [False, True])
-def test_adapters_of_attention_train_as_in_one_process(swap_first: bool, pool2: RankPool) -> None:
-    pool2.run(adapt_attention, swap_first, timeout=120)
-
-
-def adapt_experts(rank: int, world: int, call: tuple[dict[str, Any], bool]) -> dict[str, Tensor]:
-    settings, swap_first = call
+def train_experts(rank: int, world: int, call: tuple[dict[str, Any], bool, Any, dict[str, Any]]) -> dict[str, Tensor]:
+    settings, swap_first, make, changes = call
     ids = batch(world)
-    if swap_first:
-        model = adapted(swap_moe(small_model(), dist.group.WORLD), settings)
-    else:
-        model = swap_moe(adapted(small_model(), settings), dist.group.WORLD)
-    logits, _ = step(model, ids[rank], num_targets(ids), world)
-    return {"logits": logits, **{n: v.clone() for n, v in moe_comm.state_dict(model).items() if "lora" in n}}
+    model = swapped(settings, swap_first, **changes)
+    optimizer = make(trainable(model))
+    logits = train(model, ids[rank], num_targets(ids), optimizer, 5, world)
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in trainable(model)}
+    for name, parameter in expert_parameters(model).items():
+        assert parameter.requires_grad == ("lora" in name)
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    moe_comm.check_replicas(model)
+    return {"logits": logits, **adapters_of(moe_comm.state_dict(model))}
+
+
+def compare_training(pool: RankPool, ranks: int, *call: Any) -> None:
+    settings, _, make, changes = call
+    ids = batch(ranks)
+    model = adapted(small_model(**changes), settings)
+    want_logits = train(model, torch.cat(ids), num_targets(ids), make(trainable(model)), 5)
+    results = pool.run(train_experts, call, timeout=120)
+    assert_close(torch.cat([result.pop("logits") for result in results]), want_logits, "logits", 5e-5)
+    for result in results:
+        assert_equal_state(result, adapters_of(model.state_dict()))
 
 
 @pytest.mark.parametrize("swap_first", [False, True])
@@ -88,23 +114,234 @@ def adapt_experts(rank: int, world: int, call: tuple[dict[str, Any], bool]) -> d
 def test_adapters_of_experts_train_as_in_one_process(
     settings: dict[str, Any], swap_first: bool, pool2: RankPool
 ) -> None:
-    ids = batch(2)
-    want_logits, want = step(adapted(small_model(), settings), torch.cat(ids), num_targets(ids), 1)
-    results = pool2.run(adapt_experts, (settings, swap_first), timeout=120)
-    assert_close(torch.cat([result.pop("logits") for result in results]), want_logits, "logits")
-    for result in results:
-        assert result.keys() == want.keys() and result
-        for name, value in want.items():
-            assert_close(result[name], value, name)
+    compare_training(pool2, 2, settings, swap_first, SGD, {})
 
 
 @pytest.mark.parametrize("swap_first", [False, True])
-@pytest.mark.parametrize("settings", EXPERTS.values(), ids=list(EXPERTS))
-def test_on_one_rank_adapters_of_experts_train_as_before_the_swap(settings: dict[str, Any], swap_first: bool) -> None:
+def test_uneven_experts_of_four_ranks_train_as_in_one_process(swap_first: bool, pool4: RankPool) -> None:
+    settings = BOTH | {"use_rslora": True, "rank_pattern": {"down_proj": 3}, "init_lora_weights": True}
+    compare_training(pool4, 4, settings, swap_first, ADAMW, {"num_local_experts": 7})
+
+
+def test_transposed_experts_with_biases_train_as_in_one_process(pool2: RankPool) -> None:
+    compare_training(pool2, 2, BOTH, True, SGD, {"family": "gpt_oss"})
+
+
+def test_ranks_without_experts_train_as_in_one_process(pool4: RankPool) -> None:
+    compare_training(pool4, 4, BOTH, True, SGD, {"num_local_experts": 3})
+
+
+def gradients_of_block(rank: int, world: int, size: int) -> dict[str, Tensor]:
+    """Return gradients of A and B at expert-parallel size ``size``, for the same rows in the same order."""
+    group = [dist.new_group([*range(first, first + size)]) for first in range(0, world, size)][rank // size]
+    model = adapted(swap_moe(small_model(), group), BOTH)
+    generator = torch.Generator().manual_seed(3)
+    x_TD = torch.randn(48, 32, generator=generator)
+    ids_TK = torch.rand(48, 8, generator=generator).argsort(1)[:, :2]
+    weights_TK = torch.rand(48, 2, generator=generator)
+    part = slice(rank % size * 48 // size, (rank % size + 1) * 48 // size)
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    experts(x_TD[part], ids_TK[part], weights_TK[part]).square().sum().backward()
+    grads = {}
+    for name, parameter in experts.named_parameters():
+        if parameter.requires_grad:
+            grad: Any = parameter.grad
+            grads[name] = grad.full() if size > 1 else grad
+    return grads
+
+
+def test_gradients_of_adapters_have_the_same_bits_at_every_size(pool4: RankPool) -> None:
+    want = pool4.run(gradients_of_block, 1, timeout=120)[0]
+    assert len(want) == 4 and all(float(grad.abs().sum()) for grad in want.values())
+    for size in (2, 4):
+        for got in pool4.run(gradients_of_block, size, timeout=120):
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[name], grad) for name, grad in want.items())
+
+
+ALL = BOTH | {"target_modules": ["q_proj"]}
+
+
+def train_and_save(rank: int, world: int, folder: str) -> None:
+    ids = batch(world)
+    model = swapped(ALL, True)
+    optimizer = ADAMW(trainable(model))
+    train(model, ids[rank], num_targets(ids), optimizer, 2, world)
+    model.save_pretrained(folder)
+    moe_comm.save_swapped(model, f"{folder}/again")
+    state = moe_comm.optimizer_state_dict(model, optimizer)
+    if rank == 0:
+        torch.save(state, f"{folder}/optimizer.pt")
+    with torch.no_grad():
+        adapted_logits = model(ids[rank]).logits
+        with model.disable_adapter():
+            assert_close(model(ids[rank]).logits, small_model()(ids[rank]).logits, "disabled")
+        merged = model.merge_and_unload()
+        assert_close(merged(ids[rank]).logits, adapted_logits, "merged")
+    dist.barrier()
+
+
+def resume(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    ids = batch(2)
+    model = peft.PeftModel.from_pretrained(swap_moe(small_model(), dist.group.WORLD), folder, is_trainable=True)
+    optimizer = ADAMW(trainable(model))
+    moe_comm.load_optimizer_state_dict(model, optimizer, torch.load(f"{folder}/optimizer.pt"))
+    own = torch.cat(ids).tensor_split(world)[rank]
+    train(model, own, num_targets(ids), optimizer, 1, world)
+    return adapters_of(moe_comm.state_dict(model))
+
+
+def test_adapters_are_saved_in_the_format_of_peft_and_resumed_at_another_size(
+    tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    ids = batch(2)
+    model = adapted(small_model(), ALL)
+    optimizer = ADAMW(trainable(model))
+    train(model, torch.cat(ids), num_targets(ids), optimizer, 2)
+    saved = adapters_of(model.state_dict())
+    with torch.no_grad():
+        want = model(torch.cat(ids)).logits
+    pool2.run(train_and_save, str(tmp_path), timeout=120)
+    for folder in (tmp_path, tmp_path / "again"):
+        loaded = peft.PeftModel.from_pretrained(small_model(), str(folder))
+        assert_equal_state(adapters_of(loaded.state_dict()), saved)
+    with torch.no_grad():
+        assert_close(loaded.merge_and_unload()(torch.cat(ids)).logits, want, "merged by PEFT", 5e-5)
+    train(model, torch.cat(ids), num_targets(ids), optimizer, 1)
+    for result in pool4.run(resume, str(tmp_path), timeout=120):
+        assert_equal_state(result, adapters_of(model.state_dict()), 5e-5)
+
+
+def train_with_ddp(rank: int, world: int, _: None) -> dict[str, Tensor]:
+    ids = batch(world)
+    model = adapted(swap_moe(small_model(), dist.group.WORLD), ALL)
+    ddp = DistributedDataParallel(moe_comm.prepare_ddp(model))
+    optimizer = SGD(trainable(model))
+    optimizer.zero_grad()
+    (token_loss(ddp(ids[rank]).logits, ids[rank], num_targets(ids)) * world).backward()
+    torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
+    optimizer.step()
+    return adapters_of(moe_comm.state_dict(ddp))
+
+
+def train_with_fsdp(rank: int, world: int, _: None) -> dict[str, Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    ids = batch(world)
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    model = adapted(swap_moe(small_model(), group), ALL)
+    moe_comm.prepare_fsdp(model)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = SGD(trainable(model))
+    (token_loss(model(ids[rank]).logits, ids[rank], num_targets(ids)) * world).backward()
+    moe_comm.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    return adapters_of(moe_comm.state_dict(model))
+
+
+@pytest.mark.parametrize("loop", [train_with_ddp, train_with_fsdp])
+def test_ddp_and_fsdp_train_adapters_as_one_process(loop: Any, pool4: RankPool) -> None:
+    ids = batch(4)
+    model = adapted(small_model(), ALL)
+    train(model, torch.cat(ids), num_targets(ids), SGD(trainable(model)), 1)
+    for result in pool4.run(loop, None, timeout=120):
+        assert_equal_state(result, adapters_of(model.state_dict()))
+
+
+def several_adapters(rank: int, world: int, _: None) -> list[Tensor]:
+    ids = batch(world)[rank if world > 1 else slice(None)]
+    ids = ids if isinstance(ids, Tensor) else torch.cat(batch(2))
+    model = adapted(small_model() if world == 1 else swap_moe(small_model(), dist.group.WORLD), BOTH)
+    model.add_adapter("other", config(BOTH, r=3, use_rslora=True))
+    outputs = []
+    with torch.no_grad():
+        for name in ("default", "other"):
+            model.set_adapter(name)
+            outputs.append(model(ids).logits)
+        model.base_model.set_adapter(["default", "other"])
+        outputs.append(model(ids).logits)
+        model.delete_adapter("default")
+        outputs.append(model(ids).logits)
+    assert not outputs[0].equal(outputs[1])
+    return outputs
+
+
+def test_several_adapters_compute_as_in_one_process(pool2: RankPool) -> None:
+    want = several_adapters(0, 1, None)
+    for got, expected in zip(zip(*pool2.run(several_adapters, None, timeout=120), strict=True), want, strict=True):
+        assert_close(torch.cat(got), expected, "logits")
+
+
+def low_precision(rank: int, world: int, autocast: bool) -> Tensor:
+    ids = torch.cat(batch(2)) if world == 1 else batch(world)[rank]
+    model = small_model() if autocast else small_model().bfloat16()
+    model = adapted(model if world == 1 else swap_moe(model, dist.group.WORLD), BOTH)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(ids, use_cache=False).logits
+    token_loss(logits, ids, num_targets(batch(2))).backward()
+    assert all(p.dtype == torch.float32 == p.grad.dtype for p in trainable(model))
+    return logits.detach().float()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_train_in_low_precision_with_checkpointing(autocast: bool, pool2: RankPool) -> None:
+    want = low_precision(0, 1, autocast)
+    got = torch.cat(pool2.run(low_precision, autocast, timeout=120))
+    assert float((got - want).norm() / want.norm()) < 2e-2
+
+
+def refused(rank: int, world: int, _: None) -> dict[str, str]:
+    calls = {
+        "olora": (BOTH | {"init_lora_weights": "olora"}, {}),
+        "fp8": (BOTH, {"expert_gemm_dtype": "fp8"}),
+        "bias": ({"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj_bias"]}, {}),
+        "copies": (BOTH, {"placement": Placement.contiguous(8, world, slots=2)}),
+    }
+    messages = {}
+    for name, (settings, options) in calls.items():
+        changes = {"hidden_size": 128} if name == "fp8" else {}
+        model = swap_moe(
+            small_model("gpt_oss" if name == "bias" else "mixtral", **changes), dist.group.WORLD, **options
+        )
+        try:
+            adapted(model, settings)
+        except MoeCommError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_unsupported_adapters_raise_on_every_rank(pool2: RankPool) -> None:
+    for messages in pool2.run(refused, None, timeout=120):
+        assert list(messages) == ["olora", "fp8", "bias", "copies"]
+        assert all("adapters (LoRA) of model.layers.0.mlp.experts." in message for message in messages.values())
+
+
+def adapt_attention(rank: int, world: int, swap_first: bool) -> None:
+    ids = batch(world)
+    want = adapted(small_model(), ATTENTION)
+    want_logits = train(want, torch.cat(ids), num_targets(ids), SGD(trainable(want)), 1)
+    model = swapped(ATTENTION, swap_first)
+    logits = train(model, ids[rank], num_targets(ids), SGD(trainable(model)), 1, world)
+    assert_close(logits, want_logits.split([len(part) for part in ids])[rank], "logits")
+    assert_equal_state(adapters_of(model.state_dict()), adapters_of(want.state_dict()))
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_adapters_of_attention_train_as_in_one_process(swap_first: bool, pool2: RankPool) -> None:
+    pool2.run(adapt_attention, swap_first, timeout=120)
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_on_one_rank_adapters_of_experts_train_as_before_the_swap(swap_first: bool) -> None:
     ids = torch.cat(batch(2))
-    want_logits, want = step(adapted(small_model(), settings), ids, ids.numel(), 1)
-    model = adapted(swap_moe(small_model()), settings) if swap_first else swap_moe(adapted(small_model(), settings))
-    logits, got = step(model, ids, ids.numel(), 1)
+    want = adapted(small_model(), ALL)
+    want_logits = train(want, ids, ids.numel(), SGD(trainable(want)), 1)
+    model = adapted(swap_moe(small_model()), ALL) if swap_first else swap_moe(adapted(small_model(), ALL))
+    logits = train(model, ids, ids.numel(), SGD(trainable(model)), 1)
     assert_close(logits, want_logits, "logits")
-    for name, value in want.items():
-        assert_close(got[name], value, name)
+    assert_equal_state(adapters_of(model.state_dict()), adapters_of(want.state_dict()))
