@@ -16,6 +16,7 @@ from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
+from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.layers.data_parallel.state import state_dict_with_experts
 from moe_comm.layers.parallel.collectives import gather_values, group_size
 from moe_comm.topology import Sharding
@@ -45,7 +46,8 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
             f"save_swapped requires a model of transformers; {type(model).__name__} has no save_pretrained. "
             "Call gather_state_dict and save the result, or save_checkpoint."
         )
-    if type(model).__module__.startswith("peft."):
+    # FSDP2 makes a subclass of the class of the model.
+    if any(base.__module__.startswith("peft.") for base in type(model).__mro__):
         model.save_pretrained(folder, **kwargs)  # see ``lora.py``
         return
     adapters_only = getattr(model, "_hf_peft_config_loaded", False)
@@ -68,12 +70,13 @@ def write_on_first_rank(
     """
     experts = _swapped(model)
     dispatcher = next(iter(experts.values())).dispatcher
-    if _global_rank(dispatcher, 0) != 0:
-        return
+    first_group = _global_rank(dispatcher, 0) == 0
+    if not first_group and not any(is_dtensor(parameter) for parameter in model.parameters()):
+        return  # else all ranks gather what FSDP2 has sharded
     without = {f"{name}.{key}" for name, one in experts.items() for key in one.layout.parameters}
     full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True, without=without if adapters_only else ())
     outcome: str | Exception = ""
-    if dispatcher.rank == 0:
+    if first_group and dispatcher.rank == 0:
         try:
             write(folder, state_dict=full)
         except Exception as error:

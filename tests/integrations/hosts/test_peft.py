@@ -119,7 +119,8 @@ def test_adapters_of_experts_train_as_in_one_process(
 
 @pytest.mark.parametrize("swap_first", [False, True])
 def test_uneven_experts_of_four_ranks_train_as_in_one_process(swap_first: bool, pool4: RankPool) -> None:
-    settings = BOTH | {"use_rslora": True, "rank_pattern": {"down_proj": 3}, "init_lora_weights": True}
+    patterns = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"gate_up_proj": 6}}
+    settings = BOTH | patterns | {"use_rslora": True, "init_lora_weights": True}
     compare_training(pool4, 4, settings, swap_first, ADAMW, {"num_local_experts": 7})
 
 
@@ -212,7 +213,7 @@ def test_adapters_are_saved_in_the_format_of_peft_and_resumed_at_another_size(
         assert_equal_state(result, adapters_of(model.state_dict()), 5e-5)
 
 
-def train_with_ddp(rank: int, world: int, _: None) -> dict[str, Tensor]:
+def train_with_ddp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     ids = batch(world)
     model = adapted(swap_moe(small_model(), dist.group.WORLD), ALL)
     ddp = DistributedDataParallel(moe_comm.prepare_ddp(model))
@@ -221,10 +222,11 @@ def train_with_ddp(rank: int, world: int, _: None) -> dict[str, Tensor]:
     (token_loss(ddp(ids[rank]).logits, ids[rank], num_targets(ids)) * world).backward()
     torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
     optimizer.step()
+    model.save_pretrained(folder)
     return adapters_of(moe_comm.state_dict(ddp))
 
 
-def train_with_fsdp(rank: int, world: int, _: None) -> dict[str, Tensor]:
+def train_with_fsdp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     from torch.distributed.fsdp import fully_shard
 
     ids = batch(world)
@@ -238,16 +240,19 @@ def train_with_fsdp(rank: int, world: int, _: None) -> dict[str, Tensor]:
     (token_loss(model(ids[rank]).logits, ids[rank], num_targets(ids)) * world).backward()
     moe_comm.clip_grad_norm_(model, 1.0)
     optimizer.step()
+    moe_comm.save_swapped(model, folder)
     return adapters_of(moe_comm.state_dict(model))
 
 
 @pytest.mark.parametrize("loop", [train_with_ddp, train_with_fsdp])
-def test_ddp_and_fsdp_train_adapters_as_one_process(loop: Any, pool4: RankPool) -> None:
+def test_ddp_and_fsdp_train_and_save_adapters_as_one_process(loop: Any, tmp_path: Path, pool4: RankPool) -> None:
     ids = batch(4)
     model = adapted(small_model(), ALL)
     train(model, torch.cat(ids), num_targets(ids), SGD(trainable(model)), 1)
-    for result in pool4.run(loop, None, timeout=120):
-        assert_equal_state(result, adapters_of(model.state_dict()))
+    want = adapters_of(model.state_dict())
+    for result in pool4.run(loop, str(tmp_path), timeout=120):
+        assert_equal_state(result, want)
+    assert_equal_state(adapters_of(peft.PeftModel.from_pretrained(small_model(), str(tmp_path)).state_dict()), want)
 
 
 def several_adapters(rank: int, world: int, _: None) -> list[Tensor]:
