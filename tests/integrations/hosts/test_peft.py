@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_comm
 from moe_comm.errors import MoeCommError
 from moe_comm.integrations.hugging_face import expert_parameters, swap_moe
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
 from tests.integrations.models import assert_close, batch, new_model, num_targets, randomise, token_loss
 from tests.pool import RankPool
@@ -184,7 +185,8 @@ def train_and_save(rank: int, world: int, folder: str) -> None:
 
 def resume(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     ids = batch(2)
-    model = peft.PeftModel.from_pretrained(swap_moe(small_model(), dist.group.WORLD), folder, is_trainable=True)
+    base = swap_moe(small_model(), dist.group.WORLD, overlap=Overlap(chunk_bytes=1, executor="pipelined"))
+    model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     optimizer = ADAMW(trainable(model))
     moe_comm.load_optimizer_state_dict(model, optimizer, torch.load(f"{folder}/optimizer.pt"))
     own = torch.cat(ids).tensor_split(world)[rank]
@@ -211,6 +213,24 @@ def test_adapters_are_saved_in_the_format_of_peft_and_resumed_at_another_size(
     train(model, torch.cat(ids), num_targets(ids), optimizer, 1)
     for result in pool4.run(resume, str(tmp_path), timeout=120):
         assert_equal_state(result, adapters_of(model.state_dict()), 5e-5)
+
+
+def train_through_transformers(rank: int, world: int, folder: str) -> None:
+    ids = batch(world)
+    model = swap_moe(small_model(), dist.group.WORLD)
+    torch.manual_seed(1)
+    model.add_adapter(config(ALL))
+    train(model, ids[rank], num_targets(ids), SGD(trainable(model)), 2, world)
+    moe_comm.save_swapped(model, folder)
+
+
+def test_adapters_that_transformers_adds_train_and_are_saved_as_in_one_process(tmp_path: Path, pool2: RankPool) -> None:
+    ids = batch(2)
+    model = adapted(small_model(), ALL)
+    train(model, torch.cat(ids), num_targets(ids), SGD(trainable(model)), 2)
+    pool2.run(train_through_transformers, str(tmp_path), timeout=120)
+    loaded = peft.PeftModel.from_pretrained(small_model(), str(tmp_path))
+    assert_equal_state(adapters_of(loaded.state_dict()), adapters_of(model.state_dict()))
 
 
 def train_with_ddp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
