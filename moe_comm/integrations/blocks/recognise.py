@@ -14,6 +14,7 @@ from moe_comm.integrations.blocks.block import BlockPlan, Convention, Probes, ca
 from moe_comm.integrations.blocks.find import FoundBlock
 from moe_comm.integrations.blocks.formula import ExpertFormula, recognise
 from moe_comm.integrations.blocks.trial import Trial, materialized
+from moe_comm.integrations.hugging_face.swap import HOOKS
 
 TOKENS = 32
 """Number of random tokens of a rank in a check."""
@@ -38,6 +39,7 @@ def describe(found: FoundBlock) -> BlockPlan:
 
 
 def _described(found: FoundBlock) -> BlockPlan:
+    _refuse_hooks(found)
     for name, module in () if found.adapter else found.experts.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedModel(f"its experts have dropout {module.p} ({name}); set it to 0")
@@ -70,6 +72,17 @@ def _described(found: FoundBlock) -> BlockPlan:
     copy = replace(found, block=block)
     x = torch.randn(*plan.shape, formula.layout.hidden, dtype=torch.float32, device=found.device)
     return _outputs(copy, replace(plan, convention=_convention(copy, x)), x)
+
+
+def _refuse_hooks(found: FoundBlock) -> None:
+    """Raise UnsupportedModel if modules that the swap replaces have hooks, which would be lost."""
+    replaced = [(name, module) for name, module in found.block.named_modules() if f"{name}.".startswith(f"{found.path}.")]
+    for name, module in replaced:
+        if any(getattr(module, hooks) for hooks in HOOKS):
+            path = f"{found.name}.{name}".lstrip(".")
+            raise UnsupportedModel(
+                f"{path} has forward or backward hooks, and the swap replaces this module. Remove them before the swap"
+            )
 
 
 def _shape(block: nn.Module, hidden: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Sharding, Split
 
 _log = logging.getLogger(__name__)
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -51,6 +51,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+"""Attributes of a module that hold the hooks of its calls."""
 
 
 class EPExperts(ExpertParallel):
@@ -87,7 +88,7 @@ class EPExperts(ExpertParallel):
         homes = self.placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
             self.register_parameter(name, self._local_parameter(experts, name, homes))
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
         self._is_full_backward_hook = experts._is_full_backward_hook
         self.training = experts.training
@@ -271,7 +272,7 @@ def _settings(experts: nn.Module, layout: ExpertsLayout) -> list[Any]:
     """Return the properties in which experts modules with the same weights must agree, because one module replaces
     them."""
     custom = layout.activation.name == f"{type(experts).__name__}._apply_gate"
-    hooks = [list(getattr(experts, name).values()) for name in _HOOKS]
+    hooks = [list(getattr(experts, name).values()) for name in HOOKS]
     return [type(experts), layout.activation.fn if custom else layout.activation.name, experts.training, *hooks]
 
 

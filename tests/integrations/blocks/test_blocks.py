@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from tests.integrations.blocks.styles import (
     Mixtral,
     Model,
     NoisyTopK,
+    StMoE,
     ThreeLayers,
     TwoLayers,
 )
@@ -318,3 +320,19 @@ def test_a_call_without_tokens_and_in_bf16() -> None:
     y, _ = model(torch.randn(2, 4, 5, dtype=torch.bfloat16))
     reference, _ = _model(Mixtral).bfloat16()(torch.randn(2, 4, 5, dtype=torch.bfloat16))
     assert y.dtype == reference.dtype
+
+
+@pytest.mark.parametrize(("style", "name"), [(Mixtral, "experts.3.w2"), (StMoE, "experts")])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_replaced_modules_are_refused(style: type[nn.Module], name: str, kind: str) -> None:
+    model = _model(style)
+    calls: list[int] = []
+    getattr(model.blocks[1], f"register_{kind}_hook")(lambda *_: calls.append(1))  # the block keeps it
+    handle = getattr(model.blocks[1].get_submodule(name), f"register_{kind}_hook")(lambda *_: None)
+    with pytest.raises(UnsupportedModel, match=rf"blocks\.1\.{name} has forward or backward hooks"):
+        moe_comm.swap_moe(model)
+    handle.remove()
+    moe_comm.swap_moe(model)
+    calls.clear()
+    _backward(model, 0)
+    assert calls == [1]
