@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from typing import Any, Literal
 
@@ -191,6 +191,7 @@ def _counts(value: Any, num_experts: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == num_experts
 
 
+@cache
 def swapped_class(kind: type) -> type:
     """Return the class of a swapped block: ``kind``, with a forward pass that dispatches."""
 
@@ -198,8 +199,21 @@ def swapped_class(kind: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run_block(self, self.block_plan, lambda: kind.forward(self, *args, **kwargs), (args, kwargs))  # type: ignore[attr-defined]
 
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Pickle cannot find this class by name, but the original. So it reaches the experts, which refuse.
+        made, *rest = kind.__reduce_ex__(self, protocol)
+        if not rest or rest[0][:1] != (swapped,):
+            return (made, *rest)
+        return _new, (made, kind, *rest[0][1:]), *rest[1:]
+
     # A graph break, as in MoELayer: collectives and varying row counts cannot be traced.
-    return type(f"Swapped{kind.__name__}", (kind,), {"forward": torch._disable_dynamo(forward)})
+    members = {"forward": torch._disable_dynamo(forward), "__reduce_ex__": reduce}
+    swapped = type(f"Swapped{kind.__name__}", (kind,), members)
+    return swapped
+
+
+def _new(make: Callable[..., Any], kind: type, *args: Any) -> Any:
+    return make(swapped_class(kind), *args)
 
 
 def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inputs: Any) -> Any:

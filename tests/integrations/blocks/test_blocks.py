@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import io
+import pickle
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from tests.integrations.blocks.styles import (
     NoisyTopK,
     StMoE,
     ThreeLayers,
+    Torchtitan,
     TwoLayers,
 )
 from tests.pool import on_ranks
@@ -311,6 +313,22 @@ def test_copies_and_wrappers(rank: int, group: ProcessGroup) -> None:
     assert bool(model.blocks[0].experts.down_proj.any())
     wrapped = nn.parallel.DistributedDataParallel(model)
     _backward(wrapped, rank)
+
+
+@pytest.mark.parametrize("style", [NoisyTopK, Torchtitan])
+def test_a_swapped_model_cannot_be_pickled(style: type[nn.Module]) -> None:
+    model = moe_comm.swap_moe(_model(style))
+    for protocol in (0, 2, pickle.HIGHEST_PROTOCOL):
+        with pytest.raises(UnsupportedModel, match="cannot be pickled"):
+            pickle.dumps(model, protocol)
+    with pytest.raises(UnsupportedModel, match="cannot be pickled"):
+        torch.save(model, io.BytesIO())
+    copied = deepcopy(model)
+    assert type(copied.blocks[0]) is type(model.blocks[0])
+    torch.manual_seed(0)
+    expected = model(_tokens(0))[0]
+    torch.manual_seed(0)
+    assert torch.equal(copied(_tokens(0))[0], expected)
 
 
 def test_a_call_without_tokens_and_in_bf16() -> None:
