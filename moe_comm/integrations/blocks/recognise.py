@@ -76,9 +76,8 @@ def _described(found: FoundBlock) -> BlockPlan:
 
 def _refuse_hooks(found: FoundBlock) -> None:
     """Raise UnsupportedModel if modules that the swap replaces have hooks, which would be lost."""
-    replaced = [(name, module) for name, module in found.block.named_modules() if f"{name}.".startswith(f"{found.path}.")]
-    for name, module in replaced:
-        if any(getattr(module, hooks) for hooks in HOOKS):
+    for name, module in found.block.named_modules():
+        if f"{name}.".startswith(f"{found.path}.") and any(getattr(module, hooks) for hooks in HOOKS):
             path = f"{found.name}.{name}".lstrip(".")
             raise UnsupportedModel(
                 f"{path} has forward or backward hooks, and the swap replaces this module. Remove them before the swap"
