@@ -192,19 +192,20 @@ def _counts(value: Any, num_experts: int) -> bool:
 
 
 @cache
-def swapped_class(kind: type) -> type:
+def swapped_class(kind: Any) -> Any:
     """Return the class of a swapped block: ``kind``, with a forward pass that dispatches."""
 
-    @wraps(kind.forward)  # type: ignore[attr-defined]
+    @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_block(self, self.block_plan, lambda: kind.forward(self, *args, **kwargs), (args, kwargs))  # type: ignore[attr-defined]
+        return run_block(self, self.block_plan, lambda: kind.forward(self, *args, **kwargs), (args, kwargs))
 
     def reduce(self: Any, protocol: Any) -> Any:
         # Pickle cannot find this class by name, but the original. So it reaches the experts, which refuse.
-        made, *rest = kind.__reduce_ex__(self, protocol)
-        if not rest or rest[0][:1] != (swapped,):
-            return (made, *rest)
-        return _new, (made, kind, *rest[0][1:]), *rest[1:]
+        reduced = kind.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str) or reduced[1][:1] != (swapped,):
+            return reduced
+        make, (_, *args), *state = reduced
+        return _new, (make, kind, *args), *state
 
     # A graph break, as in MoELayer: collectives and varying row counts cannot be traced.
     members = {"forward": torch._disable_dynamo(forward), "__reduce_ex__": reduce}

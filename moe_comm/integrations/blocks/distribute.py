@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -53,4 +54,5 @@ def distribute(
     setattr(block.get_submodule(parent), child, experts)
     block.block_plan = plan  # type: ignore[assignment]
     block.register_load_state_dict_pre_hook(before_load)
-    block.__class__ = swapped_class(type(block))
+    kind: Any = type(block)  # typed as not hashable
+    block.__class__ = swapped_class(kind)
