@@ -180,7 +180,7 @@ def train_and_save(rank: int, world: int, folder: str) -> None:
             assert_close(model(ids[rank]).logits, small_model()(ids[rank]).logits, "disabled")
         merged = model.merge_and_unload()
         assert_close(merged(ids[rank]).logits, adapted_logits, "merged")
-    dist.barrier()
+    moe_comm.save_checkpoint(merged, f"{folder}/merged")
 
 
 def resume(rank: int, world: int, folder: str) -> dict[str, Tensor]:
@@ -210,6 +210,8 @@ def test_adapters_are_saved_in_the_format_of_peft_and_resumed_at_another_size(
         assert_equal_state(adapters_of(loaded.state_dict()), saved)
     with torch.no_grad():
         assert_close(loaded.merge_and_unload()(torch.cat(ids)).logits, want, "merged by PEFT", 5e-5)
+        merged = type(small_model()).from_pretrained(tmp_path / "merged")
+        assert_close(merged(torch.cat(ids)).logits, want, "merged and saved", 5e-5)
     train(model, torch.cat(ids), num_targets(ids), optimizer, 1)
     for result in pool4.run(resume, str(tmp_path), timeout=120):
         assert_equal_state(result, adapters_of(model.state_dict()), 5e-5)
