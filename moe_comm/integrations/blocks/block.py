@@ -127,6 +127,8 @@ class BlockExperts(Probes, EPExperts):
     State dicts of the whole model, and those that are loaded, have the names and shapes of the unswapped block.
     """
 
+    can_be_adapted = False
+
     def use(self, plan: BlockPlan) -> None:
         """Set the plan, and convert the names in state dicts of one process."""
         self.plan = plan

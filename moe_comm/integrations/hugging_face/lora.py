@@ -46,6 +46,11 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
         experts: Any = self.get_base_layer()
+        if not experts.can_be_adapted:
+            raise UnsupportedModel(
+                f"adapters (LoRA) of {experts.label}.{self.parameter_name} are not supported: the unswapped block has "
+                "other parameters, so the adapters could not be loaded into it. Adapt modules other than experts"
+            )
         _refuse(experts.label, self.parameter_name, experts.gemm_dtype, experts.overlap, experts.placement)
         if config.init_lora_weights not in _INITS:
             raise ConfigError(

@@ -64,6 +64,7 @@ class EPExperts(ExpertParallel):
 
     Attributes:
         adapters: the active low-rank adapters by parameter, which the caller sets during a call; see ``lora.py``.
+        can_be_adapted: whether PEFT may adapt the parameters, which requires their names in the original model.
     """
 
     gate_up_proj: nn.Parameter
@@ -71,6 +72,7 @@ class EPExperts(ExpertParallel):
     gemm_dtype: GemmDtype = "same"
     copies: ExpertCopies | None = None
     padding: PaddingMask | None = None
+    can_be_adapted = True
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from moe_comm.errors import MoeCommError
 from moe_comm.integrations.hugging_face import expert_parameters, swap_moe
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
+from tests.integrations.blocks.styles import Mixtral, Model
 from tests.integrations.models import assert_close, batch, new_model, num_targets, randomise, token_loss
 from tests.pool import RankPool
 
@@ -328,13 +329,15 @@ def refused(rank: int, world: int, _: None) -> dict[str, str]:
         "fp8": (BOTH, {"expert_gemm_dtype": "fp8"}),
         "bias": ({"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj_bias"]}, {}),
         "copies": (BOTH, {"placement": Placement.contiguous(8, world, slots=2)}),
+        "own block": (BOTH | {"target_parameters": ["experts.gate_up_proj"]}, {}),
     }
     messages = {}
+    torch.manual_seed(0)
     for name, (settings, options) in calls.items():
         changes = {"hidden_size": 128} if name == "fp8" else {}
-        model = swap_moe(
-            small_model("gpt_oss" if name == "bias" else "mixtral", **changes), dist.group.WORLD, **options
-        )
+        family = "gpt_oss" if name == "bias" else "mixtral"
+        model = Model(Mixtral) if name == "own block" else small_model(family, **changes)
+        model = swap_moe(model, dist.group.WORLD, **options)
         try:
             adapted(model, settings)
         except MoeCommError as error:
@@ -344,7 +347,8 @@ def refused(rank: int, world: int, _: None) -> dict[str, str]:
 
 def test_unsupported_adapters_raise_on_every_rank(pool2: RankPool) -> None:
     for messages in pool2.run(refused, None, timeout=120):
-        assert list(messages) == ["olora", "fp8", "bias", "copies"]
+        assert list(messages) == ["olora", "fp8", "bias", "copies", "own block"]
+        assert "the unswapped block has other parameters" in messages.pop("own block")
         assert all("adapters (LoRA) of model.layers.0.mlp.experts." in message for message in messages.values())
 
 
