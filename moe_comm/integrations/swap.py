@@ -14,6 +14,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default, group_size
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.integrations.blocks.adapter import adapted_blocks, is_inside
 from moe_comm.integrations.blocks.block import BlockPlan
 from moe_comm.integrations.blocks.distribute import refuse_ties
 from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
@@ -125,11 +126,13 @@ def parallelize_moe(
     placements = dict[int, Placement]()
     try:
         _refuse_swapped(model)
-        stacked = any(is_experts(module) for module in model.modules())
-        own = plan_blocks(find_blocks(model, device, only_adapted=stacked))
+        described = adapted_blocks(model)
+        left = [name for name, description in described.items() if description is None]
+        stacked = any(is_experts(module) and not is_inside(name, left) for name, module in model.named_modules())
+        own = plan_blocks(find_blocks(model, device, described, only_adapted=stacked))
         refuse_ties(model, own)
         if stacked or not own:
-            blocks = find_experts(model)
+            blocks = find_experts(model, lambda name: not is_inside(name, left))
             refuse_conflicts(model, blocks)
             sharing = names_by_weights(model, blocks)
             adapted = [name for name in blocks if _has_adapters(model, name)]

@@ -9,7 +9,7 @@ def describe(block):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,14 +94,16 @@ def _count(path: str, params: dict[str, tuple[int, ...]]) -> int:
     return experts
 
 
-_adapters: dict[type, Callable[[Any], MoEBlock]] = {}
+_adapters: dict[type, Callable[[Any], MoEBlock | None]] = {}
 
 
-def block_adapter(kind: type[nn.Module]) -> Callable[[Callable[[Any], MoEBlock]], Callable[[Any], MoEBlock]]:
+def block_adapter(
+    kind: type[nn.Module],
+) -> Callable[[Callable[[Any], MoEBlock | None]], Callable[[Any], MoEBlock | None]]:
     """Decorator: ``swap_moe`` swaps modules of class ``kind`` as the decorated function describes them.
 
-    The function gets a block and returns a ``MoEBlock``. ``swap_moe`` compares each kind of block with a swapped copy
-    of it before it changes the model.
+    The function gets a block and returns a ``MoEBlock``, or None to leave the module unchanged with all that is in it.
+    ``swap_moe`` compares each kind of block with a swapped copy of it before it changes the model.
 
     Raises:
         ConfigError: ``kind`` is no class of modules.
@@ -109,19 +111,34 @@ def block_adapter(kind: type[nn.Module]) -> Callable[[Callable[[Any], MoEBlock]]
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"block_adapter takes a class of modules; got {kind!r}")
 
-    def register(describe: Callable[[Any], MoEBlock]) -> Callable[[Any], MoEBlock]:
+    def register(describe: Callable[[Any], MoEBlock | None]) -> Callable[[Any], MoEBlock | None]:
         _adapters[kind] = describe
         return describe
 
     return register
 
 
-def adapted(module: nn.Module) -> MoEBlock | None:
-    """Return the description of a block; None if there is no adapter for its class."""
-    describe = next((_adapters[base] for base in type(module).__mro__ if base in _adapters), None)
-    try:
-        return None if describe is None else describe(module)
-    except Exception as error:  # of the user's code: the other ranks wait
-        raise UnsupportedModel(
-            f"the adapter of {type(module).__name__} raised {type(error).__name__}: {error}"
-        ) from error
+def adapted_blocks(model: nn.Module) -> dict[str, MoEBlock | None]:
+    """Return the result of the adapter of each module of ``model`` that has one, outside others of them.
+
+    Raises:
+        UnsupportedModel: an adapter raised, or returned something else.
+    """
+    results: dict[str, MoEBlock | None] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        describe = next((_adapters[base] for base in type(module).__mro__ if base in _adapters), None)
+        if describe is None or is_inside(name, results):
+            continue
+        title = f"the adapter of {type(module).__name__}"
+        try:
+            results[name] = result = describe(module)
+        except Exception as error:  # of the user's code: the other ranks wait
+            raise UnsupportedModel(f"{title} raised {type(error).__name__}: {error}") from error
+        if not (result is None or isinstance(result, MoEBlock)):
+            raise UnsupportedModel(f"{title} must return a MoEBlock or None; got {type(result).__name__}")
+    return results
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Return whether the module ``name`` is one of ``modules``, or in one."""
+    return any(f"{name}.".startswith(f"{module}.".lstrip(".")) for module in modules)

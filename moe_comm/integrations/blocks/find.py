@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_comm.integrations.blocks.adapter import MoEBlock, adapted
+from moe_comm.integrations.blocks.adapter import MoEBlock, is_inside
 from moe_comm.integrations.blocks.trial import device_of
 
 CLIMB = 3
@@ -36,16 +37,13 @@ class FoundBlock:
     def experts(self) -> Any:
         return self.block.get_submodule(self.path)
 
-    @property
-    def inside(self) -> str:
-        """Prefix of the names of modules that belong to the block."""
-        return f"{self.name}." if self.adapter is not None else f"{self.name}.{self.path}.".lstrip(".")
 
-
-def find_blocks(model: nn.Module, device: torch.device, *, only_adapted: bool = False) -> list[FoundBlock]:
+def find_blocks(
+    model: nn.Module, device: torch.device, described: Mapping[str, MoEBlock | None], *, only_adapted: bool = False
+) -> list[FoundBlock]:
     """Return the modules of ``model`` that look like MoE blocks.
 
-    device: on which copies of blocks on meta run.
+    device: on which copies of blocks on meta run. described: from ``adapted_blocks``.
 
     That is, several modules of a list, or the slices of stacked parameters, are two or three linear layers each, and a
     module around them has a matrix with as many rows, or columns: the router. Or the class has an adapter.
@@ -53,20 +51,21 @@ def find_blocks(model: nn.Module, device: torch.device, *, only_adapted: bool = 
     found: list[FoundBlock] = []
     candidates: dict[str, tuple[int, bool]] = {}
     for name, module in model.named_modules():
-        inside = (*(other.inside for other in found), *(f"{other}." for other in candidates))
-        if f"{name}.".startswith(inside):
-            continue
-        if (adapter := adapted(module)) is not None:
+        if (adapter := described.get(name)) is not None:
             path, stacked = _path_of(module, adapter.last), "{}" not in adapter.last
             count = adapter.formula(module).layout.num_experts
             found.append(FoundBlock(name, module, path, count, stacked, device_of(module, device), adapter))
-        elif only_adapted:
+        elif (
+            only_adapted
+            or is_inside(name, [*described, *filter(None, candidates)])
+            or any(is_inside(other, [name]) for other in described)
+        ):
             continue
         elif (size := _list_size(module)) is not None:
             candidates[name] = size, False
         elif (size := _stack_size(module)) is not None:
             candidates[name] = size, True
-    parents = {name.rpartition(".")[0] for name in candidates} | {other.name for other in found}
+    parents = {name.rpartition(".")[0] for name in candidates} | set(described)
     for name, (size, stacked) in candidates.items():
         block_name = name
         for _ in range(CLIMB):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +160,12 @@ def _read_activation(module: nn.Module) -> Activation:
     return Activation(f"{kind.__name__}._apply_gate", bare._apply_gate)
 
 
-def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout]]:
+def find_experts(
+    model: nn.Module, selected: Callable[[str], bool] = lambda name: True
+) -> dict[str, tuple[nn.Module, ExpertsLayout]]:
     """Return every experts module of ``model`` with its layout, by each of its names.
+
+    selected: whether to return the module of a name.
 
     Raises:
         UnsupportedModel: the model has no experts module, or one of an unsupported kind.
@@ -171,7 +175,7 @@ def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout]]
     experts = {
         name: (module, read_layout(module, name))
         for name, module in model.named_modules(remove_duplicate=False)
-        if is_experts(module)
+        if is_experts(module) and selected(name)
     }
     if experts:
         return experts

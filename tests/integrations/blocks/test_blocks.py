@@ -32,6 +32,7 @@ from tests.integrations.blocks.styles import (
     Torchtitan,
     TwoLayers,
 )
+from tests.integrations.models import new_model
 from tests.pool import on_ranks
 
 
@@ -273,6 +274,38 @@ def test_a_description_that_does_not_fit_raises(description: moe_comm.MoEBlock) 
     moe_comm.block_adapter(InlineMath)(lambda block: description)
     with pytest.raises(UnsupportedModel):
         moe_comm.swap_moe(_model(InlineMath))
+
+
+def test_an_adapter_that_returns_none_leaves_the_block_alone() -> None:
+    model = _model(Mixtral)
+    model.blocks[1] = Unusual()  # whose recognition would be refused
+    moe_comm.block_adapter(Unusual)(lambda block: None)
+    moe_comm.swap_moe(model)
+    assert type(model.blocks[1]) is Unusual and type(model.blocks[0]) is not Mixtral
+    moe_comm.block_adapter(Mixtral)(lambda block: None)  # also of Unusual, a subclass with an adapter of its own
+    with pytest.raises(UnsupportedModel, match="no MoE block"):
+        moe_comm.swap_moe(_model(Mixtral))
+    moe_comm.block_adapter(Mixtral)(lambda block: {"first": "w1"})  # type: ignore[arg-type, return-value]
+    with pytest.raises(UnsupportedModel, match="must return a MoEBlock or None; got dict"):
+        moe_comm.swap_moe(_model(Mixtral))
+
+
+def test_an_adapter_of_the_model_itself() -> None:
+    moe_comm.block_adapter(Mixtral)(
+        lambda block: moe_comm.MoEBlock(("experts.{}.w1.weight", "experts.{}.w3.weight"), "experts.{}.w2.weight")
+    )
+    original, x = Mixtral(), torch.randn(2, 3, D)
+    torch.testing.assert_close(moe_comm.swap_moe(deepcopy(original))(x), original(x))
+
+
+def test_an_adapter_that_returns_none_leaves_a_block_of_transformers_alone() -> None:
+    model = new_model("mixtral")
+    swapped, left = (layer.mlp for layer in model.model.layers)
+    kind, kind_of_experts = type(left), type(left.experts)
+    left.__class__ = type("Left", (kind,), {})
+    moe_comm.block_adapter(type(left))(lambda block: None)
+    moe_comm.swap_moe(model)
+    assert type(left.experts) is kind_of_experts and type(swapped.experts) is not kind_of_experts
 
 
 def test_a_shared_expert_parameter_is_refused() -> None:
