@@ -87,7 +87,7 @@ def find_blocks(
 
 def _path_of(block: nn.Module, parameter: str) -> str:
     """Return where the swapped experts of a block with an adapter are: in place of the module with the parameters."""
-    path = parameter.partition(".{}")[0] if "{}" in parameter else parameter.rpartition(".")[0]
+    path = parameter.partition("{}")[0].rpartition(".")[0]
     return path or next(name for name in ("experts", "swapped_experts") if not hasattr(block, name))
 
 

@@ -298,6 +298,38 @@ def test_an_adapter_of_the_model_itself() -> None:
     torch.testing.assert_close(moe_comm.swap_moe(deepcopy(original))(x), original(x))
 
 
+class DictOfExperts(Mixtral):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({f"expert_{e}": expert for e, expert in enumerate(self.experts)})  # type: ignore[assignment]
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = torch.topk(self.gate(x_TD), TOP_K)
+        return ids, weights.softmax(1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.view(-1, D)
+        ids, weights = self.route(flat)
+        y = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts.values()):  # type: ignore[operator]
+            token, slot = torch.where(ids == e)
+            y[token] += weights[token, slot, None] * expert(flat[token])
+        return y.view_as(inputs)
+
+
+@on_ranks(2)
+def test_an_adapter_of_a_dict_of_experts(rank: int, group: ProcessGroup) -> None:
+    first, last = [f"experts.expert_{{}}.{name}.weight" for name in ("w1", "w3")], "experts.expert_{}.w2.weight"
+    moe_comm.block_adapter(DictOfExperts)(
+        lambda block: moe_comm.MoEBlock(tuple(first), last, route=DictOfExperts.route)
+    )
+    original = _model(DictOfExperts)
+    model = moe_comm.swap_moe(deepcopy(original), group)
+    torch.testing.assert_close(_backward(model, rank), _backward(original, rank))
+    full, state = moe_comm.gather_state_dict(model), original.state_dict()
+    assert full.keys() == state.keys() and all(torch.equal(full[name], value) for name, value in state.items())
+
+
 def test_an_adapter_that_returns_none_leaves_a_block_of_transformers_alone() -> None:
     model = new_model("mixtral")
     swapped, left = (layer.mlp for layer in model.model.layers)
