@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,12 +115,20 @@ def from_pretrained(
     except Exception as error:  # the other ranks wait
         fault = error
     agree_in(groups, fault, f"from_pretrained({path})")
-    with target:  # the device that the weights will be on
-        parallelize_moe(model, group, **{name: settings[name] for name in _SWAP if name in settings})
-        if tp is not None or cp is not None:
-            parallelize_attention(model, tp, cp_group=cp, context=settings.get("context", "ulysses"))
-        if tp is not None:
-            parallelize_linears(model, tp)
+    of_swap = {name: settings[name] for name in _SWAP if name in settings}
+    steps = [partial(parallelize_moe, model, group, **of_swap)]
+    if tp is not None or cp is not None:
+        context = settings.get("context", "ulysses")
+        steps.append(partial(parallelize_attention, model, tp, cp_group=cp, context=context))
+    if tp is not None:
+        steps.append(partial(parallelize_linears, model, tp))
+    for step in steps:
+        try:
+            with target:  # the device that the weights will be on
+                step()
+        except Exception as error:  # the ranks of other groups wait
+            fault = error
+        agree_in(groups, fault, f"from_pretrained({path})")
     model.load_report = load_checkpoint(model, folder, device=target)
     return model.eval()
 
@@ -242,11 +251,10 @@ def _folder(path: str | PathLike[str], hub: dict[str, Any]) -> Path:
 
     find: Callable[..., str | None] = cached_file
     try:
-        file = find(str(path), INDEX, _raise_exceptions_for_missing_entries=False, **hub)
-        if file is not None:
+        file = find(str(path), SINGLE, _raise_exceptions_for_missing_entries=False, **hub)
+        if file is None:
+            file = find(str(path), INDEX, **hub)
             get_checkpoint_shard_files(str(path), file, **hub)
-        else:
-            file = find(str(path), SINGLE, **hub)
         return Path(str(file)).parent
     except OSError as error:
         raise ConfigError(f"the safetensors of {path} cannot be found: {error}") from error

@@ -213,4 +213,11 @@ def _refuse_swapped(model: nn.Module) -> None:
         )
 
 
-after_import(["peft.peft_model"], lambda: _lora().follow_peft())
+def _follow_peft() -> None:
+    from peft.tuners.lora import layer
+
+    if hasattr(layer, "ParamWrapper"):  # else this version of PEFT has no adapters of stacked experts
+        _lora().follow_peft()
+
+
+after_import(["peft.peft_model"], _follow_peft)

@@ -26,6 +26,8 @@ ALIGNMENT = 64
 """Alignment of operands in bytes: one cache line."""
 MIN_ROWS = 4
 """Number of rows from which MKL and oneDNN give a row the same bits in every GEMM."""
+SMALL = 16**3
+"""Products of M, K and N up to which torch does not call oneDNN for bf16, but adds in another order."""
 
 
 def _padded(a_MN: Tensor, rows: int, columns: int) -> Tensor:
@@ -115,6 +117,11 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
+def _enough_rows(b_KN: Tensor) -> int:
+    """Return a number of rows from which a row has the same bits in every GEMM with ``b``."""
+    return max(MIN_ROWS, SMALL // max(b_KN.numel(), 1) + 1)
+
+
 def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
     """Compute out = a @ b + bias, with aligned ``a`` and ``b``. On CPUs a row has the same bits for every M."""
     rows = a_MK.shape[0]
@@ -122,8 +129,8 @@ def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None 
         row_invariant_mm(a_MK, b_KN, out_MN)
         if bias_N is not None:
             out_MN.add_(bias_N)
-    elif rows < MIN_ROWS:
-        padded = F.pad(a_MK, (0, 0, 0, MIN_ROWS - rows))
+    elif rows < MIN_ROWS or rows * b_KN.numel() <= SMALL:
+        padded = F.pad(a_MK, (0, 0, 0, _enough_rows(b_KN) - rows))
         few_FN = torch.mm(padded, b_KN) if bias_N is None else torch.addmm(bias_N, padded, b_KN)
         out_MN.copy_(few_FN[:rows])
     elif bias_N is None and out_MN.data_ptr() % ALIGNMENT == 0:
@@ -141,8 +148,8 @@ def add_product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
         product_MN = torch.empty_like(out_MN)
         row_invariant_mm(a_MK, b_KN, product_MN)
         out_MN.add_(product_MN)
-    elif rows < MIN_ROWS:
-        padding = (0, 0, 0, MIN_ROWS - rows)
+    elif rows < MIN_ROWS or rows * b_KN.numel() <= SMALL:
+        padding = (0, 0, 0, _enough_rows(b_KN) - rows)
         out_MN.copy_(F.pad(out_MN, padding).addmm_(F.pad(a_MK, padding), b_KN)[:rows])
     elif out_MN.data_ptr() % ALIGNMENT:
         out_MN.copy_(out_MN.clone().addmm_(a_MK, b_KN))

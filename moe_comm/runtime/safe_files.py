@@ -93,6 +93,12 @@ def open_to_append(path: Path) -> BinaryIO:
     return os.fdopen(handle, "a+b", buffering=0)
 
 
+def move_file(source: Path, target: Path) -> None:
+    """Move a file of this process over ``target``, which must be replaceable. Atomic on one file system."""
+    check_replaceable(target)
+    os.replace(source, target)
+
+
 def sync_to_disk(path: Path) -> None:
     """Write a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -75,7 +75,7 @@ def materialized(
         value: Tensor = param.detach()
         if kept is not None and name in kept:
             dim, indices = kept[name]
-            value = value.index_select(dim, torch.tensor(indices, device=value.device))
+            value = value.index_select(dim, torch.tensor(indices, dtype=torch.int64, device=value.device))
         if value.is_meta:
             value = _random(value.shape, generator).to(device, dtype)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -34,6 +35,9 @@ HEADER_BYTES = 100 << 20
 """Maximum size of the header of a file, as in the safetensors library."""
 BUFFER_BYTES = 4 << 20
 """Memory of a thread for values that are converted, transposed or dequantized."""
+SAMPLES = 16
+"""Number of places in a file whose bytes ``HubFolder.digest`` reads."""
+SAMPLE_BYTES = 1024
 SHORT_RUN = 64 << 10
 """Runs of fewer bytes are read together with the bytes between them."""
 QUANTIZED_BLOCK = 128
@@ -58,6 +62,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Dtypes by their names in headers, in the order in which the safetensors library stores tensors."""
+FP8 = ("F8_E4M3", "F8_E5M2")
 FLOATS = ("F64", "F32", "F16", "BF16")
 Use = Callable[[Tensor, Tensor], Any]
 
@@ -89,11 +94,11 @@ class HubFolder:
         self._lock, self._of_thread = threading.Lock(), threading.local()
         if folder.is_file():
             self.folder, single = folder.parent, folder.name
+        elif (folder / SINGLE).exists():  # preferred, as by transformers, whose save_pretrained leaves an old index
+            single = SINGLE
         elif (folder / INDEX).exists():
             self._file_of = _read_index(folder / INDEX)
             return
-        elif (folder / SINGLE).exists():
-            single = SINGLE
         else:
             raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read")
         self._file_of = dict.fromkeys(self._handle(single)[1], single)
@@ -121,6 +126,17 @@ class HubFolder:
         if name not in tensors:
             raise CorruptFile(f"{self.folder / file}: cannot read {name}: the index names it, but the file has none")
         return tensors[name]
+
+    def digest(self) -> str:
+        """Return a checksum of the headers and of samples of the values, to compare the copies that ranks read."""
+        crc = 0
+        for name in sorted(set(self._file_of.values())):
+            file, tensors = self._handle(name)
+            crc = zlib.crc32(repr(sorted(tensors.items())).encode(), crc)
+            size = os.fstat(file.fileno()).st_size
+            for sample in range(SAMPLES):
+                crc = zlib.crc32(os.pread(file.fileno(), SAMPLE_BYTES, size * sample // SAMPLES), crc)
+        return f"{crc:08x}"
 
     def check(self, name: str, shape: tuple[int, ...], required_by: str = "the configuration") -> StoredTensor:
         """Return where the tensor ``name`` is, if it has floating-point values of ``shape``.

@@ -27,11 +27,12 @@ from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import WRITE_TIMEOUT_S, communicator_of, group_size
 from moe_comm.dispatch.selection.factory import connect
-from moe_comm.errors import CheckpointError, ConfigError, InputError, UnsupportedModel
+from moe_comm.errors import CheckpointError, ConfigError, InputError, RankMismatch, UnsupportedModel
 from moe_comm.integrations.checkpoint.files import (
     BUFFER_BYTES,
     DTYPES,
     FLOATS,
+    FP8,
     QUANTIZED_BLOCK,
     SCALE,
     HubFolder,
@@ -109,17 +110,21 @@ def load_checkpoint(
         InputError: names or shapes do not match. The message names tensors that are in the checkpoint only, or in the
             model only.
         UnsupportedModel: a tensor is quantized in another way, or the checkpoint layout of the family is unknown.
+        RankMismatch: the ranks read files with different contents.
         CorruptFile, CheckpointError: a file is damaged, or cannot be read. Errors are raised on every rank, all but
             the last before anything is read; after an error of reading, the model has undefined values.
     """
     groups = groups_of(model)
     loading: _Loading | None = None
     fault: Exception | None = None
+    digest = ""
     try:
-        loading = _match(model, HubFolder(Path(path)), None if device is None else torch.device(device))
+        hub = HubFolder(Path(path))
+        loading = _match(model, hub, None if device is None else torch.device(device))
+        digest = hub.digest()
     except Exception as error:  # the other ranks wait
         fault = error
-    agree_in(groups, fault, f"load_checkpoint({path})")
+    agree_in(groups, fault, f"load_checkpoint({path})", digest)
     assert loading is not None
     _log.info("load_checkpoint: %s", loading.report)
     try:
@@ -144,15 +149,17 @@ def groups_of(model: nn.Module) -> list[ProcessGroup]:
     return list(found)
 
 
-def agree_in(groups: Iterable[ProcessGroup], fault: Exception | None, what: str) -> None:
-    """Raise on every rank of ``groups`` if a rank has a fault. Collective.
+def agree_in(groups: Iterable[ProcessGroup], fault: Exception | None, what: str, digest: str = "") -> None:
+    """Raise on every rank of ``groups`` if a rank has a fault, or if ranks have different digests of files. Collective.
 
     The ranks wait longer for each other than in other collectives, because reading a model can take many minutes.
     """
     for group in groups:
         channel = Channel(communicator_of(group), WRITE_TIMEOUT_S)
         try:
-            agree(fault or "", partial(gather_texts, channel, what), CheckpointError)
+            digests = agree(fault or digest, partial(gather_texts, channel, what), CheckpointError)
+            if len(set(digests)) > 1:
+                raise RankMismatch(f"{what}: the ranks read files with different contents (checksums {digests})")
         except Exception as error:  # also tell the next group
             fault = fault or error
     if fault is not None:
@@ -232,7 +239,7 @@ def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Lo
     problems: list[str] = []
     for key, entry in matched.items():
         stored = hub.stored(key)
-        scales = hub.stored(key + SCALE) if stored.dtype.startswith("F8") and key + SCALE in hub else None
+        scales = hub.stored(key + SCALE) if stored.dtype in FP8 and key + SCALE in hub else None
         if (problem := _mismatch(entry, stored, scales)) is not None:
             problems.append(problem)
             continue
@@ -317,7 +324,8 @@ def _by_key(
     unknown: list[str] = []
     for key in hub:
         name = key if key in layout or key in own or key in aliases else rename(key)
-        if key.endswith(SCALE) and key.removesuffix(SCALE) in hub:
+        weight = key.removesuffix(SCALE)
+        if weight != key and weight in hub and hub.stored(weight).dtype in FP8:
             continue
         if name in layout:
             found[key] = layout[name]

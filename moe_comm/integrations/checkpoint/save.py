@@ -59,7 +59,7 @@ from moe_comm.integrations.checkpoint.plan import (
 )
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.runtime.memory import materialized
-from moe_comm.runtime.safe_files import check_replaceable, open_new, remove, sync_to_disk, write_file
+from moe_comm.runtime.safe_files import check_replaceable, move_file, open_new, remove, sync_to_disk, write_file
 from moe_comm.topology import Box, ShardSlice
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def save_checkpoint(
     ``load_state_dict(safetensors.torch.load_file(...))``.
 
     The files replace an older checkpoint in ``folder`` when they are complete. If the process is killed, the folder has
-    either the older checkpoint or none that ``from_pretrained`` accepts.
+    either the older checkpoint or, with several files, none that ``from_pretrained`` accepts.
 
     Args:
         model: a swapped model, or one with ``MoELayer``, also under DDP or FSDP2, or any other module that all ranks
@@ -139,15 +139,18 @@ def write_checkpoint(model: nn.Module, folder: Path, group: ProcessGroup | None,
     ranks = _Ranks(group_or_default(group), folder, settings.failure)
     plan, _ = ranks.attempt(lambda: _Plan.of(model, settings))
     mine = assign(plan.described, ranks.exchange(plan))[ranks.rank]
+    committing = False
     temporary, existed = folder / f"{_TEMPORARY}{secrets.token_hex(6)}", folder.exists()
     try:
         _, names = ranks.attempt(lambda: _create(folder, temporary, plan) if ranks.rank == 0 else None, temporary.name)
         shared = folder / names[0]
         ranks.attempt(lambda: _wait_for(shared / plan.files[0].name))
         ranks.attempt(lambda: plan.write(shared, mine))
+        committing = True
         ranks.attempt(lambda: _commit(folder, shared, plan) if ranks.rank == 0 else None)
+        committing = False
     finally:
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not committing:  # else the files there are complete
             with suppress(OSError):
                 remove(temporary)
                 if not existed:
@@ -434,15 +437,29 @@ def _wait_for(path: Path) -> None:
 
 
 def _commit(folder: Path, temporary: Path, plan: _Plan) -> None:
-    """Move the complete files into ``folder``: first none that makes it a checkpoint, that one last."""
-    for old in (plan.single, index_name(plan.single)):
-        remove(folder / old)
-    sync_to_disk(folder)
+    """Move the complete files into ``folder``, and keep them in ``temporary`` after an error."""
+    try:
+        _move(folder, temporary, plan)
+    except OSError as error:
+        kept = f"{error.strerror}; the complete files are in {temporary} until the next save, as far as not moved"
+        raise OSError(error.errno, kept, error.filename) from error
+
+
+def _move(folder: Path, temporary: Path, plan: _Plan) -> None:
+    """Move the files: first none that makes the folder a checkpoint, that one last."""
+    index = folder / index_name(plan.single)
+    if plan.mark != plan.single:  # else one file replaces the older one, and is preferred to an older index
+        remove(folder / plan.single)
+        remove(index)
+        sync_to_disk(folder)
     names = [name for name in sorted(os.listdir(temporary)) if name != plan.mark]
     for name in (*names, plan.mark):
         if name == plan.mark:
             sync_to_disk(folder)
-        os.replace(temporary / name, folder / name)
+        move_file(temporary / name, folder / name)
+    if plan.mark == plan.single:
+        sync_to_disk(folder)
+        remove(index)
     stem, _, suffix = plan.single.rpartition(".")
     shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.{suffix}")
     for old in os.listdir(folder):

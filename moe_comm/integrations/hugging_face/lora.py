@@ -29,7 +29,7 @@ from moe_comm.integrations.hugging_face.state import write_on_first_rank
 from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank
-from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
+from moe_comm.layers.data_parallel.attach import attach_experts, exclude_from_ddp, gradients_of
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.overlap.options import Overlap
@@ -193,8 +193,20 @@ def adopt(model: nn.Module, name: str) -> None:
 
 
 def follow_peft() -> None:
-    """Make PEFT wrap parameters of ``EPExperts`` by ``ParamWrapper``, and save the adapters of all experts."""
+    """Make PEFT wrap parameters of ``EPExperts`` by ``ParamWrapper``, save all adapters, and exclude them from DDP."""
     create, save = lora_model.dispatch_default, PeftModel.save_pretrained
+    wrap, add = PeftModel.__init__, PeftModel.add_adapter
+
+    @wraps(wrap)
+    def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(model, *args, **kwargs)
+        exclude_from_ddp(model)
+
+    @wraps(add)
+    def add_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = add(model, *args, **kwargs)
+        exclude_from_ddp(model)
+        return result
 
     def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
         base: Any = target
@@ -219,3 +231,4 @@ def follow_peft() -> None:
         write_on_first_rank(model, save_directory, write, adapters_only=True)
 
     lora_model.dispatch_default, PeftModel.save_pretrained = dispatch, save_pretrained
+    PeftModel.__init__, PeftModel.add_adapter = initialize, add_adapter

@@ -17,7 +17,7 @@ from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor
-from moe_comm.layers.data_parallel.state import state_dict_with_experts
+from moe_comm.layers.data_parallel.state import state_dict, state_dict_with_experts
 from moe_comm.layers.parallel.collectives import gather_values, group_size
 from moe_comm.topology import Sharding
 
@@ -46,8 +46,7 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
             f"save_swapped requires a model of transformers; {type(model).__name__} has no save_pretrained. "
             "Call gather_state_dict and save the result, or save_checkpoint."
         )
-    # FSDP2 makes a subclass of the class of the model.
-    if any(base.__module__.startswith("peft.") for base in type(model).__mro__):
+    if _of_peft(model):
         model.save_pretrained(folder, **kwargs)  # see ``lora.py``
         return
     adapters_only = getattr(model, "_hf_peft_config_loaded", False)
@@ -56,6 +55,22 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
         write_checkpoint(model, Path(folder), kwargs.get("group"), settings)
         return
     write_on_first_rank(model, folder, partial(type(model).save_pretrained, model, **kwargs), adapters_only)
+
+
+def gather_for_saving(model: nn.Module, rank0_only: bool) -> dict[str, Any]:
+    """Return the full state dict of ``model`` on the CPU; without the weights of experts if only adapters are saved."""
+    if not (_of_peft(model) or getattr(model, "_hf_peft_config_loaded", False)):
+        return state_dict(model, rank0_only=rank0_only, cpu=True)
+    return state_dict_with_experts(model, "full", rank0_only, cpu=True, without=_weights_of_experts(model))
+
+
+def _of_peft(model: nn.Module) -> bool:
+    # FSDP2 makes a subclass of the class of the model.
+    return any(base.__module__.startswith("peft.") for base in type(model).__mro__)
+
+
+def _weights_of_experts(model: nn.Module) -> set[str]:
+    return {f"{name}.{key}" for name, one in swapped_experts(model).items() for key in one.layout.parameters}
 
 
 def write_on_first_rank(
@@ -73,8 +88,8 @@ def write_on_first_rank(
     first_group = _global_rank(dispatcher, 0) == 0
     if not first_group and not any(is_dtensor(parameter) for parameter in model.parameters()):
         return  # else all ranks gather what FSDP2 has sharded
-    without = {f"{name}.{key}" for name, one in experts.items() for key in one.layout.parameters}
-    full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True, without=without if adapters_only else ())
+    without = _weights_of_experts(model) if adapters_only else ()
+    full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True, without=without)
     outcome: str | Exception = ""
     if first_group and dispatcher.rank == 0:
         try:

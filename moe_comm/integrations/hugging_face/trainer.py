@@ -31,7 +31,8 @@ from moe_comm.integrations.hugging_face.accelerator import (
     with_mixin,
     write_on,
 )
-from moe_comm.layers.data_parallel import load_optimizer_state_dict, optimizer_state_dict, state_dict
+from moe_comm.integrations.hugging_face.state import gather_for_saving
+from moe_comm.layers.data_parallel import load_optimizer_state_dict, optimizer_state_dict
 from moe_comm.runtime.safe_files import replacing
 
 _WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -82,7 +83,7 @@ class MoETrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        state = state_dict(self.model, rank0_only=not self.args.save_on_each_node, cpu=True)
+        state = gather_for_saving(self.model, rank0_only=not self.args.save_on_each_node)
         write_on(self.args.should_save, partial(self._save, folder, state_dict=state), folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

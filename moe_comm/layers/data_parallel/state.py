@@ -121,6 +121,11 @@ def gather_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str,
     return {key: value for key, value in gathered.items() if key not in buffers}
 
 
+def _zeros(param: Tensor) -> Tensor:
+    """Return zeros of the shape of ``param``, without memory of its size."""
+    return torch.zeros_like(param) if is_dtensor(param) else param.detach().new_zeros(()).expand(param.shape)
+
+
 @contextmanager
 def _gradients_in_place_of_parameters(model: nn.Module) -> Iterator[None]:
     """Let state dicts of ``model`` have the gradients, which then get the names and the form of the parameters."""
@@ -129,7 +134,7 @@ def _gradients_in_place_of_parameters(model: nn.Module) -> Iterator[None]:
     for owner, params in zip(owners, before, strict=True):
         for name, param in params.items():
             if param is not None:
-                owner[name] = torch.zeros_like(param) if param.grad is None else plain(param.grad)
+                owner[name] = _zeros(param) if param.grad is None else plain(param.grad)
     try:
         yield
     finally:

@@ -20,7 +20,15 @@ from transformers import AutoModelForCausalLM
 import moe_comm
 from moe_comm import LoadReport, Placement
 from moe_comm.bench.common.machine import peak_rss_mib, reset_peak_rss, rss_mib
-from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, MoeCommError, UnsupportedModel
+from moe_comm.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptFile,
+    InputError,
+    MoeCommError,
+    RankMismatch,
+    UnsupportedModel,
+)
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
 from tests.integrations.blocks.styles import EXPERTS, DeepSeek, Mixtral, Model, Torchtitan
 from tests.integrations.loops import TrainingCase, launched, make_trainer
@@ -396,6 +404,26 @@ def test_a_damaged_or_missing_file_of_one_rank_raises_on_all(
     pool.run(_refused, ({0: str(folder), 2: str(other)}, CorruptFile.__name__, file.name))
     file.unlink()
     pool.run(_refused, ({0: str(folder), 2: str(other)}, ConfigError.__name__, file.name))
+
+
+def test_ranks_that_read_different_values_raise(
+    folder_of: Callable[[str], Path], pool: RankPool, tmp_path: Path
+) -> None:
+    folder, other = folder_of("qwen2_moe"), tmp_path / "other"
+    shutil.copytree(folder, other)
+    file = sorted(other.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-2] + b"\x01\x3c")
+    pool.run(_refused, ({0: str(folder), 2: str(other)}, RankMismatch.__name__, "different contents"))
+
+
+def test_one_file_is_preferred_to_an_older_index(tmp_path: Path) -> None:
+    for seed, size in ((0, "10KB"), (1, "1GB")):
+        model = new_model("mixtral")
+        randomise(model, seed)
+        model.save_pretrained(tmp_path, max_shard_size=size)
+    loaded = moe_comm.from_pretrained(tmp_path)
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+    assert (tmp_path / INDEX).exists()
 
 
 def _fails(rank: int, world: int, folder: str) -> None:

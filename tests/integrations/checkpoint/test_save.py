@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 from collections.abc import Callable
@@ -229,3 +231,25 @@ def test_faults_are_raised_on_every_rank_and_leave_nothing(rank: int, tmp_path: 
     moe_comm.save_checkpoint(model, tmp_path / "run", group=group)
     dist.barrier()
     assert content(tmp_path / "run") == before
+
+
+def test_an_error_while_files_are_moved_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = unswapped("mixtral")
+    moe_comm.save_checkpoint(model, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    replace = os.replace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(target).name == "model.safetensors":
+            raise OSError(errno.EIO, "the disk is gone")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fail)
+        with pytest.raises(CheckpointError, match="complete files are in"):
+            moe_comm.save_checkpoint(model, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    (kept,) = tmp_path.glob(".saving-*")
+    assert torch.equal(load_file(kept / "model.safetensors")["lm_head.weight"], model.lm_head.weight)

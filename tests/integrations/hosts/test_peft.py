@@ -239,7 +239,7 @@ def test_adapters_that_transformers_adds_train_and_are_saved_as_in_one_process(t
 def train_with_ddp(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     ids = batch(world)
     model = adapted(swap_moe(small_model(), dist.group.WORLD), ALL)
-    ddp = DistributedDataParallel(moe_comm.prepare_ddp(model))
+    ddp = DistributedDataParallel(model)
     optimizer = SGD(trainable(model))
     optimizer.zero_grad()
     (token_loss(ddp(ids[rank]).logits, ids[rank], num_targets(ids)) * world).backward()
