@@ -42,7 +42,7 @@ from moe_comm.kernels.fp8 import (
     scaled_grouped_mm_into,
 )
 from moe_comm.kernels.native import for_triton
-from moe_comm.kernels.row_invariant import MIN_ROWS, SMALL, TILE, aligned, are_aligned, expert_mm, product_into
+from moe_comm.kernels.row_invariant import MIN_ROWS, TILE, aligned, are_aligned, expert_mm, is_small, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
@@ -267,7 +267,7 @@ class MLPForward(ExpertForward):
         whole = (
             self._aligned
             and self._only_weights
-            and MIN_ROWS * self._rows_RD.shape[1] * act_RF.shape[1] > SMALL
+            and not (self._w2 and is_small(MIN_ROWS, self._w2[0]))
             and not (self._rows_RD.shape[1] % TILE or act_RF.shape[1] % TILE or self._h_RG.shape[1] % TILE)
         )
         for expert, rows_rD in enumerate(self._rows_RD.split(self._sizes)):

@@ -117,9 +117,14 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
+def is_small(rows: int, b_KN: Tensor) -> bool:
+    """Return whether torch adds in another order in a product with so few ``rows`` than with more."""
+    return b_KN.dtype is torch.bfloat16 and rows * b_KN.numel() <= SMALL
+
+
 def _enough_rows(b_KN: Tensor) -> int:
     """Return a number of rows from which a row has the same bits in every GEMM with ``b``."""
-    return max(MIN_ROWS, SMALL // max(b_KN.numel(), 1) + 1)
+    return max(MIN_ROWS, SMALL // max(b_KN.numel(), 1) + 1) if is_small(MIN_ROWS, b_KN) else MIN_ROWS
 
 
 def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
@@ -129,7 +134,7 @@ def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None 
         row_invariant_mm(a_MK, b_KN, out_MN)
         if bias_N is not None:
             out_MN.add_(bias_N)
-    elif rows < MIN_ROWS or rows * b_KN.numel() <= SMALL:
+    elif rows < MIN_ROWS or is_small(rows, b_KN):
         padded = F.pad(a_MK, (0, 0, 0, _enough_rows(b_KN) - rows))
         few_FN = torch.mm(padded, b_KN) if bias_N is None else torch.addmm(bias_N, padded, b_KN)
         out_MN.copy_(few_FN[:rows])
@@ -148,7 +153,7 @@ def add_product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
         product_MN = torch.empty_like(out_MN)
         row_invariant_mm(a_MK, b_KN, product_MN)
         out_MN.add_(product_MN)
-    elif rows < MIN_ROWS or rows * b_KN.numel() <= SMALL:
+    elif rows < MIN_ROWS or is_small(rows, b_KN):
         padding = (0, 0, 0, _enough_rows(b_KN) - rows)
         out_MN.copy_(F.pad(out_MN, padding).addmm_(F.pad(a_MK, padding), b_KN)[:rows])
     elif out_MN.data_ptr() % ALIGNMENT:
