@@ -24,7 +24,7 @@ def describe(found: FoundBlock) -> BlockPlan:
     """Return how to run a block, from runs of copies of it.
 
     Raises:
-        UnsupportedModel: its experts, or what it does with their outputs, are not recognised. The message says what.
+        UnsupportedModel: its experts, or how it uses their outputs, are not recognised. The message names the reason.
     """
     try:
         # The same random numbers on all ranks.

@@ -1,4 +1,4 @@
-"""What is written where: the files of a checkpoint, and the parts of each parameter that a rank writes.
+"""Plan the files of a checkpoint, and the parts of each parameter that each rank writes.
 
     rank 0    gate_up_proj [0:4]   down_proj [0:4]   embedding [0:40]     experts: by the ranks that hold them
     rank 1    gate_up_proj [4:7]   down_proj [4:7]   embedding [40:96]    others: divided, for equal numbers of bytes
@@ -49,7 +49,7 @@ class FilePlan:
 
 
 def parse_size(size: int | str) -> int:
-    """Return a number of bytes, given as such or as "5GB", "200MB", "1GiB".
+    """Return a number of bytes, given as an integer or as text: "5GB", "200MB", "1GiB".
 
     Raises:
         ConfigError: ``size`` has another form.
@@ -72,7 +72,7 @@ def plan_files(
     """Distribute tensors (shape and dtype by name) over files, in their order and as transformers does.
 
     Args:
-        max_bytes: maximum bytes of the tensors of a file; a larger tensor has a file of its own.
+        max_bytes: maximum bytes of the tensors of a file; a larger tensor gets a separate file.
         single: name of the file if there is one; several are numbered.
 
     Raises:

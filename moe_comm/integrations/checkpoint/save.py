@@ -1,11 +1,13 @@
-"""``save_checkpoint``: each rank writes the bytes of its own part of a model into shared safetensors files.
+"""``save_checkpoint``: each rank writes the bytes of its part of a model into shared safetensors files.
 
 1. plan      files, headers and offsets, the same on all ranks; the parts that each rank writes
 2. create    rank 0: the files in their final size, in a temporary folder inside the folder
 3. write     all ranks: their byte ranges, then fsync
-4. commit    rank 0: removes the index of an older checkpoint, moves the files, the index last
+4. commit    rank 0: moves the files, the index or the only file last. Before several files are moved, the file or index
+             of an older checkpoint is removed
 
-After each step all ranks raise the first error, and rank 0 removes the temporary folder.
+After each step all ranks raise the first error. Rank 0 then removes the temporary folder, unless the commit failed: it
+keeps the complete files.
 """
 
 from __future__ import annotations
@@ -55,18 +57,16 @@ from moe_comm.integrations.checkpoint.plan import (
     index_text,
     parse_size,
     plan_files,
-    runs,
 )
+from moe_comm.integrations.checkpoint.write import Target, last_range, merged_rows, nbytes, write_values
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.runtime.memory import materialized
 from moe_comm.runtime.safe_files import check_replaceable, move_file, open_new, remove, sync_to_disk, write_file
 from moe_comm.topology import Box, ShardSlice
 
 T = TypeVar("T")
-BUFFER_BYTES = 16 << 20
-"""Memory for values that are converted, transposed or not contiguous."""
 VISIBLE_S = 10.0
-"""Time that ranks wait until they see a folder that rank 0 has created. Network file systems cache what is missing."""
+"""Time that ranks wait until they see a file that rank 0 has created. Network file systems cache missing names."""
 _TEMPORARY = ".saving-"
 
 
@@ -97,7 +97,7 @@ def save_checkpoint(
             hold with equal weights.
         folder: on a file system that all ranks share.
         group: the ranks that hold the model; all of them call this function. None: the default group.
-        max_shard_size: maximum size of a file, in bytes or such as "5GB". A larger tensor has a file of its own.
+        max_shard_size: maximum size of a file, in bytes, or text such as "5GB". A larger tensor gets a separate file.
         dtype: of the floating-point tensors in the files. None: that of the model.
 
     Raises:
@@ -298,11 +298,11 @@ class _Plan:
             name: Described(one.sharding.shape, one.tensor.element_size(), not isinstance(one.tensor, nn.Parameter))
             for name, one in held.items()
         }
-        metadata = {"total_size": sum(_nbytes(*of_tensor) for of_tensor in tensors.values())}
+        metadata = {"total_size": sum(nbytes(*of_tensor) for of_tensor in tensors.values())}
         extras: Callable[[Path], None] = _nothing
         if isinstance(model, pretrained_class()):
             extras = partial(_write_config, model, settings.dtype)
-            total = sum(_nbytes(one.shape) for one in described.values() if not one.is_buffer)
+            total = sum(nbytes(one.shape) for one in described.values() if not one.is_buffer)
             metadata = {"total_parameters": total} | metadata
         return cls(
             layout,
@@ -345,16 +345,12 @@ class _Plan:
                     for hub, values in _values(self.layout[name], self.described, self.parts, boxes):
                         if handle is None:
                             handle = os.open(folder / planned.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                        _write_values(_Target(handle, offset, self.layout[name].shape, self.dtypes[name]), hub, values)
+                        write_values(Target(handle, offset, self.layout[name].shape, self.dtypes[name]), hub, values)
                 if handle is not None:
                     os.fsync(handle)
             finally:
                 if handle is not None:
                     os.close(handle)
-
-
-def _nbytes(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _nothing(folder: Path) -> None:
@@ -490,80 +486,9 @@ def _values(
                 yield overlap.hub, values
     for region, found in interleaved.items():
         leading = tuple(slice(*of_dim) for of_dim in region)
-        if sum(values.numel() for _, values in found) != _nbytes(
-            [stop - start for start, stop in (*region, _last(found))]
+        if sum(values.numel() for _, values in found) != nbytes(
+            [stop - start for start, stop in (*region, last_range(found))]
         ):
             yield from (((*leading, columns), values) for columns, values in found)
             continue
-        yield from _merged(leading, found)
-
-
-def _last(found: Sequence[tuple[slice, Tensor]]) -> tuple[int, int]:
-    """Return the range of the last dimension that interleaved values are in."""
-    return min(columns.start for columns, _ in found), max(columns.stop for columns, _ in found)
-
-
-def _merged(
-    leading: tuple[slice, ...], found: Sequence[tuple[slice, Tensor]]
-) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Yield values that alternate along the last dimension as consecutive ones, some rows at a time.
-
-    They would be written one by one otherwise.
-    """
-    start, stop = _last(found)
-    shape = found[0][1].shape[:-1]
-    row = _nbytes((*shape[1:], stop - start)) * found[0][1].element_size()
-    count = max(1, BUFFER_BYTES // max(1, row))
-    for first in range(0, shape[0], count) if shape else (0,):
-        rows = slice(first, first + count) if shape else Ellipsis
-        parts = [(columns, values[rows]) for columns, values in found]
-        merged = parts[0][1].new_empty((*parts[0][1].shape[:-1], stop - start))
-        for columns, values in parts:
-            merged[..., columns.start - start :: columns.step][..., : values.shape[-1]] = values
-        at = leading
-        if shape:
-            begin = leading[0].start + first
-            at = (slice(begin, begin + merged.shape[0]), *leading[1:])
-        yield (*at, slice(start, stop)), merged
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A tensor, or a slice of one along leading dimensions, in a file."""
-
-    handle: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _write_values(target: _Target, index: Sequence[slice], values: Tensor) -> None:
-    """Write ``values`` to the elements ``index`` of a tensor in a file."""
-    item = target.dtype.itemsize
-    in_place = values.device.type == "cpu" and values.dtype == target.dtype and values.is_contiguous()
-    if not values.numel():
-        return
-    if in_place or values.numel() * item <= BUFFER_BYTES:
-        ready = values.to("cpu", target.dtype).contiguous()
-        memory = memoryview(ready.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        run, starts = runs(target.shape, index)
-        for number, start in enumerate(starts):
-            _pwrite(
-                target.handle, memory[number * run * item : (number + 1) * run * item], target.offset + start * item
-            )
-    elif len(values) > 1:
-        count = max(1, BUFFER_BYTES * len(values) // (values.numel() * item))
-        rows = range(*index[0].indices(target.shape[0]))
-        for first in range(0, len(rows), count):
-            part = rows[first : first + count]
-            _write_values(target, (slice(part[0], part[-1] + 1, part.step), *index[1:]), values[first : first + count])
-    else:
-        row = _nbytes(target.shape[1:], target.dtype)
-        inner = replace(target, offset=target.offset + index[0].start * row, shape=target.shape[1:])
-        _write_values(inner, index[1:], values[0])
-
-
-def _pwrite(handle: int, memory: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(memory):
-        done += os.pwrite(handle, memory[done : done + (1 << 30)], offset + done)
+        yield from merged_rows(leading, found)
