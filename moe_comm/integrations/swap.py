@@ -21,6 +21,7 @@ from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
 from moe_comm.integrations.blocks.swap import plan_blocks, swap_blocks
 from moe_comm.integrations.blocks.trial import device_of
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts, is_experts
+from moe_comm.integrations.hugging_face.state import of_peft
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts,
     guard_libraries,
@@ -165,7 +166,7 @@ def parallelize_moe(
         guard_libraries()
         # PEFT's model saves all experts; see ``lora.py``.
         swapped_model: Any = model
-        if _of_peft(model) and hasattr(model, "get_base_model"):
+        if of_peft(model) and hasattr(model, "get_base_model"):
             swapped_model = swapped_model.get_base_model()
         if hasattr(swapped_model, "save_pretrained"):
             swapped_model.save_pretrained = MethodType(save_pretrained, swapped_model)
@@ -180,11 +181,7 @@ swap_moe = parallelize_moe
 def _has_adapters(model: nn.Module, name: str) -> bool:
     """Return whether PEFT wraps the experts module ``name``."""
     parent, _, child = name.rpartition(".")
-    return child == "base_layer" and _of_peft(model.get_submodule(parent))
-
-
-def _of_peft(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.")
+    return child == "base_layer" and of_peft(model.get_submodule(parent))
 
 
 def _lora() -> Any:

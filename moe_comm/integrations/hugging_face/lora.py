@@ -29,8 +29,8 @@ from moe_comm.integrations.hugging_face.state import write_on_first_rank
 from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank
-from moe_comm.layers.data_parallel.attach import attach_experts, exclude_from_ddp, gradients_of
-from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.attach import attach_experts, exclude_from_ddp, expert_modules, gradients_of
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement, Sharding, Split
@@ -219,7 +219,9 @@ def follow_peft() -> None:
 
     @wraps(save)
     def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        sharded = any(gradients_of(module) is not None for module in model.modules() if isinstance(module, EPExperts))
+        # If the ranks have equal adapters, one of them may call this alone.
+        sharded = any(not isinstance(module, EPExperts) for _, module, _ in expert_modules(model))
+        sharded = sharded or any(is_dtensor(parameter) for parameter in model.parameters())
         if not sharded or kwargs.get("state_dict") is not None:
             save(model, save_directory, *args, **kwargs)
             return

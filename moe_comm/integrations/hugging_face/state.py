@@ -46,7 +46,7 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
             f"save_swapped requires a model of transformers; {type(model).__name__} has no save_pretrained. "
             "Call gather_state_dict and save the result, or save_checkpoint."
         )
-    if _of_peft(model):
+    if of_peft(model):
         model.save_pretrained(folder, **kwargs)  # see ``lora.py``
         return
     adapters_only = getattr(model, "_hf_peft_config_loaded", False)
@@ -59,12 +59,12 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
 
 def gather_for_saving(model: nn.Module, rank0_only: bool) -> dict[str, Any]:
     """Return the full state dict of ``model`` on the CPU; without the weights of experts if only adapters are saved."""
-    if not (_of_peft(model) or getattr(model, "_hf_peft_config_loaded", False)):
+    if not (of_peft(model) or getattr(model, "_hf_peft_config_loaded", False)):
         return state_dict(model, rank0_only=rank0_only, cpu=True)
     return state_dict_with_experts(model, "full", rank0_only, cpu=True, without=_weights_of_experts(model))
 
 
-def _of_peft(model: nn.Module) -> bool:
+def of_peft(model: nn.Module) -> bool:
     # FSDP2 makes a subclass of the class of the model.
     return any(base.__module__.startswith("peft.") for base in type(model).__mro__)
 

@@ -352,7 +352,8 @@ def test_unsupported_adapters_raise_on_every_rank(pool2: RankPool) -> None:
         assert all("adapters (LoRA) of model.layers.0.mlp.experts." in message for message in messages.values())
 
 
-def adapt_attention(rank: int, world: int, swap_first: bool) -> None:
+def adapt_attention(rank: int, world: int, job: tuple[bool, str]) -> None:
+    swap_first, folder = job
     ids = batch(world)
     want = adapted(small_model(), ATTENTION)
     want_logits = train(want, torch.cat(ids), num_targets(ids), SGD(trainable(want)), 1)
@@ -360,11 +361,15 @@ def adapt_attention(rank: int, world: int, swap_first: bool) -> None:
     logits = train(model, ids[rank], num_targets(ids), SGD(trainable(model)), 1, world)
     assert_close(logits, want_logits.split([len(part) for part in ids])[rank], "logits")
     assert_equal_state(adapters_of(model.state_dict()), adapters_of(want.state_dict()))
+    if rank == 0:  # alone, as the ranks have equal adapters
+        model.save_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(small_model(), folder)
+        assert_equal_state(adapters_of(loaded.state_dict()), adapters_of(want.state_dict()))
 
 
 @pytest.mark.parametrize("swap_first", [False, True])
-def test_adapters_of_attention_train_as_in_one_process(swap_first: bool, pool2: RankPool) -> None:
-    pool2.run(adapt_attention, swap_first, timeout=120)
+def test_adapters_of_attention_train_as_in_one_process(swap_first: bool, pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(adapt_attention, (swap_first, str(tmp_path)), timeout=120)
 
 
 @pytest.mark.parametrize("swap_first", [False, True])
