@@ -9,6 +9,7 @@
 #include <memory>
 #include <numeric>
 
+#include "bind_gemm.h"
 #include "bind_operators.h"
 #include "bind_p2p.h"
 #include "bind_spans.h"
@@ -343,6 +344,7 @@ PYBIND11_MODULE(_C, m) {
       .def("finish", &Rendezvous::finish, py::call_guard<py::gil_scoped_release>())
       .def("abandon", &Rendezvous::abandon);
 
+  bind_gemm(m);
   bind_operators(m);
   bind_p2p(m);
   bind_spans(m);

@@ -1,0 +1,63 @@
+// Python bindings of the grouped GEMMs on the CPU. Arguments are addresses, sizes and strides.
+#include "bind_gemm.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/gemm/gemm.h"
+
+namespace py = pybind11;
+
+namespace moe_comm {
+
+namespace {
+
+using Sizes = std::vector<int64_t>;
+// Addresses and rows of the sources, bytes between rows, row list or 0, scale or 0, number and width of the rows.
+using RowsArgument = std::tuple<std::vector<uintptr_t>, std::vector<int64_t>, int64_t, uintptr_t, uintptr_t, int64_t, int64_t>;
+
+gemm::Rows rows_of(RowsArgument argument) {
+  auto& [base, rows, stride, place, scale, count, width] = argument;
+  return {std::move(base), std::move(rows), stride, reinterpret_cast<const int64_t*>(place), count, width,
+          reinterpret_cast<const float*>(scale)};
+}
+
+gemm::Stack stack_of(const std::array<int64_t, 4>& stack) {
+  return {static_cast<uintptr_t>(stack[0]), stack[1], stack[2], stack[3]};
+}
+
+}  // namespace
+
+void bind_gemm(py::module_& m) {
+  m.def(
+      "grouped_gemm",
+      [](const Sizes& sizes, int dtype, int threads, RowsArgument x, std::array<int64_t, 4> w, int64_t columns,
+         std::array<int64_t, 2> bias, std::array<int64_t, 2> out) {
+        const gemm::Rows rows = rows_of(std::move(x));
+        py::gil_scoped_release release;
+        gemm::rows({sizes.data(), static_cast<int64_t>(sizes.size()), dtype, threads}, rows, stack_of(w), columns,
+                   {static_cast<uintptr_t>(bias[0]), bias[1], 0, 0}, static_cast<uintptr_t>(out[0]), out[1]);
+      },
+      py::arg("sizes"), py::arg("dtype"), py::arg("threads"), py::arg("x"), py::arg("w"), py::arg("columns"),
+      py::arg("bias"), py::arg("out"));
+  m.def(
+      "grouped_gemm_weights",
+      [](const Sizes& sizes, int dtype, int threads, RowsArgument y, RowsArgument x, std::array<int64_t, 4> out,
+         int out_dtype, bool accumulate) {
+        const gemm::Rows left = rows_of(std::move(y)), right = rows_of(std::move(x));
+        py::gil_scoped_release release;
+        gemm::weights({sizes.data(), static_cast<int64_t>(sizes.size()), dtype, threads}, left, right, stack_of(out),
+                      out_dtype, accumulate);
+      },
+      py::arg("sizes"), py::arg("dtype"), py::arg("threads"), py::arg("y"), py::arg("x"), py::arg("out"),
+      py::arg("out_dtype"), py::arg("accumulate"));
+  m.def("gemm_isa_names", &gemm::isa_names);
+  m.def("gemm_isa", &gemm::isa);
+  m.def("set_gemm_isa", &gemm::set_isa);
+}
+
+}  // namespace moe_comm

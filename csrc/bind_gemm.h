@@ -1,0 +1,7 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moe_comm {
+void bind_gemm(pybind11::module_& m);
+}

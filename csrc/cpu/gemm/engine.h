@@ -1,0 +1,53 @@
+// The inner loops of the GEMMs, one table per instruction set and order of additions (see README.md).
+//
+// An operand is a matrix of [outer, k] elements that is stored as lines: lines run along k, or across k. Packing reads
+// lines from anywhere and writes panels, so the tiles read contiguous memory only.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../../layout.h"
+#include "../kernels.h"
+
+namespace moe_comm {
+namespace gemm {
+
+// Lines in the memory of one or several sources. Elements of a line are contiguous.
+struct Lines {
+  const char* const* base;  // per source
+  const int64_t* place;     // packed places (layout.h) of the lines; null: line i is row i of source 0
+  int64_t stride;           // bytes between the rows of a source
+  bool across;              // lines run across k: line i holds k = i of all outer indices
+  int64_t outer, depth;
+
+  const char* line(int64_t i) const {
+    return place ? base[place_owner(place[i])] + place_row(place[i]) * stride : base[0] + i * stride;
+  }
+};
+
+struct Engine {
+  const char* name;
+  int panel_a, panel_b;  // rows and columns of a tile, at most
+  int unit;              // blocks of k are multiples of this; the last one is padded with zeros
+  // Bytes of a panel per k, of A and B.
+  int bytes_a, bytes_b;
+  // Pack outer indices [first, first + count) and k in [k0, k0 + depth), with depth padded to a multiple of `unit`.
+  void (*pack_a)(const Lines&, int dtype, int64_t first, int count, int64_t k0, int64_t depth, char* panel);
+  void (*pack_b)(const Lines&, int dtype, int64_t first, int count, int64_t k0, int64_t depth, char* panel);
+  // c [m, n] += a * b over `depth`; if `load` is false, c starts at zero. c_stride in elements.
+  void (*tile)(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t c_stride, bool load);
+  // out[r] = c[r] + bias, rounded once to dtype. bias may be null; out_stride in bytes.
+  void (*finish)(const float* c, int64_t c_stride, const char* bias, char* out, int64_t out_stride, int64_t rows,
+                 int64_t columns, int dtype);
+  // c = out in fp32.
+  void (*start)(float* c, int64_t c_stride, const char* out, int64_t out_stride, int64_t rows, int64_t columns,
+                int dtype);
+  // Called on each thread around all of the above.
+  uint64_t (*enter)();
+  void (*leave)(uint64_t);
+};
+
+}  // namespace gemm
+}  // namespace moe_comm
