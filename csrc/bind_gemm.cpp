@@ -18,11 +18,17 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 // Addresses and rows of the sources, bytes between rows, row list or 0, scale or 0, number and width of the rows.
-using RowsArgument = std::tuple<std::vector<uintptr_t>, std::vector<int64_t>, int64_t, uintptr_t, uintptr_t, int64_t, int64_t>;
+using RowsArgument =
+    std::tuple<std::vector<uintptr_t>, std::vector<int64_t>, int64_t, uintptr_t, uintptr_t, int64_t, int64_t>;
 
 gemm::Rows rows_of(RowsArgument argument) {
   auto& [base, rows, stride, place, scale, count, width] = argument;
-  return {std::move(base), std::move(rows), stride, reinterpret_cast<const int64_t*>(place), count, width,
+  return {std::move(base),
+          std::move(rows),
+          stride,
+          reinterpret_cast<const int64_t*>(place),
+          count,
+          width,
           reinterpret_cast<const float*>(scale)};
 }
 

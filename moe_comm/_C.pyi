@@ -516,3 +516,36 @@ class SpanRecorder:
     def _begin_step(self, step: int, /) -> None: ...
     def _reset_calls(self) -> None: ...
     def _take(self) -> tuple[dict[int, int], dict[int, int], dict[int, int], dict[int, int], int]: ...
+
+GemmRows = tuple[Sequence[int], Sequence[int], int, int, int, int, int]
+"""Addresses and numbers of rows of the sources, bytes between rows, addresses of the row list [R] (packed places) and
+of the scales [R] or 0, R, and the width of the rows."""
+
+def grouped_gemm(
+    sizes: Sequence[int],
+    dtype: int,
+    threads: int,
+    x: GemmRows,
+    w: Sequence[int],
+    columns: int,
+    bias: Sequence[int],
+    out: Sequence[int],
+) -> None:
+    """out[r] = x[r] @ w[e].T + bias[e]. w [E, N, K], bias [E, N] or 0, out [R, N]: address and strides in bytes, except
+    for the last one of bias and out. Raise ValueError for places out of range."""
+
+def grouped_gemm_weights(
+    sizes: Sequence[int],
+    dtype: int,
+    threads: int,
+    y: GemmRows,
+    x: GemmRows,
+    out: Sequence[int],
+    out_dtype: int,
+    accumulate: bool,
+) -> None:
+    """out[e] = sum over the rows of expert e of y[r]^T x[r], or added to out. out [E, N, K]: address and strides."""
+
+def gemm_isa_names(dtype: int, /) -> list[str]: ...
+def gemm_isa(dtype: int, /) -> str: ...
+def set_gemm_isa(dtype: int, name: str, /) -> bool: ...

@@ -44,8 +44,8 @@ CpuFeatures cpu_features() {
   cpu.avx512 = all(saved, zmm) && all(b, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
   const bool may_have_tiles = all(saved, tiles) && all(d, amx);
   if (cpu.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0) cpu.avx512_bf16 = all(a, bf16);
-  // Some virtual machines advertise AMX, but hide the leaf that describes the palettes, and tiles of 16 rows of 64 bytes
-  // then fail with SIGILL.
+  // Some virtual machines advertise AMX, but hide the leaf that describes the palettes, and tiles of 16 rows of 64
+  // bytes then fail with SIGILL.
   constexpr unsigned palettes = 0x1d;
   if (may_have_tiles && last >= palettes && __get_cpuid_count(palettes, 1, &a, &b, &c, &d) != 0) {
     cpu.amx_bf16 = (b & 0xffff) == 64 && b >> 16 >= 8 && (c & 0xffff) == 16;

@@ -15,10 +15,10 @@ namespace gemm {
 
 namespace {
 
-constexpr int64_t kDepth = 512;             // k per block
-constexpr int64_t kColumnBytes = 1 << 20;   // packed columns per block: half of a usual L2
-constexpr int64_t kRowBytes = 8 << 20;      // packed rows per block
-constexpr int64_t kFewPanels = 1;           // with so few panels of rows, columns are packed panel by panel
+constexpr int64_t kDepth = 256;            // k per block
+constexpr int64_t kColumnBytes = 1 << 20;  // packed columns per block: half of a usual L2
+constexpr int64_t kRowBytes = 8 << 20;     // packed rows per block
+constexpr int64_t kFewPanels = 1;          // with so few panels of rows, columns are packed panel by panel
 constexpr int64_t kLine = 64;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -95,8 +95,7 @@ void multiply(const Engine& e, const Product& p) {
       }
     }
     const int64_t widest =
-        count <= kFewPanels ? e.panel_b
-                            : std::max<int64_t>(e.panel_b, kColumnBytes / (kDepth * e.bytes_b) * e.panel_b);
+        count <= kFewPanels ? e.panel_b : std::max<int64_t>(e.panel_b, kColumnBytes / (kDepth * e.bytes_b) * e.panel_b);
     const bool direct = p.out_dtype == kFloat32 && p.out_stride % 4 == 0;
     for (int64_t n0 = 0; n0 < p.columns; n0 += widest) {
       const int64_t n_block = std::min(widest, p.columns - n0);
@@ -136,7 +135,8 @@ void multiply(const Engine& e, const Product& p) {
 [[noreturn]] void invalid(const std::string& what) { throw std::invalid_argument("gemm: " + what); }
 
 void check_rows(const char* name, const Rows& x, int64_t count, int64_t element) {
-  if (x.base.empty() || x.base.size() != x.rows.size()) invalid(std::string(name) + " needs one number of rows per source");
+  if (x.base.empty() || x.base.size() != x.rows.size())
+    invalid(std::string(name) + " needs one number of rows per source");
   if (x.count != count) {
     invalid(std::string(name) + " has " + std::to_string(x.count) + " rows, and the experts " + std::to_string(count));
   }
@@ -156,7 +156,8 @@ void check_rows(const char* name, const Rows& x, int64_t count, int64_t element)
     const int64_t owner = place_owner(x.place[i]);
     if (owner < 0 || owner >= sources || place_row(x.place[i]) >= x.rows[static_cast<size_t>(owner)]) {
       invalid("entry " + std::to_string(i) + " of the row list of " + name + " is row " +
-              std::to_string(place_row(x.place[i])) + " of source " + std::to_string(owner) + ", which is out of range");
+              std::to_string(place_row(x.place[i])) + " of source " + std::to_string(owner) +
+              ", which is out of range");
     }
   }
 }
@@ -229,7 +230,8 @@ void over_experts(const Groups& groups, int64_t columns, int64_t step, bool empt
   std::vector<Task> tasks;
   int64_t busy = 0, line = 0;
   for (int64_t e = 0; e < groups.experts; ++e) busy += groups.sizes[e] > 0 || empty;
-  const int64_t cuts = groups.threads <= 1 || busy >= 4 * groups.threads ? 1 : parts(4 * groups.threads, std::max<int64_t>(busy, 1));
+  const int64_t cuts =
+      groups.threads <= 1 || busy >= 4 * groups.threads ? 1 : parts(4 * groups.threads, std::max<int64_t>(busy, 1));
   const int64_t width = std::max(step, round_up(parts(columns, cuts), step));
   for (int64_t e = 0; e < groups.experts; line += groups.sizes[e], ++e) {
     if (groups.sizes[e] == 0 && !empty) continue;
@@ -276,23 +278,24 @@ void weights(const Groups& groups, const Rows& y, const Rows& x, const Stack& ou
   if (y.width == 0 || x.width == 0) return;
   const Engine& e = engine(groups.dtype);
   const Operand left(y), right(x);
-  over_experts(groups, x.width, e.panel_b, !accumulate, [&](int64_t expert, int64_t line, int64_t column, int64_t count) {
-    const InMode mode(e);
-    const char *copied_y = nullptr, *copied_x = nullptr;
-    Product p{};
-    p.a = left.lines(line, groups.sizes[expert], true, groups.dtype, scratches().dense_a, copied_y);
-    p.b = right.lines(line, groups.sizes[expert], true, groups.dtype, scratches().dense_b, copied_x);
-    p.a_dtype = groups.dtype;
-    p.out_dtype = out_dtype;
-    p.m = y.width;
-    p.column_first = column;
-    p.columns = count;
-    p.depth = groups.sizes[expert];
-    p.out = reinterpret_cast<char*>(out.base + expert * out.expert);
-    p.out_stride = out.row;
-    p.accumulate = accumulate;
-    multiply(e, p);
-  });
+  over_experts(groups, x.width, e.panel_b, !accumulate,
+               [&](int64_t expert, int64_t line, int64_t column, int64_t count) {
+                 const InMode mode(e);
+                 const char *copied_y = nullptr, *copied_x = nullptr;
+                 Product p{};
+                 p.a = left.lines(line, groups.sizes[expert], true, groups.dtype, scratches().dense_a, copied_y);
+                 p.b = right.lines(line, groups.sizes[expert], true, groups.dtype, scratches().dense_b, copied_x);
+                 p.a_dtype = groups.dtype;
+                 p.out_dtype = out_dtype;
+                 p.m = y.width;
+                 p.column_first = column;
+                 p.columns = count;
+                 p.depth = groups.sizes[expert];
+                 p.out = reinterpret_cast<char*>(out.base + expert * out.expert);
+                 p.out_stride = out.row;
+                 p.accumulate = accumulate;
+                 multiply(e, p);
+               });
 }
 
 }  // namespace gemm

@@ -13,11 +13,11 @@ namespace gemm {
 // source place_owner(place[i]) (layout.h), or row i of the only source if place is null.
 struct Rows {
   std::vector<uintptr_t> base;
-  std::vector<int64_t> rows;     // per source; places are checked against it
-  int64_t stride;                // bytes
-  const int64_t* place;          // [count] or null
+  std::vector<int64_t> rows;  // per source; places are checked against it
+  int64_t stride;             // bytes
+  const int64_t* place;       // [count] or null
   int64_t count, width;
-  const float* scale;            // [count] or null: lines are multiplied by it, and rounded to the dtype
+  const float* scale;  // [count] or null: lines are multiplied by it, and rounded to the dtype
 };
 
 // Weights [E, N, K] or results [E, N, K]: addresses, and strides in bytes.
@@ -29,7 +29,7 @@ struct Stack {
 struct Groups {
   const int64_t* sizes;  // lines of each expert, in order
   int64_t experts;
-  int dtype;             // of operands
+  int dtype;  // of operands
   int threads;
 };
 

@@ -1,5 +1,5 @@
-// AMX: tiles of 16 x 16 results; an instruction adds 32 products to each. Per 32 k it sums the even and the odd k in one
-// sequence each, from zero, and adds their sum to the result.
+// AMX: tiles of 16 x 16 results; an instruction adds 32 products to each. Per 32 k it sums the even and the odd k in
+// one sequence each, from zero, and adds their sum to the result.
 #define MOE_VEC 16
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -44,11 +44,11 @@ void leave(uint64_t before) {
 
 // Not the compiler's intrinsics: those of gcc 12 do not say that they read and write memory.
 #define MOE_TILE_LOAD(tile, address, stride) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(address), "r"(stride) : "memory")
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(address), "r"(stride) : "memory")
 #define MOE_TILE_STORE(tile, address, stride) \
   __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(address), "r"(stride) : "memory")
-#define MOE_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
-#define MOE_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define MOE_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
+#define MOE_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 
 // A: [k / 32][2][16 rows][32 k]. Rows from count on hold arbitrary values.
 void pack_a(const Lines& lines, int, int64_t first, int count, int64_t k0, int64_t depth, char* panel) {
@@ -150,8 +150,8 @@ void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, i
 }  // namespace
 
 const Engine& in_pairs() {
-  static const Engine table = {"amx",  kPanel, kPanel, kUnit, kPanel * 2, kPanel * 2, pack_a, pack_words<kPanel, kUnit>,
-                               tile,   finish, start,  enter, leave};
+  static const Engine table = {"amx", kPanel, kPanel, kUnit, kPanel * 2, kPanel * 2, pack_a, pack_words<kPanel, kUnit>,
+                               tile,  finish, start,  enter, leave};
   return table;
 }
 

@@ -46,8 +46,8 @@ void tile_of(const char* a, const char* b, int64_t depth, float* c, int64_t stri
 
 void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t stride, bool load) {
   typedef void (*Function)(const char*, const char*, int64_t, float*, int64_t, bool);
-  static constexpr Function functions[kRows] = {tile_of<1>, tile_of<2>,  tile_of<3>,  tile_of<4>,  tile_of<5>,
-                                                tile_of<6>, tile_of<7>,  tile_of<8>,  tile_of<9>,  tile_of<10>,
+  static constexpr Function functions[kRows] = {tile_of<1>,  tile_of<2>,  tile_of<3>,  tile_of<4>, tile_of<5>,
+                                                tile_of<6>,  tile_of<7>,  tile_of<8>,  tile_of<9>, tile_of<10>,
                                                 tile_of<11>, tile_of<12>, tile_of<13>, tile_of<14>};
   if (n == kColumns) {
     functions[m - 1](a, b, depth, c, stride, load);
