@@ -175,7 +175,8 @@ sanitize: $(STAMP)
 	done
 
 ARM_CXX ?= aarch64-linux-gnu-g++
-ARM_SOURCES = $(filter-out %isa_avx2.cpp %isa_avx512.cpp,$(wildcard csrc/cpu/*.cpp)) \
+ARM_SOURCES = $(filter-out %isa_avx2.cpp %isa_avx512.cpp %isa_avx512_bf16.cpp %isa_amx.cpp,\
+  $(wildcard csrc/cpu/*.cpp csrc/cpu/gemm/*.cpp)) \
   $(wildcard csrc/cuda/*.cpp) $(wildcard csrc/tests/*.cpp)
 neon:
 	@mkdir -p build

@@ -15,7 +15,7 @@ namespace gemm {
 
 namespace {
 
-constexpr int64_t kDepth = 256;            // k per block
+constexpr int64_t kDepth = 512;            // k per block
 constexpr int64_t kColumnBytes = 1 << 20;  // packed columns per block: half of a usual L2
 constexpr int64_t kRowBytes = 8 << 20;     // packed rows per block
 constexpr int64_t kFewPanels = 1;          // with so few panels of rows, columns are packed panel by panel
