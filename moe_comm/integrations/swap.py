@@ -134,7 +134,7 @@ def parallelize_moe(
         refuse_ties(model, own)
         if stacked or not own:
             blocks = find_experts(model, lambda name: not is_inside(name, left))
-            refuse_conflicts(model, blocks)
+            refuse_conflicts(model, blocks, world)
             sharing = names_by_weights(model, blocks)
             adapted = [name for name in blocks if _has_adapters(model, name)]
         for layout in (*(layout for _, layout in blocks.values()), *(plan.formula.layout for _, plan in own)):

@@ -411,6 +411,31 @@ def test_hooks_on_experts_survive_the_swap(saved: Callable[[str], str]) -> None:
     assert calls == ["before", "after", "backward"]
 
 
+def hooks_are_refused(rank: int, world: int, folder: str) -> None:
+    model = load(folder)
+    experts = model.model.layers[0].mlp.experts
+    for owner, register, reason in (
+        (experts.down_proj, "register_hook", "experts.down_proj has gradient hooks"),
+        (experts.down_proj, "register_post_accumulate_grad_hook", "experts.down_proj has gradient hooks"),
+        (experts, "register_load_state_dict_post_hook", "experts has state-dict hooks"),
+    ):
+        handle = getattr(owner, register)(lambda *_: None)
+        with pytest.raises(UnsupportedModel, match=reason):
+            swap_moe(model)
+        handle.remove()
+    swap_moe(model)
+
+
+def test_hooks_that_the_swap_would_lose_are_refused(saved: Callable[[str], str], pool4: RankPool) -> None:
+    pool4.run(hooks_are_refused, saved("olmoe"))
+    model = load(saved("olmoe"))
+    calls: list[int] = []
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    swap_moe(model)(batch()[0]).logits.sum().backward()  # one rank keeps its parameters, and so their hooks
+    assert calls == [1]
+
+
 def test_a_copy_of_a_swapped_model_has_its_own_weights_and_computes_the_same(saved: Callable[[str], str]) -> None:
     model, ids = swap_moe(load(saved("gpt_oss"))), batch()[0]
     copied = deepcopy(model)

@@ -262,6 +262,9 @@ def refusals(rank: int, world: int, folder: str) -> None:
     hooked = load(folder)
     hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     assert_refused(hooked, UnsupportedModel, r"layers\.0\.mlp has forward hooks")
+    hooked = load(folder)
+    hooked.model.layers[1].mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert_refused(hooked, UnsupportedModel, r"layers\.1\.mlp\.down_proj\.weight has gradient hooks")
     replaced_on_one_rank = load(folder)
     if rank == 3:
         replaced_on_one_rank.model.layers[0].mlp.forward = lambda x: x

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import UnsupportedModel
+from moe_comm.integrations.blocks.adapter import is_inside
 from moe_comm.integrations.blocks.block import BlockPlan, Convention, Probes, call_block, outputs_of, replayed
 from moe_comm.integrations.blocks.find import FoundBlock
 from moe_comm.integrations.blocks.formula import ExpertFormula, recognise
 from moe_comm.integrations.blocks.trial import Trial, materialized
-from moe_comm.integrations.hugging_face.swap import HOOKS
+from moe_comm.integrations.hooks import refuse_hooks
 
 TOKENS = 32
 """Number of random tokens of a rank in a check."""
@@ -39,7 +40,9 @@ def describe(found: FoundBlock) -> BlockPlan:
 
 
 def _described(found: FoundBlock) -> BlockPlan:
-    _refuse_hooks(found)
+    title = partial("{}.{}".format, found.name) if found.name else str
+    replaced = {name: module for name, module in found.block.named_modules() if is_inside(name, [found.path])}
+    refuse_hooks("swap_moe", ((title(name), module) for name, module in replaced.items()), ())
     for name, module in () if found.adapter else found.experts.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedModel(f"its experts have dropout {module.p} ({name}); set it to 0")
@@ -52,6 +55,14 @@ def _described(found: FoundBlock) -> BlockPlan:
     params = dict(found.block.named_parameters())
     if missing := [name for name in formula.names if name not in params]:
         raise UnsupportedModel(f"{missing[0]} is also another expert's parameter")
+    if unknown := [name for name in params if is_inside(name, [found.path]) and name not in formula.names]:
+        raise UnsupportedModel(f"{found.path} also has the parameter {unknown[0]}, which is not one of its experts")
+    owners = {name.rpartition(".")[0] for name in formula.names} - {"", *replaced}
+    refuse_hooks(
+        "swap_moe",
+        ((title(name), found.block.get_submodule(name)) for name in owners),
+        ((title(name), params[name]) for name in formula.names),
+    )
     if len({(params[name].dtype, params[name].device) for name in formula.names}) > 1:
         raise UnsupportedModel("the parameters of its experts differ in dtype or device")
     for parts in formula.parts.values():
@@ -72,16 +83,6 @@ def _described(found: FoundBlock) -> BlockPlan:
     copy = replace(found, block=block)
     x = torch.randn(*plan.shape, formula.layout.hidden, dtype=torch.float32, device=found.device)
     return _outputs(copy, replace(plan, convention=_convention(copy, x)), x)
-
-
-def _refuse_hooks(found: FoundBlock) -> None:
-    """Raise UnsupportedModel if modules that the swap replaces have hooks, which would be lost."""
-    for name, module in found.block.named_modules():
-        if f"{name}.".startswith(f"{found.path}.") and any(getattr(module, hooks) for hooks in HOOKS):
-            path = f"{found.name}.{name}".lstrip(".")
-            raise UnsupportedModel(
-                f"{path} has forward or backward hooks, and the swap replaces this module. Remove them before the swap"
-            )
 
 
 def _shape(block: nn.Module, hidden: int) -> tuple[int, ...]:

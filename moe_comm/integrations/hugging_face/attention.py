@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
+from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.integrations.hugging_face.families import Ties, require_transformers
 from moe_comm.integrations.hugging_face.state import gather_full, refuse_save
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig, QKNorm, RopeConfig
@@ -205,6 +206,9 @@ def parallelize_attention(
             layers = (pair for decoder in decoders.values() for pair in enumerate(decoder.layers))
             blocks = {f"layers.{index}.self_attn": layer.self_attn for index, layer in layers}
             Ties(model).refuse(blocks, "swap_attention")
+            for name, module in blocks.items():
+                modules, replaced = module.named_modules(prefix=name), module.named_parameters(name)
+                refuse_hooks("swap_attention", modules, replaced, calls=False)
         # Build all modules before the first one is replaced, so that an error leaves the model unchanged.
         swapped = {
             f"{name}.layers.{index}".lstrip("."): SwappedAttention(layer.self_attn, tp_group, cp_group, context)

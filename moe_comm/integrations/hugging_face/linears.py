@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from moe_comm.comm.agree import compare
 from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
+from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.integrations.hugging_face.families import Ties
 from moe_comm.integrations.hugging_face.state import gather_full, refuse_save
 from moe_comm.layers.attention.layer import Attention
@@ -243,8 +244,12 @@ def _check_supported(
     if not blocks and not vocab_modules:
         supported = "; ".join(f"{', '.join(columns)} and {row}" for columns, row in BLOCKS)
         raise UnsupportedModel(f"{kind} has no feed-forward block of plain linears; supported are {supported}")
-    linears = (f"{name}.{key}".lstrip(".") for name, (columns, row) in blocks.items() for key in (*columns, row))
+    linears = [f"{name}.{key}".lstrip(".") for name, (columns, row) in blocks.items() for key in (*columns, row)]
     Ties(model).refuse({name: model.get_submodule(name) for name in linears}, "swap_linears")
+    for name in (*linears, *vocab_modules):
+        module = model.get_submodule(name)
+        replaced = module.named_parameters(name) if world > 1 else ()  # else the parameters are kept
+        refuse_hooks("swap_linears", [(name, module)], replaced, calls=False)
     for name, (columns, row) in blocks.items():
         block = model.get_submodule(name)
         for module in (block, *(block.get_submodule(key) for key in (*columns, row))):

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from moe_comm.integrations.hooks import CALL_HOOKS, refuse_hooks
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.integrations.hugging_face.padding import PaddingMask
@@ -42,16 +43,6 @@ from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Sharding, Split
 
 _log = logging.getLogger(__name__)
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-"""Attributes of a module that hold the hooks of its calls."""
 
 
 class EPExperts(ExpertParallel):
@@ -90,7 +81,7 @@ class EPExperts(ExpertParallel):
         homes = self.placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
             self.register_parameter(name, self._local_parameter(experts, name, homes))
-        for hooks in HOOKS:
+        for hooks in CALL_HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
         self._is_full_backward_hook = experts._is_full_backward_hook
         self.training = experts.training
@@ -274,7 +265,7 @@ def _settings(experts: nn.Module, layout: ExpertsLayout) -> list[Any]:
     """Return the properties in which experts modules with the same weights must agree, because one module replaces
     them."""
     custom = layout.activation.name == f"{type(experts).__name__}._apply_gate"
-    hooks = [list(getattr(experts, name).values()) for name in HOOKS]
+    hooks = [list(getattr(experts, name).values()) for name in CALL_HOOKS]
     return [type(experts), layout.activation.fn if custom else layout.activation.name, experts.training, *hooks]
 
 
@@ -296,7 +287,8 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return experts | sharded_parameters(model)
 
 
-def refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:
+def refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]], world: int) -> None:
+    """Raise UnsupportedModel if the experts of ``model`` cannot be replaced by those of a rank of ``world``."""
     if "" in blocks:
         raise UnsupportedModel(f"{type(model).__name__} is an experts module; pass the model that contains it")
     for name, (experts, _) in blocks.items():
@@ -309,6 +301,8 @@ def refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, Expert
             raise UnsupportedModel(
                 f"the forward of {name} was replaced, by device_map offloading or a kernel; load the model without them"
             )
+        replaced = experts.named_parameters(name) if world > 1 else ()  # else the parameters are kept
+        refuse_hooks("swap_moe", experts.named_modules(prefix=name), replaced, calls=False)
     if getattr(model, "use_kernels", False):
         raise UnsupportedModel(
             f"{type(model).__name__} was loaded with use_kernels=True, which may replace whole MoE blocks; "

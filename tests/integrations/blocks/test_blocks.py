@@ -419,3 +419,30 @@ def test_hooks_of_replaced_modules_are_refused(style: type[nn.Module], name: str
     calls.clear()
     _backward(model, 0)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_state_dict_hooks_of_replaced_modules_are_refused(kind: str) -> None:
+    model = _model(Mixtral)
+    handle = getattr(model.blocks[1].get_submodule("experts.3"), f"register_{kind}_hook")(lambda *_: None)
+    with pytest.raises(UnsupportedModel, match=r"blocks\.1\.experts\.3 has state-dict hooks"):
+        moe_comm.swap_moe(model)
+    handle.remove()
+    moe_comm.swap_moe(model)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_of_replaced_parameters_are_refused(kind: str) -> None:
+    moe_comm.block_adapter(InlineMath)(_adapter)
+    calls: list[int] = []
+    for style, name in (Mixtral, "experts.3.w2.weight"), (InlineMath, "w_up"):
+        model = _model(style)
+        getattr(model.blocks[1].gate.weight, kind)(lambda _: calls.append(1))  # the router keeps its own
+        handle = getattr(model.blocks[1].get_parameter(name), kind)(lambda _: None)
+        with pytest.raises(UnsupportedModel, match=rf"blocks\.1\.{name} has gradient hooks"):
+            moe_comm.swap_moe(model)
+        handle.remove()
+        moe_comm.swap_moe(model)
+        calls.clear()
+        _backward(model, 0)
+        assert calls == [1]
