@@ -14,11 +14,12 @@ from moe_comm.dispatch.expert_call import grouped_mlp
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertMLP
-from moe_comm.kernels.low_rank import LowRank, with_adapters
+from moe_comm.kernels.low_rank import Dropout, LowRank, with_adapters
 from moe_comm.runtime.memory import warm_like, warm_rows
 
 SIZES = (9, 0, 2, 26)
 SCALINGS = (0.5, 3.0)
+DROPOUTS = (None, Dropout(0.4, 5, (7, 3, 0, 2)))
 
 
 def tensors(hidden: int, ffn: int, dtype: torch.dtype, bias: bool = False) -> dict[str, Tensor]:
@@ -39,18 +40,18 @@ def tensors(hidden: int, ffn: int, dtype: torch.dtype, bias: bool = False) -> di
     }
 
 
-def adapters(values: dict[str, Tensor], place: str) -> list[LowRank]:
+def adapters(values: dict[str, Tensor], place: str, dropout: bool = False) -> list[LowRank]:
     names = [name[:-2] for name in values if name.startswith(place) and name.endswith(" a")]
     return [
-        LowRank(values[f"{name} a"], values[f"{name} b"], scaling)
-        for name, scaling in zip(names, SCALINGS, strict=False)
+        LowRank(values[f"{name} a"], values[f"{name} b"], scaling, dropped if dropout else None)
+        for name, scaling, dropped in zip(names, SCALINGS, DROPOUTS, strict=False)
     ]
 
 
-def adapted(values: dict[str, Tensor], **settings: Any) -> ExpertMLP:
+def adapted(values: dict[str, Tensor], dropout: bool = False, **settings: Any) -> ExpertMLP:
     weights = (values["w13"], values["w2"], values.get("b13"), values.get("b2"))
     mlp = ExpertMLP(weights, activation_of("swiglu"), **settings)
-    return with_adapters(mlp, adapters(values, "first"), adapters(values, "last"))
+    return with_adapters(mlp, adapters(values, "first", dropout), adapters(values, "last", dropout))
 
 
 def merged(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -95,14 +96,54 @@ def test_one_trained_tensor_has_the_gradient_of_all(only: str) -> None:
     assert list(grads) == [only] and torch.equal(grads[only], want[only])
 
 
+def with_masks(leaves: dict[str, Tensor]) -> Tensor:
+    """Return the outputs of experts whose second adapter has dropout, by the formula of PEFT."""
+
+    def linear(x: Tensor, weight: Tensor, place: str, expert: int) -> Tensor:
+        y = x @ weight[expert].T
+        for one in adapters(leaves, place, dropout=True):
+            factors = 1 if one.dropout is None else one.dropout.factors(expert, 0, x.detach())
+            y = y + ((x * factors) @ one.a_ELI[expert].T) @ one.b_ELO[expert] * one.scaling
+        return y
+
+    outputs = []
+    for expert, x in enumerate(leaves["rows"].split(SIZES)):
+        gate, up = linear(x, leaves["w13"], "first", expert).chunk(2, 1)
+        outputs.append(linear(torch.nn.functional.silu(gate) * up, leaves["w2"], "last", expert))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_multiplies_the_inputs_of_an_adapter_by_its_mask(recompute: bool) -> None:
+    values = tensors(32, 16, torch.float64)
+    out, grads = run(values, lambda leaves: adapted(leaves, True, recompute=recompute))
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    want = with_masks(leaves)
+    want.backward(torch.sin(torch.arange(want.numel(), dtype=torch.float64)).view_as(want))
+    torch.testing.assert_close(out, want.detach())
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, leaves[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_masks_have_the_probability_and_differ_between_experts_rows_and_seeds() -> None:
+    like = torch.empty(400, 250)
+    masks = [Dropout(0.3, seed, (5, 6)).factors(expert, 0, like) for seed in (1, 2) for expert in (0, 1)]
+    for mask in masks:
+        assert set(mask.unique().tolist()) == {0.0, float(torch.tensor(1.0) / (1 - 0.3))}
+        assert abs(float(mask.mean()) - 1) < 0.01
+        assert not torch.equal(mask[:16], mask[16:32])
+    assert all(0.55 < float((a == b).float().mean()) < 0.61 for a, b in pairwise(masks))
+
+
+@pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 32), (32, 16), (20, 12)])
-def test_row_ranges_have_the_bits_of_all_rows(hidden: int, ffn: int, dtype: torch.dtype) -> None:
+def test_row_ranges_have_the_bits_of_all_rows(hidden: int, ffn: int, dtype: torch.dtype, dropout: bool) -> None:
     values = tensors(hidden, ffn, dtype)
-    mlp = adapted(values)
+    mlp = adapted(values, dropout)
     torch.manual_seed(91)
     grad_RD = torch.randn_like(values["rows"])
-    needs = tuple(index >= 4 for index in range(8))
+    needs = tuple(index >= 4 for index in range(len(mlp.tensors)))
     starts, results = [0, *accumulate(SIZES)], []
     for pieces in (None, 1, 2, 3, 7):
         out_RD, grad_rows_RD = torch.empty_like(grad_RD), torch.empty_like(grad_RD)
