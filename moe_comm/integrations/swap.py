@@ -19,8 +19,7 @@ from moe_comm.integrations.blocks.block import BlockPlan
 from moe_comm.integrations.blocks.distribute import refuse_ties
 from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
 from moe_comm.integrations.blocks.swap import plan_blocks, swap_blocks
-from moe_comm.integrations.blocks.trial import device_of
-from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts, is_experts
+from moe_comm.integrations.hugging_face.families import find_experts, is_experts
 from moe_comm.integrations.hugging_face.state import of_peft
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts,
@@ -35,6 +34,8 @@ from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import prepare_ddp
 from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.moe.config import expert_dispatcher
+from moe_comm.layers.moe.formula import ExpertsLayout
+from moe_comm.layers.moe.trial import device_of
 from moe_comm.lazy import after_import
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement

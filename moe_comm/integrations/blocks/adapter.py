@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.integrations.blocks.formula import ExpertFormula, Part
-from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.kernels.activations import Activation, activation_of
+from moe_comm.layers.moe.formula import ExpertFormula, ExpertsLayout, Part
 
 Route = Callable[[Any, Tensor], tuple[Any, ...]]
 Output = Callable[[Any, Tensor, Tensor, Any], Any]

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.blocks.adapter import MoEBlock
-from moe_comm.integrations.blocks.formula import ExpertFormula
 from moe_comm.integrations.checkpoint.slices import HubSlice
 from moe_comm.integrations.hugging_face.swap import EPExperts
 from moe_comm.layers.data_parallel.expert_shard import distribute_like
+from moe_comm.layers.moe.formula import ExpertFormula
 
 Probe = Literal["zeros", "unit vectors"]
 Convention = Literal["list", "batches", "counts", "adapter"]
@@ -161,9 +161,26 @@ class BlockExperts(Probes, EPExperts):
         prefix: of this module's keys.
         """
         of_block = prefix.removesuffix(f"{self.plan.path}.")
-        for name, shape, slices in self.plan.formula.slices():
+        for name, shape, slices in _slices(self.plan.formula):
             named = [replace(one, name=of_block + name, parameter=prefix + one.parameter) for one in slices]
             yield of_block + name, shape, named
+
+
+def _slices(formula: ExpertFormula) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:
+    """Yield each parameter in the block, its shape, and the slices of the stacked parameters that it holds."""
+    for path, shape in formula.shapes.items():
+        stacked = "{}" not in path
+        whole: tuple[slice, ...] = (slice(None),) if stacked else ()
+        for expert, name in enumerate(formula.names_of(path)):
+            found = []
+            for key, parts in formula.parts.items():
+                for piece in formula.pieces(key, expert) if path in [part.path for part in parts] else ():
+                    if piece.name == name:
+                        dims = (2, 1) if piece.transposed else (1, 2)[: len(shape)]
+                        region = (*whole, *(index for index in piece.index if isinstance(index, slice)))
+                        place = (*(whole or (expert,)), piece.rows)
+                        found.append(HubSlice(name, place, key, region, (0, *dims) if stacked else dims))
+            yield name, (formula.layout.num_experts, *shape) if stacked else shape, found
 
 
 def _after_state_dict(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -18,7 +18,7 @@ from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, UnsupportedMode
 from moe_comm.integrations.blocks.block import BlockPlan, call_block, replayed
 from moe_comm.integrations.blocks.distribute import distribute
 from moe_comm.integrations.blocks.find import FoundBlock
-from moe_comm.integrations.blocks.trial import Trial
+from moe_comm.layers.moe.trial import Trial
 from moe_comm.overlap.options import Overlap
 
 TOLERANCE = 1e-4

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_comm.integrations.blocks.adapter import MoEBlock, is_inside
-from moe_comm.integrations.blocks.trial import device_of
+from moe_comm.layers.moe.trial import device_of
 
 CLIMB = 3
 """Number of modules above the experts among which the block is searched."""

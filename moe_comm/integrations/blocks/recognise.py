@@ -13,9 +13,9 @@ from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.blocks.adapter import is_inside
 from moe_comm.integrations.blocks.block import BlockPlan, Convention, Probes, call_block, outputs_of, replayed
 from moe_comm.integrations.blocks.find import FoundBlock
-from moe_comm.integrations.blocks.formula import ExpertFormula, recognise
-from moe_comm.integrations.blocks.trial import Trial, materialized
 from moe_comm.integrations.hooks import refuse_hooks
+from moe_comm.layers.moe.recognise import recognise_experts
+from moe_comm.layers.moe.trial import Trial
 
 TOKENS = 32
 """Number of random tokens of a rank in a check."""
@@ -49,7 +49,11 @@ def _described(found: FoundBlock) -> BlockPlan:
         if any(True for _ in module.buffers(recurse=False)):
             raise UnsupportedModel(f"its experts have buffers ({name or type(module).__name__})")
     if found.adapter is None:
-        formula, nones = _formula(found)
+        prefix = f"{found.path}.".lstrip(".")
+        size, stacked = found.num_experts, found.stacked
+        formula, nones = recognise_experts(
+            found.experts, size, found.device, stacked=stacked, prefix=prefix, smallest=size
+        )
     else:
         formula, nones = found.adapter.formula(found.block), -1
     params = dict(found.block.named_parameters())
@@ -97,71 +101,6 @@ def _shape(block: nn.Module, hidden: int) -> tuple[int, ...]:
         except Exception as error:  # of the user's code
             problem = problem or error
     raise UnsupportedModel(f"it cannot run on tokens [.., {hidden}] alone ({type(problem).__name__}: {problem})")
-
-
-def _formula(found: FoundBlock) -> tuple[ExpertFormula, int]:
-    """Recognise what an expert computes, by its outputs of random rows."""
-    expert = _first_expert(found)
-    prefix = f"{found.path}." if found.stacked else f"{found.path}.{{}}."
-    prefix = prefix.lstrip(".")
-    shapes = {prefix + n: tuple(p.shape[1:] if found.stacked else p.shape) for n, p in expert.named_parameters()}
-    tensors = {f"{prefix}{n}".format(0): param for n, param in expert.named_parameters()}
-    inner = [
-        module
-        for module in expert.modules()
-        if module is not expert and not list(module.parameters()) and not isinstance(module, nn.Dropout | nn.Identity)
-    ]
-    problem: Exception | None = None
-    for hidden in sorted({size for shape in shapes.values() if len(shape) == 2 for size in shape}):
-        if hidden < found.num_experts:
-            problem = problem or UnsupportedModel(f"it has more experts than a token of {hidden} has values")
-            continue
-        # Large enough that activations differ.
-        rows_RD = 4 * torch.randn(8, hidden, dtype=torch.float64, device=found.device)
-        try:
-            result = _run_stacked(expert, rows_RD, found.num_experts) if found.stacked else expert(rows_RD)
-            y_RD, nones = _output(result)
-            if y_RD is None or y_RD.shape != rows_RD.shape:
-                continue
-            return recognise(shapes, tensors, inner, rows_RD, y_RD, found.num_experts), nones
-        except UnsupportedModel as error:
-            problem = error
-        except Exception as error:  # of the user's code
-            problem = problem or UnsupportedModel(f"an expert cannot run on rows [R, {hidden}] ({error})")
-    raise problem or UnsupportedModel(
-        f"an expert with the parameters {shapes} does not map rows [R, D] to [R, D], D at least the number of experts"
-    )
-
-
-def _first_expert(found: FoundBlock) -> nn.Module:
-    """Return a copy of the first expert in float64, or of stacked experts that all have its weights."""
-    if not found.stacked:
-        return materialized(found.experts[0], found.device, torch.float64)
-    first = {name: (0, [0]) for name, _ in found.experts.named_parameters()}
-    experts = materialized(found.experts, found.device, torch.float64, first)
-    for param in experts.parameters():
-        param.data = param.data.expand(found.num_experts, *param.shape[1:])
-    return experts
-
-
-def _output(result: Any) -> tuple[Tensor | None, int]:
-    """Return the output of an expert, and the number of Nones after it; -1 if it is no tuple."""
-    if isinstance(result, Tensor):
-        return result, -1
-    if isinstance(result, tuple) and isinstance(result[0], Tensor) and all(other is None for other in result[1:]):
-        return result[0], len(result) - 1
-    return None, -1
-
-
-def _run_stacked(experts: nn.Module, rows_RD: Tensor, count: int) -> Any:
-    """Return the result of the first expert of a module with stacked parameters."""
-    try:
-        batches = experts(rows_RD.expand(count, -1, -1))
-        return batches[0]
-    except Exception:
-        counts_E = torch.zeros(count, dtype=torch.int64, device=rows_RD.device)
-        counts_E[0] = len(rows_RD)
-        return experts(rows_RD, counts_E)
 
 
 def _convention(found: FoundBlock, x: Tensor) -> Convention:

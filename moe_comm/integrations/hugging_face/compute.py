@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.types import INVALID_LOGITS
-from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
+from moe_comm.layers.moe.formula import ExpertsLayout
 
 
 def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:

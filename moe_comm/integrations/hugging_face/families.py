@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import UnsupportedModel
 from moe_comm.kernels.activations import Activation, activation_of, clamped_swiglu, glu
+from moe_comm.layers.moe.formula import ExpertsLayout
 from moe_comm.runtime.versions import require
 
 _LOOKS_LIKE_MOE = re.compile(r"(moe|experts?|mixture)", re.IGNORECASE)
@@ -51,40 +52,6 @@ FAMILIES = (
     ExpertsFamily("DeepSeek-V3", "DeepseekV3Experts"),
     ExpertsFamily("gpt-oss", "GptOssExperts"),
 )
-
-
-@dataclass(frozen=True)
-class ExpertsLayout:
-    """Parameter shapes and activation of one experts module.
-
-    Attributes:
-        num_experts: number of experts in the module, E.
-        hidden, ffn: D and F.
-        activation: activation between the two GEMMs; includes whether gate and up are interleaved.
-        transposed: whether weights are [E, in, out] instead of [E, out, in].
-        bias: whether the module has ``gate_up_proj_bias`` [E, 2F] and ``down_proj_bias`` [E, D].
-    """
-
-    num_experts: int
-    hidden: int
-    ffn: int
-    activation: Activation
-    transposed: bool = False
-    bias: bool = False
-
-    @property
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by its name in transformers."""
-        width = 2 * self.ffn if self.activation.gated else self.ffn
-        up, down = (width, self.hidden), (self.hidden, self.ffn)
-        shapes: dict[str, tuple[int, ...]] = {
-            "gate_up_proj": (self.num_experts, *(up[::-1] if self.transposed else up)),
-            "down_proj": (self.num_experts, *(down[::-1] if self.transposed else down)),
-        }
-        if self.bias:
-            shapes["gate_up_proj_bias"] = (self.num_experts, width)
-            shapes["down_proj_bias"] = (self.num_experts, self.hidden)
-        return shapes
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -27,10 +27,11 @@ from moe_comm.dispatch.selection.factory import new_dispatcher, shared_dispatche
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, start_call
-from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
+from moe_comm.integrations.hugging_face.families import read_layout, require_transformers
 from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
+from moe_comm.layers.moe.formula import ExpertsLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

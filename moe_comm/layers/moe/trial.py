@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_comm.integrations.blocks.formula import ExpertFormula
+from moe_comm.layers.moe.formula import ExpertFormula
 
 WIDTH = 64
 """Largest width of experts in a trial."""
