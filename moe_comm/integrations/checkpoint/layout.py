@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_comm.comm.group_setup import group_rank, group_size
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.checkpoint.slices import HubSlice
 from moe_comm.layers.data_parallel.attach import expert_modules
+from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.layers.parallel.module import state_key
-from moe_comm.topology import Box, Sharding
+from moe_comm.topology import Box, Sharding, ShardSlice
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,24 +36,43 @@ class HeldTensor:
 
     Attributes:
         names: of the unswapped model; several if modules share it. The first one is used in ``HubSlice.parameter``.
-        tensor: the part of this rank.
+        tensor: the part of this rank; a DTensor if FSDP2 shards it over ranks with equal parts.
         sharding: of the full tensor.
-        group: the ranks that hold the parts; None if each rank holds the full tensor.
-        coordinates: the coordinates of each rank of ``group`` on the axes of the sharding; of this rank for None.
+        place: coordinates of this rank on the axes of the sharding.
         sizes: sizes of these axes.
     """
 
     names: tuple[str, ...]
     tensor: Tensor
     sharding: Sharding
-    group: ProcessGroup | None = None
-    coordinates: tuple[Mapping[str, int], ...] = ({},)
-    sizes: Mapping[str, int] | None = None
+    place: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
-    def boxes(self, rank: int | None = None) -> list[Box]:
-        """Return the boxes that rank ``rank`` of ``group`` holds; None: this rank."""
-        rank = group_rank(self.group) if rank is None else rank
-        return self.sharding.boxes(self.coordinates[rank], self.sizes or {})
+    @property
+    def local(self) -> Tensor:
+        """The elements that this rank holds, in the memory of ``tensor``."""
+        tensor = self.tensor.detach()
+        return tensor.to_local() if is_dtensor(tensor) else tensor
+
+    def boxes(self) -> list[Box]:
+        """Return where the elements of ``local`` are in it and in the full tensor.
+
+        Raises:
+            UnsupportedModel: the tensor is a DTensor that FSDP2 has not made.
+        """
+        share = _share(self.tensor, self.names[0]) if is_dtensor(self.tensor) else None
+        return self.sharding.boxes(self.place, self.sizes, share)
+
+
+def _share(tensor: Any, name: str) -> ShardSlice | None:
+    """Return the slice that this rank holds of a DTensor, which FSDP2 may have sharded along one dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    split = [d for d, size in enumerate(shape) if size < tensor.shape[d]]
+    if len(split) > 1 or any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedModel(f"{name} is a DTensor with the placements {tensor.placements}")
+    return ShardSlice(d := split[0], range(offset[d], offset[d] + shape[d])) if split else None
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,17 @@ class CheckpointTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     slices: tuple[HubSlice, ...]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that DDP or ``torch.compile`` wraps. What FSDP2 has gathered in it is sharded again."""
+    while (inner := getattr(model, "_orig_mod", None)) is not None or isinstance(model, DistributedDataParallel):
+        model = model.module if inner is None else inner
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in () if fsdp is None else model.modules():
+        if isinstance(module, fsdp.FSDPModule):  # else its parameters may be copies in another dtype
+            module.reshard()
+    return model
 
 
 def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
@@ -102,7 +133,7 @@ def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
     return held
 
 
-_Part = tuple[Sharding, ProcessGroup, tuple[Mapping[str, int], ...], Mapping[str, int]]
+_Part = tuple[Sharding, Mapping[str, int], Mapping[str, int]]
 
 
 def _parts(model: nn.Module) -> dict[int, _Part]:
@@ -112,9 +143,8 @@ def _parts(model: nn.Module) -> dict[int, _Part]:
         shards = gradients.shards
         if shards.listed:
             raise UnsupportedModel(f"{name} is a list of experts that mark_experts distributed; use load_state_dict")
-        places = tuple(shards.place_of(rank) for rank in range(group_size(shards.group)))
         for key, sharding in shards.shardings.items():
-            parts[id(getattr(module, key))] = sharding, shards.group, places, shards.sizes
+            parts[id(getattr(module, key))] = sharding, shards.place, shards.sizes
     of_attention = {  # norms over all heads do not refer to the group
         child: module.tp_group
         for module in model.modules()
@@ -126,11 +156,10 @@ def _parts(model: nn.Module) -> dict[int, _Part]:
         group: Any = getattr(module, "group", None) or of_attention.get(module)
         if not callable(describe) or group is None or group_size(group) == 1:
             continue
-        sizes = {"tp": group_size(group)}
+        place, sizes = {"tp": group_rank(group)}, {"tp": group_size(group)}
         for key, sharding in describe().items():
             if sharding.splits and not sharding.expert:
-                places = tuple({"tp": rank} for rank in range(sizes["tp"]))
-                parts[id(module.get_parameter(key))] = sharding, group, places, sizes
+                parts[id(module.get_parameter(key))] = sharding, place, sizes
     return parts
 
 

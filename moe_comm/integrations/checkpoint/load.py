@@ -44,6 +44,7 @@ from moe_comm.integrations.checkpoint.layout import (
     checkpoint_layout,
     held_tensors,
     pretrained_class,
+    unwrapped,
 )
 from moe_comm.integrations.checkpoint.slices import HubSlice, Overlap
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor
@@ -93,11 +94,12 @@ def load_checkpoint(
     dequantized. No rank reads or allocates the whole model.
 
     Parameters and buffers on "meta" are allocated and replaced, so build the optimizer afterwards. Others are
-    overwritten in place. The ranks that share the experts, the heads or the linears of ``model`` must all call it.
+    overwritten in place. The ranks that share the experts, the heads or the linears of ``model``, or that DDP or FSDP2
+    connects, must all call it.
 
     Args:
-        model: a model of any origin, before or after ``swap_moe``, ``swap_attention`` and ``swap_linears``, before DDP
-            and FSDP. Also on "meta".
+        model: a model of any origin, before or after ``swap_moe``, ``swap_attention`` and ``swap_linears``, also on
+            "meta", or one in memory under DDP or FSDP2.
         path: a safetensors file, or a folder with model.safetensors or with an index of several files.
         device: device of the tensors that are on "meta". None: the device of the model's other tensors, or the default
             device.
@@ -109,12 +111,14 @@ def load_checkpoint(
         ConfigError: ``path`` has no safetensors or cannot be read, or a buffer that is not in checkpoints is on "meta".
         InputError: names or shapes do not match. The message names tensors that are in the checkpoint only, or in the
             model only.
-        UnsupportedModel: a tensor is quantized in another way, or the checkpoint layout of the family is unknown.
+        UnsupportedModel: a tensor is quantized in another way, the checkpoint layout of the family is unknown, or FSDP2
+            shards a model on "meta".
         RankMismatch: the ranks read files with different contents.
         CorruptFile, CheckpointError: a file is damaged, or cannot be read. Errors are raised on every rank, all but
             the last before anything is read; after an error of reading, the model has undefined values.
     """
-    groups = groups_of(model)
+    wrapped, model = model, unwrapped(model)
+    groups = groups_of(wrapped)
     loading: _Loading | None = None
     fault: Exception | None = None
     digest = ""
@@ -143,7 +147,12 @@ def groups_of(model: nn.Module) -> list[ProcessGroup]:
     found: dict[ProcessGroup, None] = {}
     for module in model.modules():
         held = (module, getattr(module, "dispatcher", None))
-        for group in (getattr(one, key, None) for one in held for key in ("group", "tp_group", "cp_group")):
+        keys = ("group", "tp_group", "cp_group", "process_group")  # the last one of DDP
+        groups = [getattr(one, key, None) for one in held for key in keys]
+        for parameter in module.parameters(recurse=False):
+            if is_dtensor(parameter):
+                groups += parameter.device_mesh.get_all_groups()
+        for group in groups:
             if isinstance(group, ProcessGroup) and group_size(group) > 1:
                 found[group] = None
     return list(found)
@@ -217,7 +226,7 @@ class _Loading:
         kept = whole = transient = 0
         for name, readings in self.readings.items():
             tensor = self.held[name]
-            kept += tensor.tensor.numel() * tensor.tensor.element_size()
+            kept += tensor.local.nbytes
             whole += prod(tensor.sharding.shape) * tensor.tensor.element_size()
             for reading in readings:
                 transient = max(transient, reading.transient)
@@ -228,8 +237,11 @@ def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Lo
     """Match the tensors of the files and of the model, and return what this rank reads."""
     held = held_tensors(model)
     for name, one in held.items():
-        if is_dtensor(one.tensor):
-            raise UnsupportedModel(f"{name} is a DTensor; call load_checkpoint before fully_shard")
+        if is_dtensor(one.tensor) and one.tensor.is_meta:
+            raise UnsupportedModel(
+                f'{name} is sharded by FSDP2 and on "meta". Call load_checkpoint before fully_shard, or after '
+                "model.to_empty(device=...)"
+            )
     device = device or _device_of(model)
     _check_buffers(model, device)
     layout = checkpoint_layout(model, held)
@@ -434,7 +446,7 @@ def _read(model: nn.Module, loading: _Loading) -> None:
     names = sorted(loading.readings, key=lambda name: _position(loading.readings[name]))
 
     def read(name: str) -> None:
-        tensor = loading.held[name].tensor.detach()
+        tensor = loading.held[name].local
         if tensor.is_meta:
             tensor = torch.empty_like(tensor, device=loading.devices[name])
         for reading in sorted(loading.readings[name], key=lambda one: one.compared):

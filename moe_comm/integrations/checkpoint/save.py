@@ -47,6 +47,7 @@ from moe_comm.integrations.checkpoint.layout import (
     checkpoint_layout,
     held_tensors,
     pretrained_class,
+    unwrapped,
 )
 from moe_comm.integrations.checkpoint.plan import (
     Described,
@@ -59,10 +60,9 @@ from moe_comm.integrations.checkpoint.plan import (
     plan_files,
 )
 from moe_comm.integrations.checkpoint.write import Target, last_range, merged_rows, nbytes, write_values
-from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.runtime.memory import materialized
 from moe_comm.runtime.safe_files import check_replaceable, move_file, open_new, remove, sync_to_disk, write_file
-from moe_comm.topology import Box, ShardSlice
+from moe_comm.topology import Box
 
 T = TypeVar("T")
 VISIBLE_S = 10.0
@@ -226,14 +226,10 @@ class _Part:
     boxes: list[Box]
 
     @classmethod
-    def of(cls, held: HeldTensor, name: str) -> _Part:
-        tensor, share = held.tensor.detach(), None
-        if is_dtensor(tensor):
-            share, tensor = _share(tensor, name), tensor.to_local()
-        if tensor.is_meta:
-            raise ConfigError(f"{name} is on meta and has no values; call load_checkpoint first")
-        coordinates = held.coordinates[group_rank(held.group)]
-        return cls(materialized(tensor), held.sharding.boxes(coordinates, held.sizes or {}, share))
+    def of(cls, held: HeldTensor) -> _Part:
+        if held.tensor.is_meta:
+            raise ConfigError(f"{held.names[0]} is on meta and has no values; call load_checkpoint first")
+        return cls(materialized(held.local), held.boxes())
 
     def box(self, region: Region) -> Box:
         """Return the box of a region inside one of the boxes."""
@@ -245,17 +241,6 @@ class _Part:
                 )
                 return Box(local, tuple(slice(*of_dim) for of_dim in region))
         raise AssertionError(f"{region} is in none of {self.boxes}")
-
-
-def _share(tensor: Any, name: str) -> ShardSlice | None:
-    """Return the slice that this rank holds of a DTensor, which FSDP2 may have sharded along one dimension."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    split = [d for d, size in enumerate(shape) if size < tensor.shape[d]]
-    if len(split) > 1 or any(placement.is_partial() for placement in tensor.placements):
-        raise UnsupportedModel(f"{name} is a DTensor with the placements {tensor.placements}")
-    return ShardSlice(d := split[0], range(offset[d], offset[d] + shape[d])) if split else None
 
 
 @dataclass(frozen=True)
@@ -284,8 +269,7 @@ class _Plan:
 
     @classmethod
     def of(cls, model: nn.Module, settings: Settings) -> _Plan:
-        while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-            model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+        model = unwrapped(model)
         _refuse_adapters(model)
         held = _saved(model, held_tensors(model))
         layout = checkpoint_layout(model, held, aliases=True)
@@ -309,7 +293,7 @@ class _Plan:
             dtypes,
             plan_files(tensors, parse_size(settings.max_shard_size), settings.single),
             described,
-            {name: _Part.of(one, name) for name, one in held.items()},
+            {name: _Part.of(one) for name, one in held.items()},
             extras,
             metadata,
             settings.single,

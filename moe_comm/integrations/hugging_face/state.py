@@ -59,9 +59,14 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
 
 def gather_for_saving(model: nn.Module, rank0_only: bool) -> dict[str, Any]:
     """Return the full state dict of ``model`` on the CPU; without the weights of experts if only adapters are saved."""
-    if not (of_peft(model) or getattr(model, "_hf_peft_config_loaded", False)):
+    if not has_adapters(model):
         return state_dict(model, rank0_only=rank0_only, cpu=True)
     return state_dict_with_experts(model, "full", rank0_only, cpu=True, without=_weights_of_experts(model))
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether ``save_pretrained`` of ``model`` writes adapters only."""
+    return of_peft(model) or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def of_peft(model: nn.Module) -> bool:

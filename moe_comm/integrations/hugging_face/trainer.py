@@ -7,35 +7,30 @@ and formats that ``Trainer`` writes for one process. Any number of ranks can res
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
 
+from moe_comm.errors import UnsupportedModel
+from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
+from moe_comm.integrations.checkpoint.load import agree_in, load_checkpoint
+from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
 from moe_comm.integrations.hugging_face.accelerator import (
     has_distributed_experts,
-    load_full,
     prepare_accelerator,
     with_mixin,
     write_on,
 )
-from moe_comm.integrations.hugging_face.state import gather_for_saving
+from moe_comm.integrations.hugging_face.state import gather_for_saving, has_adapters
 from moe_comm.layers.data_parallel import load_optimizer_state_dict, optimizer_state_dict
 from moe_comm.runtime.safe_files import replacing
-
-_WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 class MoETrainerMixin:
@@ -83,10 +78,28 @@ class MoETrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        state = gather_for_saving(self.model, rank0_only=not self.args.save_on_each_node)
-        write_on(self.args.should_save, partial(self._save, folder, state_dict=state), folder)
+        if has_adapters(self.model) or self.args.save_on_each_node:
+            state = gather_for_saving(self.model, rank0_only=not self.args.save_on_each_node)
+            write_on(self.args.should_save, partial(self._save, folder, state_dict=state), folder)
+        else:
+            write_on(self.args.should_save, partial(self._save_without_weights, folder), folder)
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            limit: Any = "50GB" if isinstance(model, PreTrainedModel) else sys.maxsize  # as ``Trainer._save``
+            write_checkpoint(model, Path(folder), dist.group.WORLD, Settings(limit))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_without_weights(self: Any, folder: str) -> None:
+        """Write what ``Trainer`` writes besides the configuration and the weights of a model of transformers."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        before = vars(model).get("save_pretrained")
+        model.save_pretrained = _nothing
+        try:
+            self._save(folder, state_dict={})
+        finally:
+            del model.save_pretrained
+            if before is not None:
+                model.save_pretrained = before
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         if not has_distributed_experts(self.model):
@@ -108,20 +121,27 @@ class MoETrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _load_weights(self: Any, folder: str, model: Any) -> bool:
-        """Load the files of ``save_model``. Return False if ``Trainer`` must load them."""
-        supported = has_distributed_experts(model) or not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        if not isinstance(model, PreTrainedModel):
-            weights = os.path.join(folder, SAFE_WEIGHTS_NAME)
-            if not (has_distributed_experts(model) and os.path.isfile(weights)):
-                return False
-            load_full(model, load_file(weights))
-            return True
-        if not supported or not any(os.path.isfile(os.path.join(folder, name)) for name in _WEIGHTS):
+        """Load the files of ``save_model``. Return False if ``Trainer`` must load them. Collective."""
+        if has_adapters(model):
             return False
-        # from_pretrained converts the names and layouts of the hub to those of the model.
-        kind: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-        widest = max((p.dtype for p in model.parameters() if p.is_floating_point()), key=lambda dtype: dtype.itemsize)
-        load_full(model, kind.from_pretrained(folder, dtype=widest).state_dict())
+        distributed = has_distributed_experts(model)
+        if not distributed:
+            found = any(os.path.isfile(os.path.join(folder, name)) for name in (SINGLE, INDEX))
+            if not found or self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(model, PreTrainedModel):
+                return False
+        fault: Exception | None = None
+        try:
+            load_checkpoint(model, folder)
+        except UnsupportedModel as error:
+            if not distributed:  # nothing was read
+                return False
+            fault = error
+        except Exception as error:
+            fault = error
+        if distributed:
+            agree_in([dist.group.WORLD], fault, f"loading {folder}")  # there may be several expert-parallel groups
+        elif fault is not None:
+            raise fault
         return True
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
@@ -139,6 +159,10 @@ def _divide_auxiliary_loss(parts: int, module: Any, args: Any, output: Any) -> N
     aux_loss = getattr(output, "aux_loss", None)
     if isinstance(aux_loss, Tensor) and aux_loss.requires_grad:
         aux_loss.register_hook(lambda grad: grad / parts)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Write nothing."""
 
 
 def _save(values: object, path: str) -> None:
