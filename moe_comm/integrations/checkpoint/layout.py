@@ -93,9 +93,10 @@ class CheckpointTensor:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model that DDP or ``torch.compile`` wraps. What FSDP2 has gathered in it is sharded again."""
-    while (inner := getattr(model, "_orig_mod", None)) is not None or isinstance(model, DistributedDataParallel):
-        model = model.module if inner is None else inner
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
+        inner: Any = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+        model = inner
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in () if fsdp is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):  # else its parameters may be copies in another dtype
             module.reshard()
@@ -164,7 +165,7 @@ def _parts(model: nn.Module) -> dict[int, _Part]:
 
 
 def checkpoint_layout(
-    model: nn.Module, held: Mapping[str, HeldTensor] | None = None, *, aliases: bool = False
+    model: nn.Module, held: Mapping[str, HeldTensor] | None = None, *, aliases: bool = False, hub: bool = True
 ) -> dict[str, CheckpointTensor]:
     """Return the tensors of a checkpoint of the unswapped model by name. Not collective.
 
@@ -174,6 +175,7 @@ def checkpoint_layout(
     Args:
         held: result of ``held_tensors(model)``, if it is at hand.
         aliases: include the tensors of all names of shared parameters. Default: those of their first names.
+        hub: if the model is of transformers, return the layout on the hub. Else that of its state dict.
 
     Raises:
         UnsupportedModel: the layout of the model family on the hub rearranges elements in another way than slices and
@@ -198,7 +200,7 @@ def checkpoint_layout(
                 layout[name] = CheckpointTensor(name, shape, dtype, first)
             for key in module._parameters:
                 del shapes[own + key]
-    if isinstance(model, pretrained_class()):
+    if hub and isinstance(model, pretrained_class()):
         return layout | _hub_layout(model, shapes)
     for name, (shape, dtype, parameter) in shapes.items():
         layout[name] = CheckpointTensor(name, shape, dtype, (HubSlice(name, parameter=parameter),))

@@ -119,6 +119,11 @@ def _file(name: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]])
     return FilePlan(name, header, {key: len(header) + start for key, start in starts.items()}, len(header) + end)
 
 
+def variant_name(variant: str | None) -> str:
+    """Return the name of the file if there is one, of a variant as in transformers ("fp16")."""
+    return SINGLE if variant is None else f"model.{variant}.safetensors"
+
+
 def index_name(single: str = SINGLE) -> str:
     """Return the name of the index of several files."""
     if single == SINGLE:

@@ -121,12 +121,14 @@ class Settings:
         max_shard_size, dtype: see ``save_checkpoint``.
         single: name of the file if there is one.
         failure: class of the error on other ranks if one cannot write.
+        hub_layout: write a model of transformers in the layout of the hub, else in that of its state dict.
     """
 
     max_shard_size: int | str = "5GB"
     dtype: torch.dtype | None = None
     single: str = SINGLE
     failure: type[MoeCommError] = CheckpointError
+    hub_layout: bool = True
 
 
 def write_checkpoint(model: nn.Module, folder: Path, group: ProcessGroup | None, settings: Settings) -> None:
@@ -272,7 +274,7 @@ class _Plan:
         model = unwrapped(model)
         _refuse_adapters(model)
         held = _saved(model, held_tensors(model))
-        layout = checkpoint_layout(model, held, aliases=True)
+        layout = checkpoint_layout(model, held, aliases=True, hub=settings.hub_layout)
         dtypes = {
             name: entry.dtype if settings.dtype is None or not entry.dtype.is_floating_point else settings.dtype
             for name, entry in layout.items()

@@ -25,7 +25,7 @@ from peft.tuners.lora import layer, model as lora_model
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.integrations.hugging_face.state import write_on_first_rank
+from moe_comm.integrations.hugging_face.state import write_adapters
 from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank
@@ -230,7 +230,7 @@ def follow_peft() -> None:
         def write(folder: Any, state_dict: Any) -> None:
             save(model, folder, *args, state_dict=state_dict, **kwargs)
 
-        write_on_first_rank(model, save_directory, write, adapters_only=True)
+        write_adapters(model, save_directory, write)
 
     lora_model.dispatch_default, PeftModel.save_pretrained = dispatch, save_pretrained
     PeftModel.__init__, PeftModel.add_adapter = initialize, add_adapter

@@ -6,20 +6,23 @@ from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_comm.comm.group_setup import agree_on_written
+from moe_comm.comm.group_setup import agree_on_written, group_or_default, group_rank
 from moe_comm.dispatch import Dispatcher
-from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.errors import ConfigError, UnsupportedModel, suggestion
+from moe_comm.integrations.checkpoint.plan import variant_name
 from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.layers.data_parallel.state import state_dict, state_dict_with_experts
 from moe_comm.layers.parallel.collectives import gather_values, group_size
 from moe_comm.topology import Sharding
+
+T = TypeVar("T")
 
 
 def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None:
@@ -31,14 +34,15 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
     Args:
         model: a ``PreTrainedModel`` that ``swap_moe`` returned, or a ``PeftModel`` of one.
         folder: folder to write to, on a file system that all ranks share.
-        kwargs: ``group``, ``max_shard_size`` (default "50GB") and ``dtype`` of ``save_checkpoint``. With others
-            (``push_to_hub``, ...) or adapters, all are passed to ``save_pretrained``, and global rank 0 gathers and
-            writes for its expert-parallel group.
+        kwargs: ``group``, ``max_shard_size`` (default "50GB") and ``dtype`` of ``save_checkpoint``, and ``variant``,
+            ``save_original_format``, ``push_to_hub``, ``repo_id``, ``private``, ``token``, ``commit_message`` and
+            ``create_pr`` of ``save_pretrained``. With adapters, all are passed to ``save_pretrained``, and global rank
+            0 gathers the adapters and writes.
 
     Raises:
-        ConfigError: ``model`` is not swapped, or another rank could not write. The rank that could not write raises its
-            original exception.
-        UnsupportedModel: ``model`` has no ``save_pretrained``.
+        ConfigError: ``model`` is not swapped, a setting is unknown, or another rank could not write. The rank that
+            could not write or upload raises its original exception.
+        UnsupportedModel: ``model`` has no ``save_pretrained``, or parts that cannot be written.
     """
     _swapped(model)
     if not hasattr(type(model), "save_pretrained"):
@@ -49,12 +53,64 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
     if of_peft(model):
         model.save_pretrained(folder, **kwargs)  # see ``lora.py``
         return
-    adapters_only = getattr(model, "_hf_peft_config_loaded", False)
-    if not adapters_only and kwargs.keys() <= {"group", "max_shard_size", "dtype"}:
-        settings = Settings(kwargs.get("max_shard_size", "50GB"), kwargs.get("dtype"), failure=ConfigError)
-        write_checkpoint(model, Path(folder), kwargs.get("group"), settings)
+    if has_adapters(model):
+        write_adapters(model, folder, partial(type(model).save_pretrained, model, **kwargs))
         return
-    write_on_first_rank(model, folder, partial(type(model).save_pretrained, model, **kwargs), adapters_only)
+    if unknown := next((name for name in kwargs if name not in (*_SETTINGS, *_HUB, *_NO_EFFECT)), None):
+        raise ConfigError(f"save_swapped does not support {unknown}{suggestion(unknown, (*_SETTINGS, *_HUB))}")
+    group = group_or_default(kwargs.get("group"))
+    settings = Settings(
+        kwargs.get("max_shard_size", "50GB"),
+        kwargs.get("dtype"),
+        variant_name(kwargs.get("variant")),
+        failure=ConfigError,
+        hub_layout=kwargs.get("save_original_format", True),
+    )
+    if not kwargs.get("push_to_hub"):
+        write_checkpoint(model, Path(folder), group, settings)
+        return
+    upload = _on_first(group, f"the model to {folder}", lambda: _begin_upload(model, Path(folder), kwargs))
+    write_checkpoint(model, Path(folder), group, settings)
+    _on_first(group, "the model to the hub", lambda: upload and upload())
+
+
+_SETTINGS = ("group", "max_shard_size", "dtype", "variant", "save_original_format", "push_to_hub")
+_HUB = ("repo_id", "private", "token", "commit_message", "create_pr")
+_NO_EFFECT = ("is_main_process", "safe_serialization", "save_peft_format")
+"""Settings of ``save_pretrained`` that are ignored: all ranks write safetensors without adapters."""
+
+
+def _on_first(group: dist.ProcessGroup | None, target: str, action: Callable[[], T]) -> T | None:
+    """Return the result of ``action`` on rank 0 of ``group``, and None on others. Collective.
+
+    Raises:
+        ConfigError: the action failed on rank 0, which raises its original exception.
+    """
+    outcome: str | Exception = ""
+    result = None
+    if group_rank(group) == 0:
+        try:
+            result = action()
+        except Exception as error:
+            outcome = error
+    agree_on_written(group, outcome, target, ConfigError)
+    return result
+
+
+def _begin_upload(model: Any, folder: Path, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """Create a repository on the hub, and return a function that uploads the files written to ``folder`` meanwhile."""
+    from transformers.utils.hub import create_and_tag_model_card, hf_api
+
+    private, token, name = kwargs.get("private"), kwargs.get("token"), kwargs.get("repo_id", folder.name)
+    repository = hf_api().create_repo(name, private=private, token=token, exist_ok=True).repo_id
+    before = model._get_files_timestamps(folder) if folder.exists() else {}
+
+    def upload() -> Any:
+        create_and_tag_model_card(repository, model.model_tags, token=token).save(folder / "README.md")
+        message, create_pr = kwargs.get("commit_message"), kwargs.get("create_pr", False)
+        return model._upload_modified_files(folder, repository, before, message, token, create_pr)
+
+    return upload
 
 
 def gather_for_saving(model: nn.Module, rank0_only: bool) -> dict[str, Any]:
@@ -78,12 +134,10 @@ def _weights_of_experts(model: nn.Module) -> set[str]:
     return {f"{name}.{key}" for name, one in swapped_experts(model).items() for key in one.layout.parameters}
 
 
-def write_on_first_rank(
-    model: nn.Module, folder: str | PathLike[str], write: Callable[..., None], adapters_only: bool
-) -> None:
-    """Call ``write(folder, state_dict=...)`` on global rank 0 with the full state dict of ``model``. Collective.
+def write_adapters(model: nn.Module, folder: str | PathLike[str], write: Callable[..., None]) -> None:
+    """Call ``write(folder, state_dict=...)`` on global rank 0 with the adapters of all experts. Collective.
 
-    adapters_only: leave the weights of experts out, which PEFT does not save.
+    The state dict has all tensors but the weights of experts, which PEFT does not save.
 
     Raises:
         ConfigError: rank 0 could not write. Rank 0 raises its original exception.
@@ -93,15 +147,10 @@ def write_on_first_rank(
     first_group = _global_rank(dispatcher, 0) == 0
     if not first_group and not any(is_dtensor(parameter) for parameter in model.parameters()):
         return  # else all ranks gather what FSDP2 has sharded
-    without = _weights_of_experts(model) if adapters_only else ()
+    without = _weights_of_experts(model)
     full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True, without=without)
-    outcome: str | Exception = ""
-    if first_group and dispatcher.rank == 0:
-        try:
-            write(folder, state_dict=full)
-        except Exception as error:
-            outcome = error
-    agree_on_written(dispatcher.group, outcome, f"the model to {folder}", ConfigError)
+    if first_group:
+        _on_first(dispatcher.group, f"the model to {folder}", lambda: write(folder, state_dict=full))
 
 
 def gather_full(local: Tensor, sharding: Sharding, group: dist.ProcessGroup | None, name: str) -> Tensor:

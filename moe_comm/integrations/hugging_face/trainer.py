@@ -138,8 +138,8 @@ class MoETrainerMixin:
             fault = error
         except Exception as error:
             fault = error
-        if distributed:
-            agree_in([dist.group.WORLD], fault, f"loading {folder}")  # there may be several expert-parallel groups
+        if distributed and (world := dist.group.WORLD) is not None:
+            agree_in([world], fault, f"loading {folder}")  # there may be several expert-parallel groups
         elif fault is not None:
             raise fault
         return True
