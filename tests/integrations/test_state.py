@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,53 @@ def test_saved_model_is_loaded_by_from_pretrained(
     for loaded in results:
         assert_same(loaded, expected)
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".safetensors"}
+
+
+def save_as_transformers(rank: int, world: int, arg: tuple[str, Path]) -> None:
+    """Save with settings of ``save_pretrained``, and upload to a hub that rank 0 has."""
+    folder, out = arg
+    model = swap_moe(load(folder), ep_group(4))
+    for name, settings in SETTINGS.items():
+        save_swapped(model, out / name, **settings)
+    commits: list[Any] = []
+    hub = SimpleNamespace(
+        create_repo=lambda name, **_: SimpleNamespace(repo_id=name),
+        create_commit=lambda **settings: commits.append(settings),
+    )
+    card = SimpleNamespace(save=lambda path: Path(path).write_text("card"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.utils.hub.hf_api", lambda: hub)
+        patch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: card)
+        save_swapped(model, out / "variant", push_to_hub=True, repo_id="me/it", commit_message="New")
+        if rank == 0:
+            (commit,) = commits
+            assert (commit["repo_id"], commit["commit_message"]) == ("me/it", "New")
+            files = {operation.path_in_repo for operation in commit["operations"]}
+            assert files == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+        del hub.create_repo
+        with pytest.raises(AttributeError if rank == 0 else ConfigError, match="create_repo"):
+            save_swapped(model, out / "refused", push_to_hub=True)
+    with pytest.raises(ConfigError, match="variant"):
+        save_swapped(model, out / "refused", varient="fp16")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "variant": {"variant": "fp16"},
+    "memory": {"save_original_format": False, "is_main_process": True},
+}
+
+
+def test_settings_of_save_pretrained_give_its_files(
+    saved: Callable[[str], str], tmp_path: Path, pool4: RankPool
+) -> None:
+    folder = saved("mixtral")
+    for name, settings in SETTINGS.items():
+        load(folder).save_pretrained(tmp_path / "expected" / name, **settings)
+    pool4.run(save_as_transformers, (folder, tmp_path))
+    for name in SETTINGS:
+        for path in (tmp_path / "expected" / name).iterdir():
+            assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "refused").exists()
 
 
 def save_wrongly(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:

@@ -132,8 +132,9 @@ def index_name(single: str = SINGLE) -> str:
     return f"{stem}.safetensors.index.{variant}.json"  # as transformers names it
 
 
-def index_text(file_of: Mapping[str, str], metadata: Mapping[str, int]) -> str:
-    """Return the index of several files. file_of: the file of each tensor."""
+def index_text(files: Sequence[FilePlan], metadata: Mapping[str, int]) -> str:
+    """Return the index of several files."""
+    file_of = {name: planned.name for planned in files for name in planned.offsets}
     index = {"metadata": dict(metadata), "weight_map": dict(sorted(file_of.items()))}
     return json.dumps(index, indent=2) + "\n"
 

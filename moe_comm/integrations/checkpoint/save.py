@@ -59,9 +59,9 @@ from moe_comm.integrations.checkpoint.plan import (
     parse_size,
     plan_files,
 )
-from moe_comm.integrations.checkpoint.write import Target, last_range, merged_rows, nbytes, write_values
+from moe_comm.integrations.checkpoint.write import Target, create, last_range, merged_rows, nbytes, write_values
 from moe_comm.runtime.memory import materialized
-from moe_comm.runtime.safe_files import check_replaceable, move_file, open_new, remove, sync_to_disk, write_file
+from moe_comm.runtime.safe_files import check_replaceable, move_file, remove, sync_to_disk, write_file
 from moe_comm.topology import Box
 
 T = TypeVar("T")
@@ -392,17 +392,12 @@ def _create(folder: Path, temporary: Path, plan: _Plan) -> None:
     temporary.mkdir()
     plan.extras(temporary)
     if len(plan.files) > 1:
-        file_of = {name: planned.name for planned in plan.files for name in planned.offsets}
-        write_file(temporary / index_name(plan.single), index_text(file_of, plan.metadata))
+        write_file(temporary / index_name(plan.single), index_text(plan.files, plan.metadata))
     for name in os.listdir(temporary):
         if os.path.isfile(temporary / name):
             sync_to_disk(temporary / name)
     for planned in plan.files:
-        with open_new(temporary / planned.name) as file:
-            file.write(planned.header)
-            file.truncate(planned.size)
-            file.flush()
-            os.fsync(file.fileno())
+        create(temporary / planned.name, planned)
     for path in temporary.iterdir():
         check_replaceable(folder / path.name)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_comm.integrations.checkpoint.plan import runs
+from moe_comm.integrations.checkpoint.plan import FilePlan, runs
+from moe_comm.runtime.safe_files import open_new
 
 BUFFER_BYTES = 16 << 20
 """Memory for values that are converted, transposed or not contiguous."""
@@ -46,6 +48,15 @@ def merged_rows(
             begin = leading[0].start + first
             at = (slice(begin, begin + merged.shape[0]), *leading[1:])
         yield (*at, slice(start, stop)), merged
+
+
+def create(path: Path, planned: FilePlan) -> None:
+    """Create a safetensors file in its final size, with its header and without values."""
+    with open_new(path) as file:
+        file.write(planned.header)
+        file.truncate(planned.size)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,28 @@ also supports the layout of transformers 5 in memory, which stores all experts o
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Container, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_comm.errors import CheckpointError, ConfigError, InputError
-from moe_comm.integrations.checkpoint.files import INDEX, SINGLE, HubFolder as HubFolder, read_shard as read_shard
+from moe_comm.integrations.checkpoint.files import INDEX, HubFolder as HubFolder, read_shard as read_shard
+from moe_comm.integrations.checkpoint.plan import FilePlan, index_text, plan_files
 from moe_comm.integrations.checkpoint.slices import HubSlice
+from moe_comm.integrations.checkpoint.write import Target, create, nbytes, write_values
 from moe_comm.integrations.hugging_face.attention import NAMES as ATTENTION_NAMES
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import HEAD, Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.runtime.memory import materialized
-from moe_comm.runtime.safe_files import write_file
+from moe_comm.runtime.safe_files import move_file, write_file
 
 _ATTENTION = {**ATTENTION_NAMES, "q_norm": "q_norm", "k_norm": "k_norm"}
 _TOP = {
@@ -112,14 +113,13 @@ def write_folder(
 ) -> None:
     """Write a model as a folder that ``from_pretrained`` loads. config.json is written last.
 
-    A tied output projection is not written.
+    A tied output projection is not written. No more than one tensor is in memory at a time.
 
     Args:
         folder: new or empty folder.
         config, family, hf_config: the model, its ``model_type``, and its Hugging Face configuration.
-        tensors: full parameters by their names in ``Transformer``, in any order. Each is copied until its file is
-            written.
-        max_bytes: approximate size of a file.
+        tensors: full parameters by their names in ``Transformer``, in any order. They are written in fp32.
+        max_bytes: maximum size of a file; a larger tensor gets a separate file.
 
     Raises:
         ConfigError: the folder is not empty.
@@ -128,45 +128,50 @@ def write_folder(
     """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; pass a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = _shapes(config)
-    buffered: dict[str, Tensor] = {}
-    files: list[list[str]] = []
-    buffered_bytes = total = 0
+    shapes = _shapes(config)
+    stored = {
+        piece.name: (piece.extents(shape), torch.float32)
+        for name, shape in shapes.items()
+        for piece in hub_slices(config, family, name)
+    }
+    files = plan_files(stored, max_bytes)
+    try:
+        with ExitStack() as stack:
+            targets: dict[str, Target] = {}
+            folder.mkdir(parents=True, exist_ok=True)
+            for planned in files:
+                create(folder / _part(planned), planned)
+                file = stack.enter_context(open(folder / _part(planned), "r+b", buffering=0))
+                targets |= {key: Target(file.fileno(), offset, *stored[key]) for key, offset in planned.offsets.items()}
+            for name, full in tensors:
+                if config.tie and name == HEAD:
+                    continue
+                pieces = hub_slices(config, family, name)
+                expected = shapes.pop(name, None)
+                if expected is None:
+                    raise InputError(f"{name} was passed twice, or is not a tensor of the model")
+                if expected != tuple(full.shape):
+                    raise InputError(f"{name} has shape {tuple(full.shape)}; the model requires {expected}")
+                for piece in pieces:
+                    target = targets[piece.name]
+                    values = materialized(full.detach()[piece.place] if piece.place else full.detach())
+                    write_values(target, [slice(None)] * len(target.shape), values)
+        if shapes:
+            raise CheckpointError(f"{len(shapes)} tensors of the model are missing; the first is {next(iter(shapes))}")
+        for planned in files:
+            move_file(folder / _part(planned), folder / planned.name)
+        if len(files) > 1:
+            total = sum(nbytes(*of_tensor) for of_tensor in stored.values())
+            write_file(folder / INDEX, index_text(files, {"total_size": total}))
+        hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+        hf_config.save_pretrained(str(folder))
+    except OSError as error:
+        raise CheckpointError(f"the model cannot be written to {folder}: {error}") from error
 
-    def flush() -> None:
-        nonlocal buffered, buffered_bytes
-        if buffered:
-            path = folder / _temporary_name(len(files))
-            try:
-                save_file(buffered, path, metadata={"format": "pt"})
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be written: {error}") from error
-            files.append(list(buffered))
-            buffered, buffered_bytes = {}, 0
 
-    for name, full in tensors:
-        if config.tie and name == HEAD:
-            continue
-        slices = hub_slices(config, family, name)
-        expected = missing.pop(name, None)
-        if expected is None:
-            raise InputError(f"{name} was passed twice, or is not a tensor of the model")
-        if expected != tuple(full.shape):
-            raise InputError(f"{name} has shape {tuple(full.shape)}; the model requires {expected}")
-        for hub_slice in slices:
-            values = full[hub_slice.place] if hub_slice.place else full
-            buffered[hub_slice.name] = materialized(values.detach()).to("cpu", copy=True).contiguous()
-            buffered_bytes += values.nbytes
-            total += values.nbytes
-            if buffered_bytes >= max_bytes:
-                flush()
-    flush()
-    if missing:
-        raise CheckpointError(f"{len(missing)} tensors of the model are missing; the first is {next(iter(missing))}")
-    _name_files(folder, files, total)
-    hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
-    hf_config.save_pretrained(str(folder))
+def _part(planned: FilePlan) -> str:
+    """Return the name of a file that is not complete."""
+    return f"part-{planned.name}"
 
 
 def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -177,21 +182,3 @@ def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
         experts = (config.moe.router.num_choices,)
         shapes |= {f"layers.{layer}.moe.router.correction_bias": experts for layer in config.moe_layers}
     return shapes
-
-
-def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
-    """Rename the files to their hub names, which contain the number of files. Write an index for several files."""
-    if len(files) == 1:
-        (folder / _temporary_name(0)).replace(folder / SINGLE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files):
-        final = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (folder / _temporary_name(number)).replace(folder / final)
-        weight_map |= dict.fromkeys(names, final)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _temporary_name(number: int) -> str:
-    return f"part-{number:05d}.safetensors"
