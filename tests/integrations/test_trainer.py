@@ -65,8 +65,16 @@ check = partial(check_against_one_process, train)
 loops = pytest.mark.parametrize("loop", [train_with_accelerate, train], ids=["accelerate", "Trainer"])
 
 
-@loops
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "loop"),
+    [
+        (2, train_with_accelerate),
+        pytest.param(4, train_with_accelerate, marks=SLOW),
+        pytest.param(2, train, marks=SLOW),
+        (4, train),
+    ],
+    ids=["accelerate-2", "accelerate-4", "Trainer-2", "Trainer-4"],
+)
 def test_parameters_after_five_steps_equal_those_of_one_process(
     world: int, loop: Work, folders: list[str], pool2: RankPool, pool4: RankPool
 ) -> None:

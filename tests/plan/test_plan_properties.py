@@ -29,7 +29,7 @@ CASES: list[tuple[ModelShape, str, int, int, Workload, int, OverlapMode]] = [
     (ODD, "l20", 20, 4, Workload(960, "fp8", imbalance=1.5), 40, "all"),
     (DENSE, "a100", 16, 8, Workload(512), 32, "none"),
     (WINDOWED, "mi300x", 8, 1, Workload(4096, "fp32"), 7, "inter"),
-    (LATENT, "b200", 72, 72, Workload(2048, "fp8", capacity=1.0), 144, "none"),
+    (LATENT, "b200", 18, 72, Workload(2048, "fp8", capacity=1.0), 36, "none"),
     (ZERO, "h800", 1, 8, Workload(128), 1, "none"),
 ]
 

@@ -53,7 +53,7 @@ def some_cases(kind: str, ep: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", MODELS[::2])  # with four ranks, the others have two expert-parallel ranks
 def test_two_ranks_train_as_one_process(kind: str, pool2: RankPool) -> None:
     check(pool2, some_cases(kind, 2))
 

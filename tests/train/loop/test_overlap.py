@@ -16,9 +16,7 @@ from tests.train.common import Trained, train, whole
 MAPPINGS = {
     "ep": ("parallel.ep=2",),
     "fsdp": ("parallel.ep=2", "parallel.sharding=fsdp"),
-    "zero1": ("parallel.ep=2", "parallel.sharding=zero1"),
     "etp": ("parallel.ep=1", "parallel.etp=2"),
-    "pipeline": ("parallel.ep=2", "parallel.pp=2"),
     "split backward": ("parallel.ep=2", "parallel.pp=2", "parallel.schedule=zero_bubble"),
     "recompute": ("parallel.ep=2", "model.recompute=full"),
 }

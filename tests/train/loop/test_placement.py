@@ -106,8 +106,7 @@ OVERLAPPED = "zero1 parallel.overlap_gradients=on"
     ("ep", "sharding"),
     [
         *((2, sharding) for sharding in ("replicate", OVERLAPPED, "fsdp")),
-        (4, "fsdp"),  # experts without replicas
-        *(pytest.param(4, sharding, marks=pytest.mark.slow) for sharding in ("zero1", OVERLAPPED)),
+        *(pytest.param(4, sharding, marks=pytest.mark.slow) for sharding in ("fsdp", "zero1", OVERLAPPED)),
     ],
 )
 def test_replicas_of_experts_move_with_every_sharding(

@@ -317,12 +317,11 @@ def _wait(process: subprocess.Popen[str], done: Callable[[], bool], what: str) -
     while not done():
         assert process.poll() is None, f"ended before {what}: {process.communicate()[0]}"
         assert time.monotonic() < end, f"no {what} within {DEADLINE_S} s"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
-def _saved(settings: list[str]) -> bool:
-    """Return whether a run of ``settings`` has a checkpoint and trained another step."""
-    runs = Path(load("tiny", settings).run.folder)
+def _saved(runs: Path) -> bool:
+    """Return whether the run in a subfolder of ``runs`` has a checkpoint and trained another step."""
     for folder in runs.iterdir() if runs.exists() else ():
         path = latest(folder / "checkpoints")
         if path is not None and (folder / "metrics.jsonl").exists():
@@ -342,8 +341,8 @@ def _rank_processes(launcher: int) -> list[int]:
     return pids
 
 
-STEPS = 30
-LONG = (f"run.steps={STEPS}", "checkpoint.every=3", "run.log_every=50", "parallel.ranks=2")
+STEPS = 20
+LONG = (f"run.steps={STEPS}", "checkpoint.every=2", "run.log_every=50", "parallel.ranks=2")
 
 
 @pytest.fixture(scope="module")
@@ -362,8 +361,9 @@ def test_sigterm_saves_and_exits_0_and_the_run_resumes(
     pool2: RankPool, settings: list[str], uninterrupted: list[float]
 ) -> None:
     settings = [*settings, *LONG]
+    runs = Path(load("tiny", settings).run.folder)
     with started(_command(settings)) as process:
-        _wait(process, lambda: _saved(settings), "a checkpoint")
+        _wait(process, lambda: _saved(runs), "a checkpoint")
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, out
@@ -386,8 +386,9 @@ def test_a_killed_rank_is_restarted_and_resumes_from_the_last_checkpoint(
     if launcher == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*torchrun, "--max-restarts", "2", *command[1:-2], AUTO]
+    runs = Path(load("tiny", settings).run.folder)
     with started(command) as process:
-        _wait(process, lambda: _saved(settings), "a checkpoint")
+        _wait(process, lambda: _saved(runs), "a checkpoint")
         ranks = _rank_processes(process.pid)
         assert len(ranks) == 2
         os.kill(ranks[-1], signal.SIGKILL)

@@ -23,7 +23,13 @@ PP2_EP2 = ParallelConfig(pp=2, dp=2, ep=2)
 DP2_EP2 = ParallelConfig(dp=2, ep=2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        name if name in ("1f1b", "zero_bubble", "zbv") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SCHEDULES
+    ],
+)
 def test_pairs_in_a_pipeline_with_expert_parallel_stages(schedule: str, pool4: RankPool) -> None:
     strategy: ShardingMode = "zero1" if schedule in ("1f1b", "zbv") else "replicate"
     case = Case(PP2_EP2, schedule, recompute="selective", config=BY_WEIGHT_4, strategy=strategy, gradients="on")
