@@ -13,7 +13,6 @@ from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.blocks.adapter import is_inside
 from moe_comm.integrations.blocks.block import BlockPlan, Convention, Probes, call_block, outputs_of, replayed
 from moe_comm.integrations.blocks.find import FoundBlock
-from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.layers.moe.recognise import recognise_experts
 from moe_comm.layers.moe.trial import Trial
 
@@ -40,9 +39,6 @@ def describe(found: FoundBlock) -> BlockPlan:
 
 
 def _described(found: FoundBlock) -> BlockPlan:
-    title = partial("{}.{}".format, found.name) if found.name else str
-    replaced = {name: module for name, module in found.block.named_modules() if is_inside(name, [found.path])}
-    refuse_hooks("swap_moe", ((title(name), module) for name, module in replaced.items()), ())
     for name, module in () if found.adapter else found.experts.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedModel(f"its experts have dropout {module.p} ({name}); set it to 0")
@@ -61,12 +57,6 @@ def _described(found: FoundBlock) -> BlockPlan:
         raise UnsupportedModel(f"{missing[0]} is also another expert's parameter")
     if unknown := [name for name in params if is_inside(name, [found.path]) and name not in formula.names]:
         raise UnsupportedModel(f"{found.path} also has the parameter {unknown[0]}, which is not one of its experts")
-    owners = {name.rpartition(".")[0] for name in formula.names} - {"", *replaced}
-    refuse_hooks(
-        "swap_moe",
-        ((title(name), found.block.get_submodule(name)) for name in owners),
-        ((title(name), params[name]) for name in formula.names),
-    )
     if len({(params[name].dtype, params[name].device) for name in formula.names}) > 1:
         raise UnsupportedModel("the parameters of its experts differ in dtype or device")
     for parts in formula.parts.values():
@@ -151,7 +141,7 @@ def _outputs(found: FoundBlock, plan: BlockPlan, x: Tensor) -> BlockPlan:
         with replayed(block, x.device):
             units, _ = outputs_of(block, plan, partial(call_block, block, x), "unit vectors", plan.added)
     weights_TD = units[plan.output].reshape(-1, x.shape[-1])
-    if bool(weights_TD[:, found.num_experts :].any()):
+    if bool(weights_TD[:, found.num_experts :].any()) or not bool(weights_TD.any()):
         raise UnsupportedModel("it does more with the outputs of its experts than to sum them with one weight each")
     counts_T = (weights_TD != 0).sum(1)
     # If the number differs between tokens, those of the check do not show the largest one.

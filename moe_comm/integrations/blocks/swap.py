@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import FunctionType
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from moe_comm.comm.agree import gather_texts
+from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import Dispatcher
+from moe_comm.integrations.blocks.adapter import is_inside
 from moe_comm.integrations.blocks.block import BlockPlan
 from moe_comm.integrations.blocks.check import check
 from moe_comm.integrations.blocks.distribute import distribute
 from moe_comm.integrations.blocks.find import FoundBlock
 from moe_comm.integrations.blocks.recognise import describe
+from moe_comm.integrations.blocks.signature import Signatures
+from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.overlap.options import Overlap
 
@@ -40,11 +42,9 @@ def swap_blocks(
         UnsupportedModel: a swapped block does not compute what the original does; on every rank. The model is
             unchanged.
     """
-    checked = set()
-    for block, plan in blocks:
-        if (kind := (_signature(block), str(plan))) not in checked:
-            check(block, plan, dispatchers[block.num_experts], overlap)
-            checked.add(kind)
+    for number in _to_check(blocks, dispatchers):
+        block, plan = blocks[number]
+        check(block, plan, dispatchers[block.num_experts], overlap)
     for block, plan in blocks:
         experts = f"{block.name}.{plan.path}.".lstrip(".")
         names = (name for name, _ in model.named_parameters() if name.startswith(f"{block.name}.".lstrip(".")))
@@ -55,65 +55,36 @@ def swap_blocks(
 
 
 def plan_blocks(blocks: Sequence[FoundBlock]) -> list[tuple[FoundBlock, BlockPlan]]:
-    """Return each block with its plan, from ``describe``. Equal blocks on meta are tried once."""
-    plans: dict[object, BlockPlan] = {}
+    """Return each block with its plan, from ``describe``. Equal blocks, by ``Signatures``, share one."""
+    signatures, plans = Signatures(), dict[str, BlockPlan]()
     planned = []
     for block in blocks:
-        kind = _signature(block) if any(param.is_meta for param in block.block.parameters()) else id(block)
-        if kind not in plans:
+        _refuse_hooks(block, [name for name, _ in block.block.named_modules() if is_inside(name, [block.path])], [])
+        if (kind := signatures.of(block)) not in plans:
             plans[kind] = describe(block)
+        names = plans[kind].formula.names
+        _refuse_hooks(block, sorted({owner for name in names if (owner := name.rpartition(".")[0])}), names)
         planned.append((block, plans[kind]))
     return planned
 
 
-def _signature(found: FoundBlock) -> str:
-    """Return a text that is equal for blocks whose code does the same: classes, shapes and settings of all modules."""
-    parts = [f"{found.path} {found.num_experts} {found.device} {_setting(found.adapter, {})}"]
-    for name, module in found.block.named_modules():
-        settings = {k: v for k, v in vars(module).items() if k not in _TENSORS}
-        params = {
-            key: (tuple(param.shape), param.dtype, param.device, param.requires_grad)
-            for key, param in module.named_parameters(recurse=False)
-        }
-        kind = f"{type(module).__module__}.{type(module).__qualname__} {id(type(module))}"
-        parts.append(f"{name} {kind} {_setting(settings, {})} {params} {list(module._buffers)}")
-    return "\n".join(parts)
+def _refuse_hooks(found: FoundBlock, modules: Sequence[str], parameters: Sequence[str]) -> None:
+    """Raise UnsupportedModel if modules or parameters in a block, which the swap replaces, have hooks."""
+    title = partial("{}.{}".format, found.name) if found.name else str
+    refuse_hooks(
+        "swap_moe",
+        ((title(name), found.block.get_submodule(name)) for name in modules),
+        ((title(name), found.block.get_parameter(name)) for name in parameters),
+    )
 
 
-_TENSORS = ("_parameters", "_buffers", "_modules")
-_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, type(None))
-DEPTH = 8
-"""Levels of a configuration object that are compared. Blocks with deeper ones are checked one by one."""
-
-
-def _setting(value: Any, seen: dict[int, int], depth: int = 0) -> str:
-    """Return a text that is equal for equal settings: of an attribute, or of a configuration object in one."""
-    if isinstance(value, _VALUES):
-        return f"{value!r} {id(value) if isinstance(value, type) else ''}"
-    if id(value) in seen:
-        return f"<{seen[id(value)]}>"
-    seen[id(value)] = len(seen)
-    items: list[Any] | None = None
-    if isinstance(value, dict):
-        items = [item for pair in value.items() for item in pair]
-    elif isinstance(value, list | tuple):
-        items = list(value)
-    elif isinstance(value, FunctionType):
-        items = [value.__defaults__, value.__kwdefaults__, [_cell(cell) for cell in value.__closure__ or ()]]
-    elif (
-        type(value).__module__ != "builtins"
-        and hasattr(value, "__dict__")
-        and not isinstance(value, nn.Module | Tensor)
-    ):
-        items = [vars(value)]
-    if items is None or depth == DEPTH:
-        return f"{type(value).__qualname__} {id(value)}"
-    kind = value.__code__ if isinstance(value, FunctionType) else type(value)
-    return f"{kind!r} {id(kind)} ({', '.join(_setting(item, seen, depth + 1) for item in items)})"
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return None
+def _to_check(blocks: Sequence[tuple[FoundBlock, BlockPlan]], dispatchers: Mapping[int, Dispatcher]) -> list[int]:
+    """Return the numbers of the blocks to check: the first with each plan, on any rank. Collective."""
+    first = {id(plan): number for number, (_, plan) in reversed(list(enumerate(blocks)))}
+    mask = sum(1 << number for number in first.values())
+    dispatcher = next(iter(dispatchers.values()))
+    if blocks and dispatcher.group is not None and dispatcher.world > 1:
+        # The ranks check together, also if attributes of their own make blocks differ on one of them only.
+        for text in gather_texts(channel_of(dispatcher.group), "the blocks that swap_moe checks", f"{mask:x}"):
+            mask |= int(text, 16)
+    return [number for number in range(len(blocks)) if mask >> number & 1]

@@ -64,7 +64,8 @@ def materialized(
     dtype: torch.dtype,
     kept: Mapping[str, tuple[int, list[int]]] | None = None,
 ) -> nn.Module:
-    """Return a copy of ``module``. Tensors on meta get values, those of parameters at random.
+    """Return a copy of ``module``. Tensors on meta get values, those of parameters, and of parameters that are 0, at
+    random.
 
     Args:
         kept: dimension and indices of the elements to copy, by name of the parameter.
@@ -76,8 +77,9 @@ def materialized(
         if kept is not None and name in kept:
             dim, indices = kept[name]
             value = value.index_select(dim, torch.tensor(indices, dtype=torch.int64, device=value.device))
-        if value.is_meta:
-            value = _random(value.shape, generator).to(device, dtype)
+        # Zeros, as of a layer at its initialisation, would hide what is computed with them.
+        if value.is_meta or (value.is_floating_point() and not bool(value.any())):
+            value = _random(value.shape, generator).to(device if value.is_meta else value.device, dtype)
         else:
             value = value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
         memo[id(param)] = nn.Parameter(value, requires_grad=False)

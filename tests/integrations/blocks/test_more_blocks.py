@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -420,3 +424,101 @@ def test_a_list_beside_a_block_is_no_block() -> None:
 
     model = moe_comm.swap_moe(Heads())
     assert type(model.heads) is nn.ModuleList and type(model.moe) is not Switch
+
+
+class Choice(Enum):
+    ONE = 1
+    TWO = 2
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def _returning(value: int) -> Any:
+    return lambda: value
+
+
+SETTINGS: dict[str, tuple[Callable[[int], Any], Callable[[Any], int]]] = {
+    "number": (int, int),
+    "buffer": (lambda value: torch.tensor([value]), int),
+    "closure": (_returning, lambda function: function()),
+    "partial": (lambda value: partial(int, value), lambda function: function()),
+    "namespace": (lambda value: SimpleNamespace(inner=[{"value": value}]), lambda space: space.inner[0]["value"]),
+    "slots": (Slots, lambda slots: slots.value),
+    "set": (lambda value: {value}, max),
+    "enum": (Choice, lambda choice: choice.value),
+}
+
+
+class Rectified(Switch):
+    """Swaps exactly, unless a setting is 2. Counts its calls."""
+
+    calls = 0
+
+    def __init__(self, kind: str, value: int) -> None:
+        super().__init__()
+        make, self.read = SETTINGS[kind]
+        if kind == "buffer":
+            self.register_buffer("setting", make(value), persistent=False)
+        else:
+            self.setting = make(value)
+
+    def forward(self, x: Tensor) -> Any:
+        Rectified.calls += 1
+        y = self.mixed(x)
+        return y.relu() if self.read(self.setting) == 2 else y
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_equal_blocks_are_checked_once_and_others_each(kind: str) -> None:
+    calls = []
+    for count in (2, 12):
+        Rectified.calls = 0
+        moe_comm.swap_moe(nn.Sequential(*[Rectified(kind, 1) for _ in range(count)]))
+        calls.append(Rectified.calls)
+    assert calls[0] == calls[1]
+    with pytest.raises(UnsupportedModel, match=r"^2 \(Rectified\) was recognised .* differs from the original"):
+        moe_comm.swap_moe(nn.Sequential(*[Rectified(kind, value) for value in (1, 1, 2)]))
+
+
+@on_ranks(2)
+def test_ranks_check_the_same_blocks(rank: int, group: ProcessGroup) -> None:
+    model = nn.Sequential(Switch(), Switch(), Switch())
+    for index, block in enumerate(model):
+        block.number = index * rank  # differs on one rank only
+    moe_comm.swap_moe(model, group)
+    model(torch.randn(2, 3, D)).sum().backward()
+
+
+class Zero(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.experts.parameters():
+            nn.init.zeros_(param)
+
+
+class Sine(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self[2](torch.sin(self[0](x)))
+        return y
+
+
+class ZeroSine(Zero):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Sine(*expert) for expert in self.experts)
+
+
+def test_weights_that_are_zero_hide_nothing() -> None:
+    """Each formula, and each mistake in it, maps to 0."""
+    original, model = _block(Zero), moe_comm.swap_moe(_block(Zero))
+    trained = {name: torch.randn_like(value) for name, value in original.state_dict().items()}
+    for block in original, model:
+        block.load_state_dict(trained)
+    torch.testing.assert_close(_run(model, 0), _run(original, 0), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnsupportedModel):
+        moe_comm.swap_moe(_block(ZeroSine))

@@ -1,0 +1,142 @@
+"""Texts that are equal for MoE blocks whose code does the same, so that one of them is tried for all.
+
+A text has the classes of all modules, their structure, the shapes and dtypes of their parameters, and the values of all
+other attributes: numbers such as a temperature, configuration objects, functions with their closures, buffers. It does
+not have the values of parameters. What cannot be compared by value is compared by identity, so two blocks may have
+different texts although they do the same, but not equal ones although they do not.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_comm.integrations.blocks.find import FoundBlock
+
+DEPTH = 16
+"""Levels of a configuration object that are compared by value."""
+VALUES = 50_000
+"""Number of values of a block that are compared. A block with more of them equals no other one."""
+BUFFER = 1 << 16
+"""Number of elements of a tensor that are compared."""
+_TENSORS = ("_parameters", "_buffers", "_modules")
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, type(None), type(...))
+
+
+class Signatures:
+    """Texts of blocks, which may be compared while this object exists."""
+
+    def __init__(self) -> None:
+        self._alive: list[Any] = []  # an identity may be reused after its object
+
+    def of(self, found: FoundBlock) -> str:
+        """Return the text of a block."""
+        settings = _Settings(self._alive)
+        modules = {id(module): number for number, module in enumerate(found.block.modules())}
+        for module in found.block.modules():
+            settings.number(module)
+        tensors: dict[int, int] = {}
+        lines = [f"{found.path} {found.num_experts} {found.device} {settings.text(found.adapter)}"]
+        try:
+            for name, module in found.block.named_modules(remove_duplicate=False):
+                lines.append(f"{name} {modules[id(module)]}")
+            for module in found.block.modules():
+                kind = f"{type(module).__qualname__} {id(type(module))} {module._non_persistent_buffers_set}"
+                params = [
+                    f"{name} {tensors.setdefault(id(param), len(tensors))} {tuple(param.shape)} {param.dtype} "
+                    f"{param.device} {param.requires_grad} {id(type(param))}"
+                    for name, param in module.named_parameters(recurse=False)
+                ]
+                values = {key: value for key, value in vars(module).items() if key not in _TENSORS}
+                buffers = {name: settings.text(value) for name, value in module._buffers.items()}
+                lines.append(f"{kind} {params} {buffers} {settings.text(values)}")
+        except _TooMany:
+            return f"{id(found.block)}"
+        return sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _TooMany(Exception):
+    pass
+
+
+class _Settings:
+    """Texts of the attributes of one block. alive: gets the objects that were compared."""
+
+    def __init__(self, alive: list[Any]) -> None:
+        self._alive = alive
+        self._seen: dict[int, int] = {}
+        self._left = VALUES
+
+    def number(self, value: Any) -> None:
+        """Let further texts name ``value`` by its number."""
+        self._seen[id(value)] = len(self._seen)
+        self._alive.append(value)
+
+    def text(self, value: Any, depth: int = 0) -> str:
+        """Return a text that is equal for equal values."""
+        self._left -= 1
+        if self._left < 0:
+            raise _TooMany
+        kind = type(value)
+        if kind in _PLAIN:
+            return f"{value!r}"
+        if isinstance(value, type):
+            return f"{value!r} {id(value)}"
+        if kind in (dict, set, list, tuple) and not value:
+            return f"{value!r}"
+        if (number := self._seen.get(id(value))) is not None:
+            return f"<{number}>"
+        self.number(value)
+        parts = self._parts(value) if depth < DEPTH else None
+        if parts is None:
+            return f"{kind.__qualname__} at {id(value)}"
+        texts = [self.text(part, depth + 1) for part in parts]
+        return f"{kind.__qualname__} {id(kind)} ({', '.join(sorted(texts) if kind in (set, frozenset) else texts)})"
+
+    def _parts(self, value: Any) -> list[Any] | None:
+        """Return what determines ``value``, or None if only its identity does."""
+        kind = type(value)
+        if kind is dict:
+            return [part for pair in value.items() for part in pair]
+        if kind in (list, tuple, set, frozenset):
+            return list(value)
+        if kind is bytes:
+            return [sha256(value).hexdigest()]
+        if isinstance(value, Tensor):
+            return _tensor(value)
+        if isinstance(value, FunctionType):
+            cells = [_cell(cell) for cell in value.__closure__ or ()]
+            code, names = id(value.__code__), id(value.__globals__)
+            return [code, names, value.__defaults__, value.__kwdefaults__, vars(value), cells]
+        if isinstance(value, nn.Module):
+            return None
+        try:
+            reduced = value.__reduce_ex__(2)
+            if isinstance(reduced, str):
+                return None  # an object of a module
+            return [list(part) if index in (3, 4) and part is not None else part for index, part in enumerate(reduced)]
+        except Exception:  # it cannot be pickled, and the code may be the user's
+            return None
+
+
+def _tensor(value: Tensor) -> list[Any] | None:
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+        return None
+    described = [tuple(value.shape), value.dtype, value.device, value.requires_grad]
+    if value.is_meta:
+        return described
+    if value.numel() > BUFFER:
+        return None
+    raw = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
+    return [*described, raw.numpy().tobytes()]
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
