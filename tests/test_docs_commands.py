@@ -43,12 +43,11 @@ NOT_RUN = {
 }
 """Start of a command: why it is not run here."""
 NOT_RUN_PYTHON = {
-    "docs/adapters.md": "needs other systems; tests/integrations and make hosts run these calls",
+    "docs/adapters.md": "needs other systems or several ranks; tests/integrations and make hosts run these calls",
     "docs/gpus.md": "needs the tensors of a caller; tests/integrations and tests/overlap/triton run these calls",
     "docs/measure.md": "needs root; tests/bench/test_hosts.py runs it",
     "docs/reference/api.md": "signatures, which benchmarks/signatures.py writes",
     "docs/reliability.md": "an own loop of 1000 steps; tests/runtime/watch runs it",
-    "docs/swap.md": "needs several ranks; tests/integrations runs these calls",
     "docs/own-loop.md": "needs several ranks; tests/training_loops runs these calls",
 }
 """Page with ``python no-run`` blocks: why they are not run."""
