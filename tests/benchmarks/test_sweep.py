@@ -29,7 +29,7 @@ def test_small_batches_are_measured_in_a_row_and_after_a_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "SMALL", (1, 3))
-    result = sweep.small(replace(TINY, ranks=1), str(tmp_path / "small.json"))
+    result = sweep.small(replace(TINY, ranks=1, peers=()), str(tmp_path / "small.json"))
     assert json.loads((tmp_path / "small.json").read_text()).keys() == result.keys()
     for mode, in_a_row in (("in_a_row", sweep.IN_A_ROW), ("after_a_barrier", 1)):
         assert set(result[mode]["overhead_us"]) == {1, 3}

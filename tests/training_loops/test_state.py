@@ -105,7 +105,7 @@ def decayed(state: Any) -> Any:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["gpt, 5 experts", "gpt, 3 experts", "gpt, etp 2", "mixtral, 5 experts"])
+@pytest.mark.parametrize("kind", ["gpt, 3 experts", "gpt, etp 2", "mixtral, 5 experts"])
 def test_every_form_of_the_state_loads_bit_for_bit(rank: int, world: int, kind: str) -> None:
     for case in (Case(kind, "ddp", 4, "adamw"), Case(kind, "fsdp", 2, "adamw")):
         model, optimizer, _ = build_and_train(case, rank, world, steps=2)

@@ -72,7 +72,11 @@ def test_an_experts_bits_do_not_depend_on_the_other_experts() -> None:
 
 
 @on_ranks(1, timeout=60)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES if dtype != torch.bfloat16)],
+    ids=str,
+)
 def test_tma_has_the_same_bits(dtype: torch.dtype) -> None:
     module = kernels("grouped_mm")
     counts = [33, 0, 5, 50]

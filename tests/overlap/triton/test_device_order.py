@@ -101,7 +101,7 @@ def test_rows_of_other_ranks_are_computed_before_late_rows_own_rows_first(
 def _delay_slice(rank: int, world: int, path: Path) -> None:
     """The last GEMM of the last rank computes its second slice after the other ranks have summed the first one."""
     kernels, store = interpreted("publish_mm"), _store(path, world)
-    columns, tokens, sums, order = kernels.SLICE_COLUMNS + 8, 32, 0, []
+    columns, tokens, sums, order = kernels.SLICE_COLUMNS + 8, 16, 0, []
 
     def before(kernel: str) -> None:
         nonlocal sums

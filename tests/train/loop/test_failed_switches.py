@@ -167,7 +167,9 @@ def placements_at(folder: Path, step: int) -> dict[str, Placement]:
     return {line.layer: line.placement for line in lines}
 
 
-@pytest.mark.parametrize("moment", ["agreed", pytest.param("received", marks=pytest.mark.slow), "state"])
+@pytest.mark.parametrize(
+    "moment", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("agreed", "received")), "state"]
+)
 def test_a_run_killed_in_a_switch_resumes_with_the_old_placement_and_the_same_losses(
     pool2: RankPool, settings: list[str], tmp_path: Path, moment: str
 ) -> None:

@@ -154,7 +154,7 @@ RELOCATE = (
     "placement.window=3",
     "placement.threshold=0.001",
     "data.batch=32",
-    "data.seq_len=64",
+    "data.seq_len=32",
     "model.init_std=0.6",
 )
 

@@ -94,8 +94,13 @@ MOMENTUM = ("optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.03")
 SAME_MAPPING = {
     "ep, correction bias": ("parallel.ep=2", "model.family=deepseek_v3", "model.bias_rate=0.05"),
     "fsdp, bf16": ("parallel.sharding=fsdp", "model.dtype=bfloat16"),
-    "zero1, muon": ("parallel.sharding=zero1", "optimizer.kind=muon", "optimizer.momentum=0.9", "optimizer.lr=0.01"),
-    "tp, lamb": ("parallel.tp=2", "optimizer.kind=lamb", "checkpoint.background=false"),
+    "zero1, muon": (
+        "parallel.sharding=zero1",
+        "optimizer.kind=muon",
+        "optimizer.momentum=0.9",
+        "optimizer.lr=0.01",
+        "checkpoint.background=false",
+    ),
     "zbv, tied, sgd": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie=true", *MOMENTUM),
 }
 

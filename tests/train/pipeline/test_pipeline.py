@@ -62,7 +62,7 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(schedule: str, pool2: Ra
     check(case, pool2.run(train, case))
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
 def test_four_stages_with_tied_embeddings(schedule: str, pool4: RankPool) -> None:
     case = Case(schedule, pp=4, layers=8, micro_batches=8, tie=True)
     check(case, pool4.run(train, case))

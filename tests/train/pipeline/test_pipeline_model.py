@@ -73,10 +73,8 @@ def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool
 @pytest.mark.parametrize(
     ("schedule", "recompute", "split_backward"),
     [
-        ("gpipe", "none", True),
         ("1f1b", "selective", True),
         ("interleaved_1f1b", "full", True),
-        ("zero_bubble", "selective", True),
         ("zero_bubble", "full", True),
         ("zero_bubble", "full", False),
         ("zbv", "selective", True),
