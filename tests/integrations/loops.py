@@ -205,10 +205,12 @@ def make_accelerator(case: TrainingCase, **settings: Any) -> Any:
     )
 
 
-def with_accelerate(case: TrainingCase, world: int, prepare: Any = prepare_accelerator) -> tuple[Any, Any, list[float]]:
+def with_accelerate(
+    case: TrainingCase, world: int, prepare: Any = prepare_accelerator, make_model: Any = spread_model
+) -> tuple[Any, Any, list[float]]:
     """Run the loop of accelerate's documentation. Return accelerator, model and the losses of all ranks."""
     accelerator = prepare(make_accelerator(case))
-    model = spread_model(case).train()
+    model = make_model(case).train()
     data = DataLoader(examples(), batch_size=GLOBAL_BATCH // world // case.accumulate, collate_fn=stacked)  # type: ignore[arg-type]
     model, optimizer, data = accelerator.prepare(model, make_optimizer(model, case.optimizer), data)
     start = 0

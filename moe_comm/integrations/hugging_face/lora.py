@@ -32,6 +32,7 @@ from moe_comm.kernels.low_rank import LowRank
 from moe_comm.layers.data_parallel.attach import attach_experts, exclude_from_ddp, expert_modules, gradients_of
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
+from moe_comm.layers.data_parallel.state import distribute_state
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement, Sharding, Split
 
@@ -193,8 +194,11 @@ def adopt(model: nn.Module, name: str) -> None:
 
 
 def follow_peft() -> None:
-    """Make PEFT wrap parameters of ``EPExperts`` by ``ParamWrapper``, save all adapters, and exclude them from DDP."""
-    create, save = lora_model.dispatch_default, PeftModel.save_pretrained
+    """Make PEFT wrap parameters of ``EPExperts`` by ``ParamWrapper``, and exclude their adapters from DDP.
+
+    PEFT also saves the adapters of all experts, and loads adapters into a model that FSDP2 has sharded.
+    """
+    create, save, load = lora_model.dispatch_default, PeftModel.save_pretrained, PeftModel.load_state_dict
     wrap, add = PeftModel.__init__, PeftModel.add_adapter
 
     @wraps(wrap)
@@ -221,7 +225,7 @@ def follow_peft() -> None:
     def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         # If the ranks have equal adapters, one of them may call this alone.
         sharded = any(not isinstance(module, EPExperts) for _, module, _ in expert_modules(model))
-        sharded = sharded or any(is_dtensor(parameter) for parameter in model.parameters())
+        sharded = sharded or _sharded_by_fsdp(model)
         if not sharded or kwargs.get("state_dict") is not None:
             save(model, save_directory, *args, **kwargs)
             return
@@ -232,5 +236,16 @@ def follow_peft() -> None:
 
         write_adapters(model, save_directory, write)
 
+    @wraps(load)
+    def load_state_dict(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        swapped = next(expert_modules(model), None) is not None
+        state = distribute_state(model, state_dict) if swapped and _sharded_by_fsdp(model) else state_dict
+        return load(model, state, *args, **kwargs)
+
     lora_model.dispatch_default, PeftModel.save_pretrained = dispatch, save_pretrained
+    PeftModel.load_state_dict = load_state_dict
     PeftModel.__init__, PeftModel.add_adapter = initialize, add_adapter
+
+
+def _sharded_by_fsdp(model: nn.Module) -> bool:
+    return any(is_dtensor(parameter) for parameter in model.parameters())

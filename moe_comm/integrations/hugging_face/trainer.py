@@ -117,8 +117,13 @@ class MoETrainerMixin:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self: Any) -> None:
-        if not self._load_weights(self.state.best_model_checkpoint, self.model):
-            super()._load_best_model()  # type: ignore[misc]
+        best = self.state.best_model_checkpoint
+        if self._load_weights(best, self.model):
+            return
+        if self.is_fsdp_enabled and has_adapters(self.model) and has_distributed_experts(self.model):
+            super()._load_from_checkpoint(best, self.model)  # type: ignore[misc]  # else it reads files of FSDP
+            return
+        super()._load_best_model()  # type: ignore[misc]
 
     def _load_weights(self: Any, folder: str, model: Any) -> bool:
         """Load the files of ``save_model``. Return False if ``Trainer`` must load them. Collective."""

@@ -156,6 +156,15 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool 
         RuntimeError: keys are missing or unexpected, with ``strict``.
     """
     model = _unwrapped(model)
+    return model.load_state_dict(distribute_state(model, state), strict=strict)
+
+
+def distribute_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with the keys of ``model.state_dict()``, and distributed as the parameters of ``model`` are.
+
+    Raises:
+        InputError: a tensor has neither the full shape nor, for experts, the shape of this rank's part.
+    """
     model_state = {state_key(key): (key, value) for key, value in model.state_dict().items()}
     converted = {}
     for key, value in state.items():
@@ -165,7 +174,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool 
             if tuple(value.shape) not in shapes:
                 raise InputError(f"{key} has shape {tuple(value.shape)}; this model expects {shapes[0]}")
         converted[name] = distribute_like(value, current)
-    return model.load_state_dict(converted, strict=strict)
+    return converted
 
 
 def optimizer_state_dict(
