@@ -81,6 +81,8 @@ class StoredTensor:
 class HubFolder:
     """The safetensors files of a model folder, or one file. ``name in hub_folder`` tests whether a tensor exists.
 
+    tensors: those of a file in another format.
+
     Files are opened when they are first needed. Reading is thread-safe.
 
     Raises:
@@ -88,12 +90,14 @@ class HubFolder:
         CorruptFile: a file is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor] | None = None) -> None:
         self.folder = folder
         self._open: dict[str, tuple[IO[bytes], dict[str, StoredTensor]]] = {}
         self._lock, self._of_thread = threading.Lock(), threading.local()
         if folder.is_file():
             self.folder, single = folder.parent, folder.name
+            if tensors is not None:
+                self._open[single] = os.fdopen(open_regular(folder), "rb", buffering=0), tensors
         elif (folder / SINGLE).exists():  # preferred, as by transformers, whose save_pretrained leaves an old index
             single = SINGLE
         elif (folder / INDEX).exists():

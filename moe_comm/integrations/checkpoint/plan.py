@@ -28,7 +28,8 @@ CHUNK_BYTES = 16 << 20
 SMALL_BYTES = 1 << 20
 """Smaller tensors are not divided."""
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "GIB": 1 << 30, "MIB": 1 << 20, "KIB": 1 << 10}
-_STORED = {dtype: name for name, dtype in DTYPES.items()}
+STORED = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of dtypes in headers."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def plan_files(
     current: list[str] = []
     filled = 0
     for name, (shape, dtype) in tensors.items():
-        if dtype not in _STORED:
+        if dtype not in STORED:
             raise ConfigError(f"{name} has dtype {dtype}, which safetensors files do not have")
         nbytes = prod(shape) * dtype.itemsize
         if nbytes > max_bytes:
@@ -108,11 +109,11 @@ def file_name(number: int, count: int, single: str = SINGLE) -> str:
 
 
 def _file(name: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> FilePlan:
-    order, entries, starts, end = list(_STORED), {}, {}, 0
+    order, entries, starts, end = list(STORED), {}, {}, 0
     for key, (shape, dtype) in sorted(tensors.items(), key=lambda item: (order.index(item[1][1]), item[0])):
         starts[key], start = end, end
         end += prod(shape) * dtype.itemsize
-        entries[key] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        entries[key] = {"dtype": STORED[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

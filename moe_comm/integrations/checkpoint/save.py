@@ -138,8 +138,15 @@ def write_checkpoint(model: nn.Module, folder: Path, group: ProcessGroup | None,
         OSError: this rank could not write. The other ranks raise ``settings.failure``.
         MoeCommError: see ``save_checkpoint``.
     """
-    ranks = _Ranks(group_or_default(group), folder, settings.failure)
-    plan, _ = ranks.attempt(lambda: _Plan.of(model, settings))
+    write_plan(lambda: Plan.of(model, settings), folder, group, settings.failure)
+
+
+def write_plan(
+    make: Callable[[], Plan], folder: Path, group: ProcessGroup | None, failure: type[MoeCommError] = CheckpointError
+) -> None:
+    """Write what the plans of all ranks describe; see ``write_checkpoint``. Collective."""
+    ranks = _Ranks(group_or_default(group), folder, failure)
+    plan, _ = ranks.attempt(make)
     mine = assign(plan.described, ranks.exchange(plan))[ranks.rank]
     committing = False
     temporary, existed = folder / f"{_TEMPORARY}{secrets.token_hex(6)}", folder.exists()
@@ -184,7 +191,7 @@ class _Ranks:
         texts = agree(outcome, self._gather, self._failure, f"could not write the model to {self._folder}: ")
         return result, texts  # type: ignore[return-value]
 
-    def exchange(self, plan: _Plan) -> list[dict[str, list[Region]]]:
+    def exchange(self, plan: Plan) -> list[dict[str, list[Region]]]:
         """Return the regions that each rank holds, by tensor. Collective.
 
         Raises:
@@ -218,7 +225,7 @@ class _Ranks:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The values of a parameter or buffer that this rank holds.
 
     boxes: where they are in ``tensor``, and in the full parameter.
@@ -228,7 +235,7 @@ class _Part:
     boxes: list[Box]
 
     @classmethod
-    def of(cls, held: HeldTensor) -> _Part:
+    def of(cls, held: HeldTensor) -> Part:
         if held.tensor.is_meta:
             raise ConfigError(f"{held.names[0]} is on meta and has no values; call load_checkpoint first")
         return cls(materialized(held.local), held.boxes())
@@ -246,7 +253,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What all ranks write, and what this rank holds.
 
     Attributes:
@@ -264,13 +271,13 @@ class _Plan:
     dtypes: Mapping[str, torch.dtype]
     files: Sequence[FilePlan]
     described: Mapping[str, Described]
-    parts: Mapping[str, _Part]
+    parts: Mapping[str, Part]
     extras: Callable[[Path], None]
     metadata: Mapping[str, int]
     single: str
 
     @classmethod
-    def of(cls, model: nn.Module, settings: Settings) -> _Plan:
+    def of(cls, model: nn.Module, settings: Settings) -> Plan:
         model = unwrapped(model)
         _refuse_adapters(model)
         held = _saved(model, held_tensors(model))
@@ -285,7 +292,7 @@ class _Plan:
             for name, one in held.items()
         }
         metadata = {"total_size": sum(nbytes(*of_tensor) for of_tensor in tensors.values())}
-        extras: Callable[[Path], None] = _nothing
+        extras: Callable[[Path], None] = nothing
         if isinstance(model, pretrained_class()):
             extras = partial(_write_config, model, settings.dtype)
             total = sum(nbytes(one.shape) for one in described.values() if not one.is_buffer)
@@ -295,7 +302,7 @@ class _Plan:
             dtypes,
             plan_files(tensors, parse_size(settings.max_shard_size), settings.single),
             described,
-            {name: _Part.of(one) for name, one in held.items()},
+            {name: Part.of(one) for name, one in held.items()},
             extras,
             metadata,
             settings.single,
@@ -320,6 +327,21 @@ class _Plan:
         """The name of the file without which a folder is no checkpoint."""
         return self.single if len(self.files) == 1 else index_name(self.single)
 
+    def create(self, folder: Path) -> None:
+        """Create all files in ``folder``: those of values in their final size, the others complete."""
+        self.extras(folder)
+        if len(self.files) > 1:
+            write_file(folder / index_name(self.single), index_text(self.files, self.metadata))
+        for name in os.listdir(folder):
+            if os.path.isfile(folder / name):
+                sync_to_disk(folder / name)
+        for planned in self.files:
+            create(folder / planned.name, planned)
+
+    def offsets(self, folder: Path, planned: FilePlan) -> Mapping[str, int]:
+        """Return the first byte of each tensor in a file of ``folder``."""
+        return planned.offsets
+
     @torch.no_grad()
     def write(self, folder: Path, mine: Mapping[str, Sequence[Region]]) -> None:
         """Write this rank's bytes. mine: the regions of parameters."""
@@ -327,7 +349,7 @@ class _Plan:
         for planned in self.files:
             handle: int | None = None
             try:
-                for name, offset in planned.offsets.items():
+                for name, offset in self.offsets(folder, planned).items():
                     for hub, values in _values(self.layout[name], self.described, self.parts, boxes):
                         if handle is None:
                             handle = os.open(folder / planned.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -339,7 +361,7 @@ class _Plan:
                     os.close(handle)
 
 
-def _nothing(folder: Path) -> None:
+def nothing(folder: Path) -> None:
     """Write no other files."""
 
 
@@ -383,21 +405,13 @@ def _write_config(model: Any, dtype: torch.dtype | None, folder: Path) -> None:
             model.config.dtype = before
 
 
-def _create(folder: Path, temporary: Path, plan: _Plan) -> None:
-    """Create the files in a new temporary folder: those of values with their headers, the others complete."""
+def _create(folder: Path, temporary: Path, plan: Plan) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(folder):
         if name.startswith(_TEMPORARY):  # of a process that was killed
             remove(folder / name)
     temporary.mkdir()
-    plan.extras(temporary)
-    if len(plan.files) > 1:
-        write_file(temporary / index_name(plan.single), index_text(plan.files, plan.metadata))
-    for name in os.listdir(temporary):
-        if os.path.isfile(temporary / name):
-            sync_to_disk(temporary / name)
-    for planned in plan.files:
-        create(temporary / planned.name, planned)
+    plan.create(temporary)
     for path in temporary.iterdir():
         check_replaceable(folder / path.name)
 
@@ -413,7 +427,7 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-def _commit(folder: Path, temporary: Path, plan: _Plan) -> None:
+def _commit(folder: Path, temporary: Path, plan: Plan) -> None:
     """Move the complete files into ``folder``, and keep them in ``temporary`` after an error."""
     try:
         _move(folder, temporary, plan)
@@ -422,7 +436,7 @@ def _commit(folder: Path, temporary: Path, plan: _Plan) -> None:
         raise OSError(error.errno, kept, error.filename) from error
 
 
-def _move(folder: Path, temporary: Path, plan: _Plan) -> None:
+def _move(folder: Path, temporary: Path, plan: Plan) -> None:
     """Move the files: first none that makes the folder a checkpoint, that one last."""
     index = folder / index_name(plan.single)
     if plan.mark != plan.single:  # else one file replaces the older one, and is preferred to an older index
@@ -449,7 +463,7 @@ def _move(folder: Path, temporary: Path, plan: _Plan) -> None:
 def _values(
     entry: CheckpointTensor,
     described: Mapping[str, Described],
-    parts: Mapping[str, _Part],
+    parts: Mapping[str, Part],
     boxes: Mapping[str, Sequence[Box]],
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Yield the values of a checkpoint tensor that this rank writes, each with its index in that tensor."""

@@ -21,6 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
 from moe_comm.integrations.checkpoint.load import agree_in, load_checkpoint
+from moe_comm.integrations.checkpoint.optimizer import load_optimizer, save_optimizer
 from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
 from moe_comm.integrations.hugging_face.accelerator import (
     has_distributed_experts,
@@ -29,7 +30,7 @@ from moe_comm.integrations.hugging_face.accelerator import (
     write_on,
 )
 from moe_comm.integrations.hugging_face.state import gather_for_saving, has_adapters
-from moe_comm.layers.data_parallel import load_optimizer_state_dict, optimizer_state_dict
+from moe_comm.layers.data_parallel import optimizer_state_dict
 from moe_comm.runtime.safe_files import replacing
 
 
@@ -105,11 +106,13 @@ class MoETrainerMixin:
         if not has_distributed_experts(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        rank0_only = not self.args.save_on_each_node
-        state = optimizer_state_dict(self.model, self.optimizer, rank0_only=rank0_only, cpu=True)
-        for values, name in ((state, OPTIMIZER_NAME), (self.lr_scheduler.state_dict(), SCHEDULER_NAME)):
-            path = os.path.join(output_dir, name)
-            write_on(self.args.should_save, partial(_save, values, path), path)
+        optimizer_path, path = (os.path.join(output_dir, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        if self.args.save_on_each_node:
+            state = optimizer_state_dict(self.model, self.optimizer, cpu=True)
+            write_on(self.args.should_save, partial(_save, state, optimizer_path), optimizer_path)
+        else:
+            save_optimizer(self.model, self.optimizer, Path(optimizer_path), dist.group.WORLD)
+        write_on(self.args.should_save, partial(_save, self.lr_scheduler.state_dict(), path), path)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         model = self.model if model is None else model
@@ -150,13 +153,12 @@ class MoETrainerMixin:
         return True
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        names = [os.path.join(str(checkpoint), name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        if not has_distributed_experts(self.model) or not all(map(os.path.isfile, names)):
+        paths = [os.path.join(str(checkpoint), name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if not has_distributed_experts(self.model) or not all(map(os.path.isfile, paths)):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        optimizer, scheduler = (torch.load(name, map_location="cpu", weights_only=True) for name in names)
-        load_optimizer_state_dict(self.model, self.optimizer, optimizer)
-        self.lr_scheduler.load_state_dict(scheduler)
+        load_optimizer(self.model, self.optimizer, Path(paths[0]), dist.group.WORLD)
+        self.lr_scheduler.load_state_dict(torch.load(paths[1], map_location="cpu", weights_only=True))
 
 
 def _divide_auxiliary_loss(parts: int, module: Any, args: Any, output: Any) -> None:

@@ -37,6 +37,13 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def like_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor that is distributed as ``like``, with the values ``local`` on this rank."""
+    return type(like).from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertShards:
     """How the ranks of an expert-parallel group hold the parameters of one experts module.
@@ -153,15 +160,7 @@ class ExpertShard(Tensor):
 
     def _wrap_like(self, local: Tensor) -> ExpertShard:
         if self.dtensor is not None:
-            dtensor = self.dtensor
-            local = type(dtensor).from_local(
-                local,
-                dtensor.device_mesh,
-                dtensor.placements,
-                run_check=False,
-                shape=dtensor.shape,
-                stride=dtensor.stride(),
-            )
+            local = like_dtensor(local, self.dtensor)
         return ExpertShard.of(local, self.shards, self.name_in_module, in_state_dict=self.in_state_dict)
 
     @property

@@ -191,7 +191,7 @@ def optimizer_state_dict(
             experts are in a ``ModuleList`` (``mark_experts``).
     """
     _check_form(form)
-    inner = _torch_optimizer(optimizer)
+    inner = torch_optimizer(optimizer)
     result = inner.state_dict()
     expert = _expert_parameters(model)
     state = {}
@@ -215,7 +215,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Map
     Raises:
         InputError: a tensor has neither the shape of all experts nor that of this rank's part.
     """
-    inner = _torch_optimizer(optimizer)
+    inner = torch_optimizer(optimizer)
     expert = _expert_parameters(model)
     converted = dict(state["state"])
     for index, param in enumerate(params_of(inner)):
@@ -229,6 +229,8 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Map
             if id(param) in expert:
                 shards, name = expert[id(param)]
                 value = local_part(shards, name, value, f"{key} of {name}")
+                if not is_dtensor(value) and value.untyped_storage().nbytes() > value.nbytes:
+                    value = value.clone()  # a view would keep the state of all experts
             values[key] = distribute_like(value, param)
         converted[index] = values
     inner.load_state_dict({**state, "state": converted})
@@ -253,7 +255,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _torch_optimizer(optimizer: Any) -> Optimizer:
+def torch_optimizer(optimizer: Any) -> Optimizer:
     """Return the torch optimizer, which accelerate's optimizer wraps."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner

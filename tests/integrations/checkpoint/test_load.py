@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import moe_comm
@@ -30,9 +31,15 @@ from moe_comm.errors import (
     UnsupportedModel,
 )
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
+from moe_comm.integrations.hugging_face import shard_inputs
+from moe_comm.layers.moe.config import MoEGroups
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.integrations.blocks.styles import EXPERTS, DeepSeek, Mixtral, Model, Torchtitan
 from tests.integrations.loops import TrainingCase, launched, make_trainer
-from tests.integrations.models import SMALL, batch, ep_group, new_model, randomise
+from tests.integrations.models import SMALL, VOCAB, batch, ep_group, new_model, randomise
+from tests.layers.tiny import LATENT
 from tests.pool import RankPool
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -81,6 +88,15 @@ def _equal(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
+def sharded(model: Any) -> Any:
+    """Shard experts over 2 ranks, each of which FSDP2 shards over 2 more, as all other parameters over 4."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    moe_comm.prepare_fsdp(model, mp_policy=policy)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
 def _loaded(rank: int, world: int, job: tuple[str, int, dict[str, Any]]) -> LoadReport:
     folder, ranks, settings = job
     group = ep_group(ranks) if world > 1 else None
@@ -117,6 +133,20 @@ def test_families_have_the_bits_of_transformers(
     if family == "qwen3_moe":
         placement = Placement(tuple((home,) for home in (3, 0, 1, 2, 1, 1, 0, 3)), 4)
         pool.run(_loaded, (folder, 4, {"placement": placement, "dtype": "float16"}))
+
+
+def _sequence_parallel(rank: int, world: int, folder: str) -> None:
+    ep, (cp, _) = ep_group(2), dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    expected = moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), ep)
+    expected = moe_comm.swap_attention(expected, cp_group=cp, context="ring")
+    model = moe_comm.from_pretrained(folder, ep, cp_group=cp, context="ring")
+    ids = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(rank % 2))
+    inputs = shard_inputs(input_ids=ids, cp_group=cp, context="ring")
+    assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
+
+
+def test_context_parallel_attention(folder_of: Callable[[str], Path], pool: RankPool) -> None:
+    pool.run(_sequence_parallel, str(folder_of("mixtral")))
 
 
 def _sharded(rank: int, world: int, folder: str) -> None:
@@ -326,31 +356,120 @@ def test_blocks_of_users(pool: RankPool, tmp_path: Path) -> None:
 
 
 def _moe_layers(rank: int, world: int, folder: Path) -> None:
-    def model(device: str) -> nn.Module:
-        config = moe_comm.MoEConfig(16, 24, moe_comm.RouterConfig(6, 2), shared_ffn=8)
-        return nn.Sequential(
-            nn.Linear(8, 16, device=device), moe_comm.MoELayer.build(config, ep_group(2), device=device)
-        )
+    """Save and load layers with whole experts, and with experts in slices (etp)."""
 
-    original = model("cpu")
-    for parameter in original.parameters():
-        nn.init.normal_(parameter)
-    for tensor in (*original[0].parameters(), *original[1].router.parameters(), *original[1].shared.parameters()):
-        dist.broadcast(tensor.data, 0)
-    state = moe_comm.gather_state_dict(original)
-    if rank == 0:
-        save_file(state, folder / SINGLE)
-    dist.barrier()
-    loaded = model("meta")
-    moe_comm.load_checkpoint(loaded, folder, device="cpu")
-    again = moe_comm.gather_state_dict(loaded)
-    assert all(torch.equal(again[name], value) for name, value in state.items())
-    x = torch.randn(5, 8)
-    assert torch.equal(loaded(x), original(x))
+    def model(groups: Any, device: str = "cpu", seed: int = 0) -> nn.Module:
+        torch.manual_seed(0)
+        config = moe_comm.MoEConfig(16, 24, moe_comm.RouterConfig(7, 2), shared_ffn=8)
+        layer = moe_comm.MoELayer.build(config, groups, seed=seed, device=device)
+        return nn.Sequential(nn.Linear(8, 16, device=device), layer)
+
+    for number, groups in enumerate((ep_group(2), MoEGroups(dist.group.WORLD, 2), MoEGroups(ep_group(2), 2))):
+        original, out = model(groups), folder / str(number)
+        state = moe_comm.gather_state_dict(original)
+        moe_comm.save_checkpoint(original, out)
+        written = load_file(out / SINGLE)
+        assert written.keys() == state.keys()
+        assert all(torch.equal(written[name], value) for name, value in state.items())
+        x = torch.randn(5, 8)
+        for loaded in (model(groups, "meta"), model(ep_group(4), seed=1)):
+            moe_comm.load_checkpoint(loaded, out, device="cpu")
+            again = moe_comm.gather_state_dict(loaded)
+            assert all(torch.equal(again[name], value) for name, value in state.items())
+            assert torch.allclose(loaded(x), original(x), atol=1e-6)
 
 
 def test_models_with_moe_layers(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_moe_layers, tmp_path)
+
+
+def _transformers(rank: int, world: int, folder: Path) -> None:
+    def model(mapping: ParallelConfig, seed: int) -> Transformer:
+        model = Transformer(LATENT, ModelPlan.of(ParallelMesh(mapping)))
+        initialize(model, seed)
+        return model
+
+    whole = Transformer(LATENT)
+    initialize(whole, 3)
+    expected = whole.state_dict()
+    before: Path | None = None
+    for number, mapping in enumerate((ParallelConfig(tp=2, dp=2, ep=2, etp=2), ParallelConfig(dp=4, ep=4))):
+        split, out = model(mapping, seed=3 if before is None else 4), folder / f"transformer-{number}"
+        if before is not None:
+            moe_comm.load_checkpoint(split, before)
+        moe_comm.save_checkpoint(split, out)
+        written = load_file(out / SINGLE)
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], value) for name, value in expected.items())
+        split.close()
+        before = out
+
+
+def test_a_transformer_with_tensor_parallelism(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_transformers, tmp_path)
+
+
+def _wrapped(rank: int, world: int, folders: tuple[Path, Path]) -> None:
+    """Load into models that DDP and FSDP2 wrap. A forward pass has gathered parameters, in another dtype."""
+    first, second = folders
+    expected = moe_comm.state_dict(moe_comm.from_pretrained(second, ep_group(2)))
+    ids = batch()[rank]
+    for wrap in (nn.parallel.DistributedDataParallel, sharded):
+        model = wrap(moe_comm.from_pretrained(first, ep_group(2)))
+        with torch.no_grad():
+            before = model(ids).logits
+        if rank == 3:
+            with pytest.raises(ConfigError, match="missing"):
+                moe_comm.load_checkpoint(model, second / "missing")
+        else:
+            with pytest.raises(ConfigError, match="rank"):
+                moe_comm.load_checkpoint(model, second)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, before)
+        report = moe_comm.load_checkpoint(model, second)
+        held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        assert report.kept == sum(one.nbytes for one in held)
+        state = moe_comm.state_dict(model)
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    with torch.device("meta"):
+        model = fully_shard(new_model("mixtral", **CHANGES["mixtral"]))
+    with pytest.raises(UnsupportedModel, match="to_empty"):
+        moe_comm.load_checkpoint(model, second)
+
+
+def test_models_under_ddp_and_fsdp2(folder_of: Callable[[str], Path], pool: RankPool, tmp_path: Path) -> None:
+    model = new_model("mixtral", **CHANGES["mixtral"])
+    randomise(model, 1)
+    model.save_pretrained(tmp_path)
+    pool.run(_wrapped, (folder_of("mixtral"), tmp_path))
+
+
+CODE = """
+from transformers import MixtralForCausalLM
+
+class Scaled(MixtralForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 3 * output.logits
+        return output
+"""
+
+
+def test_models_with_their_own_code(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(folder_of("mixtral"), folder)
+    (folder / "modeling_scaled.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Scaled"], "auto_map": {"AutoModelForCausalLM": "modeling_scaled.Scaled"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = moe_comm.from_pretrained(folder, trust_remote_code=True)
+    expected = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__name__ == "Scaled"
+    _equal(model, moe_comm.swap_moe(expected))
+    moe_comm.save_checkpoint(model, tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    ids = batch()[0]
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def _refused(rank: int, world: int, job: tuple[dict[int, str], str, str]) -> None:

@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
 from moe_comm.errors import CheckpointError, ConfigError, RankMismatch, UnsupportedModel
 from moe_comm.integrations.checkpoint import save
 from tests.integrations.blocks.styles import STYLES, Model
-from tests.integrations.models import SMALL, ep_group, load, new_model, randomise
+from tests.integrations.checkpoint.test_load import sharded as shard
+from tests.integrations.models import SMALL, batch, ep_group, load, new_model, randomise
 from tests.pool import on_ranks
 
 UNEVEN = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "deepseek_v3": "n_routed_experts"}
@@ -90,11 +90,11 @@ def tensor_parallel(model: Any) -> Any:
 
 
 def sharded(model: Any) -> Any:
-    """Shard experts over 2 ranks, each of which FSDP2 shards over 2 more, as all other parameters over 4."""
-    moe_comm.prepare_fsdp(moe_comm.swap_moe(model, ep_group(2)))
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+    """Shard with FSDP2. A forward pass has gathered parameters in bf16, and left them so."""
+    model = shard(moe_comm.swap_moe(model, ep_group(2)))
+    with torch.no_grad():
+        model(batch()[dist.get_rank()])
+    return model
 
 
 def replicated(model: Any) -> Any:
