@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from dataclasses import replace
@@ -128,7 +129,7 @@ def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_o
         assert_equals_one_process(case, *run(0, 1, replace(case, ep=1)))
 
 
-def save_and_load_best(rank: int, world: int, case: TrainingCase) -> dict[str, Any]:
+def save_and_load_best(rank: int, world: int, case: TrainingCase) -> tuple[dict[str, Any], list[str]]:
     """Evaluate after each step with a metric that is best after the second one."""
     from transformers import Trainer
 
@@ -146,7 +147,18 @@ def save_and_load_best(rank: int, world: int, case: TrainingCase) -> dict[str, A
         trainer = make_trainer(case, world, model, Mine, **settings)
         trainer.train()
         trainer.save_model(f"{case.out}/final")
-        return moe_comm.state_dict(trainer.model)
+        best = moe_comm.state_dict(trainer.model)
+        errors = []
+        for name in ("os.pwrite", "os.preadv"):  # on one rank, the disk fails
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(name, broken)
+                errors.append(error_of(trainer.train, resume_from_checkpoint=f"{case.out}/checkpoint-{SAVED}"))
+        return best, errors
+
+
+def broken(*args: Any) -> int:
+    raise OSError(errno.EIO, "the disk is gone")
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
@@ -155,8 +167,18 @@ def test_a_subclass_loads_the_best_model_and_saves_the_full_model(
 ) -> None:
     for folder in folders:
         case = TrainingCase(folder, wrapper, out=str(tmp_path / Path(folder).name))
-        best = pool2.run(save_and_load_best, case)[0]
+        (best, errors), (_, errors_of_1) = pool2.run(save_and_load_best, case)
+        assert [error.split(":")[0] for error in errors] == ["CheckpointError", "CheckpointError"]
+        assert [error.split(":")[0] for error in errors_of_1] == ["OSError", "CheckpointError"]
+        assert all("the disk is gone" in error for error in (*errors, *errors_of_1))
         assert_same(load(f"{case.out}/final").state_dict(), best)
+        load(f"{case.out}/final").save_pretrained(tmp_path / "plain")
+        names = {path.name for path in (tmp_path / "plain").iterdir()} | {"training_args.bin"}
+        assert {path.name for path in (Path(case.out) / "final").iterdir()} == names
+        weights = [
+            (folder / "model.safetensors").read_bytes() for folder in (Path(case.out) / "final", tmp_path / "plain")
+        ]
+        assert weights[0] == weights[1]
         expected, _ = one_process(replace(case, stop=SAVED))
         for name, value in best.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
