@@ -122,6 +122,7 @@ class Settings:
         single: name of the file if there is one.
         failure: class of the error on other ranks if one cannot write.
         hub_layout: write a model of transformers in the layout of the hub, else in that of its state dict.
+        config: also write the configuration of a model of transformers.
     """
 
     max_shard_size: int | str = "5GB"
@@ -129,6 +130,7 @@ class Settings:
     single: str = SINGLE
     failure: type[MoeCommError] = CheckpointError
     hub_layout: bool = True
+    config: bool = True
 
 
 def write_checkpoint(model: nn.Module, folder: Path, group: ProcessGroup | None, settings: Settings) -> None:
@@ -279,7 +281,8 @@ class Plan:
     @classmethod
     def of(cls, model: nn.Module, settings: Settings) -> Plan:
         model = unwrapped(model)
-        _refuse_adapters(model)
+        if settings.hub_layout:
+            _refuse_adapters(model)
         held = _saved(model, held_tensors(model))
         layout = checkpoint_layout(model, held, aliases=True, hub=settings.hub_layout)
         dtypes = {
@@ -294,7 +297,8 @@ class Plan:
         metadata = {"total_size": sum(nbytes(*of_tensor) for of_tensor in tensors.values())}
         extras: Callable[[Path], None] = nothing
         if isinstance(model, pretrained_class()):
-            extras = partial(_write_config, model, settings.dtype)
+            if settings.config:
+                extras = partial(_write_config, model, settings.dtype)
             total = sum(nbytes(one.shape) for one in described.values() if not one.is_buffer)
             metadata = {"total_parameters": total} | metadata
         return cls(

@@ -10,6 +10,7 @@ one process. Any number of ranks can load it, and so can one process without thi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,17 +21,18 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, load, save
 from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_comm.comm.group_setup import agree_on_written
 from moe_comm.errors import CheckpointError, ConfigError, UnsupportedModel
+from moe_comm.integrations.checkpoint.load import load_checkpoint
+from moe_comm.integrations.checkpoint.optimizer import load_optimizer, save_optimizer
+from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
 from moe_comm.layers.data_parallel import (
     clip_grad_norm_,
     expert_modules,
     expert_parameters,
-    load_optimizer_state_dict,
     load_state_dict,
     optimizer_state_dict,
     prepare_ddp,
@@ -153,6 +155,15 @@ class _HandlesExperts:
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
         return state_dict(model, rank0_only=True, cpu=True)
 
+    def save_model(
+        self: Any, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Write the full state dict; each rank writes its part, if it is written as safetensors. Collective."""
+        if safe_serialization and has_distributed_experts(model) and not self.project_configuration.save_on_each_node:
+            _write_parts(model, Path(save_directory) / f"{SAFE_MODEL_NAME}.safetensors", max_shard_size)
+        else:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)  # type: ignore[misc]
+
     def save_state(
         self: Any, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
@@ -251,16 +262,28 @@ def _write(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
     if accelerator._hidden is None:
         return
     modules, optimizers = accelerator._hidden
-    safe = accelerator._safe_serialization
-    save_file = partial(save, save_on_each_node=accelerator.project_configuration.save_on_each_node)
+    safe, on_each_node = accelerator._safe_serialization, accelerator.project_configuration.save_on_each_node
+    save_file = partial(save, save_on_each_node=on_each_node)
     stem, suffix = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     for model, path in zip(modules, _paths(folder, stem, suffix, len(modules)), strict=True):
+        if safe and not on_each_node:
+            _write_parts(model, path)
+            continue
         state = _without_duplicates(state_dict(model, rank0_only=True, cpu=True))
         write_on(True, partial(save_file, state, path, safe_serialization=safe), str(path))
     all_models = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
+        if not on_each_node:
+            save_optimizer(all_models, optimizer, path, dist.group.WORLD)
+            continue
         state = optimizer_state_dict(all_models, optimizer, rank0_only=True, cpu=True)
         write_on(True, partial(save_file, state, path), str(path))
+
+
+def _write_parts(model: Any, path: Path, max_shard_size: int | str = sys.maxsize) -> None:
+    """Write the state dict of ``model`` as safetensors, each rank its part. Collective."""
+    settings = Settings(max_shard_size, single=path.name, hub_layout=False, config=False)
+    write_checkpoint(model, path.parent, dist.group.WORLD, settings)
 
 
 def _without_duplicates(state: dict[str, Any]) -> dict[str, Any]:
@@ -281,13 +304,16 @@ def _read(accelerator: Any, models: Any, folder: str) -> None:
         _paths(folder, *name, len(modules)) for name in ((SAFE_MODEL_NAME, ".safetensors"), (MODEL_NAME, ".bin"))
     )
     for model, safe_path, pickle_path in zip(modules, safe_paths, pickle_paths, strict=True):
-        load_full(model, load_file(safe_path) if safe_path.exists() else load(pickle_path, map_location="cpu"))
+        if pickle_path.exists() and not safe_path.exists():
+            _load_full(model, load(pickle_path, map_location="cpu"))
+        else:
+            load_checkpoint(model, safe_path)
     all_models = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
-        load_optimizer_state_dict(all_models, optimizer, load(path, map_location="cpu"))
+        load_optimizer(all_models, optimizer, path, dist.group.WORLD)
 
 
-def load_full(model: nn.Module, state: dict[str, Any]) -> None:
+def _load_full(model: nn.Module, state: dict[str, Any]) -> None:
     """Load a full state dict. It needs only one of the names of tied weights.
 
     Raises:
