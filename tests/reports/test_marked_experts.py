@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -160,6 +161,13 @@ def trained(rank: int, world: int, arg: tuple[str, Path]) -> list[tuple[str, dic
             nn.init.zeros_(param)
         dcp.load(into := moe_comm.state_dict(other, form="sharded"), checkpoint_id=path)
         moe_comm.load_state_dict(other, into)
+        check_equal(other, model)
+        moe_comm.save_checkpoint(model, path / "parts")
+        written = load_file(path / "parts" / "model.safetensors")
+        assert written.keys() == state.keys() and all(torch.equal(written[key], value) for key, value in state.items())
+        for param in other.parameters():
+            nn.init.zeros_(param)
+        moe_comm.load_checkpoint(other, path / "parts")
         check_equal(other, model)
         save = partial(moe_comm.optimizer_state_dict, model, optimizer)
         if form == "stacked":

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_comm.comm.group_setup import group_rank, group_size
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.checkpoint.slices import HubSlice
-from moe_comm.layers.data_parallel.attach import expert_modules
-from moe_comm.layers.data_parallel.expert_shard import is_dtensor
+from moe_comm.layers.data_parallel.attach import expert_modules, gradients_of
+from moe_comm.layers.data_parallel.expert_shard import ExpertShard, is_dtensor
 from moe_comm.layers.parallel.module import state_key
 from moe_comm.topology import Box, Sharding, ShardSlice
 
@@ -110,21 +110,20 @@ def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
     which are stacked in a swapped model.
 
     Raises:
-        UnsupportedModel: the model has experts in a list that ``mark_experts`` has distributed.
+        UnsupportedModel: the model is on "meta", and has experts in a list that ``mark_experts`` has distributed.
     """
-    parts = _parts(model)
+    parts, held = _parts(model), _listed_experts(model)
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         members = (*module._parameters.items(), *module._buffers.items())
         for key, tensor in members:
-            if tensor is None or key in module._non_persistent_buffers_set:
+            if tensor is None or key in module._non_persistent_buffers_set or _is_listed(module, key):
                 continue
             name = state_key(prefix, key)
             if name not in names.setdefault(id(tensor), []):
                 names[id(tensor)].append(name)
             tensors[id(tensor)] = tensor
-    held: dict[str, HeldTensor] = {}
     for key, found in names.items():
         tensor, part = tensors[key], parts.get(key)
         if part is None:
@@ -134,16 +133,35 @@ def held_tensors(model: nn.Module) -> dict[str, HeldTensor]:
     return held
 
 
+def _is_listed(module: nn.Module, key: str) -> bool:
+    """Return whether a parameter is one of an expert in a list, which has another name in the unswapped model."""
+    gradients = gradients_of(module)
+    return gradients is not None and gradients.shards.listed and key in gradients.shards.shardings
+
+
+def _listed_experts(model: nn.Module) -> dict[str, HeldTensor]:
+    """Return the parameters of all experts in lists. State dicts have them, empty for those of other ranks."""
+    held: dict[str, HeldTensor] = {}
+    if not any(gradients.shards.listed for _, _, gradients in expert_modules(model)):
+        return held
+    for key, value in model.state_dict().items():
+        if isinstance(value, ExpertShard) and value.shards.listed:
+            shards, name = value.shards, state_key(key)
+            tensor = value.local() if value.dtensor is None else value.dtensor
+            if tensor.is_meta:
+                raise UnsupportedModel(f'{name} is in a list of experts and on "meta"; build it in memory')
+            held[name] = HeldTensor((name,), tensor, shards.shardings[value.name_in_module], shards.place, shards.sizes)
+    return held
+
+
 _Part = tuple[Sharding, Mapping[str, int], Mapping[str, int]]
 
 
 def _parts(model: nn.Module) -> dict[int, _Part]:
     """Return the sharding of the parameters that ranks hold parts of, by ``id``."""
     parts: dict[int, _Part] = {}
-    for name, module, gradients in expert_modules(model):
+    for _, module, gradients in expert_modules(model):
         shards = gradients.shards
-        if shards.listed:
-            raise UnsupportedModel(f"{name} is a list of experts that mark_experts distributed; use load_state_dict")
         for key, sharding in shards.shardings.items():
             parts[id(getattr(module, key))] = sharding, shards.place, shards.sizes
     of_attention = {  # norms over all heads do not refer to the group

@@ -27,6 +27,7 @@ from moe_comm.integrations.checkpoint.load import agree_in
 from moe_comm.integrations.checkpoint.plan import STORED, Described, FilePlan
 from moe_comm.integrations.checkpoint.save import Part, Plan, nothing, write_plan
 from moe_comm.integrations.checkpoint.slices import HubSlice
+from moe_comm.layers.data_parallel.attach import expert_modules
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor, like_dtensor
 from moe_comm.layers.data_parallel.optimizers import params_of
 from moe_comm.layers.data_parallel.state import load_optimizer_state_dict, optimizer_state_dict, torch_optimizer
@@ -72,6 +73,11 @@ class _Parameters:
     """The parameters of an optimizer that ranks hold parts of."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if listed := next((name for name, _, gradients in expert_modules(model) if gradients.shards.listed), None):
+            raise UnsupportedModel(
+                f"{listed} is in a list of experts, of which ranks have different ones, and optimizers number "
+                'parameters. Save one file per rank with moe_comm.optimizer_state_dict(..., form="local")'
+            )
         held = {id(one.tensor): one for one in held_tensors(unwrapped(model)).values()}
         params = enumerate(params_of(torch_optimizer(optimizer)))
         self._held = {index: held[id(param)] for index, param in params if id(param) in held}

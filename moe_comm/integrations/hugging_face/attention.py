@@ -236,8 +236,7 @@ def parallelize_attention(
         decoder.config._attn_implementation = IMPLEMENTATION
         decoder.register_forward_pre_hook(prepare(cp_group, context), with_kwargs=True)
     if group_size(tp_group) > 1:
-        state = "{**model.state_dict(), **gather_attention(model)}"
-        refuse_save(model, "heads", f"Pass {state} as state_dict to type(model).save_pretrained(model, ...).")
+        refuse_save(model, "heads")
     return model
 
 

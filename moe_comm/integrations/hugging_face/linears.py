@@ -144,10 +144,7 @@ def parallelize_linears(
         block.register_forward_pre_hook(_GatherInput(group), with_kwargs=True, prepend=True)
     _shard_vocab_modules(model, vocab_modules, group)
     if group_size(group) > 1:
-        gather = "moe_comm.integrations.hugging_face.gather_linears(model)"
-        refuse_save(
-            model, "shards", f"Call {gather} on every rank, load the unswapped model, and save it with these weights."
-        )
+        refuse_save(model, "shards")
     return model
 
 

@@ -167,10 +167,11 @@ def gather_full(local: Tensor, sharding: Sharding, group: dist.ProcessGroup | No
     return full
 
 
-def refuse_save(model: Any, parts: str, advice: str) -> None:
+def refuse_save(model: Any, parts: str) -> None:
     """Make ``save_pretrained`` of a model of transformers raise ConfigError: it would write ``parts`` of one rank."""
     if hasattr(model, "save_pretrained"):
-        text = f"save_pretrained of this {type(model).__name__} would write the {parts} of this rank only. {advice}"
+        text = f"save_pretrained of this {type(model).__name__} would write the {parts} of this rank only. "
+        text += "Call moe_comm.save_checkpoint(model, folder) on every rank instead."
         model.save_pretrained = partial(_raise_config_error, text)
 
 
