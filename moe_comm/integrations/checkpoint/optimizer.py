@@ -114,6 +114,7 @@ class _OptimizerPlan(Plan):
     def of_optimizer(cls, model: nn.Module, optimizer: Optimizer, name: str) -> _OptimizerPlan:
         parameters = _Parameters(model, optimizer)
         held: dict[str, HeldTensor] = {}
+        whole: set[str] = set()
 
         def describe(path: Any, value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -121,6 +122,7 @@ class _OptimizerPlan(Plan):
             key, of_param = keystr(path), parameters.of(path, value, lambda one: one.tensor.shape)
             if of_param is None:
                 held[key] = HeldTensor((key,), value, Sharding(tuple(value.shape)))
+                whole.add(key)
             else:
                 held[key] = replace(of_param, names=(key,), tensor=value)
             return held[key]
@@ -134,7 +136,8 @@ class _OptimizerPlan(Plan):
             layout,
             {key: entry.dtype for key, entry in layout.items()},
             [FilePlan(name, b"", {}, 0)],
-            {key: Described(one.sharding.shape, one.tensor.element_size()) for key, one in held.items()},
+            # Steps are those of the first rank, as in torch: a rank without experts may not count them.
+            {key: Described(one.sharding.shape, one.tensor.element_size(), key in whole) for key, one in held.items()},
             {key: Part.of(one) for key, one in held.items()},
             nothing,
             {},
