@@ -56,7 +56,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, path: Path, group: Pr
         model, group: as for ``save_optimizer``.
 
     Raises:
-        InputError: a tensor has another shape than the parameter.
+        UnsupportedModel: the state of a distributed parameter has another shape.
         RankMismatch: the ranks read different files.
         CorruptFile, CheckpointError: a file is damaged, or cannot be read. All errors are raised on every rank.
     """

@@ -122,7 +122,7 @@ class Settings:
         single: name of the file if there is one.
         failure: class of the error on other ranks if one cannot write.
         hub_layout: write a model of transformers in the layout of the hub, else in that of its state dict.
-        config: also write the configuration of a model of transformers.
+        state_only: write all of the state dict, tensors with several names once, and no configuration.
     """
 
     max_shard_size: int | str = "5GB"
@@ -130,7 +130,7 @@ class Settings:
     single: str = SINGLE
     failure: type[MoeCommError] = CheckpointError
     hub_layout: bool = True
-    config: bool = True
+    state_only: bool = False
 
 
 def write_checkpoint(model: nn.Module, folder: Path, group: ProcessGroup | None, settings: Settings) -> None:
@@ -283,8 +283,10 @@ class Plan:
         model = unwrapped(model)
         if settings.hub_layout:
             _refuse_adapters(model)
-        held = _saved(model, held_tensors(model))
-        layout = checkpoint_layout(model, held, aliases=True, hub=settings.hub_layout)
+        held = held_tensors(model)
+        if not settings.state_only:
+            held = _saved(model, held)
+        layout = checkpoint_layout(model, held, aliases=not settings.state_only, hub=settings.hub_layout)
         dtypes = {
             name: entry.dtype if settings.dtype is None or not entry.dtype.is_floating_point else settings.dtype
             for name, entry in layout.items()
@@ -297,7 +299,7 @@ class Plan:
         metadata = {"total_size": sum(nbytes(*of_tensor) for of_tensor in tensors.values())}
         extras: Callable[[Path], None] = nothing
         if isinstance(model, pretrained_class()):
-            if settings.config:
+            if not settings.state_only:
                 extras = partial(_write_config, model, settings.dtype)
             total = sum(nbytes(one.shape) for one in described.values() if not one.is_buffer)
             metadata = {"total_parameters": total} | metadata

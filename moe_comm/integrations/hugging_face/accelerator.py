@@ -282,7 +282,7 @@ def _write(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
 
 def _write_parts(model: Any, path: Path, max_shard_size: int | str = sys.maxsize) -> None:
     """Write the state dict of ``model`` as safetensors, each rank its part. Collective."""
-    settings = Settings(max_shard_size, single=path.name, hub_layout=False, config=False)
+    settings = Settings(max_shard_size, single=path.name, hub_layout=False, state_only=True)
     write_checkpoint(model, path.parent, dist.group.WORLD, settings)
 
 
