@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import moe_comm
@@ -154,6 +155,11 @@ def save_and_load_best(rank: int, world: int, case: TrainingCase) -> tuple[dict[
                 if rank == 1:
                     patch.setattr(name, broken)
                 errors.append(error_of(trainer.train, resume_from_checkpoint=f"{case.out}/checkpoint-{SAVED}"))
+        damaged = Path(f"{case.out}/checkpoint-{SAVED}/optimizer.pt")
+        if rank == 0:
+            damaged.write_bytes(damaged.read_bytes()[:-100])
+        dist.barrier()
+        errors.append(error_of(trainer.train, resume_from_checkpoint=f"{case.out}/checkpoint-{SAVED}"))
         return best, errors
 
 
@@ -168,9 +174,12 @@ def test_a_subclass_loads_the_best_model_and_saves_the_full_model(
     for folder in folders:
         case = TrainingCase(folder, wrapper, out=str(tmp_path / Path(folder).name))
         (best, errors), (_, errors_of_1) = pool2.run(save_and_load_best, case)
-        assert [error.split(":")[0] for error in errors] == ["CheckpointError", "CheckpointError"]
-        assert [error.split(":")[0] for error in errors_of_1] == ["OSError", "CheckpointError"]
-        assert all("the disk is gone" in error for error in (*errors, *errors_of_1))
+        assert [error.split(":")[0] for error in errors] == ["CheckpointError", "CheckpointError", "CorruptFile"]
+        assert [error.split(":")[0] for error in errors_of_1] == ["OSError", "CheckpointError", "CorruptFile"]
+        for error, words in zip(
+            errors + errors_of_1, ["the disk is gone", "the disk is gone", "optimizer.pt"] * 2, strict=True
+        ):
+            assert words in error
         assert_same(load(f"{case.out}/final").state_dict(), best)
         load(f"{case.out}/final").save_pretrained(tmp_path / "plain")
         names = {path.name for path in (tmp_path / "plain").iterdir()} | {"training_args.bin"}
