@@ -244,7 +244,12 @@ def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Lo
             )
     device = device or _device_of(model)
     _check_buffers(model, device)
-    layout = checkpoint_layout(model, held)
+    try:
+        layout = checkpoint_layout(model, held)
+    except UnsupportedModel:
+        layout = checkpoint_layout(model, held, hub=False)
+        if not all(name in layout for name in hub):
+            raise
     matched = _by_key(model, hub, held, layout)
     covered: dict[str, dict[object, str]] = {name: {} for name in held}
     readings: dict[str, list[_Reading]] = {name: [] for name in held}

@@ -25,8 +25,9 @@ from moe_comm.integrations.checkpoint.files import HubFolder, StoredTensor
 from moe_comm.integrations.checkpoint.layout import CheckpointTensor, HeldTensor, held_tensors, unwrapped
 from moe_comm.integrations.checkpoint.load import agree_in
 from moe_comm.integrations.checkpoint.plan import STORED, Described, FilePlan
-from moe_comm.integrations.checkpoint.save import Part, Plan, nothing, write_plan
+from moe_comm.integrations.checkpoint.save import Plan, nothing, write_plan
 from moe_comm.integrations.checkpoint.slices import HubSlice
+from moe_comm.integrations.checkpoint.write import Part
 from moe_comm.layers.data_parallel.attach import expert_modules
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor, like_dtensor
 from moe_comm.layers.data_parallel.optimizers import params_of

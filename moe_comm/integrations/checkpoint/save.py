@@ -13,12 +13,13 @@ keeps the complete files.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.agree import agree, gather_texts
@@ -39,7 +40,7 @@ from moe_comm.comm.group_setup import (
     group_rank,
     group_size,
 )
-from moe_comm.errors import CheckpointError, ConfigError, MoeCommError, RankMismatch, UnsupportedModel
+from moe_comm.errors import CheckpointError, MoeCommError, RankMismatch, UnsupportedModel
 from moe_comm.integrations.checkpoint.files import SINGLE
 from moe_comm.integrations.checkpoint.layout import (
     CheckpointTensor,
@@ -59,11 +60,10 @@ from moe_comm.integrations.checkpoint.plan import (
     parse_size,
     plan_files,
 )
-from moe_comm.integrations.checkpoint.write import Target, create, last_range, merged_rows, nbytes, write_values
-from moe_comm.runtime.memory import materialized
+from moe_comm.integrations.checkpoint.write import Part, Target, create, nbytes, values_of, write_values
 from moe_comm.runtime.safe_files import check_replaceable, move_file, remove, sync_to_disk, write_file
-from moe_comm.topology import Box
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 VISIBLE_S = 10.0
 """Time that ranks wait until they see a file that rank 0 has created. Network file systems cache missing names."""
@@ -85,9 +85,10 @@ def save_checkpoint(
 
     Each rank writes the experts, heads and rows that it holds, and its share of what all ranks hold. No rank gathers
     anything: besides the model, a rank needs 16 MiB, and for blocks that store gate and up alternately one expert. The
-    names, files and values are those that ``save_pretrained`` of the unswapped model writes; models that are not of
+    names, files and values are those that ``save_pretrained`` of the unswapped model writes. Models that are not of
     transformers have the names of their state dict, for ``moe_comm.load_checkpoint`` or
-    ``load_state_dict(safetensors.torch.load_file(...))``.
+    ``load_state_dict(safetensors.torch.load_file(...))``, and so have families of transformers whose layout on the hub
+    is not supported; ``from_pretrained`` loads them, too.
 
     The files replace an older checkpoint in ``folder`` when they are complete. If the process is killed, the folder has
     either the older checkpoint or, with several files, none that ``from_pretrained`` accepts.
@@ -227,34 +228,6 @@ class _Ranks:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The values of a parameter or buffer that this rank holds.
-
-    boxes: where they are in ``tensor``, and in the full parameter.
-    """
-
-    tensor: Tensor
-    boxes: list[Box]
-
-    @classmethod
-    def of(cls, held: HeldTensor) -> Part:
-        if held.tensor.is_meta:
-            raise ConfigError(f"{held.names[0]} is on meta and has no values; call load_checkpoint first")
-        return cls(materialized(held.local), held.boxes())
-
-    def box(self, region: Region) -> Box:
-        """Return the box of a region inside one of the boxes."""
-        for box in self.boxes:
-            if all(s.start <= start and stop <= s.stop for s, (start, stop) in zip(box.full, region, strict=True)):
-                local = tuple(
-                    slice(in_local.start + start - in_full.start, in_local.start + stop - in_full.start)
-                    for in_local, in_full, (start, stop) in zip(box.local, box.full, region, strict=True)
-                )
-                return Box(local, tuple(slice(*of_dim) for of_dim in region))
-        raise AssertionError(f"{region} is in none of {self.boxes}")
-
-
-@dataclass(frozen=True)
 class Plan:
     """What all ranks write, and what this rank holds.
 
@@ -286,7 +259,12 @@ class Plan:
         held = held_tensors(model)
         if not settings.state_only:
             held = _saved(model, held)
-        layout = checkpoint_layout(model, held, aliases=not settings.state_only, hub=settings.hub_layout)
+        layout_of = partial(checkpoint_layout, model, held, aliases=not settings.state_only)
+        try:
+            layout = layout_of(hub=settings.hub_layout)
+        except UnsupportedModel as error:  # transformers also loads state dicts
+            _log.warning("%s; the tensors are written as they are in memory", error)
+            layout = layout_of(hub=False)
         dtypes = {
             name: entry.dtype if settings.dtype is None or not entry.dtype.is_floating_point else settings.dtype
             for name, entry in layout.items()
@@ -356,7 +334,7 @@ class Plan:
             handle: int | None = None
             try:
                 for name, offset in self.offsets(folder, planned).items():
-                    for hub, values in _values(self.layout[name], self.described, self.parts, boxes):
+                    for hub, values in values_of(self.layout[name], self.described, self.parts, boxes):
                         if handle is None:
                             handle = os.open(folder / planned.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                         write_values(Target(handle, offset, self.layout[name].shape, self.dtypes[name]), hub, values)
@@ -464,32 +442,3 @@ def _move(folder: Path, temporary: Path, plan: Plan) -> None:
             remove(folder / old)
     temporary.rmdir()
     sync_to_disk(folder)
-
-
-def _values(
-    entry: CheckpointTensor,
-    described: Mapping[str, Described],
-    parts: Mapping[str, Part],
-    boxes: Mapping[str, Sequence[Box]],
-) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Yield the values of a checkpoint tensor that this rank writes, each with its index in that tensor."""
-    interleaved: dict[Region, list[tuple[slice, Tensor]]] = {}
-    for piece in entry.slices:
-        for box in boxes.get(piece.parameter, ()):
-            overlap = piece.overlap(described[piece.parameter].shape, box)
-            if overlap is None:
-                continue
-            values = overlap.of(parts[piece.parameter].tensor)
-            if overlap.hub and (overlap.hub[-1].step or 1) > 1:
-                region = tuple((of_dim.start, of_dim.stop) for of_dim in overlap.hub[:-1])
-                interleaved.setdefault(region, []).append((overlap.hub[-1], values))
-            else:
-                yield overlap.hub, values
-    for region, found in interleaved.items():
-        leading = tuple(slice(*of_dim) for of_dim in region)
-        if sum(values.numel() for _, values in found) != nbytes(
-            [stop - start for start, stop in (*region, last_range(found))]
-        ):
-            yield from (((*leading, columns), values) for columns, values in found)
-            continue
-        yield from merged_rows(leading, found)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_comm.integrations.checkpoint.plan import FilePlan, runs
+from moe_comm.errors import ConfigError
+from moe_comm.integrations.checkpoint.layout import CheckpointTensor, HeldTensor
+from moe_comm.integrations.checkpoint.plan import Described, FilePlan, Region, runs
+from moe_comm.runtime.memory import materialized
 from moe_comm.runtime.safe_files import open_new
+from moe_comm.topology import Box
 
 BUFFER_BYTES = 16 << 20
 """Memory for values that are converted, transposed or not contiguous."""
@@ -57,6 +61,63 @@ def create(path: Path, planned: FilePlan) -> None:
         file.truncate(planned.size)
         file.flush()
         os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class Part:
+    """The values of a parameter or buffer that this rank holds.
+
+    boxes: where they are in ``tensor``, and in the full parameter.
+    """
+
+    tensor: Tensor
+    boxes: list[Box]
+
+    @classmethod
+    def of(cls, held: HeldTensor) -> Part:
+        if held.tensor.is_meta:
+            raise ConfigError(f"{held.names[0]} is on meta and has no values; call load_checkpoint first")
+        return cls(materialized(held.local), held.boxes())
+
+    def box(self, region: Region) -> Box:
+        """Return the box of a region inside one of the boxes."""
+        for box in self.boxes:
+            if all(s.start <= start and stop <= s.stop for s, (start, stop) in zip(box.full, region, strict=True)):
+                local = tuple(
+                    slice(in_local.start + start - in_full.start, in_local.start + stop - in_full.start)
+                    for in_local, in_full, (start, stop) in zip(box.local, box.full, region, strict=True)
+                )
+                return Box(local, tuple(slice(*of_dim) for of_dim in region))
+        raise AssertionError(f"{region} is in none of {self.boxes}")
+
+
+def values_of(
+    entry: CheckpointTensor,
+    described: Mapping[str, Described],
+    parts: Mapping[str, Part],
+    boxes: Mapping[str, Sequence[Box]],
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Yield the values of a checkpoint tensor that this rank writes, each with its index in that tensor."""
+    interleaved: dict[Region, list[tuple[slice, Tensor]]] = {}
+    for piece in entry.slices:
+        for box in boxes.get(piece.parameter, ()):
+            overlap = piece.overlap(described[piece.parameter].shape, box)
+            if overlap is None:
+                continue
+            values = overlap.of(parts[piece.parameter].tensor)
+            if overlap.hub and (overlap.hub[-1].step or 1) > 1:
+                region = tuple((of_dim.start, of_dim.stop) for of_dim in overlap.hub[:-1])
+                interleaved.setdefault(region, []).append((overlap.hub[-1], values))
+            else:
+                yield overlap.hub, values
+    for region, found in interleaved.items():
+        leading = tuple(slice(*of_dim) for of_dim in region)
+        if sum(values.numel() for _, values in found) != nbytes(
+            [stop - start for start, stop in (*region, last_range(found))]
+        ):
+            yield from (((*leading, columns), values) for columns, values in found)
+            continue
+        yield from merged_rows(leading, found)
 
 
 @dataclass(frozen=True)
