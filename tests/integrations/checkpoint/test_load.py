@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from moe_comm.errors import (
     UnsupportedModel,
 )
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
+from moe_comm.integrations.checkpoint.optimizer import load_optimizer, save_optimizer
 from moe_comm.integrations.hugging_face import shard_inputs
 from moe_comm.layers.moe.config import MoEGroups
 from moe_comm.layers.transformer.initialize import initialize
@@ -183,13 +185,30 @@ def test_copies_of_experts_have_the_loaded_weights(folder_of: Callable[[str], Pa
     pool.run(_with_copies, str(folder_of("qwen2_moe")))
 
 
-def _peak(rank: int, world: int, folder: str) -> tuple[float, float]:
+def _peaks(rank: int, world: int, folder: Path) -> tuple[dict[str, float], float, float]:
+    """Return the peak memory of each step over what is in memory before, that of loading as stated, and what is kept."""
     with torch.device("meta"):
         model = moe_comm.swap_moe(new_model("mixtral", **LARGE), ep_group(2))
-    assert reset_peak_rss()
-    before = rss_mib()
-    report = moe_comm.load_checkpoint(model, folder)
-    return peak_rss_mib() - before, (report.kept + report.transient) / 2**20
+    peaks: dict[str, float] = {}
+
+    def measure(name: str, call: Callable[..., Any], *args: Any) -> Any:
+        assert reset_peak_rss()
+        before = rss_mib()
+        result = call(*args)
+        peaks[name] = peak_rss_mib() - before
+        return result
+
+    report = measure("load", moe_comm.load_checkpoint, model, folder)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    out, group = folder / str(rank // 2), ep_group(2)
+    measure("save", partial(moe_comm.save_checkpoint, group=group), model, out)
+    measure("save optimizer", save_optimizer, model, optimizer, out / "optimizer.pt", group)
+    optimizer.state.clear()
+    measure("load optimizer", load_optimizer, model, optimizer, out / "optimizer.pt", group)
+    return peaks, report.transient / 2**20, report.kept / 2**20
 
 
 LARGE = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 512}
@@ -199,8 +218,9 @@ def test_no_more_memory_is_used_than_stated(pool: RankPool, tmp_path: Path) -> N
     model = new_model("mixtral", **LARGE).bfloat16()  # loaded as fp32, through buffers
     model.save_pretrained(tmp_path)
     whole = sum(4 * parameter.numel() for parameter in model.parameters()) / 2**20
-    for peak, stated in pool.run(_peak, str(tmp_path)):
-        assert peak < stated + 4 < whole - 8, (peak, stated, whole)
+    for peaks, transient, kept in pool.run(_peaks, tmp_path):
+        assert peaks["load"] < kept + transient + 4 < whole - 8, (peaks, transient, kept, whole)
+        assert max(peaks["save"], peaks["save optimizer"], peaks["load optimizer"] - kept) < 6, (peaks, kept)
 
 
 def test_the_cache_of_the_hub(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
