@@ -186,7 +186,7 @@ def test_copies_of_experts_have_the_loaded_weights(folder_of: Callable[[str], Pa
 
 
 def _peaks(rank: int, world: int, folder: Path) -> tuple[dict[str, float], float, float]:
-    """Return the peak memory of each step over what is in memory before, that of loading as stated, and what is kept."""
+    """Return the peak memory of each step over that before it, what loading states to need, and what it keeps."""
     with torch.device("meta"):
         model = moe_comm.swap_moe(new_model("mixtral", **LARGE), ep_group(2))
     peaks: dict[str, float] = {}

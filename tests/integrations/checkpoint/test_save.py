@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
-from transformers import MixtralForCausalLM
+from transformers import GptOssForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Interleave, WeightConverter
 
@@ -172,14 +172,14 @@ def test_dtype_converts_floating_point_tensors(rank: int, tmp_path: Path) -> Non
         assert torch.equal(value.to(torch.bfloat16), expected[name]), name
 
 
-class Interleaved(MixtralForCausalLM):
-    """Its experts have gate and up in alternating rows on the hub, which cannot be written in slices."""
+class Interleaved(GptOssForCausalLM):
+    """The hub has the rows of its queries in another order, which slices cannot express."""
 
 
 def test_families_with_unsupported_layouts_are_written_as_in_memory(tmp_path: Path) -> None:
-    converter = WeightConverter("mlp.experts.w13", "mlp.experts.gate_up_proj", operations=[Interleave(dim=1)])
+    converter = WeightConverter("attn.wq", "attn.q_proj.weight", operations=[Interleave(dim=0)])
     register_checkpoint_conversion_mapping("Interleaved", [converter], overwrite=True)
-    model = Interleaved(unswapped("mixtral").config)
+    model = Interleaved(unswapped("gpt_oss").config)
     randomise(model, 3)
     model.save_pretrained(tmp_path / "hub")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -188,7 +188,7 @@ def test_families_with_unsupported_layouts_are_written_as_in_memory(tmp_path: Pa
         again = Interleaved.from_pretrained(path).state_dict()
         assert all(torch.equal(again[name], value) for name, value in expected.items())
     randomise(model, 4)
-    with pytest.raises(UnsupportedModel, match="w13"):
+    with pytest.raises(UnsupportedModel, match="wq"):
         moe_comm.load_checkpoint(model, tmp_path / "hub")
     moe_comm.load_checkpoint(model, tmp_path / "ours")
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
