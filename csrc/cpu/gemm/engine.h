@@ -27,17 +27,43 @@ struct Lines {
   }
 };
 
+// Memory that the next block reads. The inner loops prefetch it into L2 step by step, so that it arrives while they
+// compute. Rows of `bytes` from byte `from` of lines [line, last).
+struct Ahead {
+  Lines lines{};
+  int64_t line = 0, last = 0, from = 0, bytes = 0;
+  int per_pack = 0;  // cache lines per four vectors of packed columns
+  int per_tile = 0;  // cache lines per four k of a tile
+  const char *at = nullptr, *end = nullptr;
+
+  __attribute__((always_inline)) void fetch(int count) {
+    for (; count > 0; --count) {
+      if (at >= end) {
+        if (line >= last) return;
+        at = lines.line(line++) + from;
+        end = at + bytes;
+      }
+      __builtin_prefetch(at, 0, 2);
+      at += 64;
+    }
+  }
+};
+
 struct Engine {
   const char* name;
   int panel_a, panel_b;  // rows and columns of a tile, at most
+  int row_unit;          // a tile's cost grows in steps of so many rows
   int unit;              // blocks of k are multiples of this; the last one is padded with zeros
   // Bytes of a panel per k, of A and B.
   int bytes_a, bytes_b;
   // Pack outer indices [first, first + count) and k in [k0, k0 + depth), with depth padded to a multiple of `unit`.
-  void (*pack_a)(const Lines&, int dtype, int64_t first, int count, int64_t k0, int64_t depth, char* panel);
-  void (*pack_b)(const Lines&, int dtype, int64_t first, int count, int64_t k0, int64_t depth, char* panel);
+  void (*pack_a)(const Lines&, int dtype, int64_t first, int count, int64_t k0, int64_t depth, char* panel,
+                 Ahead& ahead);
+  void (*pack_b)(const Lines&, int dtype, int64_t first, int count, int64_t k0, int64_t depth, char* panel,
+                 Ahead& ahead);
   // c [m, n] += a * b over `depth`; if `load` is false, c starts at zero. c_stride in elements.
-  void (*tile)(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t c_stride, bool load);
+  void (*tile)(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t c_stride, bool load,
+               Ahead& ahead);
   // out[r] = c[r] + bias, rounded once to dtype. bias may be null; out_stride in bytes.
   void (*finish)(const float* c, int64_t c_stride, const char* bias, char* out, int64_t out_stride, int64_t rows,
                  int64_t columns, int dtype);

@@ -1,13 +1,11 @@
 #include "gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 
 #include "../pool.h"
-#include "engine.h"
+#include "product.h"
 #include "select.h"
 
 namespace moe_comm {
@@ -15,55 +13,17 @@ namespace gemm {
 
 namespace {
 
-constexpr int64_t kDepth = 512;            // k per block
-constexpr int64_t kColumnBytes = 1 << 20;  // packed columns per block: half of a usual L2
-constexpr int64_t kRowBytes = 8 << 20;     // packed rows per block
-constexpr int64_t kFewPanels = 1;          // with so few panels of rows, columns are packed panel by panel
-constexpr int64_t kLine = 64;
-
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 int64_t parts(int64_t x, int64_t of) { return (x + of - 1) / of; }
 
-// Memory of one thread, reused by its later calls.
-class Scratch {
- public:
-  char* get(int64_t bytes) {
-    if (bytes > bytes_) {
-      memory_.reset();
-      memory_.reset(static_cast<char*>(std::aligned_alloc(kLine, static_cast<size_t>(round_up(bytes, 1 << 16)))));
-      if (!memory_) throw std::bad_alloc();
-      bytes_ = round_up(bytes, 1 << 16);
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  int64_t bytes_ = 0;
+// Copies of operands that packing cannot read in place.
+struct Copies {
+  Scratch a, b;
 };
-
-struct Scratches {
-  Scratch a, b, c, dense_a, dense_b;
-};
-Scratches& scratches() {
-  static thread_local Scratches all;
+Copies& copies() {
+  static thread_local Copies all;
   return all;
 }
-
-// One product [m, n] over depth, for outer indices of `a` and `b` that start at 0 and column_first.
-struct Product {
-  Lines a, b;
-  int a_dtype;
-  int64_t m, column_first, columns, depth;
-  const char* bias;  // of column 0, or null
-  char* out;         // of row 0 and column 0
-  int64_t out_stride;
-  int out_dtype;
-  bool accumulate;
-};
 
 class InMode {
  public:
@@ -74,63 +34,6 @@ class InMode {
   const Engine& engine_;
   uint64_t before_;
 };
-
-void multiply(const Engine& e, const Product& p) {
-  Scratches& memory = scratches();
-  const int64_t row_bytes = std::max<int64_t>(1, round_up(p.depth, e.unit)) * e.bytes_a;  // of a panel, all k
-  const int64_t block_panels = std::max<int64_t>(1, kRowBytes / row_bytes);
-  const int64_t panels = parts(p.m, e.panel_a);
-  for (int64_t first_panel = 0; first_panel < panels; first_panel += block_panels) {
-    // Rows are divided evenly among the panels.
-    const int64_t last_panel = std::min(panels, first_panel + block_panels), count = last_panel - first_panel;
-    const auto row_of = [&](int64_t panel) { return p.m * panel / panels; };
-    const int64_t row0 = row_of(first_panel), rows = row_of(last_panel) - row0;
-    char* packed_a = memory.a.get(count * row_bytes + kLine);
-    // A panel of all k, block of k after block of k.
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t first = row_of(first_panel + i), m = row_of(first_panel + i + 1) - first;
-      for (int64_t k = 0; k < p.depth; k += kDepth) {
-        e.pack_a(p.a, p.a_dtype, first, static_cast<int>(m), k, std::min(kDepth, p.depth - k),
-                 packed_a + i * row_bytes + k * e.bytes_a);
-      }
-    }
-    const int64_t widest =
-        count <= kFewPanels ? e.panel_b : std::max<int64_t>(e.panel_b, kColumnBytes / (kDepth * e.bytes_b) * e.panel_b);
-    const bool direct = p.out_dtype == kFloat32 && p.out_stride % 4 == 0;
-    for (int64_t n0 = 0; n0 < p.columns; n0 += widest) {
-      const int64_t n_block = std::min(widest, p.columns - n0);
-      char* out = p.out + row0 * p.out_stride + (p.column_first + n0) * dtype_bytes(p.out_dtype);
-      float* c = reinterpret_cast<float*>(out);
-      int64_t c_stride = p.out_stride / 4;
-      if (!direct) {
-        c_stride = round_up(n_block, e.panel_b);
-        c = reinterpret_cast<float*>(memory.c.get(rows * c_stride * 4));
-        if (p.accumulate) e.start(c, c_stride, out, p.out_stride, rows, n_block, p.out_dtype);
-      }
-      char* packed_b = memory.b.get(parts(n_block, e.panel_b) * kDepth * e.bytes_b + kLine);
-      for (int64_t r = 0; p.depth == 0 && !p.accumulate && r < rows; ++r) std::fill_n(c + r * c_stride, n_block, 0.0f);
-      for (int64_t k = 0; k < p.depth; k += kDepth) {
-        const int64_t depth = std::min(kDepth, p.depth - k), whole = round_up(depth, e.unit);
-        for (int64_t n = 0; n < n_block; n += e.panel_b) {
-          e.pack_b(p.b, p.a_dtype, p.column_first + n0 + n, static_cast<int>(std::min<int64_t>(e.panel_b, n_block - n)),
-                   k, depth, packed_b + n / e.panel_b * whole * e.bytes_b);
-        }
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t first = row_of(first_panel + i), m = row_of(first_panel + i + 1) - first;
-          for (int64_t n = 0; n < n_block; n += e.panel_b) {
-            e.tile(static_cast<int>(m), static_cast<int>(std::min<int64_t>(e.panel_b, n_block - n)),
-                   packed_a + i * row_bytes + k * e.bytes_a, packed_b + n / e.panel_b * whole * e.bytes_b, whole,
-                   c + (first - row0) * c_stride + n, c_stride, k > 0 || p.accumulate);
-          }
-        }
-      }
-      if (!direct || p.bias) {
-        const char* bias = p.bias ? p.bias + (p.column_first + n0) * dtype_bytes(p.out_dtype) : nullptr;
-        e.finish(c, c_stride, bias, out, p.out_stride, rows, n_block, p.out_dtype);
-      }
-    }
-  }
-}
 
 [[noreturn]] void invalid(const std::string& what) { throw std::invalid_argument("gemm: " + what); }
 
@@ -179,14 +82,19 @@ class Operand {
     for (uintptr_t b : x.base) base_.push_back(reinterpret_cast<const char*>(b));
   }
 
-  Lines lines(int64_t first, int64_t count, bool across, int dtype, Scratch& memory, const char*& copied) const {
+  bool copied() const { return rows_.scale != nullptr; }
+
+  // `base` holds the address of the first line, if that is not one of the sources.
+  Lines in_place(int64_t first, int64_t count, bool across, const char*& base) const {
     const int64_t outer = across ? rows_.width : count, depth = across ? count : rows_.width;
-    Lines all{base_.data(), rows_.place ? rows_.place + first : nullptr, rows_.stride, across, outer, depth};
-    if (!rows_.place) {
-      copied = base_[0] + first * rows_.stride;
-      all.base = &copied;
-    }
-    if (!rows_.scale) return all;
+    if (rows_.place) return {base_.data(), rows_.place + first, rows_.stride, across, outer, depth};
+    base = base_[0] + first * rows_.stride;
+    return {&base, nullptr, rows_.stride, across, outer, depth};
+  }
+
+  Lines lines(int64_t first, int64_t count, bool across, int dtype, Scratch& memory, const char*& base) const {
+    const Lines all = in_place(first, count, across, base);
+    if (!copied()) return all;
     const int64_t bytes = rows_.width * dtype_bytes(dtype);
     char* to = memory.get(std::max<int64_t>(count * bytes, 1));
     const Kernels& k = kernels();
@@ -196,8 +104,8 @@ class Operand {
       const TokenLoop loop{&place, nullptr, 1, rows_.width, dtype, false};
       k.spread(loop, 0, 1, all.line(i), bytes, rows_.scale + first + i, row, nullptr);
     }
-    copied = to;
-    return {&copied, nullptr, bytes, across, outer, depth};
+    base = to;
+    return {&base, nullptr, bytes, across, all.outer, all.depth};
   }
 
  private:
@@ -205,28 +113,36 @@ class Operand {
   std::vector<const char*> base_;
 };
 
-// A matrix [outer, k] in memory, as an operand. If neither stride is one element, it is copied.
-Lines matrix(const char*& base, int64_t outer_stride, int64_t k_stride, int64_t outer, int64_t depth, int64_t element,
-             Scratch& memory) {
-  if (k_stride == element || depth <= 1) return {&base, nullptr, outer_stride, false, outer, depth};
-  if (outer_stride == element || outer <= 1) return {&base, nullptr, k_stride, true, outer, depth};
-  char* to = memory.get(std::max<int64_t>(outer * depth * element, 1));
+// A matrix [outer, k] in memory, as an operand. False if neither stride is one element.
+bool matrix_in_place(const char*& base, const Stack& w, int64_t outer, int64_t depth, int64_t element, Lines& lines) {
+  const bool along = w.element == element || depth <= 1;
+  lines = {&base, nullptr, along ? w.row : w.element, !along, outer, depth};
+  return along || w.row == element || outer <= 1;
+}
+
+// The same, of a copy if necessary.
+Lines matrix(const char*& base, const Stack& w, int64_t outer, int64_t depth, int64_t element, Scratch& memory) {
+  Lines lines{};
+  if (matrix_in_place(base, w, outer, depth, element, lines)) return lines;
+  char* to = memory.get(outer * depth * element);
   for (int64_t o = 0; o < outer; ++o) {
     for (int64_t k = 0; k < depth; ++k) {
-      std::memcpy(to + (o * depth + k) * element, base + o * outer_stride + k * k_stride, static_cast<size_t>(element));
+      std::memcpy(to + (o * depth + k) * element, base + o * w.row + k * w.element, static_cast<size_t>(element));
     }
   }
   base = to;
   return {&base, nullptr, depth * element, false, outer, depth};
 }
 
-// Call body(expert, first line, first column, columns) for all experts with rows (or all of them), with columns divided
+// Columns of one expert.
+struct Task {
+  int64_t expert, line, column, columns;
+};
+
+// Call body(task, the next task of the thread or null) for all experts with rows (or all of them), with columns divided
 // so that all threads have work.
 template <class Body>
 void over_experts(const Groups& groups, int64_t columns, int64_t step, bool empty, const Body& body) {
-  struct Task {
-    int64_t expert, line, column, columns;
-  };
   std::vector<Task> tasks;
   int64_t busy = 0, line = 0;
   for (int64_t e = 0; e < groups.experts; ++e) busy += groups.sizes[e] > 0 || empty;
@@ -238,7 +154,8 @@ void over_experts(const Groups& groups, int64_t columns, int64_t step, bool empt
     for (int64_t n = 0; n < columns; n += width) tasks.push_back({e, line, n, std::min(width, columns - n)});
   }
   parallel_for(static_cast<int64_t>(tasks.size()), 1, groups.threads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) body(tasks[i].expert, tasks[i].line, tasks[i].column, tasks[i].columns);
+    const Task* all = tasks.data();
+    for (int64_t i = first; i < last; ++i) body(all[i], i + 1 < last ? all + i + 1 : nullptr);
   });
 }
 
@@ -251,22 +168,25 @@ void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, 
   if (total == 0 || columns <= 0) return;
   const Engine& e = engine(groups.dtype);
   const Operand operand(x);
-  over_experts(groups, columns, e.panel_b, false, [&](int64_t expert, int64_t line, int64_t column, int64_t count) {
+  over_experts(groups, columns, e.panel_b, false, [&](const Task& task, const Task* next) {
     const InMode mode(e);
-    const char* copied = nullptr;
-    const char* base = reinterpret_cast<const char*>(w.base + expert * w.expert);
+    const char *base_a = nullptr, *base_b = reinterpret_cast<const char*>(w.base + task.expert * w.expert);
     Product p{};
-    p.a = operand.lines(line, groups.sizes[expert], false, groups.dtype, scratches().dense_a, copied);
-    p.b = matrix(base, w.row, w.element, columns, x.width, element, scratches().dense_b);
+    p.m = groups.sizes[task.expert];
+    p.a = operand.lines(task.line, p.m, false, groups.dtype, copies().a, base_a);
+    p.b = matrix(base_b, w, columns, x.width, element, copies().b);
     p.a_dtype = p.out_dtype = groups.dtype;
-    p.m = groups.sizes[expert];
-    p.column_first = column;
-    p.columns = count;
+    p.column_first = task.column;
+    p.columns = task.columns;
     p.depth = x.width;
-    p.bias = bias.base ? reinterpret_cast<const char*>(bias.base + expert * bias.expert) : nullptr;
-    p.out = reinterpret_cast<char*>(out) + line * out_stride;
+    p.bias = bias.base ? reinterpret_cast<const char*>(bias.base + task.expert * bias.expert) : nullptr;
+    p.out = reinterpret_cast<char*>(out) + task.line * out_stride;
     p.out_stride = out_stride;
-    multiply(e, p);
+    Following following{};
+    const char* next_b = next ? reinterpret_cast<const char*>(w.base + next->expert * w.expert) : nullptr;
+    const bool known = next && matrix_in_place(next_b, w, columns, x.width, element, following.b);
+    if (known) following = {following.b, next->column, next->columns, x.width};
+    multiply(e, p, known ? &following : nullptr);
   });
 }
 
@@ -278,24 +198,30 @@ void weights(const Groups& groups, const Rows& y, const Rows& x, const Stack& ou
   if (y.width == 0 || x.width == 0) return;
   const Engine& e = engine(groups.dtype);
   const Operand left(y), right(x);
-  over_experts(groups, x.width, e.panel_b, !accumulate,
-               [&](int64_t expert, int64_t line, int64_t column, int64_t count) {
-                 const InMode mode(e);
-                 const char *copied_y = nullptr, *copied_x = nullptr;
-                 Product p{};
-                 p.a = left.lines(line, groups.sizes[expert], true, groups.dtype, scratches().dense_a, copied_y);
-                 p.b = right.lines(line, groups.sizes[expert], true, groups.dtype, scratches().dense_b, copied_x);
-                 p.a_dtype = groups.dtype;
-                 p.out_dtype = out_dtype;
-                 p.m = y.width;
-                 p.column_first = column;
-                 p.columns = count;
-                 p.depth = groups.sizes[expert];
-                 p.out = reinterpret_cast<char*>(out.base + expert * out.expert);
-                 p.out_stride = out.row;
-                 p.accumulate = accumulate;
-                 multiply(e, p);
-               });
+  over_experts(groups, x.width, e.panel_b, !accumulate, [&](const Task& task, const Task* next) {
+    const InMode mode(e);
+    const char *base_y = nullptr, *base_x = nullptr, *base_next = nullptr;
+    const int64_t count = groups.sizes[task.expert];
+    Product p{};
+    p.a = left.lines(task.line, count, true, groups.dtype, copies().a, base_y);
+    p.b = right.lines(task.line, count, true, groups.dtype, copies().b, base_x);
+    p.a_dtype = groups.dtype;
+    p.out_dtype = out_dtype;
+    p.m = y.width;
+    p.column_first = task.column;
+    p.columns = task.columns;
+    p.depth = count;
+    p.out = reinterpret_cast<char*>(out.base + task.expert * out.expert);
+    p.out_stride = out.row;
+    p.accumulate = accumulate;
+    Following following{};
+    const bool known = next && !right.copied();
+    if (known) {
+      const int64_t more = groups.sizes[next->expert];
+      following = {right.in_place(next->line, more, true, base_next), next->column, next->columns, more};
+    }
+    multiply(e, p, known ? &following : nullptr);
+  });
 }
 
 }  // namespace gemm

@@ -51,7 +51,7 @@ void leave(uint64_t before) {
 #define MOE_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 
 // A: [k / 32][2][16 rows][32 k]. Rows from count on hold arbitrary values.
-void pack_a(const Lines& lines, int, int64_t first, int count, int64_t k0, int64_t depth, char* panel) {
+void pack_a(const Lines& lines, int, int64_t first, int count, int64_t k0, int64_t depth, char* panel, Ahead& ahead) {
   if (lines.across) {
     alignas(64) char words[kUnit / 2][kSide * 4];
     const char* from[kSide];
@@ -60,13 +60,12 @@ void pack_a(const Lines& lines, int, int64_t first, int count, int64_t k0, int64
       const int64_t valid = depth - k < kUnit ? depth - k : kUnit;
       for (int r = 0; r < count; r += kSide) {
         const int some = count - r < kSide ? count - r : kSide;
-        words_across<kSide>(lines, first + r, some, k0 + k, valid, kUnit, words[0]);
+        words_across<kSide>(lines, first + r, some, k0 + k, valid, kUnit, words[0], ahead);
         float* to = reinterpret_cast<float*>(panel + (k / kUnit * 2 + r / kSide) * kTileBytes);
-        for (int j = 0; j < kSide; j += 4) {
-          Vec columns[4];
-          transpose4(from, j * 4, columns);
-          for (int i = 0; i < 4; ++i) F32::store(to + (j + i) * kSide, columns[i]);
-        }
+        Vec columns[kSide];
+        transpose(from, 0, columns);
+#pragma GCC unroll 16
+        for (int i = 0; i < kSide; ++i) F32::store(to + i * kSide, columns[i]);
       }
     }
     return;
@@ -87,7 +86,8 @@ void pack_a(const Lines& lines, int, int64_t first, int count, int64_t k0, int64
 
 // Tile registers: 0 to 3 results, 4 and 5 rows, 6 and 7 columns. `both`: two registers of rows.
 template <bool both>
-MOE_INLINE void multiply(const char* a, const char* b, int64_t depth, float* c, int64_t stride, bool load) {
+MOE_INLINE void multiply(const char* a, const char* b, int64_t depth, float* c, int64_t stride, bool load,
+                         Ahead& ahead) {
   constexpr int64_t b_stride = kPanel * 4;
   const int64_t c_stride = stride * 4;
   char* c0 = reinterpret_cast<char*>(c);
@@ -108,6 +108,7 @@ MOE_INLINE void multiply(const char* a, const char* b, int64_t depth, float* c, 
     }
   }
   for (int64_t k = 0; k < depth; k += kUnit, a += 2 * kTileBytes, b += 2 * kTileBytes) {
+    ahead.fetch(8 * ahead.per_tile);
     MOE_TILE_LOAD(6, b, b_stride);
     MOE_TILE_LOAD(4, a, int64_t{64});
     MOE_TILE_LOAD(7, b + 64, b_stride);
@@ -127,12 +128,13 @@ MOE_INLINE void multiply(const char* a, const char* b, int64_t depth, float* c, 
   }
 }
 
-void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t stride, bool load) {
+void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t stride, bool load,
+          Ahead& ahead) {
   if (n == kPanel && (m == kPanel || m == kSide)) {
     if (m == kPanel) {
-      multiply<true>(a, b, depth, c, stride, load);
+      multiply<true>(a, b, depth, c, stride, load, ahead);
     } else {
-      multiply<false>(a, b, depth, c, stride, load);
+      multiply<false>(a, b, depth, c, stride, load, ahead);
     }
     return;
   }
@@ -140,9 +142,9 @@ void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, i
   const size_t bytes = static_cast<size_t>(n) * sizeof(float);
   for (int i = 0; load && i < m; ++i) std::memcpy(whole + i * kPanel, c + i * stride, bytes);
   if (m > kSide) {
-    multiply<true>(a, b, depth, whole, kPanel, load);
+    multiply<true>(a, b, depth, whole, kPanel, load, ahead);
   } else {
-    multiply<false>(a, b, depth, whole, kPanel, load);
+    multiply<false>(a, b, depth, whole, kPanel, load, ahead);
   }
   for (int i = 0; i < m; ++i) std::memcpy(c + i * stride, whole + i * kPanel, bytes);
 }
@@ -150,8 +152,9 @@ void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, i
 }  // namespace
 
 const Engine& in_pairs() {
-  static const Engine table = {"amx", kPanel, kPanel, kUnit, kPanel * 2, kPanel * 2, pack_a, pack_words<kPanel, kUnit>,
-                               tile,  finish, start,  enter, leave};
+  static const Engine table = {
+      "amx", kPanel, kPanel, kSide, kUnit, kPanel * 2, kPanel * 2, pack_a, pack_words<kPanel, kUnit>,
+      tile,  finish, start,  enter, leave};
   return table;
 }
 

@@ -1,0 +1,224 @@
+#include "product.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <new>
+
+namespace moe_comm {
+namespace gemm {
+
+namespace {
+
+constexpr int64_t kDepth = 512;         // k per block, at most
+constexpr int64_t kShallow = 128;       // the least for columns whose lines run across k
+constexpr int64_t kRowBytes = 8 << 20;  // packed rows per block
+constexpr int64_t kLine = 64;
+
+int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+int64_t parts(int64_t x, int64_t of) { return (x + of - 1) / of; }
+
+// Packed columns per block: an eighth of L2, because the next block arrives there while this one is used.
+int64_t column_bytes() {
+  static const int64_t bytes = [] {
+    const int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return std::min<int64_t>(std::max<int64_t>(cache / 8, 64 << 10), 256 << 10);
+  }();
+  return bytes;
+}
+
+struct Buffers {
+  Scratch a, b, c;
+};
+Buffers& buffers() {
+  static thread_local Buffers all;
+  return all;
+}
+
+// Columns [first, first + count) and k in [k, k + depth) of b.
+struct Block {
+  int64_t first, count, k, depth;
+};
+
+// How columns are cut into blocks. Memory is read in long pieces, because the tables of pages are read for each one.
+// Lines along k are read whole, so blocks have few columns. Lines across k are read in part, so blocks have little k.
+struct Cut {
+  int64_t columns, depth;  // per block
+  int64_t fetched;         // depth of what is prefetched
+
+  Cut(const Engine& e, bool across, int64_t all_columns, int64_t all_depth) {
+    const int64_t whole = std::max<int64_t>(e.unit, round_up(all_depth, e.unit)), room = column_bytes() / e.bytes_b;
+    const int64_t panels = parts(all_columns, e.panel_b);
+    depth = std::min(kDepth, whole);
+    if (across) depth = std::max(std::min(depth, kShallow), std::min(depth, room / panels / kShallow * kShallow));
+    columns = std::max<int64_t>(1, room / (across ? depth : whole)) * e.panel_b;
+    fetched = across ? depth : all_depth;
+  }
+};
+
+// Fetch the part `of` of `parts` of a block.
+Ahead ahead_of(const Lines& b, const Block& next, int64_t element, int64_t part, int64_t of) {
+  Ahead ahead;
+  const int64_t first = b.across ? next.k : next.first, count = b.across ? next.depth : next.count;
+  ahead.lines = b;
+  ahead.line = first + count * part / of;
+  ahead.last = first + count * (part + 1) / of;
+  ahead.from = (b.across ? next.first : next.k) * element;
+  ahead.bytes = (b.across ? next.count : next.depth) * element;
+  return ahead;
+}
+
+class Blocks {
+ public:
+  Blocks(const Engine& e, const Product& p, const Following* following)
+      : e_(e), p_(p), following_(following), panels_(parts(p.m, e.panel_a)), cut_(e, p.b.across, p.columns, p.depth) {
+    row_bytes_ = round_up(p.depth, e.unit) * e.bytes_a;
+    direct_ = p.out_dtype == kFloat32 && p.out_stride % 4 == 0;
+  }
+
+  void run() {
+    const int64_t most = std::max<int64_t>(1, kRowBytes / row_bytes_);
+    for (int64_t first = 0; first < panels_; first += most) {
+      first_panel_ = first;
+      last_panel_ = std::min(panels_, first + most);
+      pack_rows();
+      for (int64_t n = 0; n < p_.columns; n += cut_.columns) {
+        for (int64_t k = 0; k < p_.depth; k += cut_.depth)
+          block({n, std::min(cut_.columns, p_.columns - n), k, depth_at(k)});
+      }
+    }
+  }
+
+ private:
+  int64_t depth_at(int64_t k) const { return std::min(cut_.depth, p_.depth - k); }
+
+  // Rows are divided evenly among the panels.
+  int64_t row_of(int64_t panel) const { return std::min(p_.m, round_up(p_.m * panel / panels_, e_.row_unit)); }
+
+  // A panel of all k, block of k after block of k.
+  void pack_rows() {
+    packed_a_ = buffers().a.get((last_panel_ - first_panel_) * row_bytes_ + kLine);
+    Ahead none;
+    for (int64_t i = first_panel_; i < last_panel_; ++i) {
+      const int64_t first = row_of(i), m = row_of(i + 1) - first;
+      for (int64_t k = 0; k < p_.depth; k += cut_.depth) {
+        e_.pack_a(p_.a, p_.a_dtype, first, static_cast<int>(m), k, depth_at(k), rows_at(i, k), none);
+      }
+    }
+  }
+
+  char* rows_at(int64_t panel, int64_t k) const {
+    return packed_a_ + (panel - first_panel_) * row_bytes_ + k * e_.bytes_a;
+  }
+
+  // Lines along k: the whole depth of the next columns, over all blocks of these columns.
+  Ahead after(const Block& b) const {
+    const int64_t element = dtype_bytes(p_.a_dtype), of = p_.b.across ? 1 : parts(p_.depth, cut_.depth);
+    const int64_t part = p_.b.across ? 0 : b.k / cut_.depth;
+    Block next{b.first, b.count, b.k + cut_.depth, 0};
+    if (next.k >= p_.depth || !p_.b.across) {
+      next.k = 0;
+      next.first += cut_.columns;
+      if (next.first >= p_.columns) {
+        next.first = 0;
+        if (last_panel_ == panels_) {
+          if (!following_) return {};
+          const Following& f = *following_;
+          const Cut cut(e_, f.b.across, f.columns, f.depth);
+          const int64_t count = std::min(cut.columns, f.columns);
+          return ahead_of(f.b, {f.column_first, count, 0, std::min(cut.fetched, f.depth)}, element, part, of);
+        }
+      }
+      next.count = std::min(cut_.columns, p_.columns - next.first);
+    }
+    next.depth = p_.b.across ? depth_at(next.k) : p_.depth;
+    next.first += p_.column_first;
+    return ahead_of(p_.b, next, element, part, of);
+  }
+
+  void block(const Block& b) {
+    const int64_t whole = round_up(b.depth, e_.unit), panel_bytes = whole * e_.bytes_b;
+    const int64_t rows = last_panel_ - first_panel_, columns = parts(b.count, e_.panel_b);
+    char* packed = buffers().b.get(columns * panel_bytes + kLine);
+    Ahead ahead = after(b);
+    // With few rows, packing takes most of the time, and prefetches most of the next block.
+    const int64_t m = row_of(last_panel_) - row_of(first_panel_);
+    ahead.per_pack = m <= 2 ? 3 : m <= 8 ? 2 : m <= 16 ? 1 : 0;
+    ahead.per_tile = static_cast<int>(
+        parts((ahead.last - ahead.line) * parts(ahead.bytes, kLine), rows * columns * parts(b.depth, 4)));
+    for (int64_t n = 0; n < columns; ++n) {
+      const int64_t first = n * e_.panel_b;
+      e_.pack_b(p_.b, p_.a_dtype, p_.column_first + b.first + first,
+                static_cast<int>(std::min<int64_t>(e_.panel_b, b.count - first)), b.k, b.depth,
+                packed + n * panel_bytes, ahead);
+      if (rows == 1) tile(first_panel_, b, n, packed + n * panel_bytes, whole, ahead);
+    }
+    for (int64_t i = first_panel_; rows > 1 && i < last_panel_; ++i) {
+      for (int64_t n = 0; n < columns; ++n) tile(i, b, n, packed + n * panel_bytes, whole, ahead);
+    }
+  }
+
+  void tile(int64_t panel, const Block& b, int64_t n, const char* packed, int64_t whole, Ahead& ahead) {
+    const int64_t row = row_of(panel), m = row_of(panel + 1) - row;
+    const int64_t column = b.first + n * e_.panel_b, count = std::min<int64_t>(e_.panel_b, p_.columns - column);
+    const int64_t element = dtype_bytes(p_.out_dtype);
+    char* out = p_.out + row * p_.out_stride + (p_.column_first + column) * element;
+    float* c = reinterpret_cast<float*>(out);
+    int64_t stride = p_.out_stride / 4;
+    const bool first = b.k == 0, last = b.k + b.depth == p_.depth;
+    if (!direct_) {
+      // One tile if it is finished at once, otherwise the rows of this block.
+      const bool one = first && last;
+      stride = one ? e_.panel_b : round_up(std::min(cut_.columns, p_.columns), e_.panel_b);
+      const int64_t row0 = one ? row : row_of(first_panel_);
+      c = reinterpret_cast<float*>(buffers().c.get((one ? m : row_of(last_panel_) - row0) * stride * 4));
+      c += (row - row0) * stride + (one ? 0 : n * e_.panel_b);
+      if (first && p_.accumulate) e_.start(c, stride, out, p_.out_stride, m, count, p_.out_dtype);
+    }
+    e_.tile(static_cast<int>(m), static_cast<int>(count), rows_at(panel, b.k), packed, whole, c, stride,
+            !first || p_.accumulate, ahead);
+    if (last && (!direct_ || p_.bias)) {
+      const char* bias = p_.bias ? p_.bias + (p_.column_first + column) * element : nullptr;
+      e_.finish(c, stride, bias, out, p_.out_stride, m, count, p_.out_dtype);
+    }
+  }
+
+  const Engine& e_;
+  const Product& p_;
+  const Following* following_;
+  const int64_t panels_;  // of rows
+  const Cut cut_;
+  int64_t row_bytes_;  // of a panel of rows, all k
+  int64_t first_panel_ = 0, last_panel_ = 0;
+  char* packed_a_ = nullptr;
+  bool direct_;  // results are accumulated in `out`
+};
+
+}  // namespace
+
+char* Scratch::get(int64_t bytes) {
+  if (bytes > bytes_) {
+    memory_.reset();
+    bytes_ = 0;
+    const int64_t whole = round_up(bytes, 1 << 16);
+    memory_.reset(static_cast<char*>(std::aligned_alloc(kLine, static_cast<size_t>(whole))));
+    if (!memory_) throw std::bad_alloc();
+    bytes_ = whole;
+  }
+  return memory_.get();
+}
+
+void multiply(const Engine& e, const Product& p, const Following* following) {
+  if (p.m == 0 || p.columns == 0) return;
+  if (p.depth > 0) {
+    Blocks(e, p, following).run();
+  } else if (!p.accumulate) {
+    float* zeros = reinterpret_cast<float*>(buffers().c.get(p.columns * 4));
+    std::fill_n(zeros, p.columns, 0.0f);
+    const int64_t offset = p.column_first * dtype_bytes(p.out_dtype);
+    e.finish(zeros, 0, p.bias ? p.bias + offset : nullptr, p.out + offset, p.out_stride, p.m, p.columns, p.out_dtype);
+  }
+}
+
+}  // namespace gemm
+}  // namespace moe_comm
