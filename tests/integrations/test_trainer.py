@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 import moe_comm
+from moe_comm.integrations.checkpoint import save
 from moe_comm.integrations.hugging_face import swap_moe
 from tests.integrations.loops import (
     OWN,
@@ -161,6 +163,33 @@ def save_and_load_best(rank: int, world: int, case: TrainingCase) -> tuple[dict[
         dist.barrier()
         errors.append(error_of(trainer.train, resume_from_checkpoint=f"{case.out}/checkpoint-{SAVED}"))
         return best, errors
+
+
+def save_to_own_folders(rank: int, world: int, case: TrainingCase) -> dict[str, Tensor]:
+    """Save to a folder of each rank, as on hosts that do not share files."""
+    save.VISIBLE_S = 0.1  # private: the time that a network file system needs
+    try:
+        with launched(rank, world):
+            model = swap_moe(load(case.folder), ep_group(case.ep))
+            out = f"{case.out}/{rank}"
+            trainer = make_trainer(
+                replace(case, out=out), world, model, save_strategy="steps", save_steps=1, max_steps=1
+            )
+            trainer.train()
+            accelerator = trainer.accelerator
+            accelerator.save_state(f"{out}/state")
+            return moe_comm.state_dict(trainer.model)
+    finally:
+        save.VISIBLE_S = 10.0
+
+
+def test_hosts_that_do_not_share_files_gather_on_the_first(folders: list[str], tmp_path: Path, pool2: RankPool) -> None:
+    state = pool2.run(save_to_own_folders, TrainingCase(folders[0], out=str(tmp_path)))[0]
+    assert_same(load(f"{tmp_path}/0/checkpoint-1").state_dict(), state)
+    assert_same(load_file(tmp_path / "0" / "state" / "model.safetensors"), state)
+    optimizer = torch.load(tmp_path / "0" / "checkpoint-1" / "optimizer.pt", weights_only=True)
+    assert any(value["exp_avg"].shape[0] == 8 for value in optimizer["state"].values())
+    assert not list((tmp_path / "1").rglob("*.safetensors"))
 
 
 def broken(*args: Any) -> int:

@@ -169,6 +169,24 @@ def write_plan(
                     folder.rmdir()  # if it is empty
 
 
+def is_shared(folder: Path, group: ProcessGroup | None) -> bool:
+    """Create ``folder``, and return whether all ranks see what rank 0 writes there. Collective.
+
+    Raises:
+        OSError: rank 0 could not write. The other ranks raise CheckpointError.
+    """
+    ranks, probe = _Ranks(group_or_default(group), folder, CheckpointError), f"{_TEMPORARY}{secrets.token_hex(6)}"
+    _, names = ranks.attempt(lambda: (folder / probe).mkdir(parents=True) if ranks.rank == 0 else None, probe)
+    try:
+        ranks.attempt(lambda: _wait_for(folder / names[0]))
+    except CheckpointError:
+        return False
+    finally:
+        if ranks.rank == 0:
+            remove(folder / probe)
+    return True
+
+
 class _Ranks:
     """The ranks that write a checkpoint."""
 

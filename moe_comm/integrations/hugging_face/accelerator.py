@@ -28,7 +28,7 @@ from moe_comm.comm.group_setup import agree_on_written
 from moe_comm.errors import CheckpointError, ConfigError, UnsupportedModel
 from moe_comm.integrations.checkpoint.load import load_checkpoint
 from moe_comm.integrations.checkpoint.optimizer import load_optimizer, save_optimizer
-from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
+from moe_comm.integrations.checkpoint.save import Settings, is_shared, write_checkpoint
 from moe_comm.layers.data_parallel import (
     clip_grad_norm_,
     expert_modules,
@@ -159,7 +159,7 @@ class _HandlesExperts:
         self: Any, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write the full state dict; each rank writes its part, if it is written as safetensors. Collective."""
-        if safe_serialization and has_distributed_experts(model) and not self.project_configuration.save_on_each_node:
+        if safe_serialization and has_distributed_experts(model) and not _gathers(self, save_directory):
             _write_parts(model, Path(save_directory) / f"{SAFE_MODEL_NAME}.safetensors", max_shard_size)
         else:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)  # type: ignore[misc]
@@ -262,22 +262,28 @@ def _write(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
     if accelerator._hidden is None:
         return
     modules, optimizers = accelerator._hidden
-    safe, on_each_node = accelerator._safe_serialization, accelerator.project_configuration.save_on_each_node
-    save_file = partial(save, save_on_each_node=on_each_node)
+    safe, gathers = accelerator._safe_serialization, _gathers(accelerator, folder)
+    save_file = partial(save, save_on_each_node=accelerator.project_configuration.save_on_each_node)
     stem, suffix = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     for model, path in zip(modules, _paths(folder, stem, suffix, len(modules)), strict=True):
-        if safe and not on_each_node:
+        if safe and not gathers:
             _write_parts(model, path)
             continue
         state = _without_duplicates(state_dict(model, rank0_only=True, cpu=True))
         write_on(True, partial(save_file, state, path, safe_serialization=safe), str(path))
     all_models = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
-        if not on_each_node:
+        if not gathers:
             save_optimizer(all_models, optimizer, path, dist.group.WORLD)
             continue
         state = optimizer_state_dict(all_models, optimizer, rank0_only=True, cpu=True)
         write_on(True, partial(save_file, state, path), str(path))
+
+
+def _gathers(accelerator: Any, folder: str) -> bool:
+    """Return whether ranks gather what they write to ``folder``, because they do not share files. Collective."""
+    on_each_node: bool = accelerator.project_configuration.save_on_each_node
+    return on_each_node or not is_shared(Path(folder), dist.group.WORLD)
 
 
 def _write_parts(model: Any, path: Path, max_shard_size: int | str = sys.maxsize) -> None:

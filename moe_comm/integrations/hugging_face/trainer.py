@@ -22,7 +22,7 @@ from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
 from moe_comm.integrations.checkpoint.load import agree_in, load_checkpoint
 from moe_comm.integrations.checkpoint.optimizer import load_optimizer, save_optimizer
-from moe_comm.integrations.checkpoint.save import Settings, write_checkpoint
+from moe_comm.integrations.checkpoint.save import Settings, is_shared, write_checkpoint
 from moe_comm.integrations.hugging_face.accelerator import (
     has_distributed_experts,
     prepare_accelerator,
@@ -79,7 +79,7 @@ class MoETrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        if has_adapters(self.model) or self.args.save_on_each_node:
+        if has_adapters(self.model) or self._gathers(folder):
             state = gather_for_saving(self.model, rank0_only=not self.args.save_on_each_node)
             write_on(self.args.should_save, partial(self._save, folder, state_dict=state), folder)
         else:
@@ -89,6 +89,10 @@ class MoETrainerMixin:
             write_checkpoint(model, Path(folder), dist.group.WORLD, Settings(limit))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _gathers(self: Any, folder: str) -> bool:
+        """Whether ranks gather what they write to ``folder``, because they do not share files. Collective."""
+        return self.args.save_on_each_node or not is_shared(Path(folder), dist.group.WORLD)
 
     def _save_without_weights(self: Any, folder: str) -> None:
         """Write what ``Trainer`` writes besides the configuration and the weights of a model of transformers."""
@@ -107,8 +111,9 @@ class MoETrainerMixin:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         optimizer_path, path = (os.path.join(output_dir, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        if self.args.save_on_each_node:
-            state = optimizer_state_dict(self.model, self.optimizer, cpu=True)
+        if self._gathers(output_dir):
+            rank0_only = not self.args.save_on_each_node
+            state = optimizer_state_dict(self.model, self.optimizer, rank0_only=rank0_only, cpu=True)
             write_on(self.args.should_save, partial(_save, state, optimizer_path), optimizer_path)
         else:
             save_optimizer(self.model, self.optimizer, Path(optimizer_path), dist.group.WORLD)
