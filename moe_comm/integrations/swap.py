@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default, group_size
+from moe_comm.comm.group_setup import as_group, communicator_of, group_or_default, group_rank, group_size
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.blocks.adapter import adapted_blocks, is_inside
-from moe_comm.integrations.blocks.block import BlockPlan
-from moe_comm.integrations.blocks.distribute import refuse_ties
 from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
-from moe_comm.integrations.blocks.swap import plan_blocks, swap_blocks
+from moe_comm.integrations.blocks.swap import Planned, on_any_rank, plan_blocks, swap_blocks
 from moe_comm.integrations.hugging_face.families import find_experts, is_experts
 from moe_comm.integrations.hugging_face.state import of_peft
 from moe_comm.integrations.hugging_face.swap import (
@@ -29,6 +27,7 @@ from moe_comm.integrations.hugging_face.swap import (
     save_pretrained,
     swap_experts,
     swapped_experts,
+    unwrapped_name,
 )
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import prepare_ddp
@@ -71,7 +70,9 @@ def parallelize_moe(
     Blocks that are not from transformers are recognised by what their experts compute, or described by
     ``block_adapter``. Their forward pass remains the user's code, see docs/swap.md. Each kind of block is compared with
     a swapped copy on random tokens, forward and backward in fp32, before the model is changed. A copy has one block's
-    parameters, and at most 64 activations of each expert unless its code needs all.
+    parameters, and at most 64 activations of each expert unless its code needs all. In a model that has blocks of
+    transformers, other modules that look like MoE blocks and are not supported are left unchanged, and a warning names
+    them.
 
     A model on "meta" stays there: parameters of experts have the shapes of this rank's. Its blocks are checked with
     random weights. Load it with ``moe_comm.load_checkpoint``, or with ``to_empty`` and ``load_state_dict``.
@@ -123,17 +124,24 @@ def parallelize_moe(
     fault: MoeCommError | None = None
     blocks: dict[str, tuple[nn.Module, ExpertsLayout]] = {}
     sharing: list[list[str]] = []
-    own: list[tuple[FoundBlock, BlockPlan]] = []
+    found: list[FoundBlock] = []
+    own: list[Planned] = []
+    refused: dict[int, UnsupportedModel] = {}
+    of_transformers: set[str] = set()
     adapted: list[str] = []
     placements = dict[int, Placement]()
     try:
         _refuse_swapped(model)
         described = adapted_blocks(model)
         left = [name for name, description in described.items() if description is None]
-        stacked = any(is_experts(module) and not is_inside(name, left) for name, module in model.named_modules())
-        own = plan_blocks(find_blocks(model, device, described, only_adapted=stacked))
-        refuse_ties(model, own)
-        if stacked or not own:
+        of_transformers = {
+            unwrapped_name(name).rpartition(".")[0]
+            for name, module in model.named_modules()
+            if is_experts(module) and not is_inside(name, left)
+        }
+        found = find_blocks(model, device, described, of_transformers)
+        own, refused = plan_blocks(model, found, optional=bool(of_transformers))
+        if of_transformers or not own:
             blocks = find_experts(model, lambda name: not is_inside(name, left))
             refuse_conflicts(model, blocks, world)
             sharing = names_by_weights(model, blocks)
@@ -150,13 +158,18 @@ def parallelize_moe(
         check_loaded(model, channel, fault)
     if fault is not None:
         raise fault
+    left_alone = {}
+    if of_transformers:
+        for number in on_any_rank(refused, group):
+            left_alone[found[number].name] = str(refused.get(number, "it is not supported on another rank"))
+        own = [(block, plan) for block, plan in own if block.name not in left_alone]
     first = next(iter(blocks.values()))[0] if blocks else own[0][0].block  # a model may be on several devices
     device, fp8 = device_of(first, device), expert_gemm_dtype == "fp8"
     dispatchers = {
         count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
-        for count in sorted(placements)
+        for count in sorted({layout.num_experts for _, layout in blocks.values()} | {b.num_experts for b, _ in own})
     }
-    swap_blocks(model, own, dispatchers, overlap)
+    left_alone |= swap_blocks(model, own, dispatchers, overlap, optional=bool(of_transformers))
     swap_experts(model, blocks, sharing, dispatchers, overlap)
     for experts in swapped_experts(model).values():
         experts.gemm_dtype = expert_gemm_dtype
@@ -172,6 +185,12 @@ def parallelize_moe(
         if hasattr(swapped_model, "save_pretrained"):
             swapped_model.save_pretrained = MethodType(save_pretrained, swapped_model)
     _log_swap(list(swapped_experts(model).values()), defaulted)
+    if left_alone and group_rank(group) == 0:
+        _log.warning(
+            "swap_moe: %s unchanged, each rank keeps all their weights. The reason for the first: %s",
+            ", ".join(left_alone),
+            next(iter(left_alone.values())),
+        )
     return model
 
 

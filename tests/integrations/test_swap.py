@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 import weakref
@@ -24,8 +25,10 @@ from moe_comm.errors import ConfigError, RoutingError, UnsupportedModel
 from moe_comm.integrations.hugging_face import expert_parameters, swap_moe, swapped_experts
 from moe_comm.kernels.activations import Activation
 from moe_comm.topology import Placement
+from tests.integrations.blocks.styles import D, Mixtral as OwnBlock, TwoLayers
 from tests.integrations.models import (
     SMALL,
+    VOCAB,
     assert_close,
     batch,
     ep_group,
@@ -434,6 +437,72 @@ def test_hooks_that_the_swap_would_lose_are_refused(saved: Callable[[str], str],
     experts.down_proj.register_post_accumulate_grad_hook(lambda _: calls.append(1))
     swap_moe(model)(batch()[0]).logits.sum().backward()  # one rank keeps its parameters, and so their hooks
     assert calls == [1]
+
+
+class Towers(nn.Module):
+    """Looks like an MoE block, and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.head = nn.ModuleList(TwoLayers() for _ in range(3)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.stack:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Mixed(nn.Module):
+    """A model of transformers, and an MoE block of the user's own."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.language, self.first, self.own = load(folder), nn.Linear(VOCAB, D), OwnBlock()
+        self.towers = Towers()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.towers(self.own(self.first(self.language(ids, use_cache=False).logits)))
+        return y
+
+
+def run_mixed(rank: int, world: int, arg: tuple[str, int]) -> tuple[Tensor, dict[str, Tensor], bool, list[str]]:
+    folder, ep = arg
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("moe_comm.integrations.swap")
+    logger.addHandler(handler)
+    try:
+        model = swap_moe(Mixed(folder), ep_group(ep) if world > 1 else None)
+    finally:
+        logger.removeHandler(handler)
+    y = model(batch(world)[rank])
+    y.square().sum().backward()
+    if world > 1:
+        moe_comm.sync_gradients(model)
+    state, expected = moe_comm.gather_state_dict(model), Mixed(folder).state_dict()
+    equal = state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    return y.detach(), moe_comm.gather_gradients(model), equal, lines
+
+
+def test_blocks_of_transformers_and_own_ones_in_one_model(saved: Callable[[str], str], pool4: RankPool) -> None:
+    folder = saved("olmoe")
+    for ep in (1, 2, 4):
+        world = 1 if ep == 1 else 4
+        original = Mixed(folder)
+        expected = [original(ids) for ids in batch(world)]
+        sum(y.square().sum() for y in expected).backward()  # type: ignore[union-attr]
+        results = [run_mixed(0, 1, (folder, 1))] if ep == 1 else pool4.run(run_mixed, (folder, ep))
+        for rank, (y, grads, equal, lines) in enumerate(results):
+            assert_close(y, expected[rank].detach(), f"results of rank {rank}")
+            for name, param in original.named_parameters():
+                if param.grad is not None:
+                    assert_close(grads[name], param.grad, name, rtol=1e-4)
+            assert equal
+            left = [line for line in lines if "swap_moe: towers unchanged" in line]
+            assert len(left) == (rank % ep == 0), lines
 
 
 def test_a_copy_of_a_swapped_model_has_its_own_weights_and_computes_the_same(saved: Callable[[str], str]) -> None:

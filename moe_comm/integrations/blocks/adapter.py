@@ -29,8 +29,8 @@ class MoEBlock:
 
     Attributes:
         first: names of the parameters of the experts' first layers in the block: gate and up, or one layer, or one for
-            both with gate first. "{}" stands for the number of the expert; a name without it is a parameter [E, ...] of
-            all experts.
+            both with gate first. "{}" stands for the number of the expert, or its key in a ``ModuleDict``; a name
+            without it is a parameter [E, ...] of all experts.
         last: name of the last layers' parameters.
         activation: a name in ``ACTIVATIONS``, or an ``Activation``.
         transposed: matrices are [inputs, outputs], as in ``x @ w``; else [outputs, inputs], as in ``nn.Linear``.
@@ -59,10 +59,13 @@ class MoEBlock:
         params = {name: tuple(param.shape) for name, param in block.named_parameters()}
         first, biases = _names(self.first), _names(self.first_bias)
         paths = [*first, self.last, *biases, *([self.last_bias] if self.last_bias else [])]
-        experts = _count(self.last, params)
-        if missing := [path for path in paths if _count(path, params) != experts]:
+        keys = _keys(block, self.last, params)
+        experts = _count(self.last, params, keys)
+        if missing := [path for path in paths if _count(path, params, keys) != experts]:
             raise UnsupportedModel(f"its parameters {missing[0]} are not those of {experts} experts ({self.last})")
-        shapes = {path: params[path.format(0)] if "{}" in path else params[path][1:] for path in paths}
+        shapes = {
+            path: params[path.format(keys[0] if keys else 0)] if "{}" in path else params[path][1:] for path in paths
+        }
         if wrong := [path for path in (*first, self.last) if len(shapes[path]) != 2]:
             raise UnsupportedModel(f"its parameter {wrong[0]} has no matrix for each expert")
         activation = activation_of(self.activation)
@@ -76,17 +79,25 @@ class MoEBlock:
         if self.last_bias:
             parts |= {"gate_up_proj_bias": tuple(map(Part, biases)), "down_proj_bias": (Part(self.last_bias),)}
         layout = ExpertsLayout(experts, hidden, width, activation, bias=bool(self.last_bias))
-        return ExpertFormula(layout, parts, shapes, self.transposed)
+        return ExpertFormula(layout, parts, shapes, self.transposed, keys)
 
 
 def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _count(path: str, params: dict[str, tuple[int, ...]]) -> int:
+def _keys(block: nn.Module, path: str, params: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the keys of the experts whose parameters ``path`` names; () if they are numbers."""
+    experts = dict(block.named_modules()).get(path.partition("{}")[0].removesuffix("."))
+    return tuple(experts) if isinstance(experts, nn.ModuleDict) and path.format(0) not in params else ()
+
+
+def _count(path: str, params: dict[str, tuple[int, ...]], keys: tuple[str, ...]) -> int:
     """Return the number of experts that have a parameter."""
     if "{}" not in path:
         return params[path][0] if path in params and len(params[path]) > 1 else 0
+    if keys:
+        return len(keys) if all(path.format(key) in params for key in keys) else 0
     experts = 0
     while path.format(experts) in params:
         experts += 1

@@ -8,15 +8,20 @@ each row, so the block returns the weight of each expert where it would return i
     W[t] = sum over e of  weight[t, e] * unit vector e               the block, with probes: W[t, e] = weight[t, e]
 
 The tokens are then dispatched with these weights, and y replaces W in what the block returns. Gradients of the weights
-flow back through the block's own operators. If the block adds something to the experts' outputs (shared experts), it
-runs twice: with probes that return zeros, and with unit vectors while the modules that it adds return zeros.
+flow back through the block's own operators. The block runs several times, with the same random numbers, if
+
+- it adds the outputs of a module (shared experts): with probes that return zeros, and with unit vectors while the
+  module returns zeros;
+- it adds something else, r (its tokens): with zeros, and with vectors so large that W is not rounded in the sum:
+  W = ((r + SCALE * W) - r) / SCALE;
+- there are more experts than a token has values, D: for each D of them, while the others return zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from inspect import signature
 from typing import Any, Literal
@@ -32,10 +37,15 @@ from moe_comm.integrations.hugging_face.swap import EPExperts
 from moe_comm.layers.data_parallel.expert_shard import distribute_like
 from moe_comm.layers.moe.formula import ExpertFormula
 
-Probe = Literal["zeros", "unit vectors"]
+Probe = Literal["zeros"] | int
+"""What experts return: zeros; or in pass n the vectors of experts nD, nD + 1, ..., and zeros for the others."""
+SCALE = 2.0**48
+"""Size of the vectors in a block that adds something which no module returns. A power of two, so that dividing by it is
+exact; small enough for gradients that are as many times smaller."""
 Convention = Literal["list", "batches", "counts", "adapter"]
-"""How the block calls its experts: each module of a list with rows [..., D]; one module with [E, ..., D]; or one module
-with rows [R, D] in the order of the experts, and their counts [E]. With the ``route`` of an adapter, it does not."""
+"""How the block calls its experts: each module of a list or dict with rows [..., D]; one module with [E, ..., D]; or a
+module with rows [R, D] in the order of the experts, and their counts [E]. With the ``route`` of an adapter, it does
+not."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +56,12 @@ class BlockPlan:
     shape: of tokens, without the hidden size, with which the block is tried.
     output: index of the leaf of the block's result that holds the tokens' outputs.
     added: names of the modules whose outputs the block adds to those of the experts.
+    rest: what else the block adds, in words, if not ``added``; "" for nothing.
     top_k: largest number of experts of a token; all experts if it differs between tokens.
     nones: an expert returns a tuple of its output and this many Nones; -1: its output.
     adapter: the description of the block, if its forward pass is not run.
     narrow: the block runs with narrow experts (``Trial``).
+    keys: the number of the expert of each key, in the order of a ``ModuleDict`` of experts.
     """
 
     path: str
@@ -58,16 +70,28 @@ class BlockPlan:
     shape: tuple[int, ...]
     output: int = 0
     added: tuple[str, ...] = ()
+    rest: str = ""
     top_k: int = 0
     nones: int = -1
     adapter: MoEBlock | None = None
     narrow: bool = False
+    keys: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.adapter is not None:
             return f"{self.path}: {self.formula}; routed by its adapter"
-        added = f", plus {' and '.join(self.added)}" if self.added else ""
+        added = "".join(f", plus {what}" for what in (*self.added, self.rest) if what)
         return f"{self.path}: {self.formula}; at most {self.top_k} experts per token{added}"
+
+    @property
+    def passes(self) -> int:
+        """Number of passes in which the experts return vectors."""
+        return -(-self.formula.layout.num_experts // self.formula.layout.hidden)
+
+    @property
+    def unit(self) -> float:
+        """The size of these vectors."""
+        return SCALE if self.rest else 1.0
 
 
 class Probes:
@@ -80,21 +104,42 @@ class Probes:
     def __len__(self) -> int:
         return self.num_experts
 
-    def __iter__(self) -> Iterator[Callable[..., Any]]:
-        return (self[expert] for expert in range(self.num_experts))
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.plan.keys or self.values())
 
-    def __getitem__(self, expert: int) -> Callable[..., Any]:
-        expert = range(self.num_experts)[expert]
+    def __getitem__(self, key: int | str) -> Callable[..., Any]:
+        expert = self.plan.keys[key] if isinstance(key, str) else range(self.num_experts)[key]
         return lambda x, *_, **__: self._result(self._probed(x, expert))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.plan.keys
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if "plan" in vars(self) and name in self.plan.keys:
+                return self[name]
+            raise
+
+    def keys(self) -> Iterable[str]:
+        return self.plan.keys.keys()
+
+    def values(self) -> list[Callable[..., Any]]:
+        return [self[key] for key in self.plan.keys or range(self.num_experts)]
+
+    def items(self) -> Iterable[tuple[str, Callable[..., Any]]]:
+        return zip(self.keys(), self.values(), strict=True)
 
     def probed(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the result of all experts for the arguments of one call."""
         if self.plan.convention == "batches":
             return self._result(torch.stack([self._probed(rows_D, expert) for expert, rows_D in enumerate(rows)]))
         counts_E = torch.as_tensor(next(v for v in (*args, *kwargs.values()) if _counts(v, self.num_experts)))
-        units_ED = torch.eye(self.num_experts, rows.shape[-1], dtype=rows.dtype, device=rows.device)
-        if self.probe == "zeros":
-            units_ED.zero_()
+        self._refuse_half(rows.dtype)
+        units_ED = rows.new_zeros(self.num_experts, rows.shape[-1])
+        if isinstance(self.probe, int):
+            units_ED[self.probe * rows.shape[-1] :].fill_diagonal_(self.plan.unit)
         counts_E = counts_E.to(rows.device).long()
         return self._result(units_ED.repeat_interleave(counts_E, 0, output_size=rows.shape[0]))
 
@@ -106,9 +151,17 @@ class Probes:
             raise ConfigError("the experts of a swapped block run in the block's forward pass only")
         autocast = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
         y = torch.zeros_like(x, dtype=torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
-        if self.probe == "unit vectors":
-            y[..., expert] = 1
+        self._refuse_half(y.dtype)
+        if isinstance(self.probe, int) and 0 <= (column := expert - self.probe * x.shape[-1]) < x.shape[-1]:
+            y[..., column] = self.plan.unit
         return y
+
+    def _refuse_half(self, dtype: torch.dtype) -> None:
+        if self.plan.rest and dtype is torch.float16:
+            raise InputError(
+                f"the block adds {self.plan.rest} to the outputs of its experts, which cannot be separated in float16; "
+                "run it in bfloat16 or float32, or describe it with route and output of a MoEBlock"
+            )
 
 
 class BlockSource(nn.Module):
@@ -118,7 +171,7 @@ class BlockSource(nn.Module):
         super().__init__()
         self.formula, self.named = formula, {name: param.detach() for name, param in block.named_parameters()}
         trained = {name: param.requires_grad for name, param in block.named_parameters()}
-        self.trained = {key: trained[parts[0].path.format(0)] for key, parts in formula.parts.items()}
+        self.trained = {key: trained[formula.name_of(parts[0].path, 0)] for key, parts in formula.parts.items()}
 
 
 class BlockExperts(Probes, EPExperts):
@@ -243,20 +296,12 @@ def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inp
     try:
         x = tokens_of(inputs, plan.formula.layout.hidden)
         x_TD = x.reshape(-1, x.shape[-1])
-        added = None
         if adapter is not None:
             assert adapter.route is not None
             ids_TK, weights_TK, *extra = adapter.route(block, x_TD)
-        elif plan.added:
-            with replayed(block, x.device):
-                weights = outputs_of(block, plan, forward, "unit vectors", plan.added)[0][plan.output]
-            leaves, spec = outputs_of(block, plan, forward, "zeros")
-            added = leaves[plan.output]
         else:
-            leaves, spec = outputs_of(block, plan, forward, "unit vectors")
-            weights = leaves[plan.output]
-        if adapter is None:
-            ids_TK, weights_TK = chosen(weights.reshape(x_TD.shape), plan)
+            weights, leaves, spec = weights_of(block, plan, forward, x.device)
+            ids_TK, weights_TK = chosen(weights.reshape(len(x_TD), plan.passes * x.shape[-1]), plan)
             if not weights_TK.requires_grad and torch.is_grad_enabled() and not bool((ids_TK >= 0).any()):
                 # No expert is called here. Dispatch compares with the ranks where weights have gradients.
                 trained = (
@@ -272,9 +317,42 @@ def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inp
     if adapter is not None:
         y = y_TD.view(x.shape)
         return y if adapter.output is None else adapter.output(block, x, y, tuple(extra))
-    y = y_TD.view(weights.shape).to(weights.dtype)
-    leaves[plan.output] = y if added is None else added + y
+    y = y_TD.view(leaves[plan.output].shape).to(weights.dtype)
+    leaves[plan.output] = leaves[plan.output] + y if plan.added or plan.rest else y
     return tree_unflatten(leaves, spec)
+
+
+def weights_of(
+    block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], device: torch.device
+) -> tuple[Tensor, list[Any], Any]:
+    """Return the weights of all experts, and the leaves of the block's result, and their structure, without experts.
+
+    The weights have the shape of the tokens, with ``plan.passes`` times as many values.
+    """
+
+    def again(probe: Probe) -> Tensor:
+        with replayed(block, device):
+            value: Tensor = outputs_of(block, plan, forward, probe, plan.added)[0][plan.output]
+        return value
+
+    if plan.added or plan.rest:
+        passes = [again(number) for number in range(plan.passes)]
+        leaves, spec = outputs_of(block, plan, forward, "zeros")
+        if plan.rest:
+            passes = [_apart(value, leaves[plan.output]) for value in passes]
+    else:
+        passes = [again(number) for number in range(plan.passes - 1)]
+        leaves, spec = outputs_of(block, plan, forward, plan.passes - 1)
+        passes.append(leaves[plan.output])
+    return passes[0] if len(passes) == 1 else torch.cat(passes, -1), leaves, spec
+
+
+def _apart(value: Tensor, rest: Tensor) -> Tensor:
+    """Return W of ``value`` = rest + SCALE * W."""
+    scaled = value - rest
+    # Where ``rest`` was rounded in another way. True weights of this size have no effect beside it.
+    noise = scaled.detach().abs() <= rest.detach().abs() / 16
+    return scaled.masked_fill(noise, 0) / SCALE
 
 
 def tokens_of(inputs: Any, hidden: int) -> Tensor:
@@ -290,7 +368,9 @@ def tokens_of(inputs: Any, hidden: int) -> Tensor:
 
 
 def chosen(weights_TD: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token with nonzero weights, and these weights. weights_TD: zero from E on.
+    """Return the experts of each token with nonzero weights, and these weights.
+
+    weights_TD: of all passes; zero from E on.
 
     Raises:
         InputError: they are not, or the block chose more experts for a token than when it was swapped.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,19 +15,23 @@ from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.overlap.options import Overlap
 
 
-def refuse_ties(model: nn.Module, blocks: Sequence[tuple[FoundBlock, BlockPlan]]) -> None:
-    """Raise UnsupportedModel if parameters of experts are also used elsewhere in ``model``."""
+def uses_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter, by its identity."""
     uses: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         uses.setdefault(id(param), []).append(name)
-    for block, plan in blocks:
-        params = dict(block.block.named_parameters())
-        for name in plan.formula.names:
-            if len(names := uses[id(params[name])]) > 1:
-                raise UnsupportedModel(
-                    f"{' and '.join(names)} are one parameter of experts. Each rank keeps some of the experts only, so "
-                    "these cannot be shared"
-                )
+    return uses
+
+
+def refuse_ties(uses: Mapping[int, Sequence[str]], found: FoundBlock, plan: BlockPlan) -> None:
+    """Raise UnsupportedModel if parameters of experts are also used elsewhere. uses: all names of the parameters."""
+    params = dict(found.block.named_parameters())
+    for name in plan.formula.names:
+        if len(names := uses[id(params[name])]) > 1:
+            raise UnsupportedModel(
+                f"{' and '.join(names)} are one parameter of experts. Each rank keeps some of the experts only, so "
+                "these cannot be shared"
+            )
 
 
 def distribute(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +39,16 @@ class FoundBlock:
 
 
 def find_blocks(
-    model: nn.Module, device: torch.device, described: Mapping[str, MoEBlock | None], *, only_adapted: bool = False
+    model: nn.Module, device: torch.device, adapted: Mapping[str, MoEBlock | None], known: Collection[str] = ()
 ) -> list[FoundBlock]:
     """Return the modules of ``model`` that look like MoE blocks.
 
-    device: on which copies of blocks on meta run. described: from ``adapted_blocks``.
+    device: on which copies of blocks on meta run. adapted: from ``adapted_blocks``. known: names of other MoE blocks.
 
-    That is, several modules of a list, or the slices of stacked parameters, are two or three linear layers each, and a
-    module around them has a matrix with as many rows, or columns: the router. Or the class has an adapter.
+    That is, several modules of a list or dict, or the slices of stacked parameters, are two or three linear layers
+    each, and a module around them has a matrix with as many rows, or columns: the router. Or the class has an adapter.
     """
+    described = {**dict.fromkeys(known), **adapted}
     found: list[FoundBlock] = []
     candidates: dict[str, tuple[int, bool]] = {}
     for name, module in model.named_modules():
@@ -55,10 +56,8 @@ def find_blocks(
             path, stacked = _path_of(module, adapter.last), "{}" not in adapter.last
             count = adapter.formula(module).layout.num_experts
             found.append(FoundBlock(name, module, path, count, stacked, device_of(module, device), adapter))
-        elif (
-            only_adapted
-            or is_inside(name, [*described, *filter(None, candidates)])
-            or any(is_inside(other, [name]) for other in described)
+        elif is_inside(name, [*described, *filter(None, candidates)]) or any(
+            is_inside(other, [name]) for other in described
         ):
             continue
         elif (size := _list_size(module)) is not None:
@@ -72,6 +71,8 @@ def find_blocks(
             if not block_name:
                 break
             block_name = block_name.rpartition(".")[0]
+            if any(is_inside(other, [block_name]) for other in known):
+                break
             # A router that is nearer to other experts is theirs.
             others = {parent for parent in parents if parent != block_name and not f"{name}.".startswith(f"{parent}.")}
             params = (
@@ -92,12 +93,13 @@ def _path_of(block: nn.Module, parameter: str) -> str:
 
 
 def _list_size(module: nn.Module) -> int | None:
-    """Return the number of experts in a list of modules, or None if it holds no experts."""
-    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+    """Return the number of experts in a list or dict of modules, or None if it holds no experts."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return None
-    shapes = [{name: tuple(param.shape) for name, param in item.named_parameters()} for item in module]
-    same = all(type(item) is type(module[0]) for item in module) and all(of == shapes[0] for of in shapes)
-    return len(module) if same and _is_expert(shapes[0].values()) else None
+    items = list(module.values() if isinstance(module, nn.ModuleDict) else module)
+    shapes = [{name: tuple(param.shape) for name, param in item.named_parameters()} for item in items]
+    same = all(type(item) is type(items[0]) for item in items) and all(of == shapes[0] for of in shapes)
+    return len(items) if same and _is_expert(shapes[0].values()) else None
 
 
 def _stack_size(module: nn.Module) -> int | None:

@@ -11,8 +11,18 @@ from torch import Tensor, nn
 
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.blocks.adapter import is_inside
-from moe_comm.integrations.blocks.block import BlockPlan, Convention, Probes, call_block, outputs_of, replayed
+from moe_comm.integrations.blocks.block import (
+    BlockPlan,
+    Convention,
+    Probe,
+    Probes,
+    call_block,
+    outputs_of,
+    replayed,
+    weights_of,
+)
 from moe_comm.integrations.blocks.find import FoundBlock
+from moe_comm.layers.moe.formula import ExpertFormula
 from moe_comm.layers.moe.recognise import recognise_experts
 from moe_comm.layers.moe.trial import Trial
 
@@ -46,9 +56,8 @@ def _described(found: FoundBlock) -> BlockPlan:
             raise UnsupportedModel(f"its experts have buffers ({name or type(module).__name__})")
     if found.adapter is None:
         prefix = f"{found.path}.".lstrip(".")
-        size, stacked = found.num_experts, found.stacked
         formula, nones = recognise_experts(
-            found.experts, size, found.device, stacked=stacked, prefix=prefix, smallest=size
+            found.experts, found.num_experts, found.device, stacked=found.stacked, prefix=prefix
         )
     else:
         formula, nones = found.adapter.formula(found.block), -1
@@ -71,12 +80,22 @@ def _described(found: FoundBlock) -> BlockPlan:
             raise
         block, narrow = Trial.of(found.block, formula, found.device, narrow=False).copy(), False
         shape = _shape(block, formula.layout.hidden)
-    plan = BlockPlan(found.path, formula, "adapter", shape, nones=nones, narrow=narrow)
+    plan = BlockPlan(found.path, formula, "adapter", shape, nones=nones, narrow=narrow, keys=_keys(found, formula))
     if found.adapter is not None and found.adapter.route is not None:
         return replace(plan, adapter=found.adapter)
     copy = replace(found, block=block)
     x = torch.randn(*plan.shape, formula.layout.hidden, dtype=torch.float32, device=found.device)
     return _outputs(copy, replace(plan, convention=_convention(copy, x)), x)
+
+
+def _keys(found: FoundBlock, formula: ExpertFormula) -> dict[str, int]:
+    """Return the number of each expert by its key, in the order of a ``ModuleDict`` of experts; else nothing."""
+    experts = dict(found.block.named_modules()).get(found.path)
+    if not isinstance(experts, nn.ModuleDict):
+        return {}
+    names = formula.names_of(formula.parts["down_proj"][0].path)
+    numbers = {name.removeprefix(f"{found.path}.").partition(".")[0]: number for number, name in enumerate(names)}
+    return {key: numbers[key] for key in experts if key in numbers}
 
 
 def _shape(block: nn.Module, hidden: int) -> tuple[int, ...]:
@@ -122,25 +141,22 @@ def _outputs(found: FoundBlock, plan: BlockPlan, x: Tensor) -> BlockPlan:
     block = found.block
     parent, _, child = plan.path.rpartition(".")
     setattr(block.get_submodule(parent), child, probing)
+    run = partial(_run, block, x)
     try:
-        with replayed(block, x.device):
-            zeros, _ = outputs_of(block, plan, partial(call_block, block, x), "zeros")
-        with replayed(block, x.device):
-            units, _ = outputs_of(block, plan, partial(call_block, block, x), "unit vectors")
+        zeros, *units = (run(plan, probe) for probe in ("zeros", *range(plan.passes)))
     except Exception as error:
         raise UnsupportedModel(f"it cannot run with probes ({type(error).__name__}: {error})") from error
-    differ = [index for index, pair in enumerate(zip(zeros, units, strict=True)) if not _equal(*pair)]
-    if len(differ) != 1 or units[differ[0]].numel() != x.numel() or units[differ[0]].shape[-1] != x.shape[-1]:
+    differ = sorted({i for got in units for i, pair in enumerate(zip(zeros, got, strict=True)) if not _equal(*pair)})
+    if len(differ) != 1 or zeros[differ[0]].numel() != x.numel() or zeros[differ[0]].shape[-1] != x.shape[-1]:
         raise UnsupportedModel(
             f"the outputs of its experts must reach one of its {len(zeros)} results, of the shape of the tokens; they "
             f"reach {len(differ)}"
         )
     plan = replace(plan, output=differ[0])
     if bool(zeros[plan.output].any()):
-        plan = replace(plan, added=_added(block, plan, x))
-        with replayed(block, x.device):
-            units, _ = outputs_of(block, plan, partial(call_block, block, x), "unit vectors", plan.added)
-    weights_TD = units[plan.output].reshape(-1, x.shape[-1])
+        plan = probing.plan = _with_rest(block, plan, x, zeros[plan.output])
+    weights, *_ = weights_of(block, plan, partial(call_block, block, x), x.device)
+    weights_TD = weights.reshape(-1, plan.passes * x.shape[-1])
     if bool(weights_TD[:, found.num_experts :].any()) or not bool(weights_TD.any()):
         raise UnsupportedModel("it does more with the outputs of its experts than to sum them with one weight each")
     counts_T = (weights_TD != 0).sum(1)
@@ -148,22 +164,29 @@ def _outputs(found: FoundBlock, plan: BlockPlan, x: Tensor) -> BlockPlan:
     return replace(plan, top_k=found.num_experts if counts_T.unique().numel() > 1 else int(counts_T[0]))
 
 
-def _added(block: nn.Module, plan: BlockPlan, x: Tensor) -> tuple[str, ...]:
-    """Return the module whose outputs the block adds to those of the experts."""
+def _run(block: nn.Module, x: Tensor, plan: BlockPlan, probe: Probe, silent: tuple[str, ...] = ()) -> list[Any]:
+    with replayed(block, x.device):
+        return outputs_of(block, plan, partial(call_block, block, x), probe, silent)[0]
+
+
+def _with_rest(block: nn.Module, plan: BlockPlan, x: Tensor, rest: Tensor) -> BlockPlan:
+    """Add to a plan what the block adds to the outputs of the experts: a module's outputs, or the tokens, ..."""
     for name, module in block.named_modules():
         inside = f"{name}.".startswith(f"{plan.path}.") or f"{plan.path}.".startswith(f"{name}.")
         if not name or inside or not list(module.parameters()):
             continue
         try:
-            with replayed(block, x.device):
-                leaves, _ = outputs_of(block, plan, partial(call_block, block, x), "zeros", (name,))
-            if not bool(leaves[plan.output].any()):
-                return (name,)
+            zeros, *units = (_run(block, x, plan, probe, (name,)) for probe in ("zeros", *range(plan.passes)))
         except Exception:  # the module returns no tensor
             continue
-    raise UnsupportedModel(
-        "it adds something to the outputs of its experts, which is not the output of one of its modules"
-    )
+        if not bool(zeros[plan.output].any()) and any(bool(got[plan.output].any()) for got in units):
+            return replace(plan, added=(name,))
+    passed = rest == x.view(rest.shape)
+    if bool(passed.all()):
+        return replace(plan, rest="its tokens")
+    if bool((passed | (rest == 0)).all()):
+        return replace(plan, rest="its tokens where it has no expert for them")
+    return replace(plan, rest="a value that is not the output of one of its modules")
 
 
 class _StandIn(Probes, nn.Module):

@@ -6,18 +6,20 @@ fp32, forward and backward, and must agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from moe_comm.comm.agree import gather_texts
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import Dispatcher
+from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.blocks.adapter import is_inside
 from moe_comm.integrations.blocks.block import BlockPlan
 from moe_comm.integrations.blocks.check import check
-from moe_comm.integrations.blocks.distribute import distribute
+from moe_comm.integrations.blocks.distribute import distribute, refuse_ties, uses_of_parameters
 from moe_comm.integrations.blocks.find import FoundBlock
 from moe_comm.integrations.blocks.recognise import describe
 from moe_comm.integrations.blocks.signature import Signatures
@@ -25,47 +27,102 @@ from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.overlap.options import Overlap
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+Planned = tuple[FoundBlock, BlockPlan]
+
 
 def swap_blocks(
     model: nn.Module,
-    blocks: Sequence[tuple[FoundBlock, BlockPlan]],
+    blocks: Sequence[Planned],
     dispatchers: Mapping[int, Dispatcher],
     overlap: Overlap | None,
-) -> None:
+    optional: bool,
+) -> dict[str, str]:
     """Check and swap the MoE blocks of a model. Collective.
 
     Args:
         blocks: with their plans, from ``plan_blocks``.
         dispatchers: by number of experts.
+        optional: leave blocks without an adapter unchanged that do not compute what the original does.
+
+    Returns:
+        The reasons why blocks are unchanged, by name.
 
     Raises:
         UnsupportedModel: a swapped block does not compute what the original does; on every rank. The model is
             unchanged.
     """
-    for number in _to_check(blocks, dispatchers):
+    if not blocks:
+        return {}
+    group = next(iter(dispatchers.values())).group
+    # The ranks check together, also if attributes of their own make blocks differ on one of them only.
+    first = {id(plan): number for number, (_, plan) in reversed(list(enumerate(blocks)))}
+    differing: dict[int, UnsupportedModel] = {}
+    for number in on_any_rank(first.values(), group):
         block, plan = blocks[number]
-        check(block, plan, dispatchers[block.num_experts], overlap)
-    for block, plan in blocks:
+        try:
+            check(block, plan, dispatchers[block.num_experts], overlap)
+        except UnsupportedModel as error:  # on every rank
+            if not optional or block.adapter is not None:
+                raise
+            differing |= {n: error for n, (_, other) in enumerate(blocks) if other is plan} | {number: error}
+    left = on_any_rank(differing, group) if optional else []
+    for number, (block, plan) in enumerate(blocks):
+        if number in left:
+            continue
         experts = f"{block.name}.{plan.path}.".lstrip(".")
         names = (name for name, _ in model.named_parameters() if name.startswith(f"{block.name}.".lstrip(".")))
         router = next((name for name in names if not name.startswith(experts)), "")
         path, _, key = router.rpartition(".")
         replicated = partial(replicated_parameter, model.get_submodule(path), key) if router else lambda: None
         distribute(block, plan, dispatchers[block.num_experts], overlap, replicated)
+    return {blocks[number][0].name: str(differing.get(number, "it differs on another rank")) for number in left}
 
 
-def plan_blocks(blocks: Sequence[FoundBlock]) -> list[tuple[FoundBlock, BlockPlan]]:
-    """Return each block with its plan, from ``describe``. Equal blocks, by ``Signatures``, share one."""
-    signatures, plans = Signatures(), dict[str, BlockPlan]()
-    planned = []
-    for block in blocks:
-        _refuse_hooks(block, [name for name, _ in block.block.named_modules() if is_inside(name, [block.path])], [])
-        if (kind := signatures.of(block)) not in plans:
-            plans[kind] = describe(block)
-        names = plans[kind].formula.names
-        _refuse_hooks(block, sorted({owner for name in names if (owner := name.rpartition(".")[0])}), names)
-        planned.append((block, plans[kind]))
-    return planned
+def plan_blocks(
+    model: nn.Module, blocks: Sequence[FoundBlock], optional: bool
+) -> tuple[list[Planned], dict[int, UnsupportedModel]]:
+    """Return each block with its plan, from ``describe``. Equal blocks, by ``Signatures``, share one.
+
+    optional: return the error of a block without an adapter, by its number, instead of raising it.
+    """
+    signatures, plans, uses = Signatures(), dict[str, BlockPlan | UnsupportedModel](), uses_of_parameters(model)
+    planned, refused = list[Planned](), dict[int, UnsupportedModel]()
+    for number, block in enumerate(blocks):
+        try:
+            _refuse_hooks(block, [name for name, _ in block.block.named_modules() if is_inside(name, [block.path])], [])
+            if (kind := signatures.of(block)) not in plans:
+                plans[kind] = _plan_or_error(block)
+            if isinstance(plan := plans[kind], UnsupportedModel):
+                raise plan
+            names = plan.formula.names
+            _refuse_hooks(block, sorted({owner for name in names if (owner := name.rpartition(".")[0])}), names)
+            refuse_ties(uses, block, plan)
+            planned.append((block, plan))
+        except UnsupportedModel as error:
+            if not optional or block.adapter is not None:
+                raise
+            refused[number] = error
+    return planned, refused
+
+
+def _plan_or_error(block: FoundBlock) -> BlockPlan | UnsupportedModel:
+    try:
+        return describe(block)
+    except UnsupportedModel as error:
+        return error
+
+
+def on_any_rank(numbers: Iterable[int], group: ProcessGroup | None) -> list[int]:
+    """Return in order the numbers that any rank passes. Collective."""
+    mask = sum(1 << number for number in set(numbers))
+    if group is not None and group.size() > 1:
+        for text in gather_texts(channel_of(group), "numbers of the blocks that swap_moe swaps", f"{mask:x}"):
+            mask |= int(text, 16)
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]
 
 
 def _refuse_hooks(found: FoundBlock, modules: Sequence[str], parameters: Sequence[str]) -> None:
@@ -76,15 +133,3 @@ def _refuse_hooks(found: FoundBlock, modules: Sequence[str], parameters: Sequenc
         ((title(name), found.block.get_submodule(name)) for name in modules),
         ((title(name), found.block.get_parameter(name)) for name in parameters),
     )
-
-
-def _to_check(blocks: Sequence[tuple[FoundBlock, BlockPlan]], dispatchers: Mapping[int, Dispatcher]) -> list[int]:
-    """Return the numbers of the blocks to check: the first with each plan, on any rank. Collective."""
-    first = {id(plan): number for number, (_, plan) in reversed(list(enumerate(blocks)))}
-    mask = sum(1 << number for number in first.values())
-    dispatcher = next(iter(dispatchers.values()))
-    if blocks and dispatcher.group is not None and dispatcher.world > 1:
-        # The ranks check together, also if attributes of their own make blocks differ on one of them only.
-        for text in gather_texts(channel_of(dispatcher.group), "the blocks that swap_moe checks", f"{mask:x}"):
-            mask |= int(text, 16)
-    return [number for number in range(len(blocks)) if mask >> number & 1]

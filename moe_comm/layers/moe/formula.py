@@ -93,16 +93,18 @@ class Piece:
 class ExpertFormula:
     """The layers of each expert, and the names of their parameters in the block.
 
-    parts: of each stacked parameter, by its name in ``ExpertsLayout``. Paths contain "{}" for the number of the expert,
-        or name a parameter [E, ...] of all experts.
+    parts: of each stacked parameter, by its name in ``ExpertsLayout``. Paths contain "{}" for the key of the expert, or
+        name a parameter [E, ...] of all experts.
     shapes: of one expert's parameters, by path.
     transposed: matrices are [inputs, outputs], as in ``x @ w``; else [outputs, inputs], as in ``nn.Linear``.
+    keys: of the experts, for paths with "{}"; by default their numbers.
     """
 
     layout: ExpertsLayout
     parts: Mapping[str, tuple[Part, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     transposed: bool
+    keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         names = {key: " and ".join(str(part) for part in parts) for key, parts in self.parts.items()}
@@ -119,7 +121,11 @@ class ExpertFormula:
 
     def names_of(self, path: str) -> list[str]:
         """Return the names in the block of a parameter of all experts."""
-        return [path.format(e) for e in range(self.layout.num_experts)] if "{}" in path else [path]
+        return [self.name_of(path, e) for e in range(self.layout.num_experts)] if "{}" in path else [path]
+
+    def name_of(self, path: str, expert: int) -> str:
+        """Return the name in the block of a parameter of one expert, or of all."""
+        return path.format(self.keys[expert] if self.keys else expert)
 
     def pieces(self, key: str, expert: int) -> Iterator[Piece]:
         """Iterate over the elements of an expert's part of the stacked parameter ``key``."""
@@ -133,7 +139,7 @@ class ExpertFormula:
             if "{}" not in part.path:
                 index = (expert, *index)
             count = len(range(*rows.indices(outputs)))
-            yield Piece(part.path.format(expert), index, transposed, slice(first, first + count))
+            yield Piece(self.name_of(part.path, expert), index, transposed, slice(first, first + count))
             first += count
 
     @torch.no_grad()
@@ -192,4 +198,4 @@ class ExpertFormula:
 
         parts = {key: tuple(map(moved, of)) if key.startswith("gate_up_proj") else of for key, of in self.parts.items()}
         layout = replace(self.layout, ffn=width)
-        return ExpertFormula(layout, parts, shapes, self.transposed), kept
+        return ExpertFormula(layout, parts, shapes, self.transposed, self.keys), kept

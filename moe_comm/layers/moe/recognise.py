@@ -35,15 +35,14 @@ TOLERANCE = 1e-5
 
 
 def recognise_experts(
-    experts: Any, num_experts: int, device: torch.device, *, stacked: bool, prefix: str = "", smallest: int = 1
+    experts: Any, num_experts: int, device: torch.device, *, stacked: bool, prefix: str = ""
 ) -> tuple[ExpertFormula, int]:
     """Recognise what experts compute, by the outputs of the first one for random rows.
 
     Args:
-        experts: a list of modules, or a module with parameters [E, ...], which are ``stacked``.
+        experts: a list or ``ModuleDict`` of modules, or a module with parameters [E, ...], which are ``stacked``.
         device: on which a copy of the first expert runs.
         prefix: of the experts' names in the paths of the formula.
-        smallest: hidden size.
 
     Returns:
         The formula; and -1, or for experts that return a tuple of their output and Nones, the number of Nones.
@@ -51,7 +50,11 @@ def recognise_experts(
     Raises:
         UnsupportedModel: the experts cannot be run, or no formula computes what they do.
     """
-    expert = _first_expert(experts, num_experts, device) if stacked else materialized(experts[0], device, torch.float64)
+    keys = tuple(experts) if isinstance(experts, nn.ModuleDict) else ()
+    if stacked:
+        expert = _first_expert(experts, num_experts, device)
+    else:
+        expert = materialized(experts[keys[0] if keys else 0], device, torch.float64)
     prefix = prefix if stacked else f"{prefix}{{}}."
     shapes = {prefix + n: tuple(p.shape[1:] if stacked else p.shape) for n, p in expert.named_parameters()}
     tensors = {f"{prefix}{n}".format(0): param for n, param in expert.named_parameters()}
@@ -62,23 +65,19 @@ def recognise_experts(
     ]
     problem: Exception | None = None
     for hidden in sorted({size for shape in shapes.values() if len(shape) == 2 for size in shape}):
-        if hidden < smallest:
-            problem = problem or UnsupportedModel(f"it has more experts than a token of {hidden} has values")
-            continue
         # Large enough that activations differ.
         rows_RD = 4 * torch.randn(8, hidden, dtype=torch.float64, device=device)
         try:
             y_RD, nones = output_of(run_stacked(expert, rows_RD, num_experts) if stacked else expert(rows_RD))
             if y_RD is None or y_RD.shape != rows_RD.shape:
                 continue
-            return _recognise(shapes, tensors, inner, rows_RD, y_RD, num_experts), nones
+            formula = _recognise(shapes, tensors, inner, rows_RD, y_RD, num_experts)
+            return replace(formula, keys=keys), nones
         except UnsupportedModel as error:
             problem = error
         except Exception as error:  # of the user's code
             problem = problem or UnsupportedModel(f"an expert cannot run on rows [R, {hidden}] ({error})")
-    raise problem or UnsupportedModel(
-        f"an expert with the parameters {shapes} does not map rows [R, D] to [R, D], D at least the number of experts"
-    )
+    raise problem or UnsupportedModel(f"an expert with the parameters {shapes} does not map rows [R, D] to [R, D]")
 
 
 def _first_expert(experts: nn.Module, num_experts: int, device: torch.device) -> nn.Module:

@@ -318,10 +318,12 @@ class DictOfExperts(Mixtral):
 
 
 @on_ranks(2)
-def test_an_adapter_of_a_dict_of_experts(rank: int, group: ProcessGroup) -> None:
-    first, last = [f"experts.expert_{{}}.{name}.weight" for name in ("w1", "w3")], "experts.expert_{}.w2.weight"
+@pytest.mark.parametrize("key", ["expert_{}", "{}"])
+@pytest.mark.parametrize("route", [True, False])
+def test_an_adapter_of_a_dict_of_experts(key: str, route: bool, rank: int, group: ProcessGroup) -> None:
+    first, last = [f"experts.{key}.{name}.weight" for name in ("w1", "w3")], f"experts.{key}.w2.weight"
     moe_comm.block_adapter(DictOfExperts)(
-        lambda block: moe_comm.MoEBlock(tuple(first), last, route=DictOfExperts.route)
+        lambda block: moe_comm.MoEBlock(tuple(first), last, route=DictOfExperts.route if route else None)
     )
     original = _model(DictOfExperts)
     model = moe_comm.swap_moe(deepcopy(original), group)

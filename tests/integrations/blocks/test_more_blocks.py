@@ -107,20 +107,50 @@ class Passthrough(Switch):
 
 
 class DictOfExperts(Switch):
+    """Experts by key, in an order of their own, found in four ways."""
+
+    names = ("b", "a", "10")
+
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleDict({f"expert_{e}": _mlp() for e in range(EXPERTS)})
+        self.experts = nn.ModuleDict(dict(zip(self.names, self.experts, strict=True)))
+
+    def weights(self, x: Tensor) -> Tensor:
+        return self.router(x).softmax(-1)
 
     def forward(self, x: Tensor) -> Any:
-        w, y = self.weights(x), torch.zeros_like(x)
-        for e in range(EXPERTS):
-            y = y + w[..., e, None] * self.experts[f"expert_{e}"](x)
-        return y
+        assert list(self.experts) == list(self.experts.keys()) == list(self.names) and "a" in self.experts
+        (_, first), *_ = self.experts.items()
+        chosen = first, getattr(self.experts, self.names[1]), list(self.experts.values())[2]
+        assert len(self.experts) == len(chosen)
+        w = self.weights(x)
+        y = sum(w[..., e, None] * expert(x) for e, expert in enumerate(chosen))
+        return y + w[..., :1] * self.experts[self.names[0]](x)
+
+
+class NumberedExperts(DictOfExperts):
+    names = ("2", "a", "1")
 
 
 class Residual(Switch):
     def forward(self, x: Tensor) -> Any:
         return x + self.mixed(x)
+
+
+class SharedResidual(Residual):
+    """A shared expert beside the tokens, of which dropout draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(_mlp(), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Any:
+        return 0.5 * super().forward(x) + self.shared(x)
+
+
+class RectifiedSum(Residual):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).relu()
 
 
 class Dropped(Switch):
@@ -184,7 +214,22 @@ class CheckpointedExperts(Switch):
 
 
 class Many(Switch):
+    """More experts than a token has values."""
+
+    count = 2 * D + 4
+
+
+class ManyResidual(Residual):
     count = D + 4
+
+
+class ManyShared(Many):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = _mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.shared(x) + self.mixed(x)
 
 
 class Lone(Switch):
@@ -299,17 +344,22 @@ SWAPPED = [
     FrozenExperts,
     FrozenRouter,
     KeywordOnly,
+    DictOfExperts,
+    NumberedExperts,
+    Passthrough,
+    Residual,
+    SharedResidual,
+    Many,
+    ManyResidual,
+    ManyShared,
 ]
 REFUSED = [
     Jitter,
     Reentrant,
     NonReentrant,
-    DictOfExperts,
-    Passthrough,
-    Residual,
+    RectifiedSum,
     AsData,
     TiedExperts,
-    Many,
     Lone,
     PartlyFrozen,
     MixedDtypes,
@@ -376,7 +426,7 @@ def test_refused(kind: type[nn.Module], rank: int, group: ProcessGroup) -> None:
     kinds, state = [type(m) for m in model.modules()], torch.get_rng_state()
     with pytest.raises(UnsupportedModel) as raised:
         moe_comm.swap_moe(model, group)
-    assert "moe_comm.block_adapter" in str(raised.value) or kind in (Lone, DictOfExperts)
+    assert "moe_comm.block_adapter" in str(raised.value) or kind is Lone
     assert torch.equal(torch.get_rng_state(), state)
     assert kinds == [type(m) for m in model.modules()]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -394,6 +444,20 @@ def test_a_block_that_later_adds_its_tokens_raises() -> None:
     model(torch.randn(4, 4, D))
     with pytest.raises(InputError):
         model(torch.randn(16, 4, D))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", [1.0, 1000.0])
+def test_a_residual_does_not_round_the_weights(size: float, rank: int, group: ProcessGroup) -> None:
+    original: Any = _block(Residual).eval()
+    model = moe_comm.swap_moe(deepcopy(original), group)
+    x = size * torch.randn(2, 4, D)
+    torch.testing.assert_close(model(x), original(x), rtol=1e-6, atol=1e-5)
+    original, model = original.bfloat16(), model.bfloat16()
+    y, expected = model(x.bfloat16()), original(x.bfloat16())
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+    with pytest.raises(InputError, match="cannot be separated in float16"):
+        model.half()(x.half())
 
 
 class LowerPrecision(Switch):
