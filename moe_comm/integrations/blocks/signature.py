@@ -4,18 +4,29 @@ A text has the classes of all modules, their structure, the shapes and dtypes of
 other attributes: numbers such as a temperature, configuration objects, functions with their closures, buffers. It does
 not have the values of parameters. What cannot be compared by value is compared by identity, so two blocks may have
 different texts although they do the same, but not equal ones although they do not.
+
+Layers often have their number as an attribute. A number of a module that a run of one block does not read has no effect
+on that run, so blocks that differ in such numbers only are equal too (``numbers_read``).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Collection
 from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
+from moe_comm.integrations.blocks.block import BlockPlan, call_block, replayed
 from moe_comm.integrations.blocks.find import FoundBlock
+from moe_comm.layers.moe.trial import Trial
+
+Number = tuple[str, str]
+"""A module in a block, and an attribute of it."""
 
 DEPTH = 16
 """Levels of a configuration object that are compared by value."""
@@ -33,30 +44,66 @@ class Signatures:
     def __init__(self) -> None:
         self._alive: list[Any] = []  # an identity may be reused after its object
 
-    def of(self, found: FoundBlock) -> str:
-        """Return the text of a block."""
+    def of(self, found: FoundBlock, numbers: Collection[Number] | None = None) -> str:
+        """Return the text of a block. numbers: those of its modules that it has; None for all."""
         settings = _Settings(self._alive)
         modules = {id(module): number for number, module in enumerate(found.block.modules())}
         for module in found.block.modules():
             settings.number(module)
         tensors: dict[int, int] = {}
-        lines = [f"{found.path} {found.num_experts} {found.device} {settings.text(found.adapter)}"]
         try:
+            lines = [f"{found.path} {found.num_experts} {found.device} {settings.text(found.adapter)}"]
             for name, module in found.block.named_modules(remove_duplicate=False):
                 lines.append(f"{name} {modules[id(module)]}")
-            for module in found.block.modules():
+            for name, module in found.block.named_modules():
                 kind = f"{type(module).__qualname__} {id(type(module))} {module._non_persistent_buffers_set}"
                 params = [
-                    f"{name} {tensors.setdefault(id(param), len(tensors))} {tuple(param.shape)} {param.dtype} "
+                    f"{key} {tensors.setdefault(id(param), len(tensors))} {tuple(param.shape)} {param.dtype} "
                     f"{param.device} {param.requires_grad} {id(type(param))}"
-                    for name, param in module.named_parameters(recurse=False)
+                    for key, param in module.named_parameters(recurse=False)
                 ]
-                values = {key: value for key, value in vars(module).items() if key not in _TENSORS}
-                buffers = {name: settings.text(value) for name, value in module._buffers.items()}
+                values = {
+                    key: value
+                    for key, value in vars(module).items()
+                    if key not in _TENSORS
+                    and (value or type(value) is not OrderedDict)  # hooks
+                    and (numbers is None or type(value) is not int or (name, key) in numbers)
+                }
+                buffers = {key: settings.text(value) for key, value in module._buffers.items()}
                 lines.append(f"{kind} {params} {buffers} {settings.text(values)}")
         except _TooMany:
             return f"{id(found.block)}"
         return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def numbers_read(found: FoundBlock, plan: BlockPlan) -> set[Number] | None:
+    """Return the attributes that a run of a copy of a block reads; None if that is not known."""
+    if found.adapter is not None:
+        return None  # its functions read attributes too
+    read: set[Number] = set()
+    copy = Trial.of(found.block, plan.formula, found.device, plan.narrow).copy().requires_grad_()
+    try:
+        for name, module in copy.named_modules():
+            module.__class__ = _recording(type(module), name, read)
+        with torch.autocast(found.device.type, enabled=False), replayed(found.block, found.device, seed=0):
+            for training in (True, False):
+                x = torch.randn(*plan.shape, plan.formula.layout.hidden, dtype=torch.float32, device=found.device)
+                results = tree_flatten(call_block(copy.train(training), x.requires_grad_()))[0]
+                sums = [leaf.sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
+                torch.stack(sums).sum().backward()
+    except Exception:  # of the user's code, as it has another class here
+        return None
+    return read
+
+
+def _recording(kind: Any, name: str, read: set[Number]) -> Any:
+    """Return a subclass of ``kind`` that adds the attributes which are read to ``read``."""
+
+    def getattribute(self: Any, key: str) -> Any:
+        read.add((name, key))
+        return kind.__getattribute__(self, key)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": getattribute})
 
 
 class _TooMany(Exception):

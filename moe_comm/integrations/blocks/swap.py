@@ -22,7 +22,7 @@ from moe_comm.integrations.blocks.check import check
 from moe_comm.integrations.blocks.distribute import distribute, refuse_ties, uses_of_parameters
 from moe_comm.integrations.blocks.find import FoundBlock
 from moe_comm.integrations.blocks.recognise import describe
-from moe_comm.integrations.blocks.signature import Signatures
+from moe_comm.integrations.blocks.signature import Number, Signatures, numbers_read
 from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.overlap.options import Overlap
@@ -89,15 +89,12 @@ def plan_blocks(
 
     optional: return the error of a block without an adapter, by its number, instead of raising it.
     """
-    signatures, plans, uses = Signatures(), dict[str, BlockPlan | UnsupportedModel](), uses_of_parameters(model)
+    plans, uses = _Plans(), uses_of_parameters(model)
     planned, refused = list[Planned](), dict[int, UnsupportedModel]()
     for number, block in enumerate(blocks):
         try:
             _refuse_hooks(block, [name for name, _ in block.block.named_modules() if is_inside(name, [block.path])], [])
-            if (kind := signatures.of(block)) not in plans:
-                plans[kind] = _plan_or_error(block)
-            if isinstance(plan := plans[kind], UnsupportedModel):
-                raise plan
+            plan = plans.of(block)
             names = plan.formula.names
             _refuse_hooks(block, sorted({owner for name in names if (owner := name.rpartition(".")[0])}), names)
             refuse_ties(uses, block, plan)
@@ -109,11 +106,38 @@ def plan_blocks(
     return planned, refused
 
 
-def _plan_or_error(block: FoundBlock) -> BlockPlan | UnsupportedModel:
-    try:
-        return describe(block)
-    except UnsupportedModel as error:
-        return error
+class _Plans:
+    """Plans of blocks, of which equal ones share one."""
+
+    def __init__(self) -> None:
+        self._signatures = Signatures()
+        self._plans: dict[str, BlockPlan | UnsupportedModel] = {}
+        self._similar: dict[str, list[tuple[FoundBlock, BlockPlan]]] = {}
+        self._read: dict[int, set[Number] | None] = {}
+
+    def of(self, block: FoundBlock) -> BlockPlan:
+        """Return the plan of a block, or raise UnsupportedModel."""
+        if (kind := self._signatures.of(block)) not in self._plans:
+            self._plans[kind] = self._new(block)
+        plan = self._plans[kind]
+        if isinstance(plan, UnsupportedModel):
+            raise plan
+        return plan
+
+    def _new(self, block: FoundBlock) -> BlockPlan | UnsupportedModel:
+        similar = self._similar.setdefault(self._signatures.of(block, ()), [])
+        for other, plan in similar:
+            if id(plan) not in self._read:
+                self._read[id(plan)] = numbers_read(other, plan)
+            numbers = self._read[id(plan)]
+            if numbers is not None and self._signatures.of(block, numbers) == self._signatures.of(other, numbers):
+                return plan
+        try:
+            plan = describe(block)
+        except UnsupportedModel as error:
+            return error
+        similar.append((block, plan))
+        return plan
 
 
 def on_any_rank(numbers: Iterable[int], group: ProcessGroup | None) -> list[int]:

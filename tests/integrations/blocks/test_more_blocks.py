@@ -549,6 +549,33 @@ def test_equal_blocks_are_checked_once_and_others_each(kind: str) -> None:
         moe_comm.swap_moe(nn.Sequential(*[Rectified(kind, value) for value in (1, 1, 2)]))
 
 
+class Numbered(Switch):
+    """Layers with their number, which they read if there is a threshold."""
+
+    calls = 0
+
+    def __init__(self, number: int, threshold: int) -> None:
+        super().__init__()
+        self.number, self.threshold = number, threshold
+        self.router.number = number  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        Numbered.calls += 1
+        y = self.mixed(x)
+        return y.relu() if self.threshold and self.number > self.threshold else y
+
+
+def test_numbers_of_layers_that_are_not_read_make_no_difference() -> None:
+    calls = []
+    for count in (2, 12):
+        Numbered.calls = 0
+        moe_comm.swap_moe(nn.Sequential(*[Numbered(number, 0) for number in range(count)]))
+        calls.append(Numbered.calls)
+    assert calls[0] == calls[1]
+    with pytest.raises(UnsupportedModel, match=r"^7 \(Numbered\) was recognised .* differs from the original"):
+        moe_comm.swap_moe(nn.Sequential(*[Numbered(number, 6) for number in range(9)]))
+
+
 @on_ranks(2)
 def test_ranks_check_the_same_blocks(rank: int, group: ProcessGroup) -> None:
     model = nn.Sequential(Switch(), Switch(), Switch())
