@@ -69,7 +69,7 @@ def compiled(page: Path, kind: str) -> list[Any]:
 def test_snippets_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if page.stem in ("README", "swap"):
+    if page.stem in ("README", "swap", "parallelism"):
         pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
     if "moe_comm.train" in "".join(text for _, text in blocks(page, "python")):
         pytest.importorskip("pydantic", reason="needs the train extra")
@@ -241,7 +241,7 @@ def test_the_site_has_every_page() -> None:
 
 def test_the_readme_is_short_and_the_pages_are_few() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-    assert len(list((ROOT / "docs").glob("*.md"))) <= 17
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 15
 
 
 def test_generated_parts_are_current() -> None:
