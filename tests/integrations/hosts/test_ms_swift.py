@@ -74,7 +74,7 @@ def sft(folder: str, root: Path) -> list[tuple[str, list[float]]]:
         --output_dir {root / "EXPERTS_IMPL"} --max_steps 2 --per_device_train_batch_size 4 --learning_rate 0.01
         --gradient_accumulation_steps 1 --gradient_checkpointing false --split_dataset_ratio 0 --dataset_num_proc 1
         --dataloader_num_workers 0 --logging_steps 1 --save_strategy no --eval_strategy no --use_cpu true
-        --report_to none
+        --report_to none --check_model false
     """
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *options.split()], capture_output=True, text=True, timeout=200
