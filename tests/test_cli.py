@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -250,12 +249,8 @@ def test_python_dash_m_is_the_same_command_and_does_not_import_torch() -> None:
 
 def test_bench_dispatch_writes_one_json_object(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    arguments = ["--tokens", "16", "--hidden", "32", "--experts", "4", "--top-k", "2", "--iterations", "2"]
-    command = [sys.executable, "-m", "moe_comm", "bench", "dispatch", *arguments, "--peer", "torch_gloo"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command += ["--json", str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
-    assert process.returncode == 0, process.stderr
+    small = ["--tokens", "16", "--hidden", "32", "--experts", "4", "--top-k", "2", "--iterations", "2"]
+    assert cli.run(["bench", "dispatch", "--ranks", "1", *small, "--peer", "torch_gloo", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     keys = {"dispatch_ms", "combine_ms", "dispatch_limit_ms", "combine_limit_ms", "limit_ratio", "peers", "settings"}
     assert keys <= result.keys()

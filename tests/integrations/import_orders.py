@@ -6,7 +6,6 @@ import sys
 
 ORDERS = (
     "import moe_comm; import transformers",
-    "import transformers; import moe_comm",
     "import transformers.integrations.moe; import moe_comm",
     "import moe_comm; import transformers.distributed.expert_parallel",
 )

@@ -136,7 +136,7 @@ def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
     family: str, folders: Callable[[str], str], pool4: RankPool
 ) -> None:
     folder = folders(family)
-    some = MAPPINGS[list(FAMILIES).index(family) % 2 :: 2]
+    some = MAPPINGS[list(FAMILIES).index(family) % 3 :: 3]
     compare(pool4.run(run, (folder, some, False))[0], reference(folder, **data()), family)
 
 

@@ -157,7 +157,7 @@ def test_the_server_ends_when_the_launchers_folder_is_gone(
 
 
 def test_the_server_ends_when_no_rank_connects(owner: tuple[LauncherProcess, subprocess.Popen[bytes]]) -> None:
-    with connected(owner[0], idle_s=5.0) as host_memory:  # this process must have connected by then
+    with connected(owner[0], idle_s=3.0) as host_memory:  # this process must have connected by then
         pid = pid_of(host_memory)
     assert ends(pid)
 

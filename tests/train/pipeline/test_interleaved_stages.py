@@ -79,7 +79,7 @@ def test_pairs_with_full_recomputation(case: Case, pool2: RankPool) -> None:
     "case",
     [
         Case(DP2_EP2, dtype=torch.bfloat16, config=TIED),
-        Case(DP2_EP2, micro_batches=2, recompute="selective", gradients="on"),
+        pytest.param(Case(DP2_EP2, micro_batches=2, recompute="selective", gradients="on"), marks=pytest.mark.slow),
         Case(ParallelConfig(dp=2), recompute="full", config=BY_WEIGHT_4, dtype=torch.bfloat16, gradients="on"),
         Case(PP2, "1f1b", dtype=torch.bfloat16),
     ],
