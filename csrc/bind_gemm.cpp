@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/gemm/doubles.h"
 #include "cpu/gemm/gemm.h"
 
 namespace py = pybind11;
@@ -32,6 +33,8 @@ gemm::Rows rows_of(RowsArgument argument) {
           reinterpret_cast<const float*>(scale)};
 }
 
+constexpr int kFloat64 = 3;  // of these functions only; layout.h has the other codes
+
 gemm::Stack stack_of(const std::array<int64_t, 4>& stack) {
   return {static_cast<uintptr_t>(stack[0]), stack[1], stack[2], stack[3]};
 }
@@ -45,8 +48,9 @@ void bind_gemm(py::module_& m) {
          std::array<int64_t, 2> bias, std::array<int64_t, 2> out) {
         const gemm::Rows rows = rows_of(std::move(x));
         py::gil_scoped_release release;
-        gemm::rows({sizes.data(), static_cast<int64_t>(sizes.size()), dtype, threads}, rows, stack_of(w), columns,
-                   {static_cast<uintptr_t>(bias[0]), bias[1], 0, 0}, static_cast<uintptr_t>(out[0]), out[1]);
+        (dtype == kFloat64 ? gemm::rows_of_doubles : gemm::rows)(
+            {sizes.data(), static_cast<int64_t>(sizes.size()), dtype, threads}, rows, stack_of(w), columns,
+            {static_cast<uintptr_t>(bias[0]), bias[1], 0, 0}, static_cast<uintptr_t>(out[0]), out[1]);
       },
       py::arg("sizes"), py::arg("dtype"), py::arg("threads"), py::arg("x"), py::arg("w"), py::arg("columns"),
       py::arg("bias"), py::arg("out"));
@@ -55,12 +59,17 @@ void bind_gemm(py::module_& m) {
       [](const Sizes& sizes, int dtype, int threads, RowsArgument y, RowsArgument x, std::array<int64_t, 4> out,
          int out_dtype, bool accumulate) {
         const gemm::Rows left = rows_of(std::move(y)), right = rows_of(std::move(x));
+        const gemm::Groups groups{sizes.data(), static_cast<int64_t>(sizes.size()), dtype, threads};
         py::gil_scoped_release release;
-        gemm::weights({sizes.data(), static_cast<int64_t>(sizes.size()), dtype, threads}, left, right, stack_of(out),
-                      out_dtype, accumulate);
+        if (dtype == kFloat64) {
+          gemm::weights_of_doubles(groups, left, right, stack_of(out), accumulate);
+        } else {
+          gemm::weights(groups, left, right, stack_of(out), out_dtype, accumulate);
+        }
       },
       py::arg("sizes"), py::arg("dtype"), py::arg("threads"), py::arg("y"), py::arg("x"), py::arg("out"),
       py::arg("out_dtype"), py::arg("accumulate"));
+  m.attr("gemm_dtypes") = py::make_tuple(0, 1, 2, kFloat64);
   m.def("gemm_isa_names", &gemm::isa_names);
   m.def("gemm_isa", &gemm::isa);
   m.def("set_gemm_isa", &gemm::set_isa);

@@ -1,7 +1,7 @@
 """Types of the native core (csrc/bindings.cpp). Addresses are plain integers; the caller keeps their memory alive.
 
-dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements for swiglu and rotate, in bytes elsewhere.
-``compared``: the header's compared words.
+dtype codes: 0 float32, 1 bfloat16, 2 float16; in grouped GEMMs also 3 float64. Strides are in elements for swiglu and
+rotate, in bytes elsewhere. ``compared``: the header's compared words.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -545,6 +545,8 @@ def grouped_gemm_weights(
     accumulate: bool,
 ) -> None:
     """out[e] = sum over the rows of expert e of y[r]^T x[r], or added to out. out [E, N, K]: address and strides."""
+
+gemm_dtypes: tuple[int, ...]
 
 def gemm_isa_names(dtype: int, /) -> list[str]: ...
 def gemm_isa(dtype: int, /) -> str: ...

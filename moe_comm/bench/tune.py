@@ -30,10 +30,9 @@ from moe_comm.bench.common.settings import Tune, torch_dtype
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.kernels.row_invariant import TILE
 from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 from moe_comm.overlap.linear import gather_matmul, matmul_scatter
-from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
+from moe_comm.overlap.options import CHUNKED, SHARED, TILE, TRITON, Overlap
 from moe_comm.overlap.tuning.choose import on_gpus, place_of
 from moe_comm.overlap.tuning.cost import CHUNKS, DIRECTIONS, FUSED, IN_PLACE, MARGIN, GroupRates, OperatorWork, predict
 from moe_comm.overlap.tuning.rates import measure_rates

@@ -2,7 +2,7 @@
 
     rows_RD ──w13──▶ h_RG ──activation──▶ act ──w2──▶ out_RD         expert by expert
 
-Each GEMM writes directly into its slice of the result. The activation is in a scratch buffer of one expert's size, so
+Each GEMM writes directly into its slice of the result. The activation is in a scratch buffer for a batch of experts, so
 it is still in the cache when the next GEMM reads it; backward recomputes it together with its gradient. Saved for
 backward are rows_RD and h_RG, or rows_RD alone with ``recompute``. The arithmetic is in ``kernels/expert_mlp.py``. On a
 GPU, 16-bit experts without biases run in one launch (``kernels/expert_mlp_gpu.py``).
@@ -93,7 +93,7 @@ class _Grouped(torch.autograd.Function):
                 needed = zip(tensors, needs, strict=True)
                 grads = [warm_like(t) if t is not None and need else None for t, need in needed]
                 inputs = BackwardInputs(
-                    rows_RD, saved_RG, grad_RD, call.sizes, grad_rows, tuple(needs), warm_rows, per_expert=True
+                    rows_RD, saved_RG, grad_RD, call.sizes, grad_rows, tuple(needs), warm_rows, at_once=True
                 )
                 experts.backward(inputs).all_rows(grads)
             else:

@@ -3,9 +3,8 @@
     rows_RD ──w13──▶ h_RG ──activation──▶ act ──w2──▶ out_RD         expert by expert
 
 All executors (``overlap/executors``) call this code, with all rows at once or row range by row range as they are
-received. The bits of a row do not depend on how its expert's rows are split into ranges, if operands and results have
-equal alignment: BLAS adds in another order at unaligned addresses. Slices whose width is not a multiple of 64 bytes are
-copied (``row_invariant.py``). Weight gradients are one GEMM over all rows of an expert.
+received. On the CPU, the bits of a row do not depend on how its expert's rows are split into ranges (``cpu_gemm.py``).
+The gradient of a weight is a sum over all rows of its expert.
 
 With ``gemm_dtype="fp8"`` the operands of the forward GEMMs are e4m3 (``fp8.py``). Rows are the bytes that dispatch
 received, or quantized here:
@@ -26,12 +25,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation, SwiGLU
+from moe_comm.kernels.cpu_gemm import ExpertWeights, weight_gradients
 from moe_comm.kernels.fp8 import (
     BLOCK,
     GemmDtype,
@@ -42,17 +44,59 @@ from moe_comm.kernels.fp8 import (
     scaled_grouped_mm_into,
 )
 from moe_comm.kernels.native import for_triton
-from moe_comm.kernels.row_invariant import MIN_ROWS, TILE, aligned, are_aligned, expert_mm, is_small, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
 """Rows of a forward pass, or their e4m3 values and scales; and h_RG, or None."""
-_ALL = slice(None)
+BATCH_ROWS = 256
+"""Experts with up to this many rows together are computed at once."""
 
 
-class ExpertForward(ABC):
+class Part(NamedTuple):
+    """Rows of a pass: all rows of some experts, or a range of rows of one.
+
+    expert: the first expert. sizes: rows of it and of each of those that follow. first: index of the first row among
+    those of its expert.
+    """
+
+    expert: int
+    sizes: Sizes
+    rows: slice
+    first: int = 0
+
+    @property
+    def experts(self) -> slice:
+        return slice(self.expert, self.expert + len(self.sizes))
+
+
+class _Pass:
+    """The rows of a pass, sorted by expert."""
+
+    def __init__(self, sizes: Sizes, batch_rows: float = BATCH_ROWS) -> None:
+        self._sizes, self._starts = sizes, [0, *accumulate(sizes)]
+        first, self._batches = 0, []
+        for expert in range(1, len(sizes) + 1):
+            if expert == len(sizes) or self._starts[expert + 1] - self._starts[first] > batch_rows:
+                self._batches.append(self._part(slice(first, expert)))
+                first = expert
+        self._most_rows = max((part.rows.stop - part.rows.start for part in self._batches), default=0)
+
+    def _part(self, experts: slice) -> Part:
+        rows = slice(self._starts[experts.start], self._starts[experts.stop])
+        return Part(experts.start, self._sizes[experts], rows)
+
+    def row_range(self, expert: int, rows: slice) -> None:
+        """Compute ``rows``, all of local expert ``expert``."""
+        self._compute(Part(expert, (rows.stop - rows.start,), rows, rows.start - self._starts[expert]))
+
+    def _compute(self, part: Part) -> None:
+        """Compute the rows of ``part``."""
+        raise NotImplementedError
+
+
+class ExpertForward(_Pass):
     """One forward pass over rows that are sorted by expert.
 
     Attributes:
@@ -61,44 +105,38 @@ class ExpertForward(ABC):
 
     saved: Saved
 
-    @abstractmethod
-    def row_range(self, expert: int, rows: slice) -> None:
-        """Compute the output of ``rows``, all of local expert ``expert``."""
-
-    @abstractmethod
     def all_rows(self) -> None:
         """Compute the output of all rows."""
+        for part in self._batches:
+            if part.rows.stop > part.rows.start:
+                self._compute(part)
 
 
-class ExpertBackward(ABC):
-    """One backward pass. Call ``row_range`` for all rows of an expert, then ``weights_of`` it; or call ``all_rows``."""
+class ExpertBackward(_Pass):
+    """One backward pass. Call ``row_range`` for all rows of an expert, then ``weights_of`` it; or call ``all_rows``.
 
-    def __init__(self, sizes: Sizes) -> None:
-        self._sizes = sizes
-        self._starts = [0, *accumulate(sizes)]
+    ``row_range`` computes the gradient of rows, and keeps the operands of their weight gradients.
+    """
 
-    @abstractmethod
-    def row_range(self, expert: int, rows: slice) -> None:
-        """Compute the gradient of ``rows``, and keep the operands of their weight gradients."""
-
-    @abstractmethod
-    def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
+    def weights_of(self, expert: int, grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of an expert's tensors, after all its rows are computed; zeros for an expert without
         rows.
 
         Args:
-            into: One expert's gradient of each of ``LocalExperts.tensors``; None if it is not needed.
+            grads: Gradients of all experts for each of ``LocalExperts.tensors``; None if they are not needed.
         """
+        self._weights(self._part(slice(expert, expert + 1)), grads)
 
     def all_rows(self, grads: Sequence[Tensor | None]) -> None:
-        """Compute all gradients, expert by expert. grads: as ``into`` of ``weights_of``, but for all experts."""
-        for expert, into in enumerate(zip(*by_expert(grads, len(self._sizes)), strict=True)):
-            if self._sizes[expert]:
-                self.row_range(expert, self._rows_of(expert))
-            self.weights_of(expert, into)
+        """Compute all gradients. grads: as of ``weights_of``."""
+        for part in self._batches:
+            if part.rows.stop > part.rows.start:
+                self._compute(part)
+            self._weights(part, grads)
 
-    def _rows_of(self, expert: int) -> slice:
-        return slice(self._starts[expert], self._starts[expert + 1])
+    def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        """Write the gradients of the tensors of the experts of ``part``, which has all their rows."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +147,7 @@ class BackwardInputs:
     sizes: rows of each expert.
     grad_rows_RD: output for the gradient of the rows; None if it is not needed.
     needs_weights: which of ``LocalExperts.tensors`` need a gradient, now or in a later call of ``weights_of``.
-    per_expert: only ``all_rows`` is called, so scratch buffers have one expert's size.
+    at_once: only ``all_rows`` is called, so scratch buffers have the size of one batch of experts.
     """
 
     rows_RD: Tensor
@@ -119,7 +157,7 @@ class BackwardInputs:
     grad_rows_RD: Tensor | None
     needs_weights: tuple[bool, ...]
     alloc: Alloc
-    per_expert: bool
+    at_once: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +267,7 @@ class ExpertMLP(LocalExperts):
             w13_EGD, _, b13_EG, _ = self.tensors
             assert w13_EGD is not None
             h_RG = torch.empty(rows_RD.shape[0], w13_EGD.shape[1], dtype=dtype, device=w13_EGD.device)
-            _QuantizedLinear(w13_EGD, b13_EG)(rows, _ALL, sizes, h_RG)
+            _QuantizedLinear(w13_EGD, b13_EG)(rows, slice(None), sizes, h_RG)
         return rows.dequantized(dtype), h_RG
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
@@ -237,62 +275,32 @@ class ExpertMLP(LocalExperts):
 
 
 class MLPForward(ExpertForward):
-    """The forward pass of ``ExpertMLP`` in the dtype of the rows. ``low_rank.py`` overrides both GEMMs."""
+    """The forward pass of ``ExpertMLP`` in the dtype of the rows. ``low_rank.py`` extends both GEMMs."""
 
     def __init__(self, mlp: ExpertMLP, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
+        super().__init__(sizes)
         w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
         assert w13_EGD is not None
         assert w2_EDF is not None
-        experts, width_h, _ = w13_EGD.shape
-        dtype, device, largest = rows_RD.dtype, rows_RD.device, max(sizes, default=0)
-        self._activation, self._sizes, self._rows_RD, self._out_RD = mlp.activation, sizes, rows_RD, out_RD
-        self._h_RG = alloc(rows_RD.shape[0] if keep else largest, width_h, dtype, device)
-        self._keep = keep
+        dtype, device, rows = rows_RD.dtype, rows_RD.device, self._most_rows
+        self._activation, self._rows_RD, self._out_RD, self._keep = mlp.activation, rows_RD, out_RD, keep
+        self._h_RG = alloc(rows_RD.shape[0] if keep else rows, w13_EGD.shape[1], dtype, device)
+        self._act_RF = alloc(rows, w2_EDF.shape[2], dtype, device)
         self.saved = rows_RD, None, self._h_RG if keep else None
-        self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
-        self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF, self._h_RG, self._act_RF, out_RD)
-        self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        self._only_weights = b13_EG is None and b2_ED is None
-        self._b13 = [None] * experts if b13_EG is None else b13_EG.unbind(0)
-        self._b2 = [None] * experts if b2_ED is None else b2_ED.unbind(0)
+        self._w13, self._w2 = ExpertWeights(w13_EGD, b13_EG), ExpertWeights(w2_EDF, b2_ED)
 
-    def row_range(self, expert: int, rows: slice) -> None:
-        h = self._h_RG[rows] if self._keep else self._h_RG[: rows.stop - rows.start]
-        self._run(expert, self._rows_RD[rows], h, self._out_RD[rows])
-
-    def all_rows(self) -> None:
-        saved = self._h_RG.split(self._sizes) if self._keep else None
-        out, act_RF = self._out_RD.split(self._sizes), self._act_RF
-        # What ``expert_mm`` decides for each GEMM is equal for all experts with enough rows.
-        whole = (
-            self._aligned
-            and self._only_weights
-            and not (self._w2 and is_small(MIN_ROWS, self._w2[0]))
-            and not (self._rows_RD.shape[1] % TILE or act_RF.shape[1] % TILE or self._h_RG.shape[1] % TILE)
-        )
-        for expert, rows_rD in enumerate(self._rows_RD.split(self._sizes)):
-            size = self._sizes[expert]
-            h_rG = self._h_RG[:size] if saved is None else saved[expert]
-            if whole and size >= MIN_ROWS:
-                torch.mm(rows_rD, self._w13[expert].t(), out=h_rG)
-                self._activation.forward(h_rG, act_RF[:size])
-                torch.mm(act_RF[:size], self._w2[expert].t(), out=out[expert])
-            elif size:
-                self._run(expert, rows_rD, h_rG, out[expert])
-
-    def _run(self, e: int, rows_rD: Tensor, h_rG: Tensor, out_rD: Tensor) -> None:
-        act_rF, w13_GD, w2_DF = self._act_RF[: rows_rD.shape[0]], self._w13[e], self._w2[e]
-        if not self._aligned:
-            rows_rD, w13_GD, w2_DF = aligned(rows_rD), aligned(w13_GD), aligned(w2_DF)
-        self._up(e, rows_rD, w13_GD, h_rG)
+    def _compute(self, part: Part) -> None:
+        rows, count = part.rows, part.rows.stop - part.rows.start
+        h_rG, act_rF = self._h_RG[rows] if self._keep else self._h_RG[:count], self._act_RF[:count]
+        self._up(part, self._rows_RD[rows], h_rG)
         self._activation.forward(h_rG, act_rF)
-        self._down(e, act_rF, w2_DF, out_rD)
+        self._down(part, act_rF, self._out_RD[rows])
 
-    def _up(self, e: int, rows_rD: Tensor, w13_GD: Tensor, h_rG: Tensor) -> None:
-        expert_mm(rows_rD, w13_GD.t(), h_rG, self._b13[e])
+    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+        self._w13.multiply(rows_rD, h_rG, part.sizes, part.expert)
 
-    def _down(self, e: int, act_rF: Tensor, w2_DF: Tensor, out_rD: Tensor) -> None:
-        expert_mm(act_rF, w2_DF.t(), out_rD, self._b2[e])
+    def _down(self, part: Part, act_rF: Tensor, out_rD: Tensor) -> None:
+        self._w2.multiply(act_rF, out_rD, part.sizes, part.expert)
 
 
 class _QuantizedLinear:
@@ -316,23 +324,18 @@ class _Fp8Forward(ExpertForward):
         w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
         assert w13_EGD is not None
         assert w2_EDF is not None
-        self._activation, self._width, self._sizes = mlp.activation, w2_EDF.shape[2], sizes
+        super().__init__(sizes, inf)
+        self._activation, self._width = mlp.activation, w2_EDF.shape[2]
         self._rows, self._out_RD = rows, out_RD
         self._first, self._last = _QuantizedLinear(w13_EGD, b13_EG), _QuantizedLinear(w2_EDF, b2_ED)
         self._saved_RG = self._new_h(out_RD.shape[0]) if keep else None
         self.saved = rows.values_RD, rows.scale_RB, self._saved_RG
 
-    def row_range(self, expert: int, rows: slice) -> None:
-        self._run(slice(expert, expert + 1), (rows.stop - rows.start,), rows)
-
-    def all_rows(self) -> None:
-        self._run(_ALL, self._sizes, _ALL)
-
-    def _run(self, experts: slice, sizes: Sequence[int], rows: slice) -> None:
-        out_rD = self._out_RD[rows]
-        h_rG = self._new_h(out_rD.shape[0]) if self._saved_RG is None else self._saved_RG[rows]
-        self._first(self._rows[rows], experts, sizes, h_rG)
-        self._last(_activated(self._activation, h_rG, self._width), experts, sizes, out_rD)
+    def _compute(self, part: Part) -> None:
+        out_rD = self._out_RD[part.rows]
+        h_rG = self._new_h(out_rD.shape[0]) if self._saved_RG is None else self._saved_RG[part.rows]
+        self._first(self._rows[part.rows], part.experts, part.sizes, h_rG)
+        self._last(_activated(self._activation, h_rG, self._width), part.experts, part.sizes, out_rD)
 
     def _new_h(self, num_rows: int) -> Tensor:
         return self._out_RD.new_empty(num_rows, self._first.columns)
@@ -349,7 +352,7 @@ def _activated(activation: Activation, h_RG: Tensor, width: int) -> ScaledRows:
 
 
 class MLPBackward(ExpertBackward):
-    """The backward pass of ``ExpertMLP``. ``low_rank.py`` overrides the GEMMs."""
+    """The backward pass of ``ExpertMLP``. ``low_rank.py`` extends the GEMMs."""
 
     def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
         super().__init__(inputs.sizes)
@@ -358,72 +361,65 @@ class MLPBackward(ExpertBackward):
         assert w2_EDF is not None
         rows_RD, alloc = inputs.rows_RD, inputs.alloc
         dtype, device = rows_RD.dtype, rows_RD.device
-        self._activation, self._per_expert = mlp.activation, inputs.per_expert
+        self._activation, self._at_once = mlp.activation, inputs.at_once
         self._rows_RD, self._saved_RG, self._grad_RD = rows_RD, inputs.saved_RG, inputs.grad_RD
-        self._grad_rows_RD, self._weights = inputs.grad_rows_RD, inputs.needs_weights
+        self._grad_rows_RD, needs = inputs.grad_rows_RD, inputs.needs_weights
         # False if only w2 and b2 need gradients.
-        self._needs_grad_h = self._grad_rows_RD is not None or self._weights[0] or self._weights[2]
-        self._needs_act = self._weights[1]
-        buffer_rows = max(inputs.sizes, default=0) if inputs.per_expert else rows_RD.shape[0]
+        self._needs_grad_h = self._grad_rows_RD is not None or needs[0] or needs[2]
+        self._needs_act = needs[1]
+        buffer_rows = self._most_rows if inputs.at_once else rows_RD.shape[0]
         self._act_RF = alloc(buffer_rows, w2_EDF.shape[2], dtype, device)
         self._grad_h_RG = alloc(buffer_rows, w13_EGD.shape[1], dtype, device)
-        self._aligned = are_aligned(rows_RD, self._grad_RD, w13_EGD, w2_EDF, self._act_RF, self._grad_h_RG)
-        self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        (self._b13,) = by_expert((b13_EG,), len(inputs.sizes))
+        self._w13, self._w2 = ExpertWeights(w13_EGD, b13_EG), ExpertWeights(w2_EDF)
+        self._w13_back, self._w2_back = self._w13.transposed, self._w2.transposed
 
-    def row_range(self, expert: int, rows: slice) -> None:
-        local = slice(0, rows.stop - rows.start) if self._per_expert else rows
-        act, grad_h, grad = self._act_RF[local], self._grad_h_RG[local], self._grad_RD[rows]
-        w13, w2 = self._w13[expert], self._w2[expert]
-        if not self._aligned:
-            grad, w13, w2 = aligned(grad), aligned(w13), aligned(w2)
+    def _local(self, rows: slice) -> slice:
+        """Return where the buffers of this pass have ``rows``."""
+        return slice(0, rows.stop - rows.start) if self._at_once else rows
+
+    def _compute(self, part: Part) -> None:
+        rows, local = part.rows, self._local(part.rows)
+        act, grad_h = self._act_RF[local], self._grad_h_RG[local]
         if self._saved_RG is not None:
             h = self._saved_RG[rows]
         else:
             h = grad_h  # h shares the buffer: grad_h is written after h has been read
-            self._up(expert, aligned(self._rows_RD[rows]), w13, h)
+            self._up(part, self._rows_RD[rows], h)
         if self._needs_grad_h:
-            self._back_down(expert, grad, w2, act, local)
+            self._back_down(part, self._grad_RD[rows], act, local)
             # ``act`` contains the gradient of the activation, which is read before the activation overwrites it.
             self._activation.backward(h, act, grad_h, act)
         elif self._needs_act:
             self._activation.forward(h, act)
         if self._grad_rows_RD is not None:
-            grad_h = grad_h if self._aligned else aligned(grad_h)
-            self._back_up(expert, grad_h, w13, self._grad_rows_RD[rows], local)
+            self._back_up(part, grad_h, self._grad_rows_RD[rows], local)
 
-    def _up(self, e: int, rows_rD: Tensor, w13_GD: Tensor, h_rG: Tensor) -> None:
-        expert_mm(rows_rD, w13_GD.t(), h_rG, self._b13[e])
+    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+        self._w13.multiply(rows_rD, h_rG, part.sizes, part.expert)
 
-    def _back_down(self, e: int, grad_rD: Tensor, w2_DF: Tensor, act_rF: Tensor, local: slice) -> None:
+    def _back_down(self, part: Part, grad_rD: Tensor, act_rF: Tensor, local: slice) -> None:
         """Write the gradient of the activation. local: the rows in the buffers of this pass."""
-        expert_mm(grad_rD, w2_DF, act_rF)
+        self._w2_back.multiply(grad_rD, act_rF, part.sizes, part.expert)
 
-    def _back_up(self, e: int, grad_h_rG: Tensor, w13_GD: Tensor, grad_rows_rD: Tensor, local: slice) -> None:
-        expert_mm(grad_h_rG, w13_GD, grad_rows_rD)
+    def _back_up(self, part: Part, grad_h_rG: Tensor, grad_rows_rD: Tensor, local: slice) -> None:
+        self._w13_back.multiply(grad_h_rG, grad_rows_rD, part.sizes, part.expert)
 
-    def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
-        w13, w2, b13, b2 = into
-        size = self._sizes[expert]
-        if not size:
-            for empty in into:
-                if empty is not None:
-                    empty.zero_()
-            return
-        rows = self._rows_of(expert)
-        local = slice(0, size) if self._per_expert else rows
-        rows_rD, grad = self._rows_RD[rows], self._grad_RD[rows]
-        grad_h, act = self._grad_h_RG[local], self._act_RF[local]
-        if not self._aligned:
-            rows_rD, grad, grad_h, act = aligned(rows_rD), aligned(grad), aligned(grad_h), aligned(act)
+    def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        w13, w2, b13, b2 = (None if grad is None else grad[part.experts] for grad in grads)
+        local, grad, sizes = self._local(part.rows), self._grad_RD[part.rows], part.sizes
         if w2 is not None:
-            product_into(grad.t(), act, w2)
+            weight_gradients(grad, self._act_RF[local], w2, sizes)
         if b2 is not None:
-            torch.sum(grad, 0, out=b2)
+            _bias_gradients(grad, b2, sizes)
         if w13 is not None:
-            product_into(grad_h.t(), rows_rD, w13)
+            weight_gradients(self._grad_h_RG[local], self._rows_RD[part.rows], w13, sizes)
         if b13 is not None:
-            torch.sum(grad_h, 0, out=b13)
+            _bias_gradients(self._grad_h_RG[local], b13, sizes)
+
+
+def _bias_gradients(grad_RN: Tensor, out_EN: Tensor, sizes: Sizes) -> None:
+    for grad_rN, out_N in zip(grad_RN.split(sizes), out_EN.unbind(0), strict=True):
+        torch.sum(grad_rN, 0, out=out_N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,42 +444,25 @@ class ExpertLinear(LocalExperts):
 
 class _LinearForward(ExpertForward):
     def __init__(self, w_EGD: Tensor, rows_RD: Tensor, out_RG: Tensor, sizes: Sizes) -> None:
-        self._rows_RD, self._out_RG, self._sizes = rows_RD, out_RG, sizes
+        super().__init__(sizes, inf)
+        self._rows_RD, self._out_RG, self._w = rows_RD, out_RG, ExpertWeights(w_EGD)
         self.saved = rows_RD, None, None
-        self._w = w_EGD.unbind(0)
 
-    def row_range(self, expert: int, rows: slice) -> None:
-        expert_mm(aligned(self._rows_RD[rows]), aligned(self._w[expert]).t(), self._out_RG[rows])
-
-    def all_rows(self) -> None:
-        first = 0
-        for expert, size in enumerate(self._sizes):
-            if size:
-                self.row_range(expert, slice(first, first + size))
-            first += size
+    def _compute(self, part: Part) -> None:
+        self._w.multiply(self._rows_RD[part.rows], self._out_RG[part.rows], part.sizes, part.expert)
 
 
 class _LinearBackward(ExpertBackward):
     def __init__(self, w_EGD: Tensor, inputs: BackwardInputs) -> None:
-        super().__init__(inputs.sizes)
+        super().__init__(inputs.sizes, inf)
         self._rows_RD, self._grad_RG, self._grad_rows_RD = inputs.rows_RD, inputs.grad_RD, inputs.grad_rows_RD
-        self._w = w_EGD.unbind(0)
+        self._w = ExpertWeights(w_EGD).transposed
 
-    def row_range(self, expert: int, rows: slice) -> None:
+    def _compute(self, part: Part) -> None:
         if self._grad_rows_RD is not None:
-            expert_mm(aligned(self._grad_RG[rows]), aligned(self._w[expert]), self._grad_rows_RD[rows])
+            self._w.multiply(self._grad_RG[part.rows], self._grad_rows_RD[part.rows], part.sizes, part.expert)
 
-    def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
-        (into_GD,) = into
-        if into_GD is None:
-            return
-        if not self._sizes[expert]:
-            into_GD.zero_()
-            return
-        rows = self._rows_of(expert)
-        product_into(aligned(self._grad_RG[rows]).t(), aligned(self._rows_RD[rows]), into_GD)
-
-
-def by_expert(tensors: Sequence[Tensor | None], num_experts: int) -> list[Sequence[Tensor | None]]:
-    """Return the views of the experts of each tensor; Nones for a tensor that is None."""
-    return [[None] * num_experts if t is None else t.unbind(0) for t in tensors]
+    def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        (grad_EGD,) = grads
+        if grad_EGD is not None:
+            weight_gradients(self._grad_RG[part.rows], self._rows_RD[part.rows], grad_EGD[part.experts], part.sizes)

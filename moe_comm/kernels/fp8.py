@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.native import for_triton
-from moe_comm.kernels.row_invariant import expert_mm
+from moe_comm.kernels.row_invariant import row_invariant_mm
 
 GemmDtype = Literal["same", "fp8"]
 """Operands of the experts' forward GEMMs: in the dtype of the rows, or e4m3 with scales per 128 values."""
@@ -185,11 +185,11 @@ def _scaled_grouped_mm(
         total_rN = rows_BRK.new_zeros(size, columns)
         product_rN = torch.empty_like(total_rN)
         for block, w_NK in enumerate(w_BNK):
-            expert_mm(rows_BRK[block, of_expert], w_NK.t(), product_rN)
+            row_invariant_mm(rows_BRK[block, of_expert], w_NK.t(), product_rN)
             total_rN += product_rN * (scale_BR1[block, of_expert] * w_scale_BN[block])
         out_RN[of_expert] = total_rN
 
 
 def _by_block(values_RD: Tensor) -> Tensor:
-    """Return [D / 128, R, 128] fp32, dense, because the bits of a GEMM depend on the alignment of its operands."""
-    return in_blocks(values_RD.to(torch.float32)).transpose(0, 1).contiguous()
+    """Return [D / 128, R, 128] fp32."""
+    return in_blocks(values_RD.to(torch.float32)).transpose(0, 1)

@@ -3,10 +3,9 @@
     h_RG = rows_RD @ w13.T + (rows_RD @ a13.T) @ b13         out_RD = act_RF @ w2.T + (act_RF @ a2.T) @ b2
 
 A pair of tensors a [E, L, inputs], b [E, L, outputs] holds the active adapters of a weight: their ranks are
-concatenated along L, and their scalings are factors of b. L is padded with zeros to a multiple of ``TILE``. So both
-products have whole tiles, and a row has the same bits in every batch, as in ``expert_mm``. No tensor has the size of a
-weight. The gradients of an expert's a and b are one product each over all of its rows. An adapter with dropout is a
-pair of its own, as it multiplies other inputs.
+concatenated along L, and their scalings are factors of b. No tensor has the size of a weight. The
+gradients of an expert's a and b are one product each over all of its rows. An adapter with dropout is a pair of its
+own, as it multiplies other inputs.
 
 In suffixes, L is the rank of all active adapters together, I the inputs and O the outputs of a weight.
 """
@@ -15,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.cpu_gemm import ExpertWeights, weight_gradients
 from moe_comm.kernels.expert_mlp import (
     Alloc,
     BackwardInputs,
@@ -31,10 +29,10 @@ from moe_comm.kernels.expert_mlp import (
     ExpertMLP,
     MLPBackward,
     MLPForward,
+    Part,
     Sizes,
 )
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.kernels.row_invariant import TILE, add_product, aligned, expert_mm, product_into
 
 _WEIGHTS = 4
 """Number of tensors of ``ExpertMLP``; those of the adapters follow."""
@@ -118,13 +116,10 @@ def with_adapters(mlp: ExpertMLP, first: Sequence[LowRank] = (), last: Sequence[
 
 
 def _concatenated(adapters: Sequence[LowRank], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a and b of all ``adapters``, dense and padded."""
+    """Return a and b of all ``adapters``, dense."""
     # Scaled before the cast, so that the factor is exact.
     parts = [(one.a_ELI.to(dtype), (one.b_ELO * one.scaling).to(dtype)) for one in adapters]
     a_ELI, b_ELO = (torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True))
-    padding = (0, 0, 0, -a_ELI.shape[1] % TILE)
-    if padding[-1]:
-        a_ELI, b_ELO = F.pad(a_ELI, padding), F.pad(b_ELO, padding)
     return a_ELI.contiguous(), b_ELO.contiguous()
 
 
@@ -201,29 +196,29 @@ class _Pair:
         assert a_ELI is not None
         assert b_ELO is not None
         self.index, self._dropout = index, mlp.places[index].dropout
-        self._a, self._b = a_ELI.unbind(0), b_ELO.unbind(0)
+        self._a, self._b = ExpertWeights(a_ELI), ExpertWeights(b_ELO)
         self._low_RL = alloc(rows, a_ELI.shape[1], a_ELI.dtype, a_ELI.device)
 
-    def add(self, expert: int, x_rI: Tensor, out_rO: Tensor, first: int) -> None:
-        """out += (x @ a.T) @ b. first: index of the first row among those of the expert."""
+    def add(self, part: Part, x_rI: Tensor, out_rO: Tensor) -> None:
+        """out += (x @ a.T) @ b."""
         low_rL = self._low_RL[: x_rI.shape[0]]
-        expert_mm(self._dropped(expert, x_rI, first), aligned(self._a[expert]).t(), low_rL)
-        add_product(low_rL, aligned(self._b[expert]), out_rO)
+        self._a.multiply(self._dropped(part, x_rI), low_rL, part.sizes, part.expert)
+        self._b.transposed.add(low_rL, out_rO, part.sizes, part.expert)
 
-    def add_back(self, expert: int, grad_rO: Tensor, grad_in_rI: Tensor, local: slice, first: int) -> None:
+    def add_back(self, part: Part, grad_rO: Tensor, grad_in_rI: Tensor, local: slice) -> None:
         """grad_in += (grad @ b.T) @ a. Keeps grad @ b.T at ``local``."""
-        low_rL, a_LI = aligned(self.back(expert, grad_rO, local)), aligned(self._a[expert])
+        low_rL, a = self.back(part, grad_rO, local), self._a.transposed
         if self._dropout is None:
-            add_product(low_rL, a_LI, grad_in_rI)
+            a.add(low_rL, grad_in_rI, part.sizes, part.expert)
             return
         grad_x_rI = torch.empty_like(grad_in_rI)
-        expert_mm(low_rL, a_LI, grad_x_rI)
-        grad_in_rI += grad_x_rI.mul_(self._dropout.factors(expert, first, grad_x_rI))
+        a.multiply(low_rL, grad_x_rI, part.sizes, part.expert)
+        grad_in_rI += self._dropped(part, grad_x_rI)
 
-    def back(self, expert: int, grad_rO: Tensor, local: slice) -> Tensor:
+    def back(self, part: Part, grad_rO: Tensor, local: slice) -> Tensor:
         """Return grad @ b.T, which is kept at ``local``."""
         low_rL = self._low_RL[local]
-        expert_mm(aligned(grad_rO), aligned(self._b[expert]).t(), low_rL)
+        self._b.multiply(grad_rO, low_rL, part.sizes, part.expert)
         return low_rL
 
     def kept(self, local: slice) -> Tensor:
@@ -231,21 +226,25 @@ class _Pair:
         return self._low_RL[local]
 
     def weights_of(
-        self, expert: int, x_rI: Tensor, grad_rO: Tensor, low_rL: Tensor, into: Sequence[Tensor | None]
+        self, part: Part, x_rI: Tensor, grad_rO: Tensor, low_rL: Tensor, grads: Sequence[Tensor | None]
     ) -> None:
-        """Write the gradients of a and b of an expert. x, grad: all of its rows. low_rL: grad @ b.T of them."""
-        into_LI, into_LO = into
-        x_rI = self._dropped(expert, x_rI, 0)
-        if into_LI is not None:
-            product_into(aligned(low_rL).t(), x_rI, into_LI)
-        if into_LO is not None:
-            x_low_rL = x_rI.new_empty(x_rI.shape[0], into_LO.shape[0])
-            expert_mm(x_rI, aligned(self._a[expert]).t(), x_low_rL)
-            product_into(x_low_rL.t(), aligned(grad_rO), into_LO)
+        """Write the gradients of a and b of whole experts. low_rL: grad @ b.T of their rows."""
+        grad_ELI, grad_ELO = (None if grad is None else grad[part.experts] for grad in grads)
+        x_rI = self._dropped(part, x_rI)
+        if grad_ELI is not None:
+            weight_gradients(low_rL, x_rI, grad_ELI, part.sizes)
+        if grad_ELO is not None:
+            x_low_rL = torch.empty_like(low_rL)
+            self._a.multiply(x_rI, x_low_rL, part.sizes, part.expert)
+            weight_gradients(x_low_rL, grad_rO, grad_ELO, part.sizes)
 
-    def _dropped(self, expert: int, x_rI: Tensor, first: int) -> Tensor:
-        """Return ``x_rI``, aligned, after dropout."""
-        return aligned(x_rI if self._dropout is None else self._dropout.factors(expert, first, x_rI).mul_(x_rI))
+    def _dropped(self, part: Part, x_rI: Tensor) -> Tensor:
+        """Return ``x_rI`` after dropout."""
+        if self._dropout is None:
+            return x_rI
+        experts = range(part.expert, part.expert + len(part.sizes))
+        of_experts = zip(experts, x_rI.split(part.sizes), strict=True)
+        return torch.cat([self._dropout.factors(expert, part.first, x).mul_(x) for expert, x in of_experts])
 
 
 def _pairs(mlp: AdaptedMLP, last: bool, rows: int, alloc: Alloc) -> list[_Pair]:
@@ -258,75 +257,55 @@ class _AdaptedForward(MLPForward):
         self, mlp: AdaptedMLP, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
     ) -> None:
         super().__init__(mlp.without_adapters(), rows_RD, out_RD, sizes, keep, alloc)
-        self._only_weights = False
-        self._first, self._last = (_pairs(mlp, last, max(sizes, default=0), alloc) for last in (False, True))
-        self._starts, self._at = [0, *accumulate(sizes)], 0
+        self._first, self._last = (_pairs(mlp, last, self._most_rows, alloc) for last in (False, True))
 
-    def row_range(self, expert: int, rows: slice) -> None:
-        self._at = rows.start - self._starts[expert]
-        super().row_range(expert, rows)
-        self._at = 0
-
-    def _up(self, e: int, rows_rD: Tensor, w13_GD: Tensor, h_rG: Tensor) -> None:
-        super()._up(e, rows_rD, w13_GD, h_rG)
+    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+        super()._up(part, rows_rD, h_rG)
         for pair in self._first:
-            pair.add(e, rows_rD, h_rG, self._at)
+            pair.add(part, rows_rD, h_rG)
 
-    def _down(self, e: int, act_rF: Tensor, w2_DF: Tensor, out_rD: Tensor) -> None:
-        super()._down(e, act_rF, w2_DF, out_rD)
+    def _down(self, part: Part, act_rF: Tensor, out_rD: Tensor) -> None:
+        super()._down(part, act_rF, out_rD)
         for pair in self._last:
-            pair.add(e, act_rF, out_rD, self._at)
+            pair.add(part, act_rF, out_rD)
 
 
 class _AdaptedBackward(MLPBackward):
     def __init__(self, mlp: AdaptedMLP, inputs: BackwardInputs) -> None:
         needs = inputs.needs_weights
         super().__init__(mlp.without_adapters(), replace(inputs, needs_weights=needs[:_WEIGHTS]))
-        largest = max(inputs.sizes, default=0)
-        buffer_rows = largest if inputs.per_expert else inputs.rows_RD.shape[0]
-        self._first, self._last = (_pairs(mlp, last, buffer_rows, inputs.alloc) for last in (False, True))
+        rows = self._most_rows if inputs.at_once else inputs.rows_RD.shape[0]
+        self._first, self._last = (_pairs(mlp, last, rows, inputs.alloc) for last in (False, True))
         # For h, which is computed again if it was not saved.
-        self._forward_first = [] if inputs.saved_RG is not None else _pairs(mlp, False, largest, inputs.alloc)
+        self._forward_first = [] if inputs.saved_RG is not None else _pairs(mlp, False, self._most_rows, inputs.alloc)
         trained = {place.last for index, place in enumerate(mlp.places) if any(_pair_of(needs, index))}
         self._needs_grad_h = self._needs_grad_h or False in trained
         self._needs_act = self._needs_act or True in trained
-        self._at = 0
 
-    def row_range(self, expert: int, rows: slice) -> None:
-        self._at = rows.start - self._starts[expert]
-        super().row_range(expert, rows)
-
-    def _up(self, e: int, rows_rD: Tensor, w13_GD: Tensor, h_rG: Tensor) -> None:
-        super()._up(e, rows_rD, w13_GD, h_rG)
+    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+        super()._up(part, rows_rD, h_rG)
         for pair in self._forward_first:
-            pair.add(e, rows_rD, h_rG, self._at)
+            pair.add(part, rows_rD, h_rG)
 
-    def _back_down(self, e: int, grad_rD: Tensor, w2_DF: Tensor, act_rF: Tensor, local: slice) -> None:
-        super()._back_down(e, grad_rD, w2_DF, act_rF, local)
+    def _back_down(self, part: Part, grad_rD: Tensor, act_rF: Tensor, local: slice) -> None:
+        super()._back_down(part, grad_rD, act_rF, local)
         for pair in self._last:
-            pair.add_back(e, grad_rD, act_rF, local, self._at)
+            pair.add_back(part, grad_rD, act_rF, local)
 
-    def _back_up(self, e: int, grad_h_rG: Tensor, w13_GD: Tensor, grad_rows_rD: Tensor, local: slice) -> None:
-        super()._back_up(e, grad_h_rG, w13_GD, grad_rows_rD, local)
+    def _back_up(self, part: Part, grad_h_rG: Tensor, grad_rows_rD: Tensor, local: slice) -> None:
+        super()._back_up(part, grad_h_rG, grad_rows_rD, local)
         for pair in self._first:
-            pair.add_back(e, grad_h_rG, grad_rows_rD, local, self._at)
+            pair.add_back(part, grad_h_rG, grad_rows_rD, local)
 
-    def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
-        super().weights_of(expert, into[:_WEIGHTS])
-        size = self._sizes[expert]
-        if not size:
-            for empty in into[_WEIGHTS:]:
-                if empty is not None:
-                    empty.zero_()
-            return
-        rows = self._rows_of(expert)
-        local = slice(0, size) if self._per_expert else rows
+    def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        super()._weights(part, grads[:_WEIGHTS])
+        rows, local = part.rows, self._local(part.rows)
         # Of each kind of pair: its inputs, the gradient of its outputs, and whether grad @ b.T was kept.
         first = self._rows_RD[rows], self._grad_h_RG[local], self._grad_rows_RD is not None
         last = self._act_RF[local], self._grad_RD[rows], self._needs_grad_h
         for pairs, (x_rI, grad_rO, kept) in ((self._first, first), (self._last, last)):
             for pair in pairs:
-                into_pair = _pair_of(into, pair.index)
-                if any(t is not None for t in into_pair):
-                    low_rL = pair.kept(local) if kept else pair.back(expert, grad_rO, local)
-                    pair.weights_of(expert, x_rI, grad_rO, low_rL, into_pair)
+                of_pair = _pair_of(grads, pair.index)
+                if any(t is not None for t in of_pair):
+                    low_rL = pair.kept(local) if kept else pair.back(part, grad_rO, local)
+                    pair.weights_of(part, x_rI, grad_rO, low_rL, of_pair)

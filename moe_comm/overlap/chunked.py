@@ -32,8 +32,8 @@ from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autograd import sum_in_rank_order, without_autocast
-from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
-from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
+from moe_comm.kernels.row_invariant import row_invariant_mm
+from moe_comm.overlap.options import CHUNKED, SHARED, TILE, TRITON, Overlap
 from moe_comm.overlap.tuning.choose import choose
 from moe_comm.overlap.tuning.cost import FUSED, OperatorWork
 from moe_comm.overlap.tuning.store import OverlapChoice

@@ -10,6 +10,8 @@ from moe_comm.errors import ConfigError
 CHUNKED, SHARED, TRITON = BACKENDS = ("chunked", "shared_memory", "triton")
 """Backends of an operator, as stored measurements name them."""
 DEFAULT_CHUNKS = 4
+TILE = 16
+"""Chunks consist of whole tiles of this many rows, because GEMMs of fewer rows are slower."""
 Backend = Literal["auto", "chunked", "triton"]
 ExecutorName = Literal["auto", "serial", "pipelined", "device"]
 _ALLOWED: dict[str, tuple[str, ...]] = {"auto": BACKENDS, "chunked": (CHUNKED,), "triton": (TRITON,)}

@@ -26,7 +26,9 @@ from moe_comm.bench.overlap.timeline import (
 )
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.kernels import expert_mlp, row_invariant
+from moe_comm.kernels import row_invariant
+from moe_comm.kernels.cpu_gemm import ExpertWeights
+from moe_comm.overlap import chunked
 from tests.pool import RankPool
 
 
@@ -41,7 +43,7 @@ def late_transfer(rank: int, world: int, arg: None) -> TimelineStep:
         if rank == 1:
             dist.recv(done, 0)
         pending = channel.start_all_gather(a, "rows of a step")
-        expert_mlp.expert_mm(a, a, out)
+        row_invariant.row_invariant_mm(a, a, out)
         if rank == 0:
             dist.send(done, 1)
         pending()
@@ -80,19 +82,18 @@ def test_a_transfer_span_lasts_until_completion_and_overlaps_a_gemm(step: Timeli
 
 
 def test_recording_restores_the_library() -> None:
-    before = (row_invariant.expert_mm, expert_mlp.expert_mm, Channel._start)
+    before = (ExpertWeights.multiply, chunked.exact_mm, Channel._start)
     a, out = torch.ones(4, 16), torch.empty(4, 16)
     with recording() as recorder:
-        assert expert_mlp.expert_mm is not before[1] and Channel._start is not before[2]
-        expert_mlp.expert_mm(a, torch.eye(16), out)
+        assert chunked.exact_mm is not before[1] and Channel._start is not before[2]
+        ExpertWeights(torch.eye(16)[None]).add(a, out.zero_(), (4,))
         with pytest.raises(RuntimeError):
-            expert_mlp.expert_mm(a, a, out)
-    assert (row_invariant.expert_mm, expert_mlp.expert_mm, Channel._start) == before
-    # expert_mm calls product_into, which must not be recorded again.
+            chunked.exact_mm(a, a)
+    assert (ExpertWeights.multiply, chunked.exact_mm, Channel._start) == before
     assert [span.kind for span in recorder.spans] == [PRODUCT, PRODUCT] and torch.equal(out, a)
     with pytest.raises(KeyError), recording():
         raise KeyError
-    assert (row_invariant.expert_mm, expert_mlp.expert_mm, Channel._start) == before
+    assert (ExpertWeights.multiply, chunked.exact_mm, Channel._start) == before
 
 
 STEPS = (

@@ -154,7 +154,7 @@ def test_row_ranges_have_the_bits_of_all_rows(hidden: int, ffn: int, dtype: torc
         inputs = partial(BackwardInputs, values["rows"], h_RG, grad_RD, SIZES, grad_rows_RD, needs, warm_rows)
         if pieces is None:
             forward.all_rows()
-            mlp.backward(inputs(per_expert=True)).all_rows(grads)
+            mlp.backward(inputs(at_once=True)).all_rows(grads)
         else:
             ranges = [
                 (expert, slice(first, min(first + pieces, end)))
@@ -163,11 +163,11 @@ def test_row_ranges_have_the_bits_of_all_rows(hidden: int, ffn: int, dtype: torc
             ]
             for one in ranges:
                 forward.row_range(*one)
-            backward = mlp.backward(inputs(per_expert=False))
+            backward = mlp.backward(inputs(at_once=False))
             for one in ranges:
                 backward.row_range(*one)
             for expert in range(len(SIZES)):
-                backward.weights_of(expert, [None if grad is None else grad[expert] for grad in grads])
+                backward.weights_of(expert, grads)
         assert all(grad is None for grad in grads[:4])
         results.append([out_RD, grad_rows_RD, *grads[4:]])
     for other in results[1:]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.kernels.pointwise import sigmoid
-from moe_comm.kernels.row_invariant import expert_mm, row_invariant_linear, row_invariant_mm
+from moe_comm.kernels.row_invariant import row_invariant_linear, row_invariant_mm
 
 ROWS = [*range(40), 63, 64, 65, 127, 129, 255, 257, 511, 513, 1000]
 STARTS = [0, 1, 2, 3, 5, 8, 13, 31]
@@ -31,22 +31,6 @@ def test_a_row_of_a_linear_has_the_same_bits_in_every_batch(inputs: int, outputs
     for start in STARTS:
         assert torch.equal(row_invariant_mm(x[start : start + 97], w.t()), full[start : start + 97]), start
         assert torch.equal(row_invariant_mm(x[start : start + 2].clone(), w.t()), full[start : start + 2]), start
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 128), (512, 512), (1024, 1024), (2048, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_experts_rows_have_the_same_bits_for_every_number_of_rows(
-    inputs: int, outputs: int, dtype: torch.dtype
-) -> None:
-    """In forward the weights are transposed, in backward they are not: BLAS has other kernels for each."""
-    x, w = draw(300, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
-    for weights in (w.t(), w.t().contiguous()):
-        full = torch.empty(300, outputs, dtype=dtype)
-        expert_mm(x, weights, full)
-        for rows in (1, 2, 3, 4, 5, 10, 15, 16, 17, 100, 160, 161, 256):
-            some = torch.empty(rows, outputs, dtype=dtype)
-            expert_mm(x[:rows].clone(), weights, some)
-            assert torch.equal(some, full[:rows]), rows
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 7), (64, 64), (33, 5)])

@@ -48,9 +48,7 @@ def addmm_flops(total: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 def test_flops_equal_those_that_torch_counts_for_a_real_model(
     config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "moe_comm.kernels.row_invariant.MIN_ROWS", 1
-    )  # padding rows of experts are not work of the model
+    monkeypatch.setattr("moe_comm.kernels.blas.MIN_ROWS", 1)  # padding rows of experts are not work of the model
     model = Transformer(config)
     initialize(model, seed=0)
     ids = torch.randint(config.vocab, (2, 64), generator=torch.Generator().manual_seed(0))

@@ -19,11 +19,10 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
 from moe_comm.kernels import row_invariant
-from moe_comm.kernels.row_invariant import TILE
 from moe_comm.overlap import ulysses
 from moe_comm.overlap.chunked import PER_RANK_ROWS, Ring, chunk_bounds
 from moe_comm.overlap.linear import gather_matmul, matmul_scatter
-from moe_comm.overlap.options import Overlap
+from moe_comm.overlap.options import TILE, Overlap
 from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
 from tests.layers.reference import draw
 from tests.overlap.common import (

@@ -32,10 +32,10 @@ from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.types import PeerToPeerOptions
 from moe_comm.errors import HeapError
-from moe_comm.kernels import expert_mlp
+from moe_comm.kernels import blas
 from moe_comm.kernels.activations import activation_of
+from moe_comm.kernels.cpu_gemm import ExpertWeights
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.overlap import chunked, ulysses
 from moe_comm.overlap.chunk_plan import RowRange, RowSegments
 from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.executors.choice import dispatch_rows
@@ -124,8 +124,8 @@ def _gemms(before: Callable[[int], None], after: Callable[[int], None]) -> Itera
         return gemm
 
     with contextlib.ExitStack() as stack:
-        for module, name in ((expert_mlp, "expert_mm"), (chunked, "row_invariant_mm"), (ulysses, "row_invariant_mm")):
-            stack.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
+        for owner, name in ((ExpertWeights, "multiply"), (blas, "row_invariant_mm")):
+            stack.enter_context(mock.patch.object(owner, name, recording(getattr(owner, name))))
         yield
 
 
@@ -350,14 +350,14 @@ def test_rows_of_other_peers_are_computed_while_one_peer_is_late(rank: int, worl
         assert computed >= others or any(error), "must not wait for all peers while there are rows to compute"
         exit_receive(arriving, *error)
 
-    def counted_mm(a: Tensor, *rest: Any) -> None:
+    def counted(weights: ExpertWeights, rows: Tensor, *rest: Any) -> None:
         nonlocal computed
-        expert_mm(a, *rest)
-        computed += a.shape[0]
+        multiply(weights, rows, *rest)
+        computed += rows.shape[0]
 
-    expert_mm = expert_mlp.expert_mm
+    multiply = ExpertWeights.multiply
     with (
-        mock.patch.object(expert_mlp, "expert_mm", counted_mm),
+        mock.patch.object(ExpertWeights, "multiply", counted),
         mock.patch.object(NativeIncomingRows, "ready", is_ready),
         mock.patch.object(NativeIncomingRows, "next", next_of),
         mock.patch.object(NativeIncomingRows, "__exit__", checked_exit),
@@ -380,18 +380,18 @@ def _delay_push(rank: int, world: int, path: Path) -> None:
 
     computed = 0
 
-    def counted_mm(a: Tensor, *rest: Any) -> None:
+    def counted(weights: ExpertWeights, rows: Tensor, *rest: Any) -> None:
         nonlocal computed
-        expert_mm(a, *rest)
-        computed += a.shape[0]
+        multiply(weights, rows, *rest)
+        computed += rows.shape[0]
         if computed == 2 * (world - 1) * TOKENS:  # rows of all sources but one, in two GEMMs each
             store.set(f"computed {rank}", "")
 
-    expert_mm = expert_mlp.expert_mm
+    multiply = ExpertWeights.multiply
     options = DispatchOptions(timeout_s=90, peer_to_peer=PeerToPeerOptions(emulate=True))
     placement = ExpertPlacement.of(world, world)
     dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", HookedLauncher(before))
-    with mock.patch.object(expert_mlp, "expert_mm", counted_mm):
+    with mock.patch.object(ExpertWeights, "multiply", counted):
         _shared_layer(rank, world, dispatcher)
     assert computed == 2 * world * TOKENS
 

@@ -34,7 +34,7 @@ from moe_comm.errors import (
     RankMismatch,
     RoutingError,
 )
-from moe_comm.kernels import expert_mlp
+from moe_comm.kernels.cpu_gemm import ExpertWeights
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
 from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 from moe_comm.overlap.options import Overlap
@@ -228,12 +228,12 @@ def _delay_own_rows(rank: int, world: int, path: Path) -> None:
     h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], EIGHT_CHUNKS)
     assert isinstance(dispatch, SharedDispatch)
     own_rows = {row_range.rows.start for row_range in dispatch.segments.own}
-    expert_mm = expert_mlp.expert_mm
+    multiply = ExpertWeights.multiply
 
-    def gemm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    def gemm(weights: ExpertWeights, rows: Tensor, out: Tensor, *rest: Any) -> None:
         if rank == 1 and out.storage_offset() // D in own_rows:
             store.wait(["summed"])
-        expert_mm(a, b, out)
+        multiply(weights, rows, out, *rest)
 
     summed = NativeOutgoingRows.sum
 
@@ -244,7 +244,7 @@ def _delay_own_rows(rank: int, world: int, path: Path) -> None:
         return y
 
     with (
-        mock.patch.object(expert_mlp, "expert_mm", gemm),
+        mock.patch.object(ExpertWeights, "multiply", gemm),
         mock.patch.object(NativeOutgoingRows, "sum", sum_and_notify),
     ):
         y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
@@ -361,7 +361,7 @@ def _fail_in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
     leaves = {name: value.requires_grad_() for name, value in _leaves(rank, 2, ids).items()}
     calls: list[str] = []
     start = dispatcher.operation
-    expert_mm = expert_mlp.expert_mm
+    multiply = ExpertWeights.multiply
     current = "dispatch"
 
     def record_phase(op: str, *args: Any, **fields: Any) -> Any:
@@ -375,12 +375,12 @@ def _fail_in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
             if failure == "dies":
                 os._exit(3)
             raise ZeroDivisionError("in a product")
-        expert_mm(*args)
+        multiply(*args)
 
     expected = ZeroDivisionError if rank == 1 else PeerDied if failure == "dies" else PeerError
     with (  # noqa: PT012
         mock.patch.object(dispatcher, "operation", record_phase),
-        mock.patch.object(expert_mlp, "expert_mm", gemm),
+        mock.patch.object(ExpertWeights, "multiply", gemm),
         pytest.raises(expected, match="in a product" if rank == 1 else "rank 1"),
     ):
         _dispatch_and_combine(dispatcher, ids, EIGHT_CHUNKS, **leaves).sum().backward()

@@ -60,7 +60,7 @@ from moe_comm.bench.overlap.operators import (
     MatmulScatterContest,
 )
 from moe_comm.bench.overlap.timeline import TimelineStep, check_packages, record, write_timelines
-from moe_comm.kernels.row_invariant import TILE
+from moe_comm.overlap.options import TILE
 
 GEMM_SIZE, GEMM_ROUNDS = 1024, 5
 CONTESTS: dict[str, type[OperatorContest]] = {

@@ -17,7 +17,7 @@ from moe_comm.bench.common.clock import sync_group
 from moe_comm.bench.common.inputs import check_result
 from moe_comm.bench.common.interleave import measure_interleaved, measure_pairs
 from moe_comm.bench.common.settings import OverlapBench
-from moe_comm.kernels.row_invariant import TILE
+from moe_comm.overlap.options import TILE
 
 DIRECTIONS = ("forward", "backward")
 PARTS = ("serial", "overlapped", "compute", "comm", "wire")

@@ -20,7 +20,8 @@ from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.autograd import sum_in_rank_order
-from moe_comm.kernels.row_invariant import aligned, expert_mm, product_into, row_invariant_mm
+from moe_comm.kernels.cpu_gemm import ExpertWeights, weight_gradients
+from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import PER_RANK_ROWS, exact_mm
 from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 from moe_comm.overlap.linear import gather_matmul, matmul_scatter
@@ -54,20 +55,14 @@ def balanced_ids(tokens: int, num_experts: int, top_k: int, generator: torch.Gen
 def products(rows_RD: Tensor, sizes: tuple[int, ...], b_EDG: Tensor) -> Tensor:
     """Return ``rows @ b[e]`` for the rows of each expert, [R, G]."""
     out_RG = warm_rows(rows_RD.shape[0], b_EDG.shape[2], rows_RD.dtype, rows_RD.device)
-    for rows, out, b in zip(rows_RD.split(sizes), out_RG.split(sizes), b_EDG, strict=True):
-        if rows.shape[0]:
-            expert_mm(aligned(rows), aligned(b), out)
+    ExpertWeights(b_EDG.transpose(1, 2)).multiply(rows_RD, out_RG, sizes)
     return out_RG
 
 
 def weight_products(grad_RG: Tensor, rows_RD: Tensor, sizes: tuple[int, ...], like_EGD: Tensor) -> Tensor:
     """Return ``grad.T @ rows`` for the rows of each expert, [E, G, D]."""
     grad_EGD = warm_like(like_EGD)
-    for grad, rows, out in zip(grad_RG.split(sizes), rows_RD.split(sizes), grad_EGD, strict=True):
-        if grad.shape[0]:
-            product_into(grad.t(), rows, out)
-        else:
-            out.zero_()
+    weight_gradients(grad_RG, rows_RD, grad_EGD, sizes)
     return grad_EGD
 
 

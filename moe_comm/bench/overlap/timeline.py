@@ -30,7 +30,7 @@ from moe_comm.dispatch import wire_dtype
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import MissingDependency, pip_install
-from moe_comm.kernels import autograd, row_invariant
+from moe_comm.kernels import autograd, blas, cpu_gemm
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
 from moe_comm.overlap import chunked
@@ -213,12 +213,17 @@ def _sizes(a_MK: Tensor, b_KN: Tensor, *rest: Any, **more: Any) -> str:
     return f"{a_MK.shape[0]} x {a_MK.shape[1]} x {b_KN.shape[1]}"
 
 
+def _weight_sizes(y_RN: Tensor, x_RK: Tensor, *rest: Any, **more: Any) -> str:
+    return f"{y_RN.shape[1]} x {y_RN.shape[0]} x {x_RK.shape[1]}"
+
+
+def _row_sizes(weights: cpu_gemm.ExpertWeights, x_RK: Tensor, out_RN: Tensor, *rest: Any) -> str:
+    return f"{x_RK.shape[0]} x {x_RK.shape[1]} x {out_RN.shape[1]}"
+
+
 _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[..., Any]]]] = (
-    (
-        PRODUCT,
-        _sizes,
-        (row_invariant.expert_mm, row_invariant.product_into, row_invariant.row_invariant_mm, chunked.exact_mm),
-    ),
+    (PRODUCT, _sizes, (chunked.exact_mm, blas.row_invariant_mm)),
+    (PRODUCT, _weight_sizes, (cpu_gemm.weight_gradients,)),
     (
         ROWS,
         None,
@@ -233,6 +238,8 @@ _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[...
     ),
 )
 _METHODS: Sequence[tuple[str, type, str, Callable[..., str]]] = (
+    (PRODUCT, cpu_gemm.ExpertWeights, "multiply", _row_sizes),
+    (PRODUCT, cpu_gemm.ExpertWeights, "add", _row_sizes),
     (PRODUCT, Activation, "forward", _named("activation")),
     (PRODUCT, Activation, "backward", _named("activation backward")),
     (PRODUCT, SwiGLU, "forward", _named("activation")),

@@ -39,7 +39,7 @@ from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, scaled_format, unpack_scaled
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
-from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
+from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
@@ -283,7 +283,7 @@ class _Backward:
                     rows_RD, scale_RB, saved_RG, self._sizes, dispatch.handle.dtype
                 )
             self._pass: ExpertBackward = experts.backward(
-                BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, grad_out_RD, needs, warm_rows, per_expert=False)
+                BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, grad_out_RD, needs, warm_rows, at_once=False)
             )
             self._pending_rows = list(self._sizes)
             self._ready_experts = deque(expert for expert, size in enumerate(self._sizes) if not size)
@@ -319,8 +319,7 @@ class _Backward:
         for index, (t, is_needed) in enumerate(zip(self._tensors, needed, strict=True)):
             if t is not None and is_needed:
                 self._grads[index] = warm_like(t)
-        outputs = [grad if is_needed else None for grad, is_needed in zip(self._grads, needed, strict=True)]
-        self._weight_outputs = list(zip(*by_expert(outputs, len(self._sizes)), strict=True))
+        self._outputs = [grad if is_needed else None for grad, is_needed in zip(self._grads, needed, strict=True)]
 
     def _compute(self, row_range: RowRange, send: RowSend | None) -> None:
         if send is not None:
@@ -335,7 +334,7 @@ class _Backward:
         if not self._ready_experts:
             return False
         expert = self._ready_experts.popleft()
-        self._pass.weights_of(expert, self._weight_outputs[expert])
+        self._pass.weights_of(expert, self._outputs)
         return True
 
 

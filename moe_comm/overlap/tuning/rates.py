@@ -16,7 +16,8 @@ from torch import Tensor
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
+from moe_comm.kernels.row_invariant import row_invariant_mm
+from moe_comm.overlap.options import TILE
 from moe_comm.overlap.tuning.cost import GroupRates
 
 WIDTH = 512

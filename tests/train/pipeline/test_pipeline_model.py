@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.kernels import expert_mlp
+from moe_comm.kernels.cpu_gemm import ExpertWeights
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers import grouped_mlp
 from moe_comm.layers.data_parallel import sync_gradients
@@ -151,9 +152,9 @@ def test_split_backward_passes_compute_the_gradients_of_copies(interleave: bool,
 
 def test_a_split_backward_computes_each_weight_gradient_of_the_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     products = []
-    for name in ("expert_mm", "product_into"):
-        plain = getattr(expert_mlp, name)
-        monkeypatch.setattr(expert_mlp, name, lambda *args, plain=plain: (products.append(0), plain(*args)))
+    for owner, name in ((ExpertWeights, "multiply"), (expert_mlp, "weight_gradients")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, plain=plain: (products.append(0), plain(*args)))
     rows = torch.randn(5, HIDDEN, dtype=torch.float64, requires_grad=True)
     w13 = torch.randn(1, 2 * FFN, HIDDEN, dtype=torch.float64, requires_grad=True)
     w2 = torch.randn(1, HIDDEN, FFN, dtype=torch.float64, requires_grad=True)

@@ -1,0 +1,132 @@
+"""GEMMs of rows by expert: each expert's rows times its weight, and the gradients of the weights.
+
+On the CPU they run in the native core (csrc/cpu/gemm). There a row of a product has the same bits in every batch, at
+every position, for every number of threads and on every instruction set, and the gradient of a weight is a sum over the
+expert's rows in order, in fp32. On other devices, and on a CPU without the native core, torch computes them expert by
+expert, and the bits may depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_comm.kernels.blas import add_product, aligned, expert_mm, product_into
+from moe_comm.kernels.native import core, on_cpu
+from moe_comm.runtime.memory import row_address, warm_rows
+
+_CODES = {torch.float64: 3}
+
+
+@lru_cache(maxsize=1)
+def _native_dtypes() -> set[torch.dtype]:
+    """Return the dtypes that the native core multiplies. One that was built from older sources multiplies fewer."""
+    codes = getattr(core(), "gemm_dtypes", ())
+    return {dtype for dtype, code in _CODES.items() if code in codes}
+
+
+def is_native(*tensors: Tensor) -> bool:
+    """Return whether the native core computes products of these tensors, which have one dtype."""
+    return tensors[0].dtype in _native_dtypes() and on_cpu(*tensors)
+
+
+class ExpertWeights:
+    """Weights [E, N, K] with any strides, and biases [E, N] or None. Their memory must stay valid.
+
+    transposed: the weights as [E, K, N], without biases.
+    """
+
+    def __init__(self, w_ENK: Tensor, bias_EN: Tensor | None = None) -> None:
+        self._w_ENK, self._bias_EN = w_ENK, bias_EN
+        self._native = is_native(w_ENK)
+        if self._native:
+            self._at = _stack(w_ENK)
+            self._bias = (0, 0) if bias_EN is None else row_address(bias_EN, w_ENK.dtype)
+
+    @property
+    def transposed(self) -> ExpertWeights:
+        return ExpertWeights(self._w_ENK.transpose(1, 2))
+
+    def multiply(self, x_RK: Tensor, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
+        """Write out[r] = x[r] @ w[e].T + bias[e]. No autograd.
+
+        Args:
+            x_RK: rows of the experts ``first``, ``first + 1``, ...
+            out_RN: dense rows, with any stride between them.
+            sizes: number of rows of each of these experts.
+        """
+        if self._native:
+            dtype, count, x_RK = self._w_ENK.dtype, x_RK.shape[0], _with_dense_rows(x_RK)
+            address, expert, row, element = self._at
+            bias, bias_expert = self._bias
+            core().grouped_gemm(
+                sizes,
+                _CODES[dtype],
+                torch.get_num_threads(),
+                _rows(x_RK, dtype, self._w_ENK.shape[2]),
+                (address + first * expert, expert, row, element),
+                self._w_ENK.shape[1],
+                (bias and bias + first * bias_expert, bias_expert),
+                row_address(out_RN, dtype, (count, self._w_ENK.shape[1])),
+            )
+            return
+        weights = self._w_ENK[first : first + len(sizes)].unbind(0)
+        for e, (w_NK, x_rK, out_rN) in enumerate(zip(weights, x_RK.split(sizes), out_RN.split(sizes), strict=True)):
+            bias_N = None if self._bias_EN is None else self._bias_EN[first + e]
+            if x_rK.shape[0]:
+                expert_mm(aligned(x_rK), aligned(w_NK).t(), out_rN, bias_N)
+
+    def add(self, x_RK: Tensor, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
+        """Add what ``multiply`` writes, without biases, to ``out_RN``."""
+        if self._native:
+            product_RN = warm_rows(out_RN.shape[0], out_RN.shape[1], out_RN.dtype, out_RN.device)
+            self.multiply(x_RK, product_RN, sizes, first)
+            out_RN.add_(product_RN)
+            return
+        weights = self._w_ENK[first : first + len(sizes)].unbind(0)
+        for w_NK, x_rK, out_rN in zip(weights, x_RK.split(sizes), out_RN.split(sizes), strict=True):
+            if x_rK.shape[0]:
+                add_product(aligned(x_rK), aligned(w_NK).t(), out_rN)
+
+
+def weight_gradients(y_RN: Tensor, x_RK: Tensor, out_ENK: Tensor, sizes: Sequence[int]) -> None:
+    """Write out[e] = y[rows of e].T @ x[rows of e]; zeros for an expert without rows. No autograd."""
+    if not is_native(out_ENK):
+        for y_rN, x_rK, out_NK in zip(y_RN.split(sizes), x_RK.split(sizes), out_ENK.unbind(0), strict=True):
+            product_into(aligned(y_rN).t(), aligned(x_rK), out_NK)
+        return
+    if out_ENK.stride(2) != 1 and out_ENK.shape[2] > 1:
+        if out_ENK.stride(1) == 1:
+            weight_gradients(x_RK, y_RN, out_ENK.transpose(1, 2), sizes)
+        else:
+            dense_ENK = torch.empty_like(out_ENK, memory_format=torch.contiguous_format)
+            weight_gradients(y_RN, x_RK, dense_ENK, sizes)
+            out_ENK.copy_(dense_ENK)
+        return
+    dtype, y_RN, x_RK = out_ENK.dtype, _with_dense_rows(y_RN), _with_dense_rows(x_RK)
+    y, x = _rows(y_RN, dtype, out_ENK.shape[1]), _rows(x_RK, dtype, out_ENK.shape[2])
+    *at, _ = _stack(out_ENK)
+    core().grouped_gemm_weights(
+        sizes, _CODES[dtype], torch.get_num_threads(), y, x, (*at, dtype.itemsize), _CODES[dtype], False
+    )
+
+
+def _stack(w_ENK: Tensor) -> tuple[int, int, int, int]:
+    size = w_ENK.element_size()
+    expert, row, element = w_ENK.stride()
+    return w_ENK.data_ptr(), expert * size, row * size, element * size
+
+
+def _with_dense_rows(x_RK: Tensor) -> Tensor:
+    row, element = x_RK.stride()
+    return x_RK if element == 1 and (row >= x_RK.shape[1] or row == 0) else x_RK.contiguous()
+
+
+def _rows(x_RK: Tensor, dtype: torch.dtype, width: int) -> tuple[list[int], list[int], int, int, int, int, int]:
+    """Return dense rows as the native core takes them."""
+    rows = x_RK.shape[0]
+    address, stride = row_address(x_RK, dtype, (rows, width))
+    return [address], [rows], stride if rows > 1 else width * dtype.itemsize, 0, 0, rows, width

@@ -1,0 +1,59 @@
+"""Products of rows by expert, and gradients of weights: values, and the bits of a row for every split of its rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.kernels.cpu_gemm import ExpertWeights, weight_gradients
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+SIZES = (5, 0, 37, 1)
+CUTS = ((0, 37), (0, 1, 37), (0, 3, 10, 37), (0, 8, 9, 24, 37))
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def weights(strides: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    if strides == "dense":
+        return draw(len(SIZES), outputs, inputs, dtype=dtype)
+    if strides == "transposed":
+        return draw(len(SIZES), inputs, outputs, dtype=dtype).transpose(1, 2)
+    return draw(len(SIZES), outputs, 2 * inputs, dtype=dtype)[:, :, ::2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("strides", ["dense", "transposed", "every second"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(12, 10), (7, 16), (32, 48), (1, 1), (130, 70)])
+def test_products_of_experts(inputs: int, outputs: int, strides: str, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float64: 1e-12}[dtype]
+    x, w, bias = (
+        draw(sum(SIZES), inputs, dtype=dtype),
+        weights(strides, outputs, inputs, dtype),
+        draw(4, outputs, dtype=dtype),
+    )
+    out = torch.empty(sum(SIZES), outputs, dtype=dtype)
+    ExpertWeights(w, bias).multiply(x, out, SIZES)
+    parts = [(part.double(), w[e].double(), bias[e].double()) for e, part in enumerate(x.split(SIZES))]
+    expected = torch.cat([part @ w_NK.t() + bias_N for part, w_NK, bias_N in parts])
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    # The rows of expert 2 alone, in pieces, in a wider matrix.
+    wide = torch.cat([x[5:42]] * 2, 1)[:, :inputs]
+    for cut in CUTS:
+        some = torch.full((37, outputs), torch.nan, dtype=dtype)
+        for first, end in pairwise(cut):
+            ExpertWeights(w, bias).multiply(wide[first:end], some[first:end], (end - first,), 2)
+        assert torch.equal(some, out[5:42]), cut
+    added = torch.ones_like(out)
+    ExpertWeights(w).add(x, added, SIZES)
+    expected = 1 + torch.cat([part @ w_NK.t() for part, w_NK, _ in parts])
+    torch.testing.assert_close(added.double(), expected, rtol=tolerance, atol=tolerance)
+    grads = torch.empty_like(w)
+    weight_gradients(out, x, grads, SIZES)
+    exact = torch.stack([a.double().t() @ b.double() for a, b in zip(out.split(SIZES), x.split(SIZES), strict=True)])
+    torch.testing.assert_close(grads.double(), exact, rtol=tolerance, atol=tolerance * 4)
