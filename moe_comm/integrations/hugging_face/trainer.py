@@ -6,10 +6,12 @@ and formats that ``Trainer`` writes for one process. Any number of ranks can res
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +32,9 @@ from moe_comm.integrations.hugging_face.accelerator import (
     write_on,
 )
 from moe_comm.integrations.hugging_face.state import gather_for_saving, has_adapters
-from moe_comm.layers.data_parallel import optimizer_state_dict
+from moe_comm.layers.data_parallel import optimizer_state_dict, state_dict
+from moe_comm.layers.parallel.collectives import gather_values
+from moe_comm.lazy import after_import
 from moe_comm.runtime.safe_files import replacing
 
 
@@ -202,3 +206,30 @@ def prepare_trainer(trainer: Any) -> Any:
     """
     prepare_accelerator(trainer.accelerator)
     return with_mixin(trainer, MoETrainerMixin)
+
+
+def _follow_trl(name: str) -> None:
+    """Let a trainer of TRL hash the parts of all ranks, to find stored log-probabilities of a reference model.
+
+    TRL hashes ``state_dict()``, which has the experts of one rank.
+    """
+    trl = sys.modules[name]
+    original = getattr(trl, "hash_module", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def hash_module(model: Any) -> str:
+        if not has_distributed_experts(model):
+            return str(original(model))
+        local = original(SimpleNamespace(state_dict=partial(state_dict, model, form="local")))
+        device = next(model.parameters()).device
+        digest = torch.tensor([*local.encode()], dtype=torch.uint8, device=device)
+        digests = gather_values(digest, dist.group.WORLD, "hashing the reference model")
+        return hashlib.sha256(digests.cpu().numpy().tobytes()).hexdigest()
+
+    trl.hash_module = hash_module  # type: ignore[attr-defined]
+
+
+for _name in ("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"):
+    after_import([_name], partial(_follow_trl, _name))

@@ -36,6 +36,8 @@ class Case:
         adapters: "config": the trainer adds adapters (``peft_config``). "model": the model has them. "": full training.
         swapped: the experts are distributed.
         mixin: the class of the trainer has ``MoETrainerMixin``.
+        copied: the reference model of DPO is a copy of the model, by ``create_reference_model``.
+        data: folder of the data set. "": it is made in memory.
         settings: of ``SFTConfig`` or ``DPOConfig``.
     """
 
@@ -45,6 +47,8 @@ class Case:
     adapters: str = ""
     swapped: bool = True
     mixin: bool = True
+    copied: bool = False
+    data: str = ""
     resume: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -79,6 +83,8 @@ def dataset(kind: str) -> Any:
 def make(case: Case, world: int) -> Any:
     import peft
     import trl
+    from datasets import Dataset
+    from trl.experimental.utils import create_reference_model
 
     base, config = getattr(trl, f"{case.kind}Trainer"), getattr(trl, f"{case.kind}Config")
     kind = type("Mine", (MoETrainerMixin, base), {}) if case.mixin else base
@@ -99,12 +105,18 @@ def make(case: Case, world: int) -> Any:
     lora = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=case.adapters != "model", **LORA)
     if case.adapters == "model":
         model = peft.get_peft_model(model, lora)
+    more = {}
+    if case.copied:
+        copied = create_reference_model(model)
+        # DPOTrainer of TRL 1.16 cannot compute log-probabilities with a PeftModel as ``ref_model``.
+        more["ref_model"] = copied.get_base_model() if case.adapters else copied
     return kind(
         model=model,
         args=arguments,
-        train_dataset=dataset(case.kind),
+        train_dataset=Dataset.load_from_disk(case.data) if case.data else dataset(case.kind),
         processing_class=tokenizer(),
         peft_config=lora if case.adapters == "config" else None,
+        **more,
     )
 
 
@@ -142,6 +154,23 @@ def test_swapped_models_train_as_in_one_process(
     again = replace(case, resume=f"{one.out}/checkpoint-{SAVED}")
     for got in pool2.run(run, again):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "references"), [("", "copied and computed"), ("config", "computed"), ("model", "copied")]
+)
+def test_references_are_computed_in_advance_or_by_a_copy_as_in_one_process(
+    adapters: str, references: str, folders: list[str], tmp_path: Path, pool2: RankPool
+) -> None:
+    dataset("DPO").save_to_disk(tmp_path / "data")  # the ranks read what rank 0 has computed beside it
+    case = Case(folders[1], str(tmp_path / "two"), "DPO", adapters, data=str(tmp_path / "data"))
+    want = run(0, 1, replace(case, out=str(tmp_path / "one"), swapped=False, mixin=False))
+    if "computed" in references:
+        for got in pool2.run(run, replace(case, settings={"precompute_ref_log_probs": True})):
+            assert_same(got, want)
+    if "copied" in references:
+        for got in pool2.run(run, replace(case, copied=True)):
+            assert_same(got, want)
 
 
 def test_auxiliary_losses_are_averaged_over_ranks_as_in_ddp(
