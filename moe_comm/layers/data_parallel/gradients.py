@@ -228,7 +228,7 @@ class ExpertGradients:
         ddp = self.ddp
         if ddp is not None and ddp.require_backward_grad_sync:
             edp = self.edp_group(ddp.process_group)
-            if edp is not None:
+            if edp is not None and grad.numel():
                 grad.copy_(sum_values(plain(grad), edp) / dist.get_world_size(edp))
         if not isinstance(grad, ExpertShard):
             param.grad = ExpertShard.of(grad, self.shards, name)

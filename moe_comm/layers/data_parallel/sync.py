@@ -66,6 +66,7 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     check_if_due(model, group)
     world = dist.get_world_size(group)
     experts, reduced = {id(param) for param in expert_parameters(model).values()}, set[int]()
+    by_edp: dict[ProcessGroup | None, list[nn.Parameter]] = {}
     for _, module, gradients in expert_modules(model):
         gradients.reduce_copies(module)
         edp = gradients.edp_group(group)
@@ -74,12 +75,12 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
         # A parameter that several modules share is reduced once.
         expert_params = [p for p in module.parameters(recurse=False) if id(p) in experts and id(p) not in reduced]
         reduced |= {id(param) for param in expert_params}
+        by_edp.setdefault(edp, []).extend(expert_params)
+    for edp, params in by_edp.items():  # together, because single experts may have parameters of their own
         if edp is not None:
-            _sum_gradients(expert_params, edp)
+            _sum_gradients(params, edp)
         if reduction == "mean":
-            for param in expert_params:
-                if param.grad is not None:
-                    param.grad.div_(world)
+            torch._foreach_div_([plain(param.grad) for param in params if param.grad is not None], world)
     sum_replicated_gradients(model, group, divide=world if reduction == "mean" else 1)
 
 
