@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +18,7 @@ from moe_comm.comm.group_setup import as_group, communicator_of, group_or_defaul
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.blocks.adapter import adapted_blocks, is_inside
+from moe_comm.integrations.blocks.block import BlockPlan
 from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
 from moe_comm.integrations.blocks.swap import Planned, on_any_rank, plan_blocks, swap_blocks
 from moe_comm.integrations.hugging_face.families import find_experts, is_experts
@@ -37,6 +41,7 @@ from moe_comm.layers.moe.formula import ExpertsLayout
 from moe_comm.layers.moe.trial import device_of
 from moe_comm.lazy import after_import
 from moe_comm.overlap.options import Overlap
+from moe_comm.runtime.versions import require
 from moe_comm.topology import Placement
 
 if TYPE_CHECKING:
@@ -129,18 +134,21 @@ def parallelize_moe(
     refused: dict[int, UnsupportedModel] = {}
     of_transformers: set[str] = set()
     adapted: list[str] = []
+    linear_adapters: dict[str, Any] = {}
     placements = dict[int, Placement]()
     try:
         _refuse_swapped(model)
-        described = adapted_blocks(model)
-        left = [name for name, description in described.items() if description is None]
-        of_transformers = {
-            unwrapped_name(name).rpartition(".")[0]
-            for name, module in model.named_modules()
-            if is_experts(module) and not is_inside(name, left)
-        }
-        found = find_blocks(model, device, described, of_transformers)
-        own, refused = plan_blocks(model, found, optional=bool(of_transformers))
+        with _without_adapters(model) as taken:
+            described = adapted_blocks(model)
+            left = [name for name, description in described.items() if description is None]
+            of_transformers = {
+                unwrapped_name(name).rpartition(".")[0]
+                for name, module in model.named_modules()
+                if is_experts(module) and not is_inside(name, left)
+            }
+            found = find_blocks(model, device, described, of_transformers)
+            own, refused = plan_blocks(model, found, optional=bool(of_transformers))
+            linear_adapters.update(taken)
         if of_transformers or not own:
             blocks = find_experts(model, lambda name: not is_inside(name, left))
             refuse_conflicts(model, blocks, world)
@@ -150,6 +158,9 @@ def parallelize_moe(
             check_gemm_dtype(expert_gemm_dtype, layout.hidden)
             count = layout.num_experts
             placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
+        for block, plan in own if linear_adapters else ():
+            settings = expert_gemm_dtype, overlap, placements[block.num_experts]
+            _block_lora().refuse_adapters(linear_adapters, block, plan, settings)
         for name in adapted:
             _lora().refuse_wrappers(model, name, expert_gemm_dtype, overlap, placements[blocks[name][1].num_experts])
     except MoeCommError as error:
@@ -169,12 +180,16 @@ def parallelize_moe(
         count: expert_dispatcher(placements[count], group, backend, options, overlap, fp8, device=device)
         for count in sorted({layout.num_experts for _, layout in blocks.values()} | {b.num_experts for b, _ in own})
     }
-    left_alone |= swap_blocks(model, own, dispatchers, overlap, optional=bool(of_transformers))
+    with _without_adapters(model) as taken:
+        after = partial(_adopt, model, taken)
+        left_alone |= swap_blocks(model, own, dispatchers, overlap, bool(of_transformers), after)
     swap_experts(model, blocks, sharing, dispatchers, overlap)
     for experts in swapped_experts(model).values():
         experts.gemm_dtype = expert_gemm_dtype
     for name in adapted:
         _lora().adopt(model, name)
+    if adapted or linear_adapters:
+        _lora().audit_without_router(model)
     prepare_ddp(model)
     if world > 1:
         guard_libraries()
@@ -205,9 +220,28 @@ def _has_adapters(model: nn.Module, name: str) -> bool:
 
 
 def _lora() -> Any:
-    from moe_comm.integrations.hugging_face import lora  # needs PEFT
+    require("peft", "LoRA on experts")
+    from moe_comm.integrations.hugging_face import lora
 
     return lora
+
+
+def _block_lora() -> Any:
+    from moe_comm.integrations.blocks import lora
+
+    return lora
+
+
+def _without_adapters(model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
+    """Return a context in which PEFT's adapters of linear layers are taken off, and yields them by name."""
+    context: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    supported = f"{__package__}.blocks.lora" in sys.modules  # ``_follow_peft`` has imported it
+    return _block_lora().without_adapters(model) if supported and any(map(of_peft, model.modules())) else context
+
+
+def _adopt(model: nn.Module, taken: dict[str, Any], block: FoundBlock, plan: BlockPlan) -> None:
+    if taken:
+        _block_lora().adopt(model, taken, block, plan)
 
 
 def _log_swap(blocks: Sequence[EPExperts], defaulted: bool) -> None:
@@ -231,10 +265,12 @@ def _refuse_swapped(model: nn.Module) -> None:
 
 
 def _follow_peft() -> None:
-    from peft.tuners.lora import layer
-
-    if hasattr(layer, "ParamWrapper"):  # else this version of PEFT has no adapters of stacked experts
+    try:
         _lora().follow_peft()
+    except MoeCommError as error:  # of another version, which can adapt other models and other modules
+        _log.info("%s", error)
+    else:
+        _block_lora().follow_peft()
 
 
 after_import(["peft.peft_model"], _follow_peft)

@@ -48,7 +48,7 @@ class Dropout:
     So row ranges, backward and every number of ranks have the same mask if they have the same seed.
 
     Attributes:
-        p: probability of zero, in [0, 1). Other elements are divided by 1 - p.
+        p: probability of zero. Other elements are divided by 1 - p.
         seed: of one forward pass and adapter.
         experts: global ids of the local experts.
     """
@@ -68,7 +68,7 @@ class Dropout:
             generator.manual_seed(_mixed(self.seed, self.experts[expert], begin + index))
             block.bernoulli_(1 - self.p, generator=generator)
         start = first - begin * _MASK_ROWS
-        return mask[start : start + rows].div_(1 - self.p)
+        return mask[start : start + rows].div_(1 - self.p if self.p < 1 else 1)
 
 
 def _mixed(*numbers: int) -> int:

@@ -14,6 +14,7 @@ from moe_comm.lazy import attach_stub
 
 SUPPORTED: dict[str, tuple[str, str, str]] = {
     "transformers": ("5.16.1", "6", "hf"),
+    "peft": ("0.20.0", "0.21", "peft"),
     "axolotl": ("0.19.0", "0.20", "axolotl"),
     "torchtitan": ("0.3.0", "0.4", "torchtitan"),
     "megatron-core": ("0.16.0", "0.17", "megatron"),

@@ -115,6 +115,8 @@ class Probes:
         return key in self.plan.keys
 
     def __getattr__(self, name: str) -> Any:
+        if vars(self).get("probe") is not None and name in self.plan.keys:  # PEFT's layers may have this name
+            return self[name]
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
@@ -172,20 +174,40 @@ class BlockSource(nn.Module):
         self.formula, self.named = formula, {name: param.detach() for name, param in block.named_parameters()}
         trained = {name: param.requires_grad for name, param in block.named_parameters()}
         self.trained = {key: trained[formula.name_of(parts[0].path, 0)] for key, parts in formula.parts.items()}
+        self.linears = tuple(path for path in formula.shapes if _of_linear(block, formula, path))
+
+
+def _of_linear(block: nn.Module, formula: ExpertFormula, path: str) -> bool:
+    """Return whether the parameter ``path`` of each expert is the weight of an ``nn.Linear``."""
+    owner, _, key = formula.name_of(path, 0).rpartition(".")
+    linear = "{}" in path and key == "weight" and not formula.transposed
+    return linear and isinstance(block.get_submodule(owner), nn.Linear)
 
 
 class BlockExperts(Probes, EPExperts):
     """The experts of a user's block: probes for the block's own forward pass, and the experts of this rank.
 
     State dicts of the whole model, and those that are loaded, have the names and shapes of the unswapped block.
+
+    Attributes:
+        linears: names in the experts of the linear layers of each expert, with "{}" for its number; see ``lora.py``.
     """
 
     can_be_adapted = False
+    linears: tuple[str, ...] = ()
 
-    def use(self, plan: BlockPlan) -> None:
-        """Set the plan, and convert the names in state dicts of one process."""
+    def use(self, plan: BlockPlan, linears: Sequence[str]) -> None:
+        """Set the plan, and convert the names in state dicts of one process. linears: paths of their weights."""
         self.plan = plan
+        inside = [path.removeprefix(f"{plan.path}.").removesuffix(".weight") for path in linears]
+        self.linears = tuple(name for name in inside if name.startswith("{}."))
         self.register_state_dict_post_hook(_after_state_dict)
+
+    def current_name(self, name: str) -> str:
+        """Return the present name of a parameter of the unswapped block: PEFT wraps the layers that it adapts."""
+        owner, _, key = name.rpartition(".")
+        layer = child_of(self, owner.removeprefix(f"{self.plan.path}."))
+        return f"{owner}.base_layer.{key}" if layer is not None and "base_layer" in layer._modules else name
 
     def _local_parameter(self, experts: BlockSource, name: str, homes: Sequence[int]) -> nn.Parameter:
         return nn.Parameter(experts.formula.stack(name, experts.named, homes), requires_grad=experts.trained[name])
@@ -206,7 +228,7 @@ class BlockExperts(Probes, EPExperts):
             del state[prefix + key]
         of_block = prefix.removesuffix(f"{self.plan.path}.")
         originals = self.plan.formula.split(stacks)  # type: ignore[arg-type]
-        state |= {of_block + name: value for name, value in originals.items()}
+        state |= {of_block + self.current_name(name): value for name, value in originals.items()}
 
     def checkpoint_slices(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:
         """Yield the name, shape and slices of each parameter of the experts of the unswapped block.
@@ -236,6 +258,14 @@ def _slices(formula: ExpertFormula) -> Iterator[tuple[str, tuple[int, ...], list
             yield name, (formula.layout.num_experts, *shape) if stacked else shape, found
 
 
+def child_of(module: nn.Module, name: str) -> nn.Module | None:
+    """Return a submodule, or None if there is none of this name."""
+    child: nn.Module | None = module
+    for part in name.split("."):
+        child = None if child is None else child._modules.get(part)
+    return child
+
+
 def _after_state_dict(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     experts.restore_names(state, prefix)
 
@@ -244,11 +274,12 @@ def before_load(block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     """Hook of a block: take this rank's experts from the parameters of an unswapped block."""
     plan: Any = block.block_plan
     experts: Any = block.get_submodule(plan.path)
-    named = {name: state[prefix + name] for name in plan.formula.names if prefix + name in state}
+    current = {name: prefix + experts.current_name(name) for name in plan.formula.names}
+    named = {name: state[key] for name, key in current.items() if key in state}
     if len(named) < len(plan.formula.names):
         return  # torch reports missing and unexpected keys
-    for name in named:
-        del state[prefix + name]
+    for key in current.values():
+        del state[key]
     homes = experts.placement.homes_of(experts.dispatcher.rank)
     for key in experts.layout.parameters:
         part = plan.formula.stack(key, named, homes)

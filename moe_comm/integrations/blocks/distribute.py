@@ -46,7 +46,7 @@ def distribute(
     source = BlockSource(block, formula).train(block.training)
     label = ".".join(part for part in (found.name, plan.path) if part)
     experts = BlockExperts(source, formula.layout, dispatcher, label, overlap, replicated)
-    experts.use(plan)
+    experts.use(plan, source.linears)
     params = dict(block.named_parameters())
     for name in formula.names:
         mark_replaced(params[name], experts.gate_up_proj, f"{found.name}.{name}", "swap_moe")

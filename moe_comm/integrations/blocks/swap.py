@@ -6,7 +6,7 @@ fp32, forward and backward, and must agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ def swap_blocks(
     dispatchers: Mapping[int, Dispatcher],
     overlap: Overlap | None,
     optional: bool,
+    after: Callable[[FoundBlock, BlockPlan], None],
 ) -> dict[str, str]:
     """Check and swap the MoE blocks of a model. Collective.
 
@@ -47,6 +48,7 @@ def swap_blocks(
         blocks: with their plans, from ``plan_blocks``.
         dispatchers: by number of experts.
         optional: leave blocks without an adapter unchanged that do not compute what the original does.
+        after: is called for each swapped block, before the next one is swapped.
 
     Returns:
         The reasons why blocks are unchanged, by name.
@@ -79,6 +81,7 @@ def swap_blocks(
         path, _, key = router.rpartition(".")
         replicated = partial(replicated_parameter, model.get_submodule(path), key) if router else lambda: None
         distribute(block, plan, dispatchers[block.num_experts], overlap, replicated)
+        after(block, plan)
     return {blocks[number][0].name: str(differing.get(number, "it differs on another rank")) for number in left}
 
 

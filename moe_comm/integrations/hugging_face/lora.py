@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -31,6 +31,7 @@ from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank
 from moe_comm.layers.data_parallel.attach import attach_experts, exclude_from_ddp, expert_modules, gradients_of
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, is_dtensor
+from moe_comm.layers.data_parallel.gradients import ExpertGradients, replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.state import distribute_state
 from moe_comm.overlap.options import Overlap
@@ -50,14 +51,11 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
         if not experts.can_be_adapted:
             raise UnsupportedModel(
                 f"adapters (LoRA) of {experts.label}.{self.parameter_name} are not supported: the unswapped block has "
-                "other parameters, so the adapters could not be loaded into it. Adapt modules other than experts"
+                "other parameters, so the adapters could not be loaded into it. Adapt the linear layers of its experts "
+                "by target_modules, or modules other than experts"
             )
         _refuse(experts.label, self.parameter_name, experts.gemm_dtype, experts.overlap, experts.placement)
-        if config.init_lora_weights not in _INITS:
-            raise ConfigError(
-                f"adapters (LoRA) of {experts.label}.{self.parameter_name} cannot be initialized by "
-                f"init_lora_weights={config.init_lora_weights!r}; supported are {', '.join(map(repr, _INITS))}"
-            )
+        refuse_initialization(f"{experts.label}.{self.parameter_name}", config)
         # PEFT initializes A and B of ``num_experts`` experts.
         local, self.num_experts = self.num_experts, experts.num_experts
         try:
@@ -76,34 +74,19 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
         shapes = (rank * experts.num_experts, self.in_features), (self.out_features, rank * experts.num_experts)
         splits = _split_of_a(placement, rank), _split_of_b(placement, rank)
         for key, shape, split in zip(("lora_A", "lora_B"), shapes, splits, strict=True):
-            linear = getattr(self, key)[adapter_name]
-            shardings = {"weight": Sharding(shape, (split,), expert=True)}
-            shards = ExpertShards(own.shards.group, shardings, own.shards.place, own.shards.sizes)
-            full = linear.weight
-            linear.weight = nn.Parameter(shards.take("weight", full.detach()).clone(), requires_grad=full.requires_grad)
             label = f"{experts.label}.{self.parameter_name}.{key}"
-            mark_replaced(full, linear.weight, label, "swap_moe")
-            linear.out_features, linear.in_features = linear.weight.shape
-            attach_experts(linear, shards, own.replicated, label)
-            own_gradients: Any = gradients_of(linear)
-            own_gradients.unit = self
+            shard_linear(getattr(self, key)[adapter_name], Sharding(shape, (split,), expert=True), own, label)
+            gradients_in(getattr(self, key)[adapter_name]).unit = self
 
     def low_rank(self, adapter_name: str) -> LowRank:
         """Return A and B of an adapter, differentiable."""
-        a, b = (self._weight(linears[adapter_name]) for linears in (self.lora_A, self.lora_B))
+        a, b = (weight_of(linears[adapter_name]) for linears in (self.lora_A, self.lora_B))
         rank, experts = self.r[adapter_name], self.num_experts
         return LowRank(
             a.view(experts, rank, self.in_features),
             b.view(self.out_features, rank, experts).permute(2, 1, 0),
             self.scaling[adapter_name],
         )
-
-    def _weight(self, linear: Any) -> Tensor:
-        gradients = gradients_of(linear)
-        # Without elements: whether it requires gradients must be equal on all ranks.
-        frozen = gradients is not None and gradients.frozen_by_fsdp
-        weight: Tensor = linear.weight
-        return weight.detach().requires_grad_() if frozen else weight
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return what ``merge`` adds to the parameter of this rank's experts."""
@@ -128,6 +111,43 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
             experts.adapters = before
 
 
+def shard_linear(linear: Any, sharding: Sharding, like: ExpertGradients, label: str) -> None:
+    """Keep this rank's part of the weight of ``linear``, as a sharded parameter of the experts of ``like``."""
+    shards = ExpertShards(like.shards.group, {"weight": sharding}, like.shards.place, like.shards.sizes)
+    full = linear.weight
+    linear.weight = nn.Parameter(shards.take("weight", full.detach()).clone(), requires_grad=full.requires_grad)
+    mark_replaced(full, linear.weight, label, "swap_moe")
+    linear.out_features, linear.in_features = linear.weight.shape
+    attach_experts(linear, shards, like.replicated, label)
+
+
+def audit_without_router(model: nn.Module) -> None:
+    """Let optimizer steps compare the gradients of ranks if routers are frozen, by an adapter of another module."""
+    sharded = {id(module) for _, module, _ in expert_modules(model)}
+    layers = (module for module in model.modules() if isinstance(module, layer.LoraLayer))
+    others = (linear for one in layers for linear in one.lora_B.values() if id(linear) not in sharded)
+    other: Any = next((linear for linear in others if linear.weight.requires_grad), None)
+    for _, _, gradients in expert_modules(model) if other is not None else ():
+        router = gradients.replicated() if gradients.unit is not None else None
+        if router is not None and not router.requires_grad:
+            gradients.replicated = partial(replicated_parameter, other, "weight")
+
+
+def gradients_in(module: nn.Module) -> ExpertGradients:
+    """Return the ``ExpertGradients`` of a module that has them."""
+    gradients = gradients_of(module)
+    assert gradients is not None
+    return gradients
+
+
+def weight_of(linear: Any) -> Tensor:
+    """Return the weight of ``linear``. Whether it requires gradients is equal on all ranks, also without elements."""
+    gradients = gradients_of(linear)
+    weight: Tensor = linear.weight
+    frozen = gradients is not None and gradients.frozen_by_fsdp
+    return weight.detach().requires_grad_() if frozen else weight
+
+
 def _split_of_a(placement: Placement, rank: int) -> Split:
     rows = [[e * rank + k for e in placement.homes_of(ep) for k in range(rank)] for ep in range(placement.world)]
     return _split(0, rows)
@@ -145,11 +165,27 @@ def _split(dim: int, ids: Sequence[Sequence[int]]) -> Split:
     return Split(dim, "ep", ids=tuple(map(tuple, ids)))
 
 
+def refuse_initialization(name: str, config: Any) -> None:
+    """Raise ConfigError if the initialization of adapters of ``name`` reads weights, which other ranks may have."""
+    if config.init_lora_weights not in _INITS:
+        raise ConfigError(
+            f"adapters (LoRA) of {name} cannot be initialized by init_lora_weights={config.init_lora_weights!r}; "
+            f"supported are {', '.join(map(repr, _INITS))}"
+        )
+
+
 def _refuse(name: str, parameter: str, gemm_dtype: GemmDtype, overlap: Overlap | None, placement: Placement) -> None:
     """Raise UnsupportedModel unless the experts ``name`` can have adapters of ``parameter``. Equal on all ranks."""
-    what = f"adapters (LoRA) of {name}.{parameter}"
     if parameter not in ("gate_up_proj", "down_proj"):
-        raise UnsupportedModel(f"{what} are not supported; target gate_up_proj and down_proj")
+        raise UnsupportedModel(
+            f"adapters (LoRA) of {name}.{parameter} are not supported; target gate_up_proj and down_proj"
+        )
+    refuse_settings(f"{name}.{parameter}", gemm_dtype, overlap, placement)
+
+
+def refuse_settings(name: str, gemm_dtype: GemmDtype, overlap: Overlap | None, placement: Placement) -> None:
+    """Raise UnsupportedModel unless experts with these settings can have adapters of ``name``. Equal on all ranks."""
+    what = f"adapters (LoRA) of {name}"
     if placement.slots_per_rank != placement.homes_per_rank:
         raise UnsupportedModel(
             f"{what} are not supported with copies of experts; use a placement without slots for copies"

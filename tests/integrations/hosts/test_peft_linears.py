@@ -1,0 +1,331 @@
+"""PEFT's LoRA of the linear layers of single experts, in blocks that are not from transformers, over several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft", reason="needs make hosts")
+
+import peft
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_comm
+from moe_comm import swap_moe
+from moe_comm.errors import GradientMismatch, InputError, MoeCommError
+from moe_comm.integrations.hugging_face import expert_parameters
+from moe_comm.overlap.options import Overlap
+from moe_comm.topology import Placement
+from tests.integrations.blocks.styles import DeepSeek, Megatron, Mixtral, Model, NoisyTopK
+from tests.integrations.models import assert_close
+from tests.pool import RankPool
+
+LAYERS: dict[str, Any] = {"target_modules": ["w1", "w2", "w3"]}
+CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "three layers": (Mixtral, LAYERS | {"rank_pattern": {"w2": 3, "experts.1.w1": 5}, "alpha_pattern": {"w3": 6}}),
+    "biases, some experts": (NoisyTopK, {"target_modules": r".*experts\.[0245]\.c_.*|.*router", "use_rslora": True}),
+    "shared experts": (DeepSeek, LAYERS | {"init_lora_weights": True}),
+    "fused": (Megatron, {"target_modules": "all-linear"}),
+}
+TOKENS = (9, 5, 0, 6)
+
+
+def new_model(style: type[nn.Module]) -> Model:
+    torch.manual_seed(0)
+    return Model(style).eval()
+
+
+def adapted(model: nn.Module, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(**{"r": 2, "lora_alpha": 4, "init_lora_weights": False} | settings)
+    return peft.get_peft_model(model, config).eval()
+
+
+def swapped(style: type[nn.Module], settings: dict[str, Any], swap_first: bool, group: Any = None) -> Any:
+    if swap_first:
+        return adapted(swap_moe(new_model(style), group), settings)
+    return swap_moe(adapted(new_model(style), settings), group)
+
+
+def inputs(world: int) -> list[Tensor]:
+    torch.manual_seed(2)
+    return [torch.randn(2, count, 5) for count in TOKENS[:world]]
+
+
+def train(model: Any, x: Tensor, steps: int, world: int = 1, optimizer: Any = None, total: int = 28) -> Tensor:
+    optimizer = optimizer or torch.optim.SGD(trainable(model), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        logits = model(x)[0]
+        (logits.square().sum() / total).backward()
+        if world > 1:
+            moe_comm.sync_gradients(model)
+        torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
+        optimizer.step()
+    return logits.detach()
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def adapters_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in state.items() if "lora" in name}
+
+
+def assert_equal_state(got: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 1e-5) -> None:
+    assert got.keys() == want.keys() and got
+    for name, value in want.items():
+        assert_close(got[name], value, name, rtol)
+
+
+def train_all(rank: int, world: int, swap_first: bool) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    results = {}
+    for name, (style, settings) in CASES.items():
+        model = swapped(style, settings, swap_first)
+        logits = train(model, inputs(world)[rank], 5, world)
+        for key, param in expert_parameters(model).items():
+            assert param.requires_grad == (param.grad is not None) == ("lora" in key), key
+        moe_comm.check_replicas(model)
+        results[name] = logits, moe_comm.state_dict(model)
+    return results
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_adapters_of_linear_layers_train_as_in_one_process(swap_first: bool, pool2: RankPool) -> None:
+    results = pool2.run(train_all, swap_first, timeout=120)
+    for name, (style, settings) in CASES.items():
+        model = adapted(new_model(style), settings)
+        want = train(model, torch.cat(inputs(2), 1), 5)
+        got = [result[name] for result in results]
+        assert_close(torch.cat([logits for logits, _ in got], 1), want, name, 5e-5)
+        for _, state in got:
+            assert_equal_state(state, dict(model.state_dict()))
+
+
+def gradients_of_block(rank: int, world: int, job: tuple[int, float]) -> dict[str, Tensor]:
+    """Return output and gradients at expert-parallel size ``size``, for the same rows in the same order."""
+    size, dropout = job
+    group = [dist.new_group([*range(first, first + size)]) for first in range(0, world, size)][rank // size]
+    results = {}
+    for name, (style, settings) in CASES.items():
+        model = swapped(style, settings | {"lora_dropout": dropout}, size > 1, group).train(dropout > 0)
+        block = next(module for module in model.modules() if hasattr(module, "block_plan"))
+        experts = block.get_submodule(block.block_plan.path)
+        generator = torch.Generator().manual_seed(3)
+        x_TD = torch.randn(48, 24, generator=generator)
+        ids_TK = torch.rand(48, 7, generator=generator).argsort(1)[:, :2]
+        weights_TK = torch.rand(48, 2, generator=generator)
+        part = slice(rank % size * 48 // size, (rank % size + 1) * 48 // size)
+        torch.manual_seed(7)
+        y_TD = experts(x_TD[part], ids_TK[part], weights_TK[part])
+        y_TD.square().sum().backward()
+        results |= {f"{name} {rows}": y for rows, y in zip(range(part.start, part.stop), y_TD.detach(), strict=True)}
+        for key, param in experts.named_parameters():
+            if param.requires_grad:
+                grad: Any = param.grad
+                results[f"{name} {key}"] = grad.full() if size > 1 else grad
+    return results
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_adapters_have_the_same_bits_at_every_size(dropout: float, pool4: RankPool) -> None:
+    want = pool4.run(gradients_of_block, (1, dropout), timeout=120)[0]
+    assert sum(float(value.abs().sum()) > 0 for value in want.values()) > 0.9 * len(want)  # B is zero in one case
+    for size in (2, 4):
+        for got in pool4.run(gradients_of_block, (size, dropout), timeout=120):
+            assert len(got) == len(want) - len(CASES) * (48 - 48 // size)
+            assert all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+def test_dropout_keeps_the_expected_output_and_needs_training() -> None:
+    x = torch.cat(inputs(2), 1)
+    plain = adapted(new_model(Mixtral), LAYERS | {"lora_dropout": 0.2})
+    model = swap_moe(adapted(new_model(Mixtral), LAYERS | {"lora_dropout": 0.2}))
+    with torch.no_grad():
+        assert_close(model(x)[0], plain(x)[0], "logits")
+        for one in (plain, model):
+            one.train()
+        torch.manual_seed(5)
+        assert not torch.equal(model(x)[0], model(x)[0])
+        want, got = (torch.stack([one(x)[0] for _ in range(400)]) for one in (plain, model))
+    deviation = (got.mean(0) - want.mean(0)).abs() / ((got.var(0) + want.var(0)) / 400).sqrt()
+    assert float(deviation.mean()) < 1 and float(deviation.max()) < 5
+    assert 0.9 < float((got.std(0) / want.std(0)).mean()) < 1.1
+
+
+SAVED = LAYERS | {"target_modules": ["w1", "w2", "w3", "first"], "rank_pattern": {"w2": 3}, "lora_dropout": 0.1}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trainable(model), lr=0.01, eps=1e-4)
+
+
+def train_and_save(rank: int, world: int, folder: str) -> None:
+    x = inputs(2)[rank]
+    model = swapped(Mixtral, SAVED, True)
+    optimizer = adamw(model)
+    train(model, x, 2, world, optimizer)
+    model.save_pretrained(folder)
+    state = moe_comm.optimizer_state_dict(model, optimizer)
+    if rank == 0:
+        torch.save(state, f"{folder}/optimizer.pt")
+    original = swap_moe(new_model(Mixtral))
+    with torch.no_grad():
+        logits = model(x)[0]
+        with model.disable_adapter():
+            assert_close(model(x)[0], original(x)[0], "disabled")
+        model.merge_adapter()
+        assert_close(model(x)[0], logits, "merged")
+        model.unmerge_adapter()
+        assert_close(model(x)[0], logits, "unmerged")
+        merged = model.merge_and_unload(safe_merge=True)
+        assert_close(merged(x)[0], logits, "merged and unloaded")
+    moe_comm.save_checkpoint(merged, f"{folder}/merged")
+
+
+def resume(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    base = swap_moe(new_model(Mixtral), overlap=Overlap(chunk_bytes=1, executor="pipelined"))
+    model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).eval()
+    optimizer = adamw(model)
+    moe_comm.load_optimizer_state_dict(model, optimizer, torch.load(f"{folder}/optimizer.pt"))
+    train(model, torch.cat(inputs(2), 1).tensor_split(world, 1)[rank], 1, 2, optimizer)
+    return adapters_of(moe_comm.state_dict(model))
+
+
+def test_adapters_have_the_files_of_peft_and_resume_at_another_size(
+    tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    x = torch.cat(inputs(2), 1)
+    model = adapted(new_model(Mixtral), SAVED)
+    optimizer = adamw(model)
+    train(model, x, 2, optimizer=optimizer)
+    pool2.run(train_and_save, str(tmp_path), timeout=120)
+    loaded = peft.PeftModel.from_pretrained(new_model(Mixtral), str(tmp_path)).eval()
+    assert_equal_state(adapters_of(loaded.state_dict()), adapters_of(model.state_dict()))
+    with torch.no_grad():
+        want = model(x)[0]
+        assert_close(loaded.merge_and_unload()(x)[0], want, "merged by PEFT", 5e-5)
+        merged = swap_moe(new_model(Mixtral))
+        moe_comm.load_checkpoint(merged, tmp_path / "merged")
+        assert_close(merged(x)[0], want, "merged and saved", 5e-5)
+    train(model, x, 1, optimizer=optimizer)
+    for result in pool4.run(resume, str(tmp_path), timeout=120):
+        assert_equal_state(result, adapters_of(model.state_dict()), 5e-5)
+
+
+def train_with_ddp(rank: int, world: int, _: None) -> dict[str, Tensor]:
+    model = swapped(Mixtral, SAVED, False, halves(rank))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    (ddp(inputs(world)[rank])[0].square().sum() / (2 * sum(TOKENS)) * world).backward()
+    torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
+    optimizer.step()
+    return adapters_of(moe_comm.state_dict(ddp))
+
+
+def train_with_fsdp(rank: int, world: int, _: None) -> dict[str, Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = swapped(Mixtral, SAVED, True, halves(rank))
+    moe_comm.prepare_fsdp(model)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    (model(inputs(world)[rank])[0].square().sum() / (2 * sum(TOKENS)) * world).backward()
+    moe_comm.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    return adapters_of(moe_comm.state_dict(model))
+
+
+def train_by_hand(rank: int, world: int, _: None) -> dict[str, Tensor]:
+    model = swapped(Mixtral, SAVED, True, halves(rank))
+    train(model, inputs(world)[rank], 1, world, total=2 * sum(TOKENS))
+    return adapters_of(moe_comm.state_dict(model))
+
+
+def halves(rank: int) -> Any:
+    return [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+
+
+@pytest.mark.parametrize("loop", [train_by_hand, train_with_ddp, train_with_fsdp])
+def test_replicas_of_experts_train_adapters_as_one_process(loop: Any, pool4: RankPool) -> None:
+    model = adapted(new_model(Mixtral), SAVED)
+    train(model, torch.cat(inputs(4), 1), 1, total=2 * sum(TOKENS))
+    for result in pool4.run(loop, None, timeout=120):
+        assert_equal_state(result, adapters_of(model.state_dict()))
+
+
+def refused(rank: int, world: int, swap_first: bool) -> list[str]:
+    copies = {"placement": Placement.contiguous(7, world, slots=2)}
+    cases: list[tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = [
+        (Mixtral, {"use_dora": True}, {}),
+        (Mixtral, {"lora_bias": True}, {}),
+        (Mixtral, {}, copies),
+        (NoisyTopK, {"target_modules": ["c_fc"], "bias": "all"}, {}),
+    ]
+    messages = []
+    for style, settings, options in cases:
+        model = new_model(style)
+        before = {name: id(param) for name, param in model.named_parameters()}
+        try:
+            if swap_first:
+                adapted(swap_moe(model, **options), LAYERS | settings)
+            else:
+                model = adapted(model, LAYERS | settings)
+                before = {name: id(param) for name, param in model.named_parameters()}
+                swap_moe(model, **options)
+        except MoeCommError as error:
+            messages.append(str(error))
+            assert swap_first or before == {name: id(param) for name, param in model.named_parameters()}
+    model = swapped(Mixtral, LAYERS, swap_first)
+    with pytest.raises(InputError, match="adapter_names"):
+        model(inputs(world)[rank], adapter_names=["default", "default"])
+    return messages
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_unsupported_adapters_raise_on_every_rank_and_change_nothing(swap_first: bool, pool2: RankPool) -> None:
+    for messages in pool2.run(refused, swap_first, timeout=120):
+        assert len(messages) == 4
+        assert all("blocks.0.experts.0." in message for message in messages)
+
+
+def several_adapters(rank: int, world: int, _: None) -> list[Tensor]:
+    x = inputs(2)[rank] if world > 1 else torch.cat(inputs(2), 1)
+    model = adapted(swap_moe(new_model(Mixtral)) if world > 1 else new_model(Mixtral), LAYERS)
+    torch.manual_seed(4)
+    model.add_adapter("other", peft.LoraConfig(r=3, init_lora_weights=False, target_modules=["w2"], use_rslora=True))
+    outputs = []
+    with torch.no_grad():
+        for names in ("default", "other", ["default", "other"]):
+            model.base_model.set_adapter(names)
+            outputs.append(model.eval()(x)[0])
+        model.delete_adapter("default")
+        outputs.append(model(x)[0])
+    return outputs
+
+
+def test_several_adapters_compute_as_in_one_process(pool2: RankPool) -> None:
+    want = several_adapters(0, 1, None)
+    for got, expected in zip(zip(*pool2.run(several_adapters, None, timeout=120), strict=True), want, strict=True):
+        assert_close(torch.cat(got, 1), expected, "logits")
+
+
+def train_without_sync(rank: int, world: int, swap_first: bool) -> str:
+    settings = LAYERS | {"target_modules": ["w1", "w2", "w3", "head"], "init_lora_weights": True}
+    model = swapped(Mixtral, settings, swap_first)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    model(inputs(world)[rank])[0].square().sum().backward()
+    with pytest.raises(GradientMismatch, match="sync_gradients"):
+        optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_a_missing_sync_is_reported_with_a_frozen_router(swap_first: bool, pool2: RankPool) -> None:
+    pool2.run(train_without_sync, swap_first, timeout=120)
