@@ -64,6 +64,10 @@ struct Engine {
   // c [m, n] += a * b over `depth`; if `load` is false, c starts at zero. c_stride in elements.
   void (*tile)(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t c_stride, bool load,
                Ahead& ahead);
+  // The same for all of c's columns [first, first + n), of the lines of B, which run across k, without packing them.
+  // For few rows, because c is loaded again for every four k. Null if the order is not one sequence.
+  void (*sweep)(const Lines& b, int dtype, int m, const char* a, int64_t first, int64_t n, float* c, int64_t c_stride,
+                bool load);
   // out[r] = c[r] + bias, rounded once to dtype. bias may be null; out_stride in bytes.
   void (*finish)(const float* c, int64_t c_stride, const char* bias, char* out, int64_t out_stride, int64_t rows,
                  int64_t columns, int dtype);

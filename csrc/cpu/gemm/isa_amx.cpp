@@ -153,8 +153,8 @@ void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, i
 
 const Engine& in_pairs() {
   static const Engine table = {
-      "amx", kPanel, kPanel, kSide, kUnit, kPanel * 2, kPanel * 2, pack_a, pack_words<kPanel, kUnit>,
-      tile,  finish, start,  enter, leave};
+      "amx", kPanel,  kPanel, kSide, kUnit, kPanel * 2, kPanel * 2, pack_a, pack_words<kPanel, kUnit>,
+      tile,  nullptr, finish, start, enter, leave};
   return table;
 }
 

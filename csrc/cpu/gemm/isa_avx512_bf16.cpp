@@ -75,6 +75,7 @@ const Engine& in_dot_products() {
                                pack_words<kStrideA, kUnit>,
                                pack_words<kColumns, kUnit>,
                                tile,
+                               nullptr,
                                finish,
                                start,
                                enter_flushing,

@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kDepth = 512;         // k per block, at most
 constexpr int64_t kShallow = 128;       // the least for columns whose lines run across k
 constexpr int64_t kRowBytes = 8 << 20;  // packed rows per block
+constexpr int64_t kSwept = 1024;        // columns of a sweep
 constexpr int64_t kLine = 64;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -82,6 +83,7 @@ class Blocks {
       first_panel_ = first;
       last_panel_ = std::min(panels_, first + most);
       pack_rows();
+      if (p_.b.across && panels_ == 1 && e_.sweep) return sweep();
       for (int64_t n = 0; n < p_.columns; n += cut_.columns) {
         for (int64_t k = 0; k < p_.depth; k += cut_.depth)
           block({n, std::min(cut_.columns, p_.columns - n), k, depth_at(k)});
@@ -109,6 +111,22 @@ class Blocks {
 
   char* rows_at(int64_t panel, int64_t k) const {
     return packed_a_ + (panel - first_panel_) * row_bytes_ + k * e_.bytes_a;
+  }
+
+  // A panel has all its rows at once, and the memory of columns is read once.
+  void sweep() {
+    const int64_t element = dtype_bytes(p_.out_dtype);
+    for (int64_t n = 0; n < p_.columns; n += kSwept) {
+      const int64_t count = std::min(kSwept, p_.columns - n), column = p_.column_first + n;
+      char* out = p_.out + column * element;
+      float* c = reinterpret_cast<float*>(direct_ ? out : buffers().c.get(p_.m * kSwept * 4));
+      const int64_t stride = direct_ ? p_.out_stride / 4 : kSwept;
+      if (!direct_ && p_.accumulate) e_.start(c, stride, out, p_.out_stride, p_.m, count, p_.out_dtype);
+      e_.sweep(p_.b, p_.a_dtype, static_cast<int>(p_.m), packed_a_, column, count, c, stride, p_.accumulate);
+      if (direct_ && !p_.bias) continue;
+      e_.finish(c, stride, p_.bias ? p_.bias + column * element : nullptr, out, p_.out_stride, p_.m, count,
+                p_.out_dtype);
+    }
   }
 
   // Lines along k: the whole depth of the next columns, over all blocks of these columns.
