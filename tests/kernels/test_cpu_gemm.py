@@ -128,6 +128,7 @@ def test_rows_are_gathered_from_sources_and_scaled(dtype: torch.dtype) -> None:
     assert torch.equal(product(sizes, sources, w, place=place), product(sizes, [x], w))
     scaled = (x.float() * scale[:, None]).to(dtype)
     assert torch.equal(product(sizes, sources, w, place=place, scale=scale), product(sizes, [scaled], w))
+    assert product([0, 0, 0], sources, w, place=place[:0]).shape == (0, 50)
 
 
 @pytest.mark.parametrize("bad", [5, 1 << 48 | 2, 2 << 48, -1, -(1 << 48)])

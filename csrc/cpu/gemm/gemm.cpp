@@ -49,7 +49,7 @@ void check_rows(const char* name, const Rows& x, int64_t count, int64_t element)
             std::to_string(x.stride) + " bytes apart");
   }
   if (!x.place) {
-    if (x.base.size() != 1 || count > x.rows[0]) {
+    if (count > 0 && (x.base.size() != 1 || count > x.rows[0])) {
       invalid(std::string(name) + " has " + std::to_string(x.rows[0]) + " rows and needs " + std::to_string(count));
     }
     return;
