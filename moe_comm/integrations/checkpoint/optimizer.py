@@ -44,7 +44,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, path: Path, group: Pr
         group: all ranks that hold parts of the model.
 
     Raises:
-        UnsupportedModel: see ``optimizer_state_dict``.
+        UnsupportedModel: see ``optimizer_state_dict``, or a tensor is complex.
         OSError: this rank could not write. The other ranks raise CheckpointError.
     """
     write_plan(lambda: _OptimizerPlan.of_optimizer(model, optimizer, path.name), path.parent, group)
@@ -121,6 +121,10 @@ class _OptimizerPlan(Plan):
             if not isinstance(value, Tensor):
                 return value
             key, of_param = keystr(path), parameters.of(path, value, lambda one: one.tensor.shape)
+            if value.dtype not in STORED:
+                raise UnsupportedModel(
+                    f"{key} of the optimizer has dtype {value.dtype}, which cannot be written in parts"
+                )
             if of_param is None:
                 held[key] = HeldTensor((key,), value, Sharding(tuple(value.shape)))
                 whole.add(key)

@@ -78,7 +78,7 @@ class MoETrainerMixin:
         return not has_distributed_experts(model) and super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the full model for ``from_pretrained``. Collective."""
+        """Write the full model for ``from_pretrained``; each rank writes its part. Collective."""
         if not has_distributed_experts(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
