@@ -198,12 +198,13 @@ def _peaks(rank: int, world: int, folder: Path) -> tuple[dict[str, float], float
         peaks[name] = peak_rss_mib() - before
         return result
 
+    out, group = folder / str(rank // 2), ep_group(2)
+    moe_comm.save_checkpoint(moe_comm.swap_moe(new_model("mixtral"), group), out, group=group)  # imports modules
     report = measure("load", moe_comm.load_checkpoint, model, folder)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    out, group = folder / str(rank // 2), ep_group(2)
     measure("save", partial(moe_comm.save_checkpoint, group=group), model, out)
     measure("save optimizer", save_optimizer, model, optimizer, out / "optimizer.pt", group)
     optimizer.state.clear()
