@@ -14,8 +14,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,8 @@ import pytest
 import typer
 
 from moe_comm import cli
+from tests.pool import RankPool
+from tests.support.recipes import run_script
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -81,20 +81,8 @@ def test_snippets_run(
         assert [line for line in printed if line in shown] == shown, printed
 
 
-def run_on_two_ranks(folder: Path, script: str) -> str:
-    """Return the standard output of two ranks that torchrun starts with ``script``."""
-    (folder / "script.py").write_text(script)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    process = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout + process.stderr
-
-
 def test_the_first_programs_of_the_readme_and_the_index_run_on_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool2: RankPool
 ) -> None:
     pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
     readme = ROOT / "README.md"
@@ -107,17 +95,12 @@ def test_the_first_programs_of_the_readme_and_the_index_run_on_two_ranks(
         exec(before, {"__name__": "snippet"})
     assert f"`{printed.getvalue().strip()}`" in readme.read_text()
     snippet = next(text for _, text in blocks(ROOT / "docs/index.md", "python") if "MoELayer.build(" in text)
-    output = run_on_two_ranks(
-        tmp_path,
-        "\n".join(line[1:] for line in diff.splitlines())
-        + "\nimport torch.distributed as dist\ndist.init_process_group = lambda backend: None  # there is one\n"
-        + snippet
-        + "dispatcher = layer.dispatcher\n"
-        "print(f'rank {dispatcher.rank} holds {len(dispatcher.local_experts)}\\n', end='', flush=True)\n"
-        "dist.destroy_process_group()\n",
-    )
+    program = [*(line[1:] for line in diff.splitlines()), snippet, "dispatcher = layer.dispatcher"]
+    program.append("print(f'rank {dispatcher.rank} holds {len(dispatcher.local_experts)}')")
+    (tmp_path / "script.py").write_text("\n".join(program))
+    output = "\n".join(pool2.run(run_script, (str(tmp_path), "script.py", 2), timeout=120))
     assert sum(output.count(line) for line in set(shown.splitlines())) == len(shown.splitlines()), output
-    assert "rank 0 holds 4" in output and "rank 1 holds 4" in output, output  # lines of ranks may be joined
+    assert "rank 0 holds 4" in output and "rank 1 holds 4" in output, output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

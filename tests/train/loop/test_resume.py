@@ -18,6 +18,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_comm.errors import CheckpointError, ConfigError
+from moe_comm.observe.records import ATTEMPTS
 from moe_comm.train import RunResult, run
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
@@ -361,17 +362,28 @@ def _run_tiny(rank: int, world: int, settings: list[str]) -> None:
     run("tiny", settings)
 
 
+def _restarted(runs: Path) -> bool:
+    (folder,) = runs.iterdir()
+    return len((folder / ATTEMPTS).read_text().splitlines()) == 2
+
+
 @pytest.mark.timeout(1200)
-def test_sigterm_saves_and_exits_0_and_the_run_resumes(
+def test_a_killed_rank_is_restarted_and_sigterm_saves_and_exits_0(
     pool2: RankPool, settings: list[str], uninterrupted: list[float]
 ) -> None:
+    """The restarted ranks resume from the last checkpoint, and a later run from that of SIGTERM."""
     settings = [*settings, *LONG]
     runs = Path(load("tiny", settings).run.folder)
-    with started(_command(settings)) as process:
+    with started([*_command(settings), "--restarts", "2"]) as process:
         _wait(process, lambda: _saved(runs), "a checkpoint")
+        ranks = _rank_processes(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[-1], signal.SIGKILL)
+        _wait(process, lambda: _restarted(runs) and _saved(runs), "a step of the restarted ranks")
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, out
+    assert process.returncode == 0, out
+    assert "resumes after step" in out
     folder = folder_of(settings)
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "interrupted"
@@ -381,18 +393,15 @@ def test_sigterm_saves_and_exits_0_and_the_run_resumes(
     assert losses_of(folder) == uninterrupted
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("launcher", ["moe-comm", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_killed_rank_is_restarted_and_resumes_from_the_last_checkpoint(
-    settings: list[str], uninterrupted: list[float], launcher: str
+def test_torchrun_restarts_a_killed_rank_which_resumes_from_the_last_checkpoint(
+    settings: list[str], uninterrupted: list[float]
 ) -> None:
     settings = [*settings, *LONG]
-    command = [*_command(settings), "--restarts", "2"]
-    if launcher == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*torchrun, "--max-restarts", "2", *command[1:-2], AUTO]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     runs = Path(load("tiny", settings).run.folder)
-    with started(command) as process:
+    with started([*torchrun, "--max-restarts", "2", *_command(settings)[1:], AUTO]) as process:
         _wait(process, lambda: _saved(runs), "a checkpoint")
         ranks = _rank_processes(process.pid)
         assert len(ranks) == 2
