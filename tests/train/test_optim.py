@@ -197,7 +197,7 @@ def resumed(rank: int, world: int, arg: tuple[str, str]) -> bool:
     return all(torch.equal(a.value, b.value) for a, b in zip(second.owned(), uninterrupted.owned(), strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd"])
 def test_state_by_name_is_sufficient_for_a_resumed_run(pool4, kind):
     for strategy in ("replicate", "zero1", "fsdp"):
         assert all(pool4.run(resumed, (kind, strategy))), strategy

@@ -81,7 +81,7 @@ def reference_tiles(rows_EW: np.ndarray, rank: int, tile_rows: int) -> list[Tile
 @pytest.mark.parametrize(
     "arg",
     [
-        (3, 0.3, 4),
+        pytest.param((3, 0.3, 4), marks=pytest.mark.slow),
         (13, 0.8, 4),
         pytest.param((20, 0.7, 4), marks=pytest.mark.slow),
         pytest.param((40, 1.0, 4), marks=pytest.mark.slow),
@@ -120,7 +120,7 @@ def test_tiles_listed_on_the_device_are_those_of_the_reference(
     [
         ("random", EXPERTS, torch.bfloat16, {}),
         ("dropped", EXPERTS, torch.float16, {}),
-        ("one expert", EXPERTS, torch.bfloat16, {}),
+        pytest.param("one expert", EXPERTS, torch.bfloat16, {}, marks=pytest.mark.slow),
         ("no tokens on rank 0", EXPERTS, torch.bfloat16, {"checksums": True}),
         ("few", 2, torch.bfloat16, {}),
         ("no rows", EXPERTS, torch.bfloat16, {}),

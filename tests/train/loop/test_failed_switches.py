@@ -147,7 +147,11 @@ def run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str]) -> 
 
 @pytest.mark.parametrize(
     "mapping",
-    ["parallel.ep=4", "parallel.ep=2 parallel.pp=2", "parallel.ep=2 parallel.sharding=zero1"],
+    [
+        pytest.param("parallel.ep=4", marks=pytest.mark.slow),
+        "parallel.ep=2 parallel.pp=2",
+        "parallel.ep=2 parallel.sharding=zero1",
+    ],
     ids=["ep4", "pp2", "edp2"],
 )
 def test_ranks_of_all_groups_and_stages_raise_when_one_is_killed_in_a_switch(

@@ -74,14 +74,17 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"strategy": "fsdp", "tie": True, "overlap": "on"},
 )
 SHARDED = [
-    Case(schedule, dp=2, **settings)
+    (Case(schedule, dp=2, **settings), number // 3 == of_fast)
     for number, schedule in enumerate(sorted(SCHEDULES))
-    for settings in ({"strategy": "zero1", "tie": True, "overlap": "on"}, OTHERS[number % 3])
+    for of_fast, settings in enumerate(({"strategy": "zero1", "tie": True, "overlap": "on"}, OTHERS[number % 3]))
 ]
+"""Cases, and whether they are among the fast tests: each setting with three schedules."""
 
 
 @pytest.mark.parametrize(
-    "case", SHARDED, ids=lambda case: f"{case.schedule}-ep{case.ep}-{case.strategy}-{case.overlap}"
+    "case",
+    [case if fast else pytest.param(case, marks=pytest.mark.slow) for case, fast in SHARDED],
+    ids=lambda case: f"{case.schedule}-ep{case.ep}-{case.strategy}-{case.overlap}",
 )
 def test_stages_with_expert_parallelism_and_with_sharded_gradients(case: Case, pool4: RankPool) -> None:
     check(case, pool4.run(train, case))
