@@ -21,7 +21,7 @@ from tests.pool import RankPool
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 RUN_S = 120.0
-FEW, MANY = 10, 334
+FEW, MANY = 6, 334
 """Sequences per backend: about 60 and 2,000 over all backends."""
 
 FAILED_ONCE: dict[str, Callable[[str], Sequence]] = {

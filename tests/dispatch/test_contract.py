@@ -198,7 +198,7 @@ def test_shapes_may_change_from_call_to_call(rank: int, world: int, backend: str
     g = torch.Generator().manual_seed(7)
     dispatcher = workers.build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     reference = workers.build(cases.BY_NAME["plain"], None, replace(job, backend="plain"), 0, 1)
-    for i in range(24):
+    for i in range(12):
         tokens, hidden, top_k, dtype = (int(torch.randint(0, n, (), generator=g)) for n in (90, 70, 8, 3))
         case = Case(
             f"shape {i}",
@@ -364,6 +364,7 @@ LOST = [
     (backend, world, how)
     for index, backend in enumerate(BACKENDS)
     for world, how in ((4, "SIGKILL"), (2, "SIGKILL backward"), (2 + index % 2 * 2, LOSSES[2 + index % 2]))
+    if backend != "all_gather" or how == "SIGKILL"  # it waits as all_to_all does
 ]
 
 

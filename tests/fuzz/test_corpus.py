@@ -19,7 +19,7 @@ from tests.fuzz.targets import CORPUS, TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
 USABLE = [target for target in TARGETS.values() if not target.needs or importlib.util.find_spec(target.needs)]
-QUICK = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def test_every_corpus_case_ends_within_the_time_and_memory_limits() -> None:

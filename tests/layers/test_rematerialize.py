@@ -125,7 +125,7 @@ def compare(rank: int, world: int, case: Case) -> list[str]:
         (2, Case("shared_memory", overlap=PIPELINED, recompute="all")),
         (2, Case("shared_memory", overlap=PIPELINED, in_flight=True)),
         (2, Case("peer_to_peer")),
-        (2, Case("hierarchical", recompute="all")),
+        pytest.param(2, Case("hierarchical", recompute="all"), marks=pytest.mark.slow),
         (4, Case(etp=2, overlap=PIPELINED, recompute="full")),
         (4, Case("shared_memory", recompute="selective")),
     ],

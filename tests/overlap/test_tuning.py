@@ -151,8 +151,7 @@ def _choose_with_file(
         configure_tuning()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("stored", [{0: 8, 1: 2}, {0: 16}, {1: 16}, {}], ids=str)
+@pytest.mark.parametrize(("world", "stored"), [(2, {0: 8, 1: 2}), (2, {}), (4, {0: 16}), (4, {1: 16})], ids=str)
 def test_ranks_make_the_same_choice_with_different_files(
     world: int, stored: dict[int, int], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

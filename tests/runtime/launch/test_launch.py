@@ -321,7 +321,9 @@ def is_forked_and_num_threads() -> tuple[bool, int]:
     return parent is not None and parent.pid != os.getppid(), torch.get_num_threads()
 
 
-@pytest.mark.parametrize(("how", "preload"), [("waits", ()), ("finishes", ("torch",))])
+@pytest.mark.parametrize(
+    ("how", "preload"), [pytest.param("waits", (), marks=pytest.mark.slow), ("finishes", ("torch",))]
+)
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, preload: tuple[str, ...]) -> None:
     """Forked and spawned ranks, including ranks that finish their work first and cannot return the result."""
     started = tmp_path / "started"
