@@ -1,5 +1,5 @@
-// The forms of gemm.h for float64, without row lists and scales: additions over k in sequence, each rounded. One loop for
-// all instruction sets, because float64 is used in tests of exactness only.
+// The forms of gemm.h for float64, without row lists and scales: additions over k in sequence, each rounded. One loop
+// for all instruction sets, because float64 is used in tests of exactness only.
 #pragma once
 
 #include "gemm.h"

@@ -185,7 +185,7 @@ void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, 
     Following following{};
     const char* next_b = next ? reinterpret_cast<const char*>(w.base + next->expert * w.expert) : nullptr;
     const bool known = next && matrix_in_place(next_b, w, columns, x.width, element, following.b);
-    if (known) following = {following.b, next->column, next->columns, x.width};
+    if (known) following = {following.b, groups.sizes[next->expert], next->column, next->columns, x.width};
     multiply(e, p, known ? &following : nullptr);
   });
 }
@@ -218,7 +218,7 @@ void weights(const Groups& groups, const Rows& y, const Rows& x, const Stack& ou
     const bool known = next && !right.copied();
     if (known) {
       const int64_t more = groups.sizes[next->expert];
-      following = {right.in_place(next->line, more, true, base_next), next->column, next->columns, more};
+      following = {right.in_place(next->line, more, true, base_next), y.width, next->column, next->columns, more};
     }
     multiply(e, p, known ? &following : nullptr);
   });

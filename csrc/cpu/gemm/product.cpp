@@ -10,7 +10,8 @@ namespace gemm {
 
 namespace {
 
-constexpr int64_t kDepth = 512;         // k per block, at most
+constexpr int64_t kDepth = 512;  // k per block, at most
+constexpr int64_t kFewRows = 128;
 constexpr int64_t kShallow = 128;       // the least for columns whose lines run across k
 constexpr int64_t kRowBytes = 8 << 20;  // packed rows per block
 constexpr int64_t kSwept = 1024;        // columns of a sweep
@@ -42,16 +43,18 @@ struct Block {
 };
 
 // How columns are cut into blocks. Memory is read in long pieces, because the tables of pages are read for each one.
-// Lines along k are read whole, so blocks have few columns. Lines across k are read in part, so blocks have little k.
+// Lines along k are read whole, so blocks have few columns. Lines across k are read in part, so blocks have little k,
+// unless many rows use a block that has all k: results are loaded again for each block of k.
 struct Cut {
   int64_t columns, depth;  // per block
   int64_t fetched;         // depth of what is prefetched
 
-  Cut(const Engine& e, bool across, int64_t all_columns, int64_t all_depth) {
+  Cut(const Engine& e, bool across, int64_t m, int64_t all_columns, int64_t all_depth) {
     const int64_t whole = std::max<int64_t>(e.unit, round_up(all_depth, e.unit)), room = column_bytes() / e.bytes_b;
     const int64_t panels = parts(all_columns, e.panel_b);
     depth = std::min(kDepth, whole);
-    if (across) depth = std::max(std::min(depth, kShallow), std::min(depth, room / panels / kShallow * kShallow));
+    if (across && (m <= kFewRows || whole > kDepth))
+      depth = std::max(std::min(depth, kShallow), std::min(depth, room / panels / kShallow * kShallow));
     columns = std::max<int64_t>(1, room / (across ? depth : whole)) * e.panel_b;
     fetched = across ? depth : all_depth;
   }
@@ -72,7 +75,11 @@ Ahead ahead_of(const Lines& b, const Block& next, int64_t element, int64_t part,
 class Blocks {
  public:
   Blocks(const Engine& e, const Product& p, const Following* following)
-      : e_(e), p_(p), following_(following), panels_(parts(p.m, e.panel_a)), cut_(e, p.b.across, p.columns, p.depth) {
+      : e_(e),
+        p_(p),
+        following_(following),
+        panels_(parts(p.m, e.panel_a)),
+        cut_(e, p.b.across, p.m, p.columns, p.depth) {
     row_bytes_ = round_up(p.depth, e.unit) * e.bytes_a;
     direct_ = p.out_dtype == kFloat32 && p.out_stride % 4 == 0;
   }
@@ -142,7 +149,7 @@ class Blocks {
         if (last_panel_ == panels_) {
           if (!following_) return {};
           const Following& f = *following_;
-          const Cut cut(e_, f.b.across, f.columns, f.depth);
+          const Cut cut(e_, f.b.across, f.m, f.columns, f.depth);
           const int64_t count = std::min(cut.columns, f.columns);
           return ahead_of(f.b, {f.column_first, count, 0, std::min(cut.fetched, f.depth)}, element, part, of);
         }

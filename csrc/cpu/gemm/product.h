@@ -38,7 +38,7 @@ struct Product {
 // Columns of b that the thread multiplies after this product; their first block is prefetched.
 struct Following {
   Lines b;
-  int64_t column_first, columns, depth;
+  int64_t m, column_first, columns, depth;
 };
 
 void multiply(const Engine& e, const Product& p, const Following* following);
