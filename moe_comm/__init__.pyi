@@ -12,7 +12,7 @@ from moe_comm.dispatch.wire_dtype import (
     WireDtype as WireDtype,
     WireDtypes as WireDtypes,
 )
-from moe_comm.integrations.blocks.adapter import MoEBlock as MoEBlock, block_adapter as block_adapter
+from moe_comm.integrations.blocks.adapter import block_adapter as block_adapter
 from moe_comm.integrations.checkpoint.load import LoadReport as LoadReport, load_checkpoint as load_checkpoint
 from moe_comm.integrations.checkpoint.save import save_checkpoint as save_checkpoint
 from moe_comm.integrations.hugging_face.attention import (
@@ -65,6 +65,7 @@ from moe_comm.layers.moe.config import (
     MoEGroups as MoEGroups,
 )
 from moe_comm.layers.moe.experts import Experts as Experts
+from moe_comm.layers.moe.formula import MoEBlock as MoEBlock
 from moe_comm.layers.moe.layer import DispatchStats as DispatchStats, MoELayer as MoELayer
 from moe_comm.layers.moe.losses import scale_aux_like as scale_aux_like
 from moe_comm.layers.moe.router import (

@@ -30,6 +30,7 @@ from moe_comm.layers.data_parallel.state import gather_state_dict
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.losses import attach_loss
+from moe_comm.layers.moe.module_router import ModuleRouter
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing, Score
 
 CASES = (
@@ -226,7 +227,7 @@ def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELa
         ConfigError: the layer does not consist of this library's router and experts.
     """
     router, experts = layer.router, layer.experts
-    if not isinstance(router, Router) or not isinstance(experts, Experts):
+    if not isinstance(router, Router) or isinstance(router, ModuleRouter) or not isinstance(experts, Experts):
         raise ConfigError(
             f"expected a layer of Router and Experts; got {type(router).__name__} and {type(experts).__name__}"
         )

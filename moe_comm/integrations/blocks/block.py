@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.integrations.blocks.adapter import MoEBlock
 from moe_comm.integrations.checkpoint.slices import HubSlice
 from moe_comm.integrations.hugging_face.swap import EPExperts
 from moe_comm.layers.data_parallel.expert_shard import distribute_like
-from moe_comm.layers.moe.formula import ExpertFormula
+from moe_comm.layers.moe.formula import ExpertFormula, MoEBlock
 
 Probe = Literal["zeros"] | int
 """What experts return: zeros; or in pass n the vectors of experts nD, nD + 1, ..., and zeros for the others."""

@@ -18,11 +18,8 @@ from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, UnsupportedMode
 from moe_comm.integrations.blocks.block import BlockPlan, call_block, replayed
 from moe_comm.integrations.blocks.distribute import distribute
 from moe_comm.integrations.blocks.find import FoundBlock
-from moe_comm.layers.moe.trial import Trial
+from moe_comm.layers.moe.trial import Trial, difference
 from moe_comm.overlap.options import Overlap
-
-TOLERANCE = 1e-4
-"""Largest difference in a check, relative to the largest value of the original."""
 
 
 def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: Overlap | None) -> None:
@@ -78,7 +75,7 @@ def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: O
         pairs |= {f"gradient of {name}": (got[2].get(name), value) for name, value in expected[rank][2].items()}
         pairs |= {f"gradient of {key}": (getattr(experts, key).grad, value[homes]) for key, value in of_experts.items()}
         for what, (value, reference) in pairs.items():
-            if text := _difference(value, reference):
+            if text := difference(value, reference):
                 differences.append(f"{what} {text}")
     agreed(differences)
 
@@ -104,17 +101,3 @@ def _run(block: nn.Module, plan: BlockPlan, seed: int) -> tuple[list[Tensor], Te
     assert x.grad is not None
     grads = {n: p.grad for n, p in replicated.items() if p.grad is not None}
     return [leaf.detach() for leaf in results], x.grad, grads
-
-
-def _difference(value: Tensor | None, reference: Tensor | None) -> str:
-    """Return how much a value differs from the original's; "" if it does not."""
-    if value is None or reference is None or value.shape != reference.shape:
-        shapes = ("none" if x is None else str(list(x.shape)) for x in (value, reference))
-        return f"has the shape {' instead of '.join(shapes)}"
-    if not reference.numel():
-        return ""
-    largest = float(reference.abs().max())
-    difference = float((value.double() - reference.double()).abs().max())
-    if difference <= TOLERANCE * largest + 1e-7:
-        return ""
-    return f"differs by {difference:.2g}, of at most {largest:.2g}"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_comm.integrations.blocks.adapter import MoEBlock, is_inside
+from moe_comm.integrations.blocks.adapter import is_inside
+from moe_comm.layers.moe.formula import MoEBlock
 from moe_comm.layers.moe.trial import device_of
 
 CLIMB = 3

@@ -23,8 +23,8 @@ from moe_comm.integrations.blocks.distribute import distribute, refuse_ties, use
 from moe_comm.integrations.blocks.find import FoundBlock
 from moe_comm.integrations.blocks.recognise import describe
 from moe_comm.integrations.blocks.signature import Number, Signatures, numbers_read
-from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
+from moe_comm.layers.parallel.hooks import refuse_hooks
 from moe_comm.overlap.options import Overlap
 
 if TYPE_CHECKING:

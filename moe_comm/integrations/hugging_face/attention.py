@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
-from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.integrations.hugging_face.families import Ties, require_transformers
 from moe_comm.integrations.hugging_face.state import gather_full, refuse_save
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig, QKNorm, RopeConfig
@@ -31,6 +30,7 @@ from moe_comm.layers.attention.sequence import Documents, local_positions, shard
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_rank, group_size
+from moe_comm.layers.parallel.hooks import refuse_hooks
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from moe_comm.runtime.groups import warn_if_alone
 from moe_comm.topology import Sharding

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from moe_comm.comm.agree import compare
 from moe_comm.comm.group_setup import as_group
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
-from moe_comm.integrations.hooks import refuse_hooks
 from moe_comm.integrations.hugging_face.families import Ties
 from moe_comm.integrations.hugging_face.state import gather_full, refuse_save
 from moe_comm.layers.attention.layer import Attention
@@ -35,6 +34,7 @@ from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_size
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from moe_comm.layers.parallel.hooks import refuse_hooks
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_input
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.runtime.groups import warn_if_alone

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
-from moe_comm.integrations.hooks import CALL_HOOKS, refuse_hooks
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.kernels.autograd import without_autocast
@@ -38,6 +37,7 @@ from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.moe.formula import ExpertsLayout
+from moe_comm.layers.parallel.hooks import CALL_HOOKS, refuse_hooks
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Sharding, Split

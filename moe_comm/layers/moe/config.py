@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import as_group
@@ -120,6 +121,35 @@ class MoEGroups:
         return group if isinstance(group, MoEGroups) else cls(as_group(group, "ep"))
 
 
+class LayerSettings(TypedDict, total=False):
+    """Settings of ``MoELayer.from_modules``; see ``MoEConfig`` and ``MoELayer.build``."""
+
+    shared: nn.Module | None
+    capacity: Capacity | None
+    recompute: bool
+    experts_per_rank: tuple[int, ...] | None
+    placement: Placement | None
+    expert_gemm_dtype: GemmDtype
+    backend: str
+    options: DispatchOptions | None
+    overlap: Overlap | Literal["auto"] | None
+    label: str
+
+
+def token_group(groups: MoEGroups) -> ProcessGroup | None:
+    """Return the ranks that hold the tokens of one micro-batch."""
+    return groups.experts if groups.tokens is None else groups.tokens
+
+
+def check_etp(config: MoEConfig, groups: MoEGroups) -> None:
+    """Raise ConfigError unless the experts can be sliced over ``groups.etp`` ranks."""
+    etp, ranks = groups.etp, group_size(groups.experts)
+    if etp < 1 or ranks % etp:
+        raise ConfigError(f"etp = {etp} must divide the {ranks} ranks that share one set of experts")
+    if config.ffn % etp:
+        raise ConfigError(f"ffn = {config.ffn} must be a multiple of etp = {etp}, which splits the expert's width")
+
+
 def build_dispatcher(
     config: MoEConfig,
     groups: MoEGroups,
@@ -133,10 +163,7 @@ def build_dispatcher(
     """Return the dispatcher of a layer. Collective over ``groups.experts``, except on "meta"."""
     group, etp = groups.experts, groups.etp
     ranks = group_size(group)
-    if etp < 1 or ranks % etp:
-        raise ConfigError(f"etp = {etp} must divide the {ranks} ranks that share one set of experts")
-    if config.ffn % etp:
-        raise ConfigError(f"ffn = {config.ffn} must be a multiple of etp = {etp}, which splits the expert's width")
+    check_etp(config, groups)
     on_meta = device is not None and torch.device(device).type == "meta"
     try:
         placement = config.placement_on(ranks // etp)
@@ -198,23 +225,35 @@ def build_modules(
 ) -> tuple[Router, Experts, SharedExpert | None]:
     """Return the modules of a layer. The weights of the experts are not initialized."""
     factory: dict[str, Any] = {"dtype": dtype, "device": device}
-    hidden, activation, placement = config.hidden, config.activation, dispatcher.expert_placement
-    assert placement is not None
-    tokens = groups.experts if groups.tokens is None else groups.tokens
-    router = Router(hidden, config.router, tokens, sequence_group=groups.sequence, **factory)
-    part = ExpertSlice(dispatcher.rank % groups.etp, groups.etp)
-    num_local = placement.homes_per_rank[dispatcher.rank // groups.etp]
-    # On "meta" first: values are drawn once, by layer.reset_parameters.
-    bias, empty = config.expert_bias, factory | {"device": "meta"}
-    experts = Experts(num_local, hidden, config.ffn, activation, bias=bias, part=part, **empty)
-    experts.to_empty(device=device or torch.get_default_device())
-    experts.recompute, experts.gemm_dtype = config.recompute, config.expert_gemm_dtype
+    router = Router(config.hidden, config.router, token_group(groups), sequence_group=groups.sequence, **factory)
+    experts = build_experts(config, groups, dispatcher, **factory)
     shared = None
     if config.shared_ffn:
         from moe_comm.layers.moe.shared import SharedExpert
 
-        shared = SharedExpert(hidden, config.shared_ffn, activation, gate=config.shared_gate, **factory)
+        shared = SharedExpert(config.hidden, config.shared_ffn, config.activation, gate=config.shared_gate, **factory)
     return router, experts, shared
+
+
+def build_experts(
+    config: MoEConfig,
+    groups: MoEGroups,
+    dispatcher: Dispatcher,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> Experts:
+    """Return the experts of this rank, whose weights are not initialized."""
+    placement = dispatcher.expert_placement
+    assert placement is not None
+    part = ExpertSlice(dispatcher.rank % groups.etp, groups.etp)
+    num_local = placement.homes_per_rank[dispatcher.rank // groups.etp]
+    # On "meta" first: values are drawn once, by layer.reset_parameters.
+    factory: dict[str, Any] = {"bias": config.expert_bias, "part": part, "dtype": dtype, "device": "meta"}
+    experts = Experts(num_local, config.hidden, config.ffn, config.activation, **factory)
+    experts.to_empty(device=device or torch.get_default_device())
+    experts.recompute, experts.gemm_dtype = config.recompute, config.expert_gemm_dtype
+    return experts
 
 
 def check_parts(router: Router, experts: Experts, dispatcher: Dispatcher, placement: Placement) -> None:

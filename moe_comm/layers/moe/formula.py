@@ -10,13 +10,16 @@ stacked in one module     w13 [E, D, 2F]    ──▶ gate_up_proj, transposed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from moe_comm.kernels.activations import Activation
+from moe_comm.errors import UnsupportedModel
+from moe_comm.kernels.activations import Activation, activation_of
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,19 @@ class ExpertFormula:
         """Return an expert's part of the stacked parameter ``key``."""
         return torch.cat([piece.of(tensors[piece.name]) for piece in self.pieces(key, expert)])
 
+    def run(
+        self,
+        x_RD: Tensor,
+        tensors: Mapping[str, Tensor],
+        expert: int,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return an expert's outputs [R, D]. activation: None for that of the layout."""
+        of = {key: self.of_expert(key, tensors, expert) for key in self.parts}
+        h_RG = F.linear(x_RD, of["gate_up_proj"], of.get("gate_up_proj_bias"))
+        act_RF = (activation or self.layout.activation)(h_RG)
+        return F.linear(act_RF, of["down_proj"], of.get("down_proj_bias"))
+
     @torch.no_grad()
     def split(self, stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters in the block, from the stacked ones of all experts."""
@@ -199,3 +215,88 @@ class ExpertFormula:
         parts = {key: tuple(map(moved, of)) if key.startswith("gate_up_proj") else of for key, of in self.parts.items()}
         layout = replace(self.layout, ffn=width)
         return ExpertFormula(layout, parts, shapes, self.transposed, self.keys), kept
+
+
+Route = Callable[[Any, Tensor], tuple[Any, ...]]
+Output = Callable[[Any, Tensor, Tensor, Any], Any]
+
+
+@dataclass(frozen=True)
+class MoEBlock:
+    """What an MoE block of a user's model computes, for ``block_adapter`` and ``MoELayer.from_modules``.
+
+    Attributes:
+        first: names of the parameters of the experts' first layers in the block: gate and up, or one layer, or one for
+            both with gate first. "{}" stands for the number of the expert, or its key in a ``ModuleDict``; a name
+            without it is a parameter [E, ...] of all experts.
+        last: name of the last layers' parameters.
+        activation: a name in ``ACTIVATIONS``, or an ``Activation``.
+        transposed: matrices are [inputs, outputs], as in ``x @ w``; else [outputs, inputs], as in ``nn.Linear``.
+        first_bias, last_bias: names of the biases; both or neither.
+        route: ``route(block, x_TD)`` returns expert ids [T, K], int64, -1 for none, and weights [T, K]; optionally
+            further values for ``output``. None: the forward pass of the block is run with probes.
+        output: ``output(block, x, y, extra)`` returns the result of the block. x: its tokens [..., D]. y: the sums of
+            the experts' outputs, in the shape of x. extra: the further values of ``route``, a tuple. None: y.
+    """
+
+    first: str | tuple[str, ...]
+    last: str
+    activation: str | Activation = "swiglu"
+    transposed: bool = False
+    first_bias: str | tuple[str, ...] = ()
+    last_bias: str | None = None
+    route: Route | None = None
+    output: Output | None = None
+
+    def formula(self, block: nn.Module) -> ExpertFormula:
+        """Return the formula of the experts.
+
+        Raises:
+            UnsupportedModel: the block has no such parameters, or their shapes do not fit.
+        """
+        params = {name: tuple(param.shape) for name, param in block.named_parameters()}
+        first, biases = _names(self.first), _names(self.first_bias)
+        paths = [*first, self.last, *biases, *([self.last_bias] if self.last_bias else [])]
+        keys = _keys(block, self.last, params)
+        experts = _count(self.last, params, keys)
+        if missing := [path for path in paths if _count(path, params, keys) != experts]:
+            raise UnsupportedModel(f"its parameters {missing[0]} are not those of {experts} experts ({self.last})")
+        shapes = {
+            path: params[path.format(keys[0] if keys else 0)] if "{}" in path else params[path][1:] for path in paths
+        }
+        if wrong := [path for path in (*first, self.last) if len(shapes[path]) != 2]:
+            raise UnsupportedModel(f"its parameter {wrong[0]} has no matrix for each expert")
+        activation = activation_of(self.activation)
+        hidden, width = shapes[self.last][::-1] if self.transposed else shapes[self.last]
+        outputs = sum(shapes[path][1 if self.transposed else 0] for path in first)
+        if outputs != (2 if activation.gated else 1) * width:
+            raise UnsupportedModel(f"activation {activation.name} does not map {outputs} outputs of {first} to {width}")
+        if bool(biases) != bool(self.last_bias):
+            raise UnsupportedModel("first_bias and last_bias must both be given, or neither")
+        parts = {"gate_up_proj": tuple(map(Part, first)), "down_proj": (Part(self.last),)}
+        if self.last_bias:
+            parts |= {"gate_up_proj_bias": tuple(map(Part, biases)), "down_proj_bias": (Part(self.last_bias),)}
+        layout = ExpertsLayout(experts, hidden, width, activation, bias=bool(self.last_bias))
+        return ExpertFormula(layout, parts, shapes, self.transposed, keys)
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _keys(block: nn.Module, path: str, params: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the keys of the experts whose parameters ``path`` names; () if they are numbers."""
+    experts = dict(block.named_modules()).get(path.partition("{}")[0].removesuffix("."))
+    return tuple(experts) if isinstance(experts, nn.ModuleDict) and path.format(0) not in params else ()
+
+
+def _count(path: str, params: dict[str, tuple[int, ...]], keys: tuple[str, ...]) -> int:
+    """Return the number of experts that have a parameter."""
+    if "{}" not in path:
+        return params[path][0] if path in params and len(params[path]) > 1 else 0
+    if keys:
+        return len(keys) if all(path.format(key) in params for key in keys) else 0
+    experts = 0
+    while path.format(experts) in params:
+        experts += 1
+    return experts

@@ -19,28 +19,37 @@ as an expert: it sends a token to all slices of the token's experts, and combine
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.operation import tokens_fault
-from moe_comm.errors import InputError, MoeCommError
+from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.layers.data_parallel.attach import exclude_from_ddp, gradients_of
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
-from moe_comm.layers.moe.config import MoEConfig, MoEGroups, agree_on_seed, build_dispatcher, build_modules, check_parts
+from moe_comm.layers.moe.config import (
+    LayerSettings,
+    MoEConfig,
+    MoEGroups,
+    agree_on_seed,
+    build_dispatcher,
+    build_modules,
+    check_parts,
+)
 from moe_comm.layers.moe.expert_parallel import ExpertParallel, overlap_of
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
-from moe_comm.layers.moe.router import Router, Routing
+from moe_comm.layers.moe.router import Router, RouterConfig, Routing
 from moe_comm.layers.parallel.collectives import channel_of, group_size
 from moe_comm.layers.parallel.recompute import recomputing
 from moe_comm.runtime.event_layout import Kind
@@ -54,6 +63,8 @@ if TYPE_CHECKING:
 
     from moe_comm.dispatch.slots.capacity import Capacity
     from moe_comm.layers.data_parallel.copies import ExpertCopies
+    from moe_comm.layers.moe.formula import MoEBlock
+    from moe_comm.layers.moe.modules import ModuleOrigin
     from moe_comm.layers.moe.padding import RealTokens
     from moe_comm.layers.moe.shared import SharedExpert
     from moe_comm.overlap.options import Overlap
@@ -160,6 +171,7 @@ class MoELayer(ExpertParallel):
         self.zero_experts = router.config.zero_experts
         self.beside = (0, 0)
         self.aux_scale: float | Tensor | None = None
+        self.origin: ModuleOrigin | None = None
         self.num_dropped: Tensor | None = None
         self.dispatch_stats: DispatchStats | None = None
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
@@ -211,6 +223,79 @@ class MoELayer(ExpertParallel):
         layer = cls(router, experts, dispatcher, shared, capacity=config.capacity, label=label, overlap=overlap)
         layer.reset_parameters(agree_on_seed(router.group) if seed is None else seed)
         return layer
+
+    @classmethod
+    def from_modules(
+        cls,
+        router: nn.Module | Callable[[Tensor], Any],
+        experts: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        group: ProcessGroup | DeviceMesh | MoEGroups | None = None,
+        *,
+        top_k: int | None = None,
+        routing: RouterConfig | None = None,
+        description: MoEBlock | None = None,
+        **settings: Unpack[LayerSettings],
+    ) -> MoELayer:
+        """Build a layer with the weights of a router and experts that are modules. Collective over ``group``.
+
+        All ranks pass modules with the same weights, which are compared. Each rank copies the weights of its experts;
+        those of the others are freed when the caller drops the modules. ``to_modules`` is the inverse.
+
+        The experts are MLPs of two or three linear layers. What they compute is recognised, and each expert is compared
+        with the result on random rows in fp32, forward and backward, on the rank that will hold it.
+
+        Args:
+            router: an ``nn.Linear`` [D, E]; a module or another callable that maps tokens [T, D] to logits [T, E], or
+                to expert ids and weights [T, K], or to a ``Routing``; or a ``Router``. An ``nn.Linear`` is copied;
+                other modules become a part of the layer. Parameters of other callables belong to the caller.
+            experts: a list or dict of modules [R, D] to [R, D]; or one module with parameters [E, ...] of all experts,
+                which is called with [E, R, D], with rows [R, D] in the order of the experts and their counts [E], or
+                with rows, ids and weights. On "meta", the layer is on "meta" as well.
+            group: see ``build``.
+            top_k: number of experts per token, for logits: the softmax over all experts, normalized over the K.
+            routing: how to select experts by logits, in place of ``top_k``.
+            description: names the parameters of the experts, in place of recognising them; names are relative to
+                ``experts``, such as "{}.w1.weight", or to the module with stacked parameters. Its ``route`` and
+                ``output`` are not used. It is needed for a module that cannot be called as above, such as an
+                ``nn.ParameterDict``; such a module is not compared with the description.
+            settings: ``capacity``, ``recompute``, ``experts_per_rank``, ``placement`` and ``expert_gemm_dtype`` of
+                ``MoEConfig``; ``backend``, ``options``, ``overlap`` and ``label`` of ``build``; and ``shared``, a
+                module whose output for each token is added, and which remains the caller's.
+
+        Raises:
+            UnsupportedModel: an expert computes something else, or the experts have different shapes, dropout, buffers,
+                hooks or shared parameters.
+            ConfigError: router, experts, ``top_k`` and placement do not fit each other.
+            RankMismatch: ranks pass different weights or placements. These errors are raised on every rank.
+            TypeError: an unknown setting.
+        """
+        from moe_comm.layers.moe.modules import ModuleSource  # most layers are built otherwise
+
+        if group is None:
+            warn_if_alone("MoELayer.from_modules", "holds all experts and runs them on its own tokens")
+        source = ModuleSource(router, experts, top_k, routing, description)
+        return source.build(cls, MoEGroups.of(group), settings)
+
+    def to_modules(self, *, rank0_only: bool = False, cpu: bool = False) -> tuple[Any, Any]:
+        """Return router and experts as ``from_modules`` took them, with the weights of this layer. Collective.
+
+        The modules are new, and the caller's own. One expert at a time is sent, so a rank needs memory for the result
+        and one expert. ``shared`` remains ``layer.shared``.
+
+        Args:
+            rank0_only: only rank 0 of the expert group receives the modules, the other ranks (None, None).
+            cpu: in CPU memory; else on the device of the layer.
+
+        Raises:
+            ConfigError: ``from_modules`` has not built the layer, or it is on "meta".
+        """
+        from moe_comm.layers.moe.modules import modules_of
+
+        if self.origin is None:
+            raise ConfigError("to_modules converts layers that MoELayer.from_modules has built")
+        if self.experts.w13.is_meta:
+            raise ConfigError(f"layer {self.label!r} is on the meta device: load it before to_modules")
+        return modules_of(self, self.router, self.experts, self.origin, rank0_only=rank0_only, cpu=cpu)
 
     @cached_property
     def num_experts(self) -> int:
@@ -401,7 +486,9 @@ class MoELayer(ExpertParallel):
 
     def _dispatch(self, tokens: _Tokens) -> ExpertCall:
         """Dispatch the rows, in autocast's dtype if autocast is on."""
-        x_TD, width = tokens.x_TD, getattr(self.shared, "ffn", 0)
+        x_TD = tokens.x_TD
+        width = getattr(self.shared, "ffn", 0)
+        width = width if isinstance(width, int) else 0  # of a user's module
         if torch.is_autocast_enabled(x_TD.device.type):
             with self.dispatcher.abort_on_error(self.label):  # the cast allocates memory
                 x_TD = x_TD.to(compute_dtype(x_TD))

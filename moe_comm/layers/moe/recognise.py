@@ -51,10 +51,8 @@ def recognise_experts(
         UnsupportedModel: the experts cannot be run, or no formula computes what they do.
     """
     keys = tuple(experts) if isinstance(experts, nn.ModuleDict) else ()
-    if stacked:
-        expert = _first_expert(experts, num_experts, device)
-    else:
-        expert = materialized(experts[keys[0] if keys else 0], device, torch.float64)
+    first = keys[0] if keys else 0
+    expert = copy_of_expert(experts, first, num_experts, device, torch.float64, stacked=stacked)
     prefix = prefix if stacked else f"{prefix}{{}}."
     shapes = {prefix + n: tuple(p.shape[1:] if stacked else p.shape) for n, p in expert.named_parameters()}
     tensors = {f"{prefix}{n}".format(0): param for n, param in expert.named_parameters()}
@@ -80,10 +78,15 @@ def recognise_experts(
     raise problem or UnsupportedModel(f"an expert with the parameters {shapes} does not map rows [R, D] to [R, D]")
 
 
-def _first_expert(experts: nn.Module, num_experts: int, device: torch.device) -> nn.Module:
-    """Return a copy in float64 of stacked experts that all have the weights of the first one."""
-    first = {name: (0, [0]) for name, _ in experts.named_parameters()}
-    copied = materialized(experts, device, torch.float64, first)
+def copy_of_expert(
+    experts: Any, expert: int | str, num_experts: int, device: torch.device, dtype: torch.dtype, *, stacked: bool
+) -> nn.Module:
+    """Return a copy of one expert, given its number or key; of stacked experts, one in which all have its weights."""
+    if not stacked:
+        return materialized(experts[expert], device, dtype)
+    assert isinstance(expert, int)
+    one = {name: (0, [expert]) for name, _ in experts.named_parameters()}
+    copied = materialized(experts, device, dtype, one)
     for param in copied.parameters():
         param.data = param.data.expand(num_experts, *param.shape[1:])
     return copied
@@ -99,14 +102,21 @@ def output_of(result: Any) -> tuple[Tensor | None, int]:
 
 
 def run_stacked(experts: nn.Module, rows_RD: Tensor, count: int) -> Any:
-    """Return the result of the first expert of a module with stacked parameters."""
+    """Return the result of one expert of a module with stacked parameters, all of which are equal.
+
+    Modules are called with [E, R, D], with rows [R, D] and their counts [E], or with rows, ids [R, 1] and weights.
+    """
+    counts_E = torch.zeros(count, dtype=torch.int64, device=rows_RD.device)
+    counts_E[0] = len(rows_RD)
+    ids_R1 = counts_E.new_zeros(len(rows_RD), 1)
     try:
         batches = experts(rows_RD.expand(count, -1, -1))
         return batches[0]
     except Exception:
-        counts_E = torch.zeros(count, dtype=torch.int64, device=rows_RD.device)
-        counts_E[0] = len(rows_RD)
-        return experts(rows_RD, counts_E)
+        try:
+            return experts(rows_RD, counts_E)
+        except Exception:
+            return experts(rows_RD, ids_R1, rows_RD.new_ones(len(rows_RD), 1))
 
 
 def _recognise(
@@ -142,10 +152,8 @@ def _recognise(
 
 
 def _error(formula: ExpertFormula, tensors: Mapping[str, Tensor], x_RD: Tensor, y_RD: Tensor) -> float:
-    of = {key: formula.of_expert(key, tensors, 0) for key in formula.parts}
-    h_RG = F.linear(x_RD, of["gate_up_proj"], of.get("gate_up_proj_bias"))
-    act_RF = _plain(formula.layout.activation)(h_RG)
-    return float((F.linear(act_RF, of["down_proj"], of.get("down_proj_bias")) - y_RD).abs().max())
+    got_RD = formula.run(x_RD, tensors, 0, _plain(formula.layout.activation))
+    return float((got_RD - y_RD).abs().max())
 
 
 def _formulas(

@@ -185,9 +185,7 @@ class Router(ParallelModule):
     ) -> None:
         super().__init__()
         self.hidden, self.config, self.group, self.sequence_group = hidden, config, group, sequence_group
-        self.weight = nn.Parameter(torch.empty(config.num_choices, hidden, dtype=dtype, device=device))
-        bias = torch.zeros(config.num_choices, dtype=dtype, device=device) if config.linear_bias else None
-        self.bias = None if bias is None else nn.Parameter(bias)
+        self._create_parameters(dtype, device)
         # Always fp32: an update is smaller than the precision of bf16, which is often the default dtype.
         correction = torch.zeros(config.num_choices, dtype=torch.float32, device=device)
         self.register_buffer("correction_bias", correction if config.correction_bias else None)
@@ -198,6 +196,12 @@ class Router(ParallelModule):
         self.drop_invalid = False
         self.losses: dict[str, Tensor] = {}
         self.reset_parameters()
+
+    def _create_parameters(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        choices = self.config.num_choices
+        self.weight = nn.Parameter(torch.empty(choices, self.hidden, dtype=dtype, device=device))
+        bias = torch.zeros(choices, dtype=dtype, device=device) if self.config.linear_bias else None
+        self.bias = None if bias is None else nn.Parameter(bias)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialize the weight from a normal distribution, biases and counters with zero."""
@@ -244,8 +248,13 @@ class Router(ParallelModule):
                 return self.forward(x_TD, num_sequences, ids_TK, mask_N)
         bias = None if self.bias is None else self.bias.to(wide)
         wide_TD = x_TD if x_TD.dtype == wide else recomputed(lambda x: x.to(wide), x_TD)
-        logits_TE = row_invariant_linear(wide_TD, self.weight.to(wide), bias)
-        on_device = device in TRITON_DEVICES and for_triton(logits_TE)
+        return self._select(row_invariant_linear(wide_TD, self.weight.to(wide), bias), num_sequences, ids_TK, mask_N)
+
+    def _select(
+        self, logits_TE: Tensor, num_sequences: int = 1, ids_TK: Tensor | None = None, mask_N: Tensor | None = None
+    ) -> Routing:
+        """Select experts by their logits, compute the weights and losses, and count the load."""
+        on_device = logits_TE.device.type in TRITON_DEVICES and for_triton(logits_TE)
         routed = self._route_with_triton(logits_TE) if ids_TK is None and on_device else None
         if routed is not None:
             ids_TK, weights_TK, scores_TE = routed

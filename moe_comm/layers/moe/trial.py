@@ -24,6 +24,8 @@ from moe_comm.layers.moe.formula import ExpertFormula
 WIDTH = 64
 """Largest width of experts in a trial."""
 SEED = 0
+TOLERANCE = 1e-4
+"""Largest difference in a check, relative to the largest value of the original."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,3 +97,17 @@ def _random(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Return values with which linear layers keep the size of their inputs; near 1 for vectors."""
     values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     return values / math.sqrt(max(shape[-2:])) if len(shape) > 1 else 1 + 0.1 * values
+
+
+def difference(value: Tensor | None, reference: Tensor | None) -> str:
+    """Return how much a value differs from the original's; "" if it does not."""
+    if value is None or reference is None or value.shape != reference.shape:
+        shapes = ("none" if x is None else str(list(x.shape)) for x in (value, reference))
+        return f"has the shape {' instead of '.join(shapes)}"
+    if not reference.numel():
+        return ""
+    value, reference = value.detach().double(), reference.detach().double()
+    largest, most = float(reference.abs().max()), float((value - reference).abs().max())
+    if most <= TOLERANCE * largest + 1e-7:
+        return ""
+    return f"differs by {most:.2g}, of at most {largest:.2g}"
