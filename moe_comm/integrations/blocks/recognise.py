@@ -22,8 +22,9 @@ from moe_comm.integrations.blocks.block import (
     weights_of,
 )
 from moe_comm.integrations.blocks.find import FoundBlock
+from moe_comm.integrations.blocks.signature import different_experts
 from moe_comm.layers.moe.formula import ExpertFormula
-from moe_comm.layers.moe.recognise import recognise_experts
+from moe_comm.layers.moe.recognise import check_expert, recognise_experts
 from moe_comm.layers.moe.trial import Trial
 
 TOKENS = 32
@@ -59,6 +60,8 @@ def _described(found: FoundBlock) -> BlockPlan:
         formula, nones = recognise_experts(
             found.experts, found.num_experts, found.device, stacked=found.stacked, prefix=prefix
         )
+        for number in [] if found.stacked else different_experts(found, formula.layout.hidden):
+            check_expert(formula, list(found.experts.children())[number], number, found.device)
     else:
         formula, nones = found.adapter.formula(found.block), -1
     params = dict(found.block.named_parameters())

@@ -6,7 +6,8 @@ not have the values of parameters. What cannot be compared by value is compared 
 different texts although they do the same, but not equal ones although they do not.
 
 Layers often have their number as an attribute. A number of a module that a run of one block does not read has no effect
-on that run, so blocks that differ in such numbers only are equal too (``numbers_read``).
+on that run, so blocks that differ in such numbers only are equal too (``numbers_read``). This holds for modules that
+are always called, not for the experts.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from moe_comm.integrations.blocks.adapter import is_inside
 from moe_comm.integrations.blocks.block import BlockPlan, call_block, replayed
 from moe_comm.integrations.blocks.find import FoundBlock
-from moe_comm.layers.moe.trial import Trial
+from moe_comm.layers.moe.trial import Trial, materialized
 
 Number = tuple[str, str]
 """A module in a block, and an attribute of it."""
@@ -45,17 +47,28 @@ class Signatures:
         self._alive: list[Any] = []  # an identity may be reused after its object
 
     def of(self, found: FoundBlock, numbers: Collection[Number] | None = None) -> str:
-        """Return the text of a block. numbers: those of its modules that it has; None for all."""
+        """Return the text of a block.
+
+        numbers: those of its modules outside its experts that it has; None for all.
+        """
+        text = self.of_module(found.block, numbers, found.path, found.adapter)
+        return f"{found.path} {found.num_experts} {found.device} {text}"
+
+    def of_module(
+        self, block: nn.Module, numbers: Collection[Number] | None = None, path: str | None = None, other: Any = None
+    ) -> str:
+        """Return the text of a module and another value. path: of modules whose numbers it has in any case."""
         settings = _Settings(self._alive)
-        modules = {id(module): number for number, module in enumerate(found.block.modules())}
-        for module in found.block.modules():
+        modules = {id(module): number for number, module in enumerate(block.modules())}
+        for module in block.modules():
             settings.number(module)
         tensors: dict[int, int] = {}
         try:
-            lines = [f"{found.path} {found.num_experts} {found.device} {settings.text(found.adapter)}"]
-            for name, module in found.block.named_modules(remove_duplicate=False):
+            lines = [settings.text(other)]
+            for name, module in block.named_modules(remove_duplicate=False):
                 lines.append(f"{name} {modules[id(module)]}")
-            for name, module in found.block.named_modules():
+            for name, module in block.named_modules():
+                all_numbers = numbers is None or (path is not None and is_inside(name, [path]))
                 kind = f"{type(module).__qualname__} {id(type(module))} {module._non_persistent_buffers_set}"
                 params = [
                     f"{key} {tensors.setdefault(id(param), len(tensors))} {tuple(param.shape)} {param.dtype} "
@@ -67,12 +80,12 @@ class Signatures:
                     for key, value in vars(module).items()
                     if key not in _TENSORS
                     and (value or type(value) is not OrderedDict)  # hooks
-                    and (numbers is None or type(value) is not int or (name, key) in numbers)
+                    and (all_numbers or type(value) is not int or (name, key) in (numbers or ()))
                 }
                 buffers = {key: settings.text(value) for key, value in module._buffers.items()}
                 lines.append(f"{kind} {params} {buffers} {settings.text(values)}")
         except _TooMany:
-            return f"{id(found.block)}"
+            return f"{id(block)}"
         return sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -80,17 +93,38 @@ def numbers_read(found: FoundBlock, plan: BlockPlan) -> set[Number] | None:
     """Return the attributes that a run of a copy of a block reads; None if that is not known."""
     if found.adapter is not None:
         return None  # its functions read attributes too
+    copy = Trial.of(found.block, plan.formula, found.device, plan.narrow).copy()
+    with torch.autocast(found.device.type, enabled=False), replayed(found.block, found.device, seed=0):
+        return _read(copy, (*plan.shape, plan.formula.layout.hidden))
+
+
+def different_experts(found: FoundBlock, hidden: int) -> list[int]:
+    """Return the numbers of the experts of a list or dict whose settings are not those of the first one."""
+    experts = list(found.experts.children())
+    signatures = Signatures()
+
+    def different(numbers: Collection[Number] | None) -> list[int]:
+        texts = [signatures.of_module(expert, numbers) for expert in experts]
+        return [number for number, text in enumerate(texts) if text != texts[0]]
+
+    numbers = different(None)
+    if numbers and (read := _read(materialized(experts[0], found.device, torch.float32), (8, hidden))) is not None:
+        return different(read)
+    return numbers
+
+
+def _read(copy: nn.Module, shape: tuple[int, ...]) -> set[Number] | None:
+    """Return the attributes that a module reads for random tokens of a shape; None if that is not known."""
     read: set[Number] = set()
-    copy = Trial.of(found.block, plan.formula, found.device, plan.narrow).copy().requires_grad_()
     try:
-        for name, module in copy.named_modules():
+        device = next(copy.parameters()).device
+        for name, module in copy.requires_grad_().named_modules():
             module.__class__ = _recording(type(module), name, read)
-        with torch.autocast(found.device.type, enabled=False), replayed(found.block, found.device, seed=0):
-            for training in (True, False):
-                x = torch.randn(*plan.shape, plan.formula.layout.hidden, dtype=torch.float32, device=found.device)
-                results = tree_flatten(call_block(copy.train(training), x.requires_grad_()))[0]
-                sums = [leaf.sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
-                torch.stack(sums).sum().backward()
+        for training in (True, False):
+            x = torch.randn(shape, dtype=torch.float32, device=device)
+            results = tree_flatten(call_block(copy.train(training), x.requires_grad_()))[0]
+            sums = [leaf.sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
+            torch.stack(sums).sum().backward()
     except Exception:  # of the user's code, as it has another class here
         return None
     return read

@@ -151,8 +151,25 @@ def _recognise(
     )
 
 
-def _error(formula: ExpertFormula, tensors: Mapping[str, Tensor], x_RD: Tensor, y_RD: Tensor) -> float:
-    got_RD = formula.run(x_RD, tensors, 0, _plain(formula.layout.activation))
+def check_expert(formula: ExpertFormula, expert: nn.Module, number: int, device: torch.device) -> None:
+    """Raise UnsupportedModel if the expert with this number in a list does not compute ``formula``."""
+    copied = materialized(expert, device, torch.float64)
+    params = dict(copied.named_parameters())
+    tensors = {formula.name_of(path, number): params[path.partition("{}.")[2]] for path in formula.shapes}
+    rows_RD = 4 * torch.randn(8, formula.layout.hidden, dtype=torch.float64, device=device)
+    y_RD, _ = output_of(copied(rows_RD))
+    if y_RD is None or y_RD.shape != rows_RD.shape:
+        raise UnsupportedModel(f"expert {number} does not map rows [R, D] to [R, D]")
+    largest = float(y_RD.abs().max())
+    if (error := _error(formula, tensors, rows_RD, y_RD, number)) > TOLERANCE * largest:
+        raise UnsupportedModel(
+            f"its experts differ: expert 0 was recognised as {formula}, from which expert {number} differs by "
+            f"{error:.2g}, of at most {largest:.2g}"
+        )
+
+
+def _error(formula: ExpertFormula, tensors: Mapping[str, Tensor], x_RD: Tensor, y_RD: Tensor, number: int = 0) -> float:
+    got_RD = formula.run(x_RD, tensors, number, _plain(formula.layout.activation))
     return float((got_RD - y_RD).abs().max())
 
 

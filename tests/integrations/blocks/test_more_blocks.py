@@ -189,6 +189,33 @@ class KeywordOnly(Switch):
         return self.mixed(hidden_states)
 
 
+class MixedActivations(Switch):
+    """The last of many experts, which no token of a check may reach, has another activation."""
+
+    count = 40
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[39][1] = nn.ReLU()
+
+
+class MixedNumbers(Switch):
+    """Experts that are different by a number."""
+
+    class Expert(nn.Sequential):
+        def __init__(self, number: int) -> None:
+            super().__init__(*_mlp())
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y.sin() if self.number == 2 else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(self.Expert(number) for number in range(EXPERTS))
+
+
 class TiedExperts(Switch):
     def __init__(self) -> None:
         super().__init__()
@@ -358,6 +385,8 @@ REFUSED = [
     Reentrant,
     NonReentrant,
     RectifiedSum,
+    MixedActivations,
+    MixedNumbers,
     AsData,
     TiedExperts,
     Lone,
