@@ -20,7 +20,7 @@ from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.blocks.adapter import adapted_blocks, is_inside
 from moe_comm.integrations.blocks.block import BlockPlan
 from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
-from moe_comm.integrations.blocks.swap import Planned, on_any_rank, plan_blocks, swap_blocks
+from moe_comm.integrations.blocks.swap import Planned, on_any_rank, optional_blocks, plan_blocks, swap_blocks
 from moe_comm.integrations.hugging_face.families import find_experts, is_experts
 from moe_comm.integrations.hugging_face.state import of_peft
 from moe_comm.integrations.hugging_face.swap import (
@@ -131,6 +131,7 @@ def parallelize_moe(
     sharing: list[list[str]] = []
     found: list[FoundBlock] = []
     own: list[Planned] = []
+    optional: set[FoundBlock] = set()
     refused: dict[int, UnsupportedModel] = {}
     of_transformers: set[str] = set()
     adapted: list[str] = []
@@ -147,7 +148,8 @@ def parallelize_moe(
                 if is_experts(module) and not is_inside(name, left)
             }
             found = find_blocks(model, device, described, of_transformers)
-            own, refused = plan_blocks(model, found, optional=bool(of_transformers))
+            optional = optional_blocks(found, bool(of_transformers))
+            own, refused = plan_blocks(model, found, optional)
             linear_adapters.update(taken)
         if of_transformers or not own:
             blocks = find_experts(model, lambda name: not is_inside(name, left))
@@ -170,10 +172,10 @@ def parallelize_moe(
     if fault is not None:
         raise fault
     left_alone = {}
-    if of_transformers:
+    if optional:
         for number in on_any_rank(refused, group):
             left_alone[found[number].name] = str(refused.get(number, "it is not supported on another rank"))
-        own = [(block, plan) for block, plan in own if block.name not in left_alone]
+            own = [(block, plan) for block, plan in own if block is not found[number]]
     first = next(iter(blocks.values()))[0] if blocks else own[0][0].block  # a model may be on several devices
     device, fp8 = device_of(first, device), expert_gemm_dtype == "fp8"
     dispatchers = {
@@ -182,7 +184,7 @@ def parallelize_moe(
     }
     with _without_adapters(model) as taken:
         after = partial(_adopt, model, taken)
-        left_alone |= swap_blocks(model, own, dispatchers, overlap, bool(of_transformers), after)
+        left_alone |= swap_blocks(model, own, dispatchers, overlap, optional, after)
     swap_experts(model, blocks, sharing, dispatchers, overlap)
     for experts in swapped_experts(model).values():
         experts.gemm_dtype = expert_gemm_dtype

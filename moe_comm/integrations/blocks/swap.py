@@ -6,7 +6,7 @@ fp32, forward and backward, and must agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def swap_blocks(
     blocks: Sequence[Planned],
     dispatchers: Mapping[int, Dispatcher],
     overlap: Overlap | None,
-    optional: bool,
+    optional: Collection[FoundBlock],
     after: Callable[[FoundBlock, BlockPlan], None],
 ) -> dict[str, str]:
     """Check and swap the MoE blocks of a model. Collective.
@@ -47,7 +47,7 @@ def swap_blocks(
     Args:
         blocks: with their plans, from ``plan_blocks``.
         dispatchers: by number of experts.
-        optional: leave blocks without an adapter unchanged that do not compute what the original does.
+        optional: blocks to leave unchanged if a swapped one does not compute what the original does.
         after: is called for each swapped block, before the next one is swapped.
 
     Returns:
@@ -68,7 +68,7 @@ def swap_blocks(
         try:
             check(block, plan, dispatchers[block.num_experts], overlap)
         except UnsupportedModel as error:  # on every rank
-            if not optional or block.adapter is not None:
+            if block not in optional:
                 raise
             differing |= {n: error for n, (_, other) in enumerate(blocks) if other is plan} | {number: error}
     left = on_any_rank(differing, group) if optional else []
@@ -85,12 +85,23 @@ def swap_blocks(
     return {blocks[number][0].name: str(differing.get(number, "it differs on another rank")) for number in left}
 
 
+def optional_blocks(blocks: Sequence[FoundBlock], of_transformers: bool) -> set[FoundBlock]:
+    """Return the blocks to leave unchanged if they are not supported: other blocks of the model are swapped.
+
+    of_transformers: the model has blocks of transformers. Else a ``ModuleDict`` beside other blocks may be no MoE.
+    """
+    dicts = {block for block in blocks if block.adapter is None and isinstance(block.experts, nn.ModuleDict)}
+    if of_transformers:
+        return {block for block in blocks if block.adapter is None}
+    return dicts if len(dicts) < len(blocks) else set()
+
+
 def plan_blocks(
-    model: nn.Module, blocks: Sequence[FoundBlock], optional: bool
+    model: nn.Module, blocks: Sequence[FoundBlock], optional: Collection[FoundBlock]
 ) -> tuple[list[Planned], dict[int, UnsupportedModel]]:
     """Return each block with its plan, from ``describe``. Equal blocks, by ``Signatures``, share one.
 
-    optional: return the error of a block without an adapter, by its number, instead of raising it.
+    optional: blocks whose errors are returned, by their numbers, instead of raised.
     """
     plans, uses = _Plans(), uses_of_parameters(model)
     planned, refused = list[Planned](), dict[int, UnsupportedModel]()
@@ -103,7 +114,7 @@ def plan_blocks(
             refuse_ties(uses, block, plan)
             planned.append((block, plan))
         except UnsupportedModel as error:
-            if not optional or block.adapter is not None:
+            if block not in optional:
                 raise
             refused[number] = error
     return planned, refused

@@ -357,7 +357,9 @@ class DenseStack(nn.Module):
         return self.head(x)
 
 
+MORE = [DictOfExperts, NumberedExperts, Passthrough, Residual, SharedResidual, Many, ManyResidual, ManyShared]
 SWAPPED = [
+    *MORE,
     Switch,
     NoBias,
     ExpertChoice,
@@ -371,14 +373,6 @@ SWAPPED = [
     FrozenExperts,
     FrozenRouter,
     KeywordOnly,
-    DictOfExperts,
-    NumberedExperts,
-    Passthrough,
-    Residual,
-    SharedResidual,
-    Many,
-    ManyResidual,
-    ManyShared,
 ]
 REFUSED = [
     Jitter,
@@ -418,6 +412,12 @@ def _run(block: nn.Module, source: int) -> list[Any]:
 @on_ranks(4)  # one more than experts; rank 1 has no tokens
 @pytest.mark.parametrize("kind", SWAPPED, ids=lambda k: k.__name__)
 def test_swaps(kind: type[nn.Module], rank: int, world: int, group: ProcessGroup) -> None:
+    _swaps(kind, rank, world, group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", MORE, ids=lambda k: k.__name__)
+def test_swaps_on_two_ranks(kind: type[nn.Module], rank: int, world: int, group: ProcessGroup) -> None:
     _swaps(kind, rank, world, group)
 
 
@@ -507,6 +507,21 @@ def test_autocast_applies_to_the_probes_and_not_to_the_check() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
         torch.testing.assert_close(moe_comm.swap_moe(model)(x), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_dict_beside_a_block_is_no_block(caplog: pytest.LogCaptureFixture) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleDict({name: _mlp() for name in ("text", "image")})
+            self.output = nn.Linear(D, 2)
+
+    model: Any = nn.ModuleList([Heads(), Switch()])
+    moe_comm.swap_moe(model)
+    assert type(model[0].heads) is nn.ModuleDict and type(model[1]) is not Switch
+    assert "swap_moe: 0 unchanged" in caplog.text
+    with pytest.raises(UnsupportedModel, match="looks like an MoE block with 2 experts in heads"):
+        moe_comm.swap_moe(nn.ModuleList([Heads()]))
 
 
 def test_a_list_beside_a_block_is_no_block() -> None:
