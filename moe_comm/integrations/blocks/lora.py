@@ -273,7 +273,7 @@ def _place(experts: BlockExperts, name: str, expert: int, wrapper: Any = None) -
     *parents, key = experts.plan.formula.name_of(name, expert).split(".")
     for part in parents:
         if part not in module._modules:
-            module.add_module(part, nn.Module())
+            module._modules[part] = nn.Module()  # the experts have probes under the names of a ``ModuleDict``
         module = module._modules[part]  # type: ignore[assignment]
     if key not in module._modules:
         weight = ExpertWeight(experts, name, expert)
