@@ -22,6 +22,7 @@
 #include "cpu/pending.h"
 #include "cpu/pool.h"
 #include "cpu/rendezvous.h"
+#include "cpu/shared_tokens.h"
 #include "cpu/transfer.h"
 #include "cuda/launch.h"
 #include "cuda/sources.h"
@@ -191,6 +192,8 @@ PYBIND11_MODULE(_C, m) {
                              [](const Layout& l) {
                                return py::bytes(reinterpret_cast<const char*>(l.counts.data()), l.counts.size() * 8);
                              })
+      // Address of the places of the tokens of `share`, valid while the layout exists.
+      .def_property_readonly("tokens", [](const Layout& l) { return reinterpret_cast<uintptr_t>(l.token.data()); })
       .def_readonly("dropped", &Layout::dropped)
       .def_readonly("own", &Layout::own);
 
@@ -212,6 +215,11 @@ PYBIND11_MODULE(_C, m) {
       .def("finish", &PendingSum::finish, py::call_guard<py::gil_scoped_release>())
       .def("finished", &PendingSum::finished)
       .def("abandon", &PendingSum::abandon);
+
+  py::class_<SharedTokens, std::shared_ptr<SharedTokens>>(m, "SharedTokens")
+      .def_readonly("base", &SharedTokens::base)
+      .def_readonly("tokens", &SharedTokens::tokens)
+      .def_readonly("stride", &SharedTokens::stride);
 
   py::class_<Transfer>(m, "Transfer")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
@@ -274,6 +282,29 @@ PYBIND11_MODULE(_C, m) {
              });
              return py::make_tuple(pending_tensor(t.heap_ptr(), sent.pending, sent.block, *sent.layout), sent.layout,
                                    sent.pending);
+           })
+      .def("share",
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, uintptr_t x,
+              int64_t x_stride, uintptr_t ids, std::array<int64_t, 4> shape) {
+             const Op op = make_op(compared, std::move(label), 0, "");
+             const auto [tokens, top_k, hidden, dtype] = shape;
+             const Shape sizes{tokens, top_k, hidden, static_cast<int>(dtype)};
+             Shared shared =
+                 without_gil([&] { return t.share(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids), sizes); });
+             return py::make_tuple(std::move(shared.tokens), std::move(shared.layout));
+           })
+      .def("copy_shared",
+           [](const Transfer& t, const Layout& layout, const SharedTokens& tokens, int64_t row, int64_t count,
+              uintptr_t y) {
+             py::gil_scoped_release release;
+             t.copy_shared(layout, tokens, row, count, pointer<char>(y));
+           })
+      .def("share_again",
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
+              uintptr_t x, int64_t x_stride) {
+             const Op op = make_op(compared, std::move(label), 0, "");
+             py::gil_scoped_release release;
+             return t.share_again(op, layout, {pointer<char>(x), x_stride});
            })
       .def(
           "start_sum",

@@ -71,6 +71,25 @@ class Layout:
     def own(self) -> int:
         """Slots of this rank that are routed to its own experts."""
 
+    @property
+    def tokens(self) -> int:
+        """Of ``Transfer.share``: address of the packed places (rank, token) of the rows, valid with this object."""
+
+class SharedTokens:
+    """Tokens of all ranks that this rank reads in place. They are valid while this object exists on any rank."""
+
+    @property
+    def base(self) -> list[int]:
+        """Address of the tokens of each rank."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Number of tokens of each rank."""
+
+    @property
+    def stride(self) -> int:
+        """Bytes between tokens."""
+
 class Transfer:
     """Dispatch, combine and their backward passes. Without a communicator, this process holds all experts."""
 
@@ -93,6 +112,26 @@ class Transfer:
         shape: T, K, D and the dtype code. words: address, width and both strides in words of [T, K, width] 32-bit words
         that are sent with the rows; width 0 without, which returns None for them.
         """
+
+    def share(
+        self,
+        compared: Sequence[int],
+        label: str,
+        x: int,
+        x_stride: int,
+        ids: int,
+        shape: tuple[int, int, int, int],
+        /,
+    ) -> tuple[SharedTokens, Layout]:
+        """Dispatch without rows: experts read the tokens of all ranks in place. Arguments are those of ``send``."""
+
+    def share_again(
+        self, compared: Sequence[int], label: str, layout: Layout, x: int, x_stride: int, /
+    ) -> SharedTokens:
+        """Share tokens again, with the layout of ``share``."""
+
+    def copy_shared(self, layout: Layout, tokens: SharedTokens, row: int, count: int, y: int, /) -> None:
+        """Write rows of this rank's experts, [count, D] from ``row`` on, to the address ``y``."""
 
     def sum(
         self,

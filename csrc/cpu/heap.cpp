@@ -179,6 +179,7 @@ int64_t Heap::alloc(int64_t bytes) {
   }
   bytes = std::max(round_up(bytes, kBlockAlign), kBlockAlign);
   const std::lock_guard<ForkSafeMutex> lock(mutex_);
+  free_raised();
   auto fit = free_size_.lower_bound({bytes, 0});
   if (fit == free_size_.end()) {
     grow(bytes);
@@ -197,12 +198,34 @@ int64_t Heap::alloc(int64_t bytes) {
 void Heap::free(int64_t offset) {
   if (inherited()) return;
   const std::lock_guard<ForkSafeMutex> lock(mutex_);
+  free_locked(offset);
+}
+
+void Heap::free_locked(int64_t offset) {
   auto it = live_.find(offset);
   if (it == live_.end()) return;
   const int64_t bytes = it->second;
   live_.erase(it);
   used_ -= bytes;
   insert_free(offset, bytes);
+}
+
+void Heap::free_when_raised(int64_t offset, int64_t flags) {
+  if (inherited()) return;
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
+  retired_[offset] = flags;
+  free_raised();
+}
+
+void Heap::free_raised() {
+  for (auto it = retired_.begin(); it != retired_.end();) {
+    auto* flags = reinterpret_cast<std::atomic<uint32_t>*>(base() + it->first);
+    const bool raised = std::all_of(flags, flags + it->second, [](const std::atomic<uint32_t>& flag) {
+      return flag.load(std::memory_order_acquire) != 0;
+    });
+    if (raised) free_locked(it->first);
+    it = raised ? retired_.erase(it) : std::next(it);
+  }
 }
 
 // Private memory is copied on fork and belongs to the child. A shared segment still belongs to the parent; the child
@@ -214,8 +237,9 @@ bool Heap::owns(const void* p, int64_t bytes) const {
   return at >= base() && at + bytes <= base() + size();
 }
 
-int64_t Heap::used() const {
+int64_t Heap::used() {
   const std::lock_guard<ForkSafeMutex> lock(mutex_);
+  free_raised();
   return used_;
 }
 
@@ -224,8 +248,9 @@ int64_t Heap::peak() const {
   return peak_;
 }
 
-int64_t Heap::blocks() const {
+int64_t Heap::blocks() {
   const std::lock_guard<ForkSafeMutex> lock(mutex_);
+  free_raised();
   return static_cast<int64_t>(live_.size());
 }
 

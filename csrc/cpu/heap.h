@@ -58,6 +58,9 @@ class Heap {
   int64_t alloc(int64_t bytes);
   // Free a block. Thread-safe. In a forked child it has no effect on a shared segment.
   void free(int64_t offset);
+  // Free a block when all of the `flags` 32-bit words at its start are nonzero; peers write them. Until then the block
+  // is not reused. Thread-safe.
+  void free_when_raised(int64_t offset, int64_t flags);
   // Return whether [p, p + bytes) is inside this heap.
   bool owns(const void* p, int64_t bytes) const;
   // Unlink the name. The memory is released when the last mapping is removed.
@@ -67,14 +70,18 @@ class Heap {
   const std::string& name() const { return name_; }
   int64_t reserve() const { return map_->reserve(); }
   int64_t size() const { return map_->mapped(); }
-  int64_t used() const;
+  // Bytes and number of blocks. Those of free_when_raised are counted until they are freed.
+  int64_t used();
   int64_t peak() const;
-  int64_t blocks() const;
+  int64_t blocks();
 
  private:
   void grow(int64_t bytes);
   bool inherited() const;
   void insert_free(int64_t offset, int64_t bytes);
+  // With the lock held.
+  void free_locked(int64_t offset);
+  void free_raised();
 
   std::string name_;
   bool linked_ = false;
@@ -84,6 +91,7 @@ class Heap {
   std::map<int64_t, int64_t> free_;                  // offset -> bytes, adjacent free blocks are merged
   std::set<std::pair<int64_t, int64_t>> free_size_;  // (bytes, offset), for best fit
   std::map<int64_t, int64_t> live_;                  // offset -> bytes
+  std::map<int64_t, int64_t> retired_;               // offset -> flags, of free_when_raised
   int64_t used_ = 0;
   int64_t peak_ = 0;
 };

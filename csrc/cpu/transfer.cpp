@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 
 #include "../layout.h"
 #include "errors.h"
@@ -95,10 +96,74 @@ std::string Transfer::routing_fault(const int64_t* ids, const Shape& shape) cons
          " (-1 drops a slot); " + std::to_string(bad) + " bad ids";
 }
 
+std::shared_ptr<Layout> Transfer::new_layout(const Shape& shape) const {
+  auto layout = std::make_shared<Layout>();
+  layout->creator = this;
+  layout->tokens = shape.tokens;
+  layout->top_k = shape.top_k;
+  layout->hidden = shape.hidden;
+  layout->dtype = shape.dtype;
+  return layout;
+}
+
+void Transfer::count_slots(Op& op, const int64_t* ids, Layout& layout, int64_t* counts) const {
+  const int64_t experts = static_cast<int64_t>(owner_.size());
+  bool valid = true;
+  for (int64_t i = 0; i < layout.tokens * layout.top_k && !op.fault; ++i) {
+    if (ids[i] >= 0 && ids[i] < experts) {
+      ++counts[ids[i]];
+    } else if (ids[i] == kDropped) {
+      ++layout.dropped;
+    } else {
+      valid = false;
+    }
+  }
+  if (!valid) {
+    op.fault = kRoutingFault;
+    op.fault_text = routing_fault(ids, {layout.tokens, layout.top_k, layout.hidden, layout.dtype});
+  }
+}
+
+int64_t Transfer::rows_of_expert(const Layout& layout, int64_t expert) const {
+  int64_t rows = 0;
+  for (size_t s = 0; s < static_cast<size_t>(world()); ++s) {
+    rows += layout.counts[s * owner_.size() + static_cast<size_t>(expert)];
+  }
+  return rows;
+}
+
+void Transfer::read_counts(Layout& layout, int64_t own_offset) const {
+  const size_t my_rank = static_cast<size_t>(rank()), experts = owner_.size();
+  layout.counts.resize(static_cast<size_t>(world()) * experts);
+  for (int p = 0; p < world() && experts; ++p) {
+    const int64_t offset = communicator_ ? communicator_->record(p).counts_offset : own_offset;
+    std::memcpy(layout.counts.data() + static_cast<size_t>(p) * experts,
+                address(p, offset, static_cast<int64_t>(experts) * 8), experts * 8);
+  }
+  for (int64_t e = expert_offsets_[my_rank]; e < expert_offsets_[my_rank + 1]; ++e) {
+    layout.own += layout.counts[my_rank * experts + static_cast<size_t>(e)];
+    layout.rows_per_expert.push_back(rows_of_expert(layout, e));
+    layout.rows += layout.rows_per_expert.back();
+  }
+}
+
+void Transfer::assign_places(Layout& layout, const int64_t* ids) const {
+  const size_t experts = owner_.size();
+  const auto count = [&](int64_t s, int64_t e) {
+    return layout.counts[static_cast<size_t>(s) * experts + static_cast<size_t>(e)];
+  };
+  std::vector<int64_t> next_row(experts);
+  first_rows(expert_offsets_.data(), world(), rank(), count, next_row.data());
+  layout.place.resize(static_cast<size_t>(layout.tokens * layout.top_k));
+  for (size_t i = 0; i < layout.place.size(); ++i) {
+    const size_t e = static_cast<size_t>(ids[i]);
+    layout.place[i] = ids[i] < 0 ? kDropped : pack_place(owner_[e], next_row[e]++);
+  }
+}
+
 Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra extra) {
   const int64_t experts = static_cast<int64_t>(owner_.size());
-  const int64_t slots = shape.tokens * shape.top_k;
-  const size_t world_size = static_cast<size_t>(world()), my_rank = static_cast<size_t>(rank());
+  const size_t world_size = static_cast<size_t>(world());
 
   auto pending = std::make_shared<PendingReceive>(communicator_, heap_);
   Record local{};
@@ -116,47 +181,13 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra 
     if (!op.fault) op.fault_text = error.what();
     if (!op.fault) op.fault = kHeapFault;
   }
-  auto layout = std::make_shared<Layout>();
-  layout->creator = this;
-  layout->tokens = shape.tokens;
-  layout->top_k = shape.top_k;
-  layout->hidden = shape.hidden;
-  layout->dtype = shape.dtype;
-  bool valid = true;
-  for (int64_t i = 0; i < slots && !op.fault; ++i) {
-    if (ids[i] >= 0 && ids[i] < experts) {
-      ++counts[ids[i]];
-    } else if (ids[i] == kDropped) {
-      ++layout->dropped;
-    } else {
-      valid = false;
-    }
-  }
-  if (!valid) {
-    op.fault = kRoutingFault;
-    op.fault_text = routing_fault(ids, shape);
-  }
+  const std::shared_ptr<Layout> layout = new_layout(shape);
+  count_slots(op, ids, *layout, counts);
   pending->begin(op);
-  layout->counts.resize(world_size * static_cast<size_t>(experts));
-  for (int p = 0; p < world(); ++p) {
-    const int64_t offset = communicator_ ? communicator_->record(p).counts_offset : own.counts_offset;
-    if (experts == 0) break;
-    std::memcpy(layout->counts.data() + p * experts, address(p, offset, experts * 8), static_cast<size_t>(experts) * 8);
-  }
-  const auto count = [&](int64_t s, int64_t e) { return layout->counts[static_cast<size_t>(s * experts + e)]; };
-  const auto rows_of = [&](int64_t e) {
-    int64_t rows = 0;
-    for (int s = 0; s < world(); ++s) rows += count(s, e);
-    return rows;
-  };
 
   // Allocate this rank's block and publish its offset first: peers can then write to the block while this rank computes
   // the destination (`place`) of each of its slots.
-  for (int64_t e = expert_offsets_[my_rank]; e < expert_offsets_[my_rank + 1]; ++e) {
-    layout->own += count(rank(), e);
-    layout->rows_per_expert.push_back(rows_of(e));
-    layout->rows += layout->rows_per_expert.back();
-  }
+  read_counts(*layout, own.counts_offset);
   const int64_t row_bytes = shape.hidden * dtype_bytes(shape.dtype);
   std::string heap_error;
   try {
@@ -166,14 +197,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra 
     heap_error = error.what();
   }
   if (communicator_) communicator_->publish_ready();
-
-  std::vector<int64_t> next_row(static_cast<size_t>(experts));
-  first_rows(expert_offsets_.data(), world(), rank(), count, next_row.data());
-  layout->place.resize(static_cast<size_t>(slots));
-  for (int64_t i = 0; i < slots; ++i) {
-    const size_t e = static_cast<size_t>(ids[i]);
-    layout->place[static_cast<size_t>(i)] = ids[i] < 0 ? kDropped : pack_place(owner_[e], next_row[e]++);
-  }
+  assign_places(*layout, ids);
 
   if (communicator_) communicator_->wait_ready();
   std::vector<char*> base(world_size, nullptr), extra_base(base);
@@ -187,7 +211,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra 
     }
     const size_t owner = static_cast<size_t>(p);
     int64_t rows = 0;
-    for (int64_t e = expert_offsets_[owner]; e < expert_offsets_[owner + 1]; ++e) rows += rows_of(e);
+    for (int64_t e = expert_offsets_[owner]; e < expert_offsets_[owner + 1]; ++e) rows += rows_of_expert(*layout, e);
     base[owner] = address(p, block, rows * row_bytes);
     if (extra.width) extra_base[owner] = address(p, other.extra_offset, other.extra_bytes);
   }
@@ -199,7 +223,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra 
                                               "/dev/shm on its host, or send fewer tokens per call");
   }
   if (row_bytes > 0) {
-    const TokenLoop loop = token_loop(*layout, base, slots * row_bytes);
+    const TokenLoop loop = token_loop(*layout, base, shape.tokens * shape.top_k * row_bytes);
     parallel_for(shape.tokens, grain(*layout), threads_,
                  [&](int64_t first, int64_t last) { kernels().scatter(loop, first, last, x.data, x.stride); });
   }
@@ -207,7 +231,143 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra 
   const int64_t block = pending->release(own.block_offset);
   const int64_t extra_block = extra.width ? pending->release(own.extra_offset) : -1;
   pending->publish_done();
-  return {std::move(layout), block, extra_block, std::move(pending)};
+  return {layout, block, extra_block, std::move(pending)};
+}
+
+void Transfer::copy_rows(Rows rows, int64_t count, int64_t row_bytes, char* to) const {
+  parallel_for(count, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)), threads_,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t r = first; r < last; ++r) {
+                   std::memcpy(to + r * row_bytes, rows.data + r * rows.stride, static_cast<size_t>(row_bytes));
+                 }
+               });
+}
+
+int64_t* Transfer::alloc_shared(Op& op, PendingTransfer& pending, Rows x, Shape shape, int64_t list) {
+  if (!communicator_) return nullptr;
+  Record& own = communicator_->record();
+  const int64_t flag_bytes = SharedTokens::flag_bytes(world()), row_bytes = shape.hidden * dtype_bytes(shape.dtype);
+  const int64_t list_bytes = (list * 8 + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
+  try {
+    own.block_offset = pending.alloc(flag_bytes + list_bytes + shape.tokens * row_bytes);
+  } catch (const HeapError& error) {
+    if (!op.fault) op.fault_text = error.what();
+    if (!op.fault) op.fault = kHeapFault;
+    return nullptr;
+  }
+  own.extra_offset = own.block_offset + flag_bytes;
+  own.extra_bytes = list * 8;
+  own.rows_offset = own.extra_offset + list_bytes;
+  own.rows_bytes = shape.tokens * row_bytes;
+  std::memset(heap_->base() + own.block_offset, 0, static_cast<size_t>(flag_bytes));
+  if (!op.fault) copy_rows(x, shape.tokens, row_bytes, heap_->base() + own.rows_offset);
+  return reinterpret_cast<int64_t*>(heap_->base() + own.extra_offset);
+}
+
+std::shared_ptr<SharedTokens> Transfer::shared_tokens(PendingTransfer& pending, Rows x, Shape shape) {
+  auto shared = std::make_shared<SharedTokens>(communicator_);
+  if (!communicator_) {
+    shared->base = {reinterpret_cast<uintptr_t>(x.data)};
+    shared->tokens = {shape.tokens};
+    shared->stride = x.stride;
+    return shared;
+  }
+  shared->stride = shape.hidden * dtype_bytes(shape.dtype);
+  std::vector<int64_t> blocks;
+  for (int p = 0; p < world(); ++p) {
+    const Record& other = communicator_->record(p);
+    shared->base.push_back(reinterpret_cast<uintptr_t>(address(p, other.rows_offset, other.rows_bytes)));
+    shared->tokens.push_back(shared->stride ? other.rows_bytes / shared->stride : 0);
+    blocks.push_back(other.block_offset);
+  }
+  shared->hold(pending.release(communicator_->record().block_offset), blocks);
+  return shared;
+}
+
+Shared Transfer::share(Op op, Rows x, const int64_t* ids, Shape shape) {
+  const size_t experts = owner_.size();
+  PendingTransfer pending(communicator_, heap_);
+  Record local{};
+  Record& own = communicator_ ? communicator_->record() : local;
+  const std::shared_ptr<Layout> layout = new_layout(shape);
+  int64_t* counts = nullptr;
+  try {
+    own.counts_offset = pending.alloc(static_cast<int64_t>(experts) * 8);
+    counts = reinterpret_cast<int64_t*>(heap_->base() + own.counts_offset);
+    std::memset(counts, 0, experts * 8);
+  } catch (const HeapError& error) {
+    if (!op.fault) op.fault_text = error.what();
+    if (!op.fault) op.fault = kHeapFault;
+  }
+  count_slots(op, ids, *layout, counts);
+  const int64_t slots = op.fault ? 0 : shape.tokens * shape.top_k;
+  std::vector<int64_t> own_list(communicator_ ? 0 : static_cast<size_t>(slots));
+  int64_t* list = alloc_shared(op, pending, x, shape, slots);
+  if (!communicator_) list = own_list.data();
+  if (!op.fault) {
+    std::vector<int64_t> next(experts + 1, 0);
+    for (size_t e = 0; e < experts; ++e) next[e + 1] = next[e] + counts[e];
+    for (int64_t i = 0; i < slots; ++i) {
+      if (ids[i] >= 0) list[next[static_cast<size_t>(ids[i])]++] = pack_place(rank(), i / shape.top_k);
+    }
+  }
+  pending.begin(op);
+
+  read_counts(*layout, own.counts_offset);
+  assign_places(*layout, ids);
+  // The rows of an expert are those of rank 0, then of rank 1, ...
+  layout->token.resize(static_cast<size_t>(layout->rows));
+  const size_t my_rank = static_cast<size_t>(rank());
+  const int64_t first_expert = expert_offsets_[my_rank];
+  std::vector<int64_t> next_row(layout->rows_per_expert.size(), 0);
+  for (size_t e = 1; e < next_row.size(); ++e) next_row[e] = next_row[e - 1] + layout->rows_per_expert[e - 1];
+  for (int p = 0; p < world(); ++p) {
+    const int64_t* from = list;
+    if (communicator_) {
+      const Record& other = communicator_->record(p);
+      from = reinterpret_cast<const int64_t*>(address(p, other.extra_offset, other.extra_bytes));
+    }
+    const int64_t* sent = layout->counts.data() + static_cast<size_t>(p) * experts;
+    from += std::accumulate(sent, sent + first_expert, int64_t{0});
+    for (size_t e = 0; e < next_row.size(); ++e) {
+      const int64_t count = sent[static_cast<size_t>(first_expert) + e];
+      std::copy_n(from, count, layout->token.begin() + next_row[e]);
+      from += count;
+      next_row[e] += count;
+    }
+  }
+  std::shared_ptr<SharedTokens> tokens = shared_tokens(pending, x, shape);
+  pending.finish();
+  return {layout, std::move(tokens)};
+}
+
+std::shared_ptr<SharedTokens> Transfer::share_again(Op op, const Layout& layout, Rows x) {
+  const Shape shape{layout.tokens, layout.top_k, layout.hidden, layout.dtype};
+  PendingTransfer pending(communicator_, heap_);
+  created_here(layout, op);
+  alloc_shared(op, pending, x, shape, 0);
+  pending.begin(op);
+  std::shared_ptr<SharedTokens> tokens = shared_tokens(pending, x, shape);
+  pending.finish();
+  return tokens;
+}
+
+void Transfer::copy_shared(const Layout& layout, const SharedTokens& tokens, int64_t row, int64_t count,
+                           char* y) const {
+  if (row < 0 || count < 0 || row + count > layout.rows) {
+    throw std::invalid_argument("rows " + std::to_string(row) + " to " + std::to_string(row + count) +
+                                " are outside the " + std::to_string(layout.rows) + " rows of the dispatch");
+  }
+  const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
+  parallel_for(count, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)), threads_,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t r = first; r < last; ++r) {
+                   const int64_t place = layout.token[static_cast<size_t>(row + r)];
+                   const uintptr_t from = tokens.base[static_cast<size_t>(place_owner(place))] +
+                                          static_cast<uintptr_t>(place_row(place) * tokens.stride);
+                   std::memcpy(y + r * row_bytes, reinterpret_cast<const char*>(from), static_cast<size_t>(row_bytes));
+                 }
+               });
 }
 
 int64_t Transfer::ensure_in_heap(const Layout& layout, Rows rows, PendingTransfer& pending) {
@@ -216,13 +376,7 @@ int64_t Transfer::ensure_in_heap(const Layout& layout, Rows rows, PendingTransfe
   if (bytes == 0) return 0;
   if (rows.stride == row_bytes && heap_->owns(rows.data, bytes)) return rows.data - heap_->base();
   const int64_t offset = pending.alloc(bytes);
-  char* copy = heap_->base() + offset;
-  parallel_for(layout.rows, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)), threads_,
-               [&](int64_t first, int64_t last) {
-                 for (int64_t r = first; r < last; ++r) {
-                   std::memcpy(copy + r * row_bytes, rows.data + r * rows.stride, static_cast<size_t>(row_bytes));
-                 }
-               });
+  copy_rows(rows, layout.rows, row_bytes, heap_->base() + offset);
   return offset;
 }
 

@@ -6,6 +6,8 @@
 //                        └─── rank 1's rows
 //   spread   backward of sum: writes row gradients to the owners' blocks and computes dot products
 //
+//   share    a dispatch without rows: each rank's tokens are copied to its heap once, and experts read them there
+//
 // Each operation can also move a few 32-bit words with each row (Extra), in blocks of their own and in the same
 // handshake.
 //
@@ -18,6 +20,7 @@
 
 #include "communicator.h"
 #include "pending.h"
+#include "shared_tokens.h"
 
 namespace moe_comm {
 
@@ -32,6 +35,7 @@ struct Layout {
   int64_t rows = 0;               // number of rows in this rank's block
   int64_t dropped = 0;            // number of this rank's slots that are dropped
   int64_t own = 0;                // number of this rank's slots routed to its own experts
+  std::vector<int64_t> token;     // of `share`: [rows] packed places (source rank, token) of this rank's rows
 };
 
 // A [rows, hidden] matrix whose rows are `stride` bytes apart.
@@ -60,6 +64,12 @@ struct Sent {
   std::shared_ptr<PendingReceive> pending;
 };
 
+// A dispatch whose rows are read in place.
+struct Shared {
+  std::shared_ptr<Layout> layout;
+  std::shared_ptr<SharedTokens> tokens;
+};
+
 struct Spread {
   int64_t block = -1, extra_block = -1;
   std::shared_ptr<PendingReceive> pending;
@@ -79,6 +89,12 @@ class Transfer {
 
   // On return, all rows of this rank are written at their owners.
   Sent start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra extra = {});
+  // On return, the tokens of all ranks can be read.
+  Shared share(Op op, Rows x, const int64_t* ids, Shape shape);
+  // Share other rows of the same tokens, such as their gradients, or the same ones again.
+  std::shared_ptr<SharedTokens> share_again(Op op, const Layout& layout, Rows x);
+  // y [count, hidden]: a copy of rows from `row` on that this rank's experts read in place.
+  void copy_shared(const Layout& layout, const SharedTokens& tokens, int64_t row, int64_t count, char* y) const;
   // If `computed` is false, `rows` is in this rank's heap and the caller writes it and then raises the flags. `layout`
   // must outlive the returned object. `extra` has the words of each row, whose width the sum's caller passes again; its
   // data is null without. If rows.data is null, only these are returned.
@@ -94,10 +110,25 @@ class Transfer {
  private:
   int rank() const { return communicator_ ? communicator_->rank() : 0; }
   int world() const { return communicator_ ? communicator_->world() : 1; }
+  // Count this rank's slots for each expert in `counts`, which is zero, and its dropped slots. Sets op.fault if an id
+  // is invalid.
+  void count_slots(Op& op, const int64_t* ids, Layout& layout, int64_t* counts) const;
+  // Read the counts of all ranks at the offsets in their records, and derive the rows of this rank's experts.
+  void read_counts(Layout& layout, int64_t own_offset) const;
+  // Compute the places of this rank's slots from the counts.
+  void assign_places(Layout& layout, const int64_t* ids) const;
+  int64_t rows_of_expert(const Layout& layout, int64_t expert) const;
+  std::shared_ptr<Layout> new_layout(const Shape& shape) const;
+  // Allocate this rank's block of shared tokens before the handshake; sets op.fault if there is no memory. The record
+  // gets its offsets. Return the address of its list of slots; null without a communicator.
+  int64_t* alloc_shared(Op& op, PendingTransfer& pending, Rows x, Shape shape, int64_t list);
+  // After the handshake: return the tokens of all ranks.
+  std::shared_ptr<SharedTokens> shared_tokens(PendingTransfer& pending, Rows x, Shape shape);
   std::string routing_fault(const int64_t* ids, const Shape& shape) const;
   // Return the offset of `rows` in this rank's heap. Rows that are outside the heap or not dense are first copied to a
   // temporary block.
   int64_t ensure_in_heap(const Layout& layout, Rows rows, PendingTransfer& pending);
+  void copy_rows(Rows rows, int64_t count, int64_t row_bytes, char* to) const;
   // Return whether this Transfer created `layout`; sets op.fault if not. Places of another Transfer do not refer to
   // these heaps.
   bool created_here(const Layout& layout, Op& op) const;

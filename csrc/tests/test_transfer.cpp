@@ -2,7 +2,9 @@
 #include <cstring>
 
 #include "check.h"
+#include "cpu/errors.h"
 #include "cpu/kernels.h"
+#include "layout.h"
 #include "reference.h"
 
 using namespace moe_comm;
@@ -67,6 +69,65 @@ TEST(transfer_without_peers_gives_the_reference_bits) {
     run_and_check(plan, 0, transfer, call);
   }
   CHECK_EQ(heap->used(), int64_t{0});
+}
+
+// The rows that experts read in place are those that a dispatch sends, also after other operations, until each rank has
+// released its tokens.
+TEST(shared_tokens_are_the_rows_of_a_dispatch) {
+  for (const int world : {1, 2, 4, 8}) {
+    Ranks ranks(world, long_timeout());
+    Random random(static_cast<uint64_t>(world) * 31);
+    std::vector<Plan> plans;
+    for (int i = 0; i < 20 * repeats(); ++i) plans.push_back(random_plan(random, world, Limits()));
+    on_ranks(world, [&](int rank) {
+      const size_t r = static_cast<size_t>(rank);
+      int64_t call = 0;
+      std::vector<std::shared_ptr<SharedTokens>> kept(3);  // ranks release the tokens of a plan at different times
+      for (size_t i = 0; i < plans.size(); ++i) {
+        const Plan& plan = plans[i];
+        BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+        const Rows x{plan.x[r].data(), plan.stride()};
+        const Shape shape{plan.tokens[r], plan.top_k, plan.hidden, plan.dtype};
+        const Shared shared = transfer.share(op_of(plan, 0, ++call), x, plan.ids[r].data(), shape);
+        CHECK(shared.layout->rows_per_expert == plan.per_expert[r]);
+        const Sent sent = transfer.send(op_of(plan, 0, ++call), x, plan.ids[r].data(), shape);
+        CHECK(shared.layout->place == sent.layout->place);
+        transfer.heap().free(sent.block);
+        CHECK_EQ(static_cast<int64_t>(shared.layout->token.size()), plan.rows[r]);
+        const auto check = [&](const SharedTokens& tokens) {
+          for (int64_t row = 0; row < plan.rows[r] && plan.row_bytes(); ++row) {
+            const int64_t place = shared.layout->token[static_cast<size_t>(row)];
+            const size_t source = static_cast<size_t>(place_owner(place));
+            CHECK(place_row(place) < tokens.tokens[source]);
+            const auto* token = reinterpret_cast<const char*>(tokens.base[source]) + place_row(place) * tokens.stride;
+            CHECK(std::memcmp(token, plan.received[r].data() + row * plan.row_bytes(),
+                              static_cast<size_t>(plan.row_bytes())) == 0);
+          }
+        };
+        check(*shared.tokens);
+        const auto again = transfer.share_again(op_of(plan, 1, ++call), *shared.layout, x);
+        check(*shared.tokens);
+        check(*again);
+        kept[(i + r) % kept.size()] = i % 2 ? shared.tokens : again;
+      }
+    });
+    for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
+  }
+}
+
+TEST(invalid_ids_of_one_rank_share_no_tokens) {
+  Ranks ranks(2, long_timeout());
+  Random random(5);
+  Plan plan = plain_plan(random, 2, 8, 16, 4, 2, 0);
+  plan.ids[1][3] = 4;
+  on_ranks(2, [&](int rank) {
+    const size_t r = static_cast<size_t>(rank);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    const Rows x{plan.x[r].data(), plan.stride()};
+    const Shape shape{8, 2, 16, 0};
+    CHECK_THROWS(transfer.share(op_of(plan, 0, 1), x, plan.ids[r].data(), shape), HandshakeFailed);
+  });
+  for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
 }
 
 // Large enough for non-temporal stores and for several threads per rank, aligned and unaligned.

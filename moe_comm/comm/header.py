@@ -24,6 +24,8 @@ DISPATCH_FIXED = "dispatch_fixed"
 """The dispatch of ``peer_to_peer`` into a block of fixed size, whose header has no size of free memory."""
 EXTRA, EXTRA_BACKWARD = "extra values", "extra values backward"
 """The separate transfers of the extra values of a dispatch, and of their gradients."""
+DISPATCH_AGAIN = "dispatch again"
+"""In a backward pass, the dispatch of rows that experts read in place."""
 OPS = (
     "dispatch",
     "combine",
@@ -33,6 +35,7 @@ OPS = (
     DISPATCH_FIXED,
     EXTRA,
     EXTRA_BACKWARD,
+    DISPATCH_AGAIN,
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
@@ -55,7 +58,7 @@ TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
 SHIFT = 32
 """Words with two fields have the second one above this bit."""
-PLACEMENT_SHIFT = 4
+PLACEMENT_SHIFT = 5
 """The bits of a placement's digest are above this many flags."""
 TRAINED = (
     "input weights",
@@ -134,6 +137,7 @@ class Header:
     scaled: whether a dispatch returns rows as values and scales.
     weights_grad: whether backward sends gradients of routing weights of a dispatch in chunks.
     flagged: whether kernels of a combine, or of a backward pass, set a flag for each part of the rows.
+    in_place: whether the experts of a dispatch read the tokens in place.
     placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
     extra, extra_grad, extra_int: number of extra values of each slot, and whether they require gradients, or are int32.
     trained: bits of a dispatch for a layer: which of ``TRAINED`` require gradients.
@@ -157,6 +161,7 @@ class Header:
     placement: int = 0
     weights_grad: bool = False
     flagged: bool = False
+    in_place: bool = False
     extra: int = 0
     extra_grad: bool = False
     extra_int: bool = False
@@ -176,6 +181,7 @@ class Header:
             | self.scaled << 1
             | self.weights_grad << 2
             | self.flagged << 3
+            | self.in_place << 4
             | self.placement << PLACEMENT_SHIFT,
             # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
             # dispatches in different orders.
@@ -249,6 +255,7 @@ _FIELDS: tuple[tuple[str, int, int, int, Callable[[int], object]], ...] = (
     ("whether rows are scaled", 6, 1, 1, bool),
     ("whether routing weights require gradients", 6, 2, 1, bool),
     ("whether GEMMs overlap on the device", 6, 3, 1, bool),
+    ("whether experts read tokens in place", 6, 4, 1, bool),
     ("the placement of experts", 6, PLACEMENT_SHIFT, -1, _placement),
 )
 """Fields of the compared words: name, word, lowest bit, mask, and the text of a value. The last word is the layer."""

@@ -46,9 +46,10 @@ from moe_comm.dispatch.operation import (
 )
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions, ExtraRoutes
 from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized, rounded
-from moe_comm.errors import InputError, MoeCommError
+from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
+from moe_comm.kernels.token_rows import TokenRows
 from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, communication_span
 from moe_comm.runtime.memory import Array, as_tensors
@@ -278,6 +279,22 @@ class Dispatcher(Operations):
         if extra_TKX is not None:
             return self._connected_with(x_TD, extra_TKX, rows_RD, words_RX, handle)
         return self.connected(x_TD, rows_RD, handle).rows_RD
+
+    def reads_in_place(self, x_TD: Tensor) -> bool:
+        """Return whether experts can read tokens like ``x_TD`` where they are (``dispatch_in_place``); equal on every
+        rank."""
+        return False
+
+    def dispatch_in_place(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> tuple[TokenRows, DispatchHandle]:
+        """Dispatch without copies of rows: this rank's experts read the tokens of all ranks in place. No autograd.
+
+        Arguments and errors are those of ``dispatch``. The tokens are valid while the returned rows exist on any rank.
+        """
+        raise ConfigError(f"{self.name} does not dispatch in place")
+
+    def dispatch_again(self, x_TD: Tensor, handle: DispatchHandle) -> TokenRows:
+        """Repeat ``dispatch_in_place`` with the same tokens, for a backward pass. Collective, no autograd."""
+        raise ConfigError(f"{self.name} does not dispatch in place")
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised [num_rows, width] storage that this backend reads and writes fastest."""

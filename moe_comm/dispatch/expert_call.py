@@ -4,8 +4,13 @@
 
 Each GEMM writes directly into its slice of the result. The activation is in a scratch buffer for a batch of experts, so
 it is still in the cache when the next GEMM reads it; backward recomputes it together with its gradient. Saved for
-backward are rows_RD and h_RG, or rows_RD alone with ``recompute``. The arithmetic is in ``kernels/expert_mlp.py``. On a
-GPU, 16-bit experts without biases run in one launch (``kernels/expert_mlp_gpu.py``).
+backward are rows_RD and h_RG, or rows_RD alone with ``recompute``.
+
+On the CPU the first GEMM reads the tokens of all ranks in place, if the dispatcher supports it (``InPlace``). Then x_TD
+is saved instead of rows_RD, and backward dispatches the tokens again.
+
+The arithmetic is in ``kernels/expert_mlp.py``. On a GPU, 16-bit experts without biases run in one launch
+(``kernels/expert_mlp_gpu.py``).
 """
 
 from __future__ import annotations
@@ -20,23 +25,97 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import AbortOnError
+from moe_comm.comm.header import TRAINED
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import compute_dtype, needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, Saved
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.native import TRITON_DEVICES
+from moe_comm.kernels.token_rows import TokenRows
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.memory import warm_like, warm_rows
 
 Guard = Callable[[], AbstractContextManager[None]]
 """Returns the context of a backward pass, e.g. ``Dispatcher.abort_on_error``."""
+INPUT_WEIGHTS = 1 << TRAINED.index("input weights")
+
+
+class InPlace:
+    """A dispatch whose rows the experts read in place, and what its autograd functions pass to each other.
+
+    Attributes:
+        shared: the tokens of this rank and the rows of its experts, until the experts have read them.
+        grad_RD: the gradient of the rows, from backward of the experts to that of the dispatch.
+        needs_x: whether the tokens need a gradient.
+        dense: whether ``ExpertCall.rows`` is a copy of the rows, for hooks; else it is empty.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, x_TD: Tensor, rows: TokenRows, handle: DispatchHandle, dense: bool
+    ) -> None:
+        self.dispatcher, self.handle, self.dense = dispatcher, handle, dense
+        self.shared: tuple[Tensor, TokenRows] | None = (x_TD.detach(), rows)
+        self.grad_RD: Tensor | None = None
+        self.needs_x = x_TD.requires_grad and torch.is_grad_enabled()
+        self._trained = dispatcher.trained
+        self._kept: TokenRows | None = None
+
+    def connected(self, x_TD: Tensor) -> Tensor:
+        """Return ``ExpertCall.rows``: what stands for the rows in the autograd graph."""
+        assert self.shared is not None
+        rows = self.shared[1].dense() if self.dense else torch.empty(0, dtype=x_TD.dtype, device=x_TD.device)
+        # Backward of the experts is collective. So it runs on a rank without experts too, which has no gradients.
+        rows.requires_grad_(torch.is_grad_enabled() and bool(self._trained))
+        return _DispatchInPlace.apply(x_TD, rows, self)  # type: ignore[no-any-return]
+
+    def rows_again(self, x_TD: Tensor, w13: Tensor, needed: bool, needs_inputs: bool, needs_weights: bool) -> TokenRows:
+        """Return the rows for a backward pass. They cannot be read if no rank needs them. Collective if a rank does.
+
+        A pipeline schedule computes the gradients of inputs and of weights in two passes. The second one has no
+        collectives, because it does not run on a rank without experts. So the first one keeps the rows for it.
+
+        Args:
+            x_TD: The tokens of this rank.
+            w13: The input weights of its experts.
+            needed: Whether this pass reads the rows.
+            needs_inputs, needs_weights: What this pass computes.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and not needs_inputs:
+            return kept
+        if not needed and not self._trained & INPUT_WEIGHTS:
+            return TokenRows.unreadable(self.handle.num_rows, self.handle.hidden, self.handle.dtype)
+        rows = self.dispatcher.dispatch_again(x_TD, self.handle)
+        if not needs_weights and w13.numel():
+            self._kept = rows
+        return rows
+
+
+class _DispatchInPlace(torch.autograd.Function):
+    """The dispatch that has been run. Its backward sums the gradients of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows: Tensor, run: InPlace) -> Tensor:
+        ctx.run = run
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        run: InPlace = ctx.run
+        grad_RD, run.grad_RD = grad if run.dense else run.grad_RD, None
+        if grad_RD is None or not run.needs_x:
+            return None, None, None
+        return run.dispatcher.dispatch_backward(grad_RD, run.handle), None, None
 
 
 @dataclass(frozen=True, eq=False)
 class _Backward:
-    """What backward needs besides tensors. counts_E: rows per expert, if the experts run in one launch on a GPU."""
+    """What backward needs besides tensors. counts_E: rows per expert, if the experts run in one launch on a GPU.
+    in_place: the dispatch whose rows the experts read in place."""
 
     experts: LocalExperts
     sizes: tuple[int, ...]
@@ -44,10 +123,12 @@ class _Backward:
     counts_E: Tensor | None
     label: str
     guard: Guard
+    in_place: InPlace | None = None
 
 
 class _Grouped(torch.autograd.Function):
-    """Run experts on all their rows. ``rows_RD`` gets the gradient also if the experts read ``scaled`` instead."""
+    """Run experts on all their rows. ``rows_RD`` gets the gradient also if the experts read ``scaled`` or rows in place
+    instead."""
 
     @staticmethod
     def forward(
@@ -67,6 +148,13 @@ class _Grouped(torch.autograd.Function):
             out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
             h_RG = expert_mlp_gpu.forward(mlp, rows_RD, call.counts_E, out_RD)
             saved: Saved = rows_RD, None, h_RG if keep and not mlp.recompute else None
+        elif (run := call.in_place) is not None:
+            assert run.shared is not None
+            (x_TD, rows), run.shared = run.shared, None
+            out_RD = call.alloc(rows.shape[0], experts.columns, rows.dtype, rows.device)
+            mlp_pass = experts.forward(rows, out_RD, call.sizes, keep, warm_rows)
+            mlp_pass.all_rows()
+            saved = x_TD, *mlp_pass.saved[1:]
         else:
             out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
             mlp_pass = experts.forward(rows_RD if scaled is None else scaled, out_RD, call.sizes, keep, warm_rows)
@@ -85,7 +173,10 @@ class _Grouped(torch.autograd.Function):
             needs_rows, _, _, _, _, *needs = needed_gradients(ctx)
             experts = call.experts.with_tensors(tensors)
             grad_RD = grad_RD if grad_RD.stride(-1) == 1 else grad_RD.contiguous()
-            if isinstance(experts, ExpertMLP):
+            if (run := call.in_place) is not None:
+                rows_RD = run.rows_again(rows_RD, tensors[0], needs[0] or saved_RG is None, needs_rows, any(needs))
+                needs_rows = needs_rows and run.needs_x
+            elif isinstance(experts, ExpertMLP):
                 rows_RD, saved_RG = experts.backward_inputs(rows_RD, scale_RB, saved_RG, call.sizes, grad_RD.dtype)
             rows, width = rows_RD.shape
             grad_rows = call.alloc(rows, width, rows_RD.dtype, rows_RD.device) if needs_rows else None
@@ -104,6 +195,8 @@ class _Grouped(torch.autograd.Function):
                     experts, rows_RD, saved_RG, grad_RD, call.counts_E, grad_rows, needs
                 )
                 grads = [*of_weights, *[None] * (len(tensors) - len(of_weights))]
+            if run is not None and not run.dense:
+                run.grad_RD, grad_rows = grad_rows, grad_RD.new_empty(0)
             return grad_rows, None, None, None, None, *grads
 
 
@@ -115,6 +208,7 @@ def grouped(
     label: str = "",
     guard: Guard = nullcontext,
     scaled: ScaledRows | None = None,
+    in_place: InPlace | None = None,
 ) -> Tensor:
     """Run each expert on its own rows. Differentiable once.
 
@@ -125,6 +219,7 @@ def grouped(
         label: Name of the layer, for the span of backward.
         guard: Context of backward.
         scaled: The rows for experts with fp8 GEMMs, which then do not read ``rows_RD``. None: quantize ``rows_RD``.
+        in_place: The dispatch whose rows are read in place; ``rows_RD`` is its empty tensor.
 
     Returns:
         [R, columns]. Gradients of experts without rows are zeros.
@@ -143,7 +238,7 @@ def grouped(
             counts_E = torch.tensor(rows_per_expert, dtype=torch.int64, device="cpu").to(
                 rows_RD.device, non_blocking=True
             )
-    call = _Backward(experts.with_tensors(), tuple(rows_per_expert), alloc, counts_E, label, guard)
+    call = _Backward(experts.with_tensors(), tuple(rows_per_expert), alloc, counts_E, label, guard, in_place)
     return _Grouped.apply(rows_RD, scaled, experts, has_backward, call, *tensors)  # type: ignore[no-any-return]
 
 
@@ -185,8 +280,9 @@ class ExpertCall:
     Both raise PeerDied or PeerTimeout if a rank failed, or its rows were not received in time.
 
     Attributes:
-        rows: [R, D] rows of this rank's experts. If the executor overlaps computation with the dispatch, ``rows`` is an
-            empty tensor that only connects the autograd functions of dispatch and compute.
+        rows: [R, D] rows of this rank's experts. If experts read them in place, or the executor overlaps computation
+            with the dispatch, ``rows`` is an empty tensor that only connects the autograd functions of dispatch and
+            compute.
         handle: the dispatch handle.
         skips_empty_slots: whether ``compute`` accepts parameters without those of the last experts, if these have no
             rows, with the counts of the others.
@@ -196,8 +292,11 @@ class ExpertCall:
     handle: DispatchHandle
     skips_empty_slots = True
 
-    def __init__(self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor, in_place: InPlace | None = None
+    ) -> None:
         self._dispatcher, self.handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
+        self._in_place = in_place
         self.rows, self._scaled = dispatched.rows_RD, dispatched.scaled
 
     def complete(self) -> None:
@@ -218,11 +317,20 @@ class ExpertCall:
             InputError: the parameters do not match the rows; raised on this rank only.
         """
         dispatcher, label = self._dispatcher, self.handle.label
-        mlp.check(rows, rows_per_expert)
+        in_place, self._in_place = self._in_place, None
+        if in_place is None or in_place.shared is None:
+            mlp.check(rows, rows_per_expert)
+        elif rows.shape == self.rows.shape and rows.data_ptr() == self.rows.data_ptr():  # FSDP returns an alias
+            mlp.check(in_place.shared[1], rows_per_expert)
+        else:
+            raise InputError(
+                f"a hook replaced the rows of the experts of layer {label!r}, which are read in place. Replace the "
+                "tokens before the layer, or the outputs of the experts"
+            )
         # A bound method of this object would keep its rows alive as long as the autograd graph.
         guard = partial(dispatcher.abort_on_error, label)
         scaled, self._scaled = self._scaled, None  # autograd keeps what backward needs
-        return grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard, scaled)
+        return grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard, scaled, in_place)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the weighted sum of the expert outputs of each token, [T, D]."""
@@ -235,3 +343,28 @@ class ExpertCall:
     def abort_on_error(self) -> AbstractContextManager[None]:
         """Return a context manager that calls ``abort`` for an exception that leaves the ``with`` block."""
         return AbortOnError(self.abort)
+
+
+def serial_call(
+    dispatcher: Dispatcher,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    label: str = "",
+    scaled: bool = False,
+    in_place: bool = False,
+    dense: bool = False,
+) -> ExpertCall:
+    """Dispatch, for experts that overlap nothing. Collective. Arguments and errors are those of ``Dispatcher``.
+
+    Args:
+        in_place: Experts read the tokens in place if the dispatcher supports it; the same on every rank.
+        dense: ``ExpertCall.rows`` is a copy of the rows also then, which hooks read and must not replace. Ranks may
+            differ.
+    """
+    if scaled or not in_place or not dispatcher.reads_in_place(x_TD):
+        return ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
+    rows, handle = dispatcher.dispatch_in_place(x_TD, ids_TK, label=label)
+    run = InPlace(dispatcher, x_TD, rows, handle, dense)
+    return ExpertCall(dispatcher, Dispatched(run.connected(x_TD), handle), weights_TK, run)

@@ -43,7 +43,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moe_comm.comm.header import EXTRA, EXTRA_BACKWARD
+from moe_comm.comm.header import DISPATCH_AGAIN, EXTRA, EXTRA_BACKWARD
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.fp8 import (
     BLOCK,
@@ -182,7 +182,7 @@ class WireDtypes:
         """Return the wire dtype of an operation, given its name in headers, such as "combine backward"."""
         if op in (EXTRA, EXTRA_BACKWARD):
             return SAME
-        wire_dtype = getattr(self, op.replace(" ", "_"))
+        wire_dtype = self.dispatch if op == DISPATCH_AGAIN else getattr(self, op.replace(" ", "_"))
         assert isinstance(wire_dtype, WireDtype)  # by __post_init__
         return wire_dtype
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_comm.kernels.blas import add_product, aligned, expert_mm, product_into
 from moe_comm.kernels.native import core, on_cpu
+from moe_comm.kernels.token_rows import TokenRows
 from moe_comm.runtime.memory import row_address, warm_rows
 
 _CODES = {torch.float64: 3}
@@ -50,7 +51,7 @@ class ExpertWeights:
     def transposed(self) -> ExpertWeights:
         return ExpertWeights(self._w_ENK.transpose(1, 2))
 
-    def multiply(self, x_RK: Tensor, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
+    def multiply(self, x_RK: Tensor | TokenRows, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
         """Write out[r] = x[r] @ w[e].T + bias[e]. No autograd.
 
         Args:
@@ -59,20 +60,21 @@ class ExpertWeights:
             sizes: number of rows of each of these experts.
         """
         if self._native:
-            dtype, count, x_RK = self._w_ENK.dtype, x_RK.shape[0], _with_dense_rows(x_RK)
+            dtype, count = self._w_ENK.dtype, x_RK.shape[0]
             address, expert, row, element = self._at
             bias, bias_expert = self._bias
             core().grouped_gemm(
                 sizes,
                 _CODES[dtype],
                 torch.get_num_threads(),
-                _rows(x_RK, dtype, self._w_ENK.shape[2]),
+                _operand(x_RK, dtype, self._w_ENK.shape[2]),
                 (address + first * expert, expert, row, element),
                 self._w_ENK.shape[1],
                 (bias and bias + first * bias_expert, bias_expert),
                 row_address(out_RN, dtype, (count, self._w_ENK.shape[1])),
             )
             return
+        x_RK = _dense(x_RK)
         weights = self._w_ENK[first : first + len(sizes)].unbind(0)
         for e, (w_NK, x_rK, out_rN) in enumerate(zip(weights, x_RK.split(sizes), out_RN.split(sizes), strict=True)):
             bias_N = None if self._bias_EN is None else self._bias_EN[first + e]
@@ -92,9 +94,10 @@ class ExpertWeights:
                 add_product(aligned(x_rK), aligned(w_NK).t(), out_rN)
 
 
-def weight_gradients(y_RN: Tensor, x_RK: Tensor, out_ENK: Tensor, sizes: Sequence[int]) -> None:
+def weight_gradients(y_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, out_ENK: Tensor, sizes: Sequence[int]) -> None:
     """Write out[e] = y[rows of e].T @ x[rows of e]; zeros for an expert without rows. No autograd."""
     if not is_native(out_ENK):
+        y_RN, x_RK = _dense(y_RN), _dense(x_RK)
         for y_rN, x_rK, out_NK in zip(y_RN.split(sizes), x_RK.split(sizes), out_ENK.unbind(0), strict=True):
             product_into(aligned(y_rN).t(), aligned(x_rK), out_NK)
         return
@@ -106,12 +109,16 @@ def weight_gradients(y_RN: Tensor, x_RK: Tensor, out_ENK: Tensor, sizes: Sequenc
             weight_gradients(y_RN, x_RK, dense_ENK, sizes)
             out_ENK.copy_(dense_ENK)
         return
-    dtype, y_RN, x_RK = out_ENK.dtype, _with_dense_rows(y_RN), _with_dense_rows(x_RK)
-    y, x = _rows(y_RN, dtype, out_ENK.shape[1]), _rows(x_RK, dtype, out_ENK.shape[2])
+    dtype = out_ENK.dtype
+    y, x = _operand(y_RN, dtype, out_ENK.shape[1]), _operand(x_RK, dtype, out_ENK.shape[2])
     *at, _ = _stack(out_ENK)
     core().grouped_gemm_weights(
         sizes, _CODES[dtype], torch.get_num_threads(), y, x, (*at, dtype.itemsize), _CODES[dtype], False
     )
+
+
+def _dense(x_RK: Tensor | TokenRows) -> Tensor:
+    return x_RK if isinstance(x_RK, Tensor) else x_RK.dense()
 
 
 def _stack(w_ENK: Tensor) -> tuple[int, int, int, int]:
@@ -125,8 +132,12 @@ def _with_dense_rows(x_RK: Tensor) -> Tensor:
     return x_RK if element == 1 and (row >= x_RK.shape[1] or row == 0) else x_RK.contiguous()
 
 
-def _rows(x_RK: Tensor, dtype: torch.dtype, width: int) -> tuple[list[int], list[int], int, int, int, int, int]:
-    """Return dense rows as the native core takes them."""
-    rows = x_RK.shape[0]
+def _operand(
+    x_RK: Tensor | TokenRows, dtype: torch.dtype, width: int
+) -> tuple[list[int], list[int], int, int, int, int, int]:
+    """Return rows as the native core takes them."""
+    if not isinstance(x_RK, Tensor):
+        return x_RK.operand()
+    x_RK, rows = _with_dense_rows(x_RK), x_RK.shape[0]
     address, stride = row_address(x_RK, dtype, (rows, width))
     return [address], [rows], stride if rows > 1 else width * dtype.itemsize, 0, 0, rows, width

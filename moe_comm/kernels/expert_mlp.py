@@ -44,11 +44,14 @@ from moe_comm.kernels.fp8 import (
     scaled_grouped_mm_into,
 )
 from moe_comm.kernels.native import for_triton
+from moe_comm.kernels.token_rows import TokenRows
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
-Saved = tuple[Tensor, Tensor | None, Tensor | None]
+Rows = Tensor | TokenRows
+"""[R, D], sorted by expert."""
+Saved = tuple[Rows, Tensor | None, Tensor | None]
 """Rows of a forward pass, or their e4m3 values and scales; and h_RG, or None."""
 BATCH_ROWS = 256
 """Experts with up to this many rows together are computed at once."""
@@ -150,7 +153,7 @@ class BackwardInputs:
     at_once: only ``all_rows`` is called, so scratch buffers have the size of one batch of experts.
     """
 
-    rows_RD: Tensor
+    rows_RD: Rows
     saved_RG: Tensor | None
     grad_RD: Tensor
     sizes: Sizes
@@ -179,9 +182,7 @@ class LocalExperts(ABC):
         """Width of the output."""
 
     @abstractmethod
-    def forward(
-        self, rows: Tensor | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
-    ) -> ExpertForward:
+    def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         """Return a forward pass from ``rows``, which may still be in flight, to ``out_RD``. keep: save h_RG for
         backward, unless it is recomputed."""
 
@@ -210,9 +211,9 @@ class ExpertMLP(LocalExperts):
     def columns(self) -> int:
         return int(self.tensors[1].shape[1])  # type: ignore[union-attr]
 
-    def check(self, rows_RD: Tensor, rows_per_expert: Sequence[int]) -> None:
+    def check(self, rows_RD: Rows, rows_per_expert: Sequence[int]) -> None:
         """Raise InputError unless shapes and dtypes match rows [R, D] with these counts per expert."""
-        if rows_RD.dim() != 2 or rows_RD.shape[1] != self.tensors[0].shape[2]:  # type: ignore[union-attr]
+        if len(rows_RD.shape) != 2 or rows_RD.shape[1] != self.tensors[0].shape[2]:  # type: ignore[union-attr]
             hidden = self.tensors[0].shape[2]  # type: ignore[union-attr]
             raise InputError(f"experts of hidden size {hidden} need rows [R, {hidden}]; got {tuple(rows_RD.shape)}")
         experts = self.tensors[0].shape[0]  # type: ignore[union-attr]
@@ -225,7 +226,7 @@ class ExpertMLP(LocalExperts):
         if self.gemm_dtype == "fp8" and rows_RD.shape[1] % BLOCK:
             raise InputError(f"experts with fp8 GEMMs need a multiple of {BLOCK} channels; got {rows_RD.shape[1]}")
 
-    def check_weights(self, rows: Tensor) -> None:
+    def check_weights(self, rows: Rows) -> None:
         """Raise InputError unless the weights match each other and the dtype of ``rows``, of any shape."""
         w13, w2, b13, b2 = self.tensors
         assert w13 is not None
@@ -246,14 +247,13 @@ class ExpertMLP(LocalExperts):
                     "convert one of them, or run under torch.autocast"
                 )
 
-    def forward(
-        self, rows: Tensor | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
-    ) -> ExpertForward:
+    def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         keep = keep and not self.recompute
         if self.gemm_dtype == "fp8":
+            assert not isinstance(rows, TokenRows)
             scaled = rows if isinstance(rows, ScaledRows) else quantize_rows(rows)
             return _Fp8Forward(self, scaled, out_RD, sizes, keep)
-        assert isinstance(rows, Tensor)
+        assert not isinstance(rows, ScaledRows)
         return MLPForward(self, rows, out_RD, sizes, keep, alloc)
 
     def backward_inputs(
@@ -277,7 +277,7 @@ class ExpertMLP(LocalExperts):
 class MLPForward(ExpertForward):
     """The forward pass of ``ExpertMLP`` in the dtype of the rows. ``low_rank.py`` extends both GEMMs."""
 
-    def __init__(self, mlp: ExpertMLP, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
+    def __init__(self, mlp: ExpertMLP, rows_RD: Rows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
         super().__init__(sizes)
         w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
         assert w13_EGD is not None
@@ -296,7 +296,7 @@ class MLPForward(ExpertForward):
         self._activation.forward(h_rG, act_rF)
         self._down(part, act_rF, self._out_RD[rows])
 
-    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+    def _up(self, part: Part, rows_rD: Rows, h_rG: Tensor) -> None:
         self._w13.multiply(rows_rD, h_rG, part.sizes, part.expert)
 
     def _down(self, part: Part, act_rF: Tensor, out_rD: Tensor) -> None:
@@ -394,7 +394,7 @@ class MLPBackward(ExpertBackward):
         if self._grad_rows_RD is not None:
             self._back_up(part, grad_h, self._grad_rows_RD[rows], local)
 
-    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+    def _up(self, part: Part, rows_rD: Rows, h_rG: Tensor) -> None:
         self._w13.multiply(rows_rD, h_rG, part.sizes, part.expert)
 
     def _back_down(self, part: Part, grad_rD: Tensor, act_rF: Tensor, local: slice) -> None:
@@ -433,9 +433,7 @@ class ExpertLinear(LocalExperts):
     def columns(self) -> int:
         return int(self.tensors[0].shape[1])  # type: ignore[union-attr]
 
-    def forward(
-        self, rows: Tensor | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
-    ) -> ExpertForward:
+    def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         return _LinearForward(self.tensors[0], rows, out_RD, sizes)  # type: ignore[arg-type]
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:

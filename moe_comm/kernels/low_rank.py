@@ -30,6 +30,7 @@ from moe_comm.kernels.expert_mlp import (
     MLPBackward,
     MLPForward,
     Part,
+    Rows,
     Sizes,
 )
 from moe_comm.kernels.fp8 import ScaledRows
@@ -147,7 +148,7 @@ class AdaptedMLP(ExpertMLP):
         """Return the experts without their adapters."""
         return ExpertMLP(self.tensors[:_WEIGHTS], self.activation, self.recompute, self.gemm_dtype)
 
-    def check_weights(self, rows: Tensor) -> None:
+    def check_weights(self, rows: Rows) -> None:
         self.without_adapters().check_weights(rows)
         if self.gemm_dtype == "fp8":
             raise InputError("experts with adapters need GEMMs in the dtype of the rows; got gemm_dtype='fp8'")
@@ -162,9 +163,7 @@ class AdaptedMLP(ExpertMLP):
                     f"rank, {outputs}]; got {shapes}"
                 )
 
-    def forward(
-        self, rows: Tensor | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
-    ) -> ExpertForward:
+    def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         assert isinstance(rows, Tensor)
         return _AdaptedForward(self, rows, out_RD, sizes, keep and not self.recompute, alloc)
 
@@ -259,9 +258,10 @@ class _AdaptedForward(MLPForward):
         super().__init__(mlp.without_adapters(), rows_RD, out_RD, sizes, keep, alloc)
         self._first, self._last = (_pairs(mlp, last, self._most_rows, alloc) for last in (False, True))
 
-    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+    def _up(self, part: Part, rows_rD: Rows, h_rG: Tensor) -> None:
         super()._up(part, rows_rD, h_rG)
         for pair in self._first:
+            assert isinstance(rows_rD, Tensor)
             pair.add(part, rows_rD, h_rG)
 
     def _down(self, part: Part, act_rF: Tensor, out_rD: Tensor) -> None:
@@ -282,9 +282,10 @@ class _AdaptedBackward(MLPBackward):
         self._needs_grad_h = self._needs_grad_h or False in trained
         self._needs_act = self._needs_act or True in trained
 
-    def _up(self, part: Part, rows_rD: Tensor, h_rG: Tensor) -> None:
+    def _up(self, part: Part, rows_rD: Rows, h_rG: Tensor) -> None:
         super()._up(part, rows_rD, h_rG)
         for pair in self._forward_first:
+            assert isinstance(rows_rD, Tensor)
             pair.add(part, rows_rD, h_rG)
 
     def _back_down(self, part: Part, grad_rD: Tensor, act_rF: Tensor, local: slice) -> None:
@@ -301,6 +302,7 @@ class _AdaptedBackward(MLPBackward):
         super()._weights(part, grads[:_WEIGHTS])
         rows, local = part.rows, self._local(part.rows)
         # Of each kind of pair: its inputs, the gradient of its outputs, and whether grad @ b.T was kept.
+        assert isinstance(self._rows_RD, Tensor)
         first = self._rows_RD[rows], self._grad_h_RG[local], self._grad_rows_RD is not None
         last = self._act_RF[local], self._grad_RD[rows], self._needs_grad_h
         for pairs, (x_rI, grad_rO, kept) in ((self._first, first), (self._last, last)):

@@ -198,6 +198,7 @@ def _activations(
         architecture.moe.recompute,
         rows=1.0 if capacity is None else min(1.0, capacity.factor),
         etp=mapping.etp,
+        on_cpu=parallel.backend == "shared_memory" and not config.guard.checksums,
     )
     stages = plan.stages_of(pp)
     contents = []

@@ -43,7 +43,8 @@ class ActivationMemory:
         rows: rows of the rank's experts divided by K times its tokens. Below 1 if a capacity drops tokens, above 1 on
             the busiest rank.
         etp: number of ranks that share each expert. Each of them receives all rows of the expert.
-        native_norms: norms run in the native core, as on the CPU, and save no fp32 copy.
+        on_cpu: norms run in the native core and save no fp32 copy, and experts on one host read tokens in place, so
+            their input rows are not saved.
     """
 
     shape: ModelShape
@@ -53,7 +54,7 @@ class ActivationMemory:
     recompute_experts: bool = False
     rows: float = 1.0
     etp: int = 1
-    native_norms: bool = False
+    on_cpu: bool = False
 
     @cached_property
     def dense(self) -> float:
@@ -108,7 +109,7 @@ class ActivationMemory:
     @property
     def _norm_copy_bytes(self) -> int:
         """Bytes of an element of the fp32 copy that a norm saves."""
-        return 0 if self.native_norms else MASTER
+        return 0 if self.on_cpu else MASTER
 
     def _dense(self, save_all: bool) -> float:
         saved = 2 * self.shape.dense_ffn
@@ -118,7 +119,8 @@ class ActivationMemory:
 
     def _experts(self, save_all: bool) -> float:
         shape, c = self.shape, self.size
-        saved = 2 * shape.chosen * self.rows * self.etp * shape.hidden + 2 * shape.shared_ffn
+        row_tensors = 1 if self.on_cpu else 2
+        saved = row_tensors * shape.chosen * self.rows * self.etp * shape.hidden + 2 * shape.shared_ffn
         if not self.recompute_experts:
             saved += 2 * shape.chosen * self.rows * shape.ffn
         if save_all:

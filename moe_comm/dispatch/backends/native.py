@@ -7,6 +7,7 @@ the output rows of the owners in place. csrc/cpu/communicator.h defines the prot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +18,24 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.group_setup import heap_of
-from moe_comm.comm.header import failure, fault_word
+from moe_comm.comm.header import DISPATCH_AGAIN, failure, fault_word
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import ID_DTYPES, Operation
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
-from moe_comm.runtime.memory import DTYPE_CODES, address, block, from_capsule, native, row_address, warm_rows
+from moe_comm.kernels.token_rows import TokenRows
+from moe_comm.runtime.memory import (
+    DTYPE_CODES,
+    address,
+    as_tensors,
+    block,
+    from_capsule,
+    native,
+    row_address,
+    warm_rows,
+)
 from moe_comm.topology import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -187,6 +198,45 @@ class NativeDispatcher(Dispatcher):
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         handle = self._handle(x_TD, state.rows_per_expert, rows, state.dropped, state, state.own)
         return NativeIncomingRows(self, pending, rows_RD, handle, capsule)
+
+    def reads_in_place(self, x_TD: Tensor) -> bool:
+        return supported(x_TD) and not self.options.checksums
+
+    def dispatch_in_place(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> tuple[TokenRows, DispatchHandle]:
+        (x_TD, ids_TK), unusable = as_tensors(x=x_TD, ids=ids_TK)
+        operation = self.dispatch_operation(x_TD, ids_TK, label, fault=unusable)
+        operation.in_place = True
+        with operation:
+            if operation.fault is not None:
+                self._send(x_TD, ids_TK)  # raises on every rank
+            x_TD, ids_TK = self._tokens_in_place(x_TD), ids_TK.to(torch.int64).contiguous()
+            (tokens, hidden), top_k = x_TD.shape, operation.top_k
+            shared, state = self._run(
+                self._transfer.share,
+                *row_address(x_TD, operation.dtype),
+                address(ids_TK, torch.int64, (tokens, top_k)),
+                (tokens, top_k, hidden, DTYPE_CODES[operation.dtype]),
+            )
+            handle = self._handle(x_TD, state.rows_per_expert, state.rows, state.dropped, state, state.own)
+            self.record_handle(operation.span, handle)
+        return self._token_rows(shared, handle, x_TD), handle
+
+    def dispatch_again(self, x_TD: Tensor, handle: DispatchHandle) -> TokenRows:
+        with self.operation(DISPATCH_AGAIN, handle):
+            x_TD = self._tokens_in_place(x_TD)
+            at = row_address(x_TD, handle.dtype, (handle.num_tokens, handle.hidden))
+            shared = self._run(self._transfer.share_again, handle.state, *at)
+        return self._token_rows(shared, handle, x_TD)
+
+    def _tokens_in_place(self, x_TD: Tensor) -> Tensor:
+        return _dense(self._rounded(x_TD.detach()) if self.rounds else x_TD.detach())
+
+    def _token_rows(self, shared: _C.SharedTokens, handle: DispatchHandle, x_TD: Tensor) -> TokenRows:
+        state: _C.Layout = handle.state
+        copy = partial(self._transfer.copy_shared, state, shared)
+        shape = handle.num_rows, handle.hidden
+        keep = shared, state, x_TD  # without peers, the rows are in ``x_TD``
+        return TokenRows(shared.base, shared.tokens, shared.stride, state.tokens, shape, handle.dtype, copy, keep)
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> NativeOutgoingRows:
         """Start ``_sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""

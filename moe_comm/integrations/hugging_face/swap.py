@@ -130,7 +130,10 @@ class EPExperts(ExpertParallel):
         except Exception as error:  # the other ranks would wait in dispatch
             self.dispatcher.abort(error, label=self.label)
             raise
-        call = self._start_call(self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8)
+        in_place = not self.adapters
+        call = self._start_call(
+            self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place
+        )
         try:
             with without_autocast(x_TD):
                 rows_per_expert, copies = self._prepare_experts(self, call), self.copies

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.dispatch import Dispatcher
-from moe_comm.dispatch.expert_call import ExpertCall
+from moe_comm.dispatch.expert_call import ExpertCall, serial_call
 from moe_comm.errors import MoeCommError
 from moe_comm.layers.data_parallel.attach import attach_experts
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
@@ -31,6 +31,12 @@ from moe_comm.topology import ExpertPlacement, Placement, Sharding
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
     from moe_comm.overlap.options import Overlap
+
+
+def _has_hooks(experts: nn.Module) -> bool:
+    """Return whether ``experts`` have hooks that may read the rows: others than those of this library and of torch."""
+    hooks = (*experts._forward_pre_hooks.values(), *experts._forward_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith(("moe_comm.", "torch.")) for hook in hooks)
 
 
 def overlap_of(overlap: Overlap | Literal["auto"] | None) -> Overlap | None:
@@ -203,6 +209,7 @@ class ExpertParallel(ParallelModule):
         width: int = 0,
         fp8: bool = False,
         beside: tuple[int, int] = (0, 0),
+        in_place: bool = False,
     ) -> ExpertCall:
         """Dispatch the rows of a call. Collective.
 
@@ -213,7 +220,9 @@ class ExpertParallel(ParallelModule):
             fp8: the experts have fp8 GEMMs.
             beside: work of the caller while rows, and later results, are in flight, as widths of dense MLPs with the
                 same FLOPs.
+            in_place: whether the experts can read rows in place; the same on every rank.
         """
+        dense = in_place and _has_hooks(experts)
         dispatcher = self.dispatcher
         gradients = getattr(experts, "expert_gradients", None)
         if gradients is not None:
@@ -222,8 +231,9 @@ class ExpertParallel(ParallelModule):
             with dispatcher.abort_on_error(self.label):
                 ids_TK, weights_TK = self.slots(ids_TK, weights_TK)
         if self.overlap is None:
-            dispatched = dispatcher.dispatch(x_TD, ids_TK, label=self.label, scaled=fp8)
-            return ExpertCall(dispatcher, dispatched, weights_TK)
+            return serial_call(
+                dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, dense=dense
+            )
         from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors
 
         top_k = ids_TK.shape[1]
@@ -237,6 +247,8 @@ class ExpertParallel(ParallelModule):
             beside=(beside_columns(beside[0], top_k), beside_columns(beside[1], top_k)),
             label=self.label,
             scaled=fp8,
+            in_place=in_place,
+            dense=dense,
         )
 
     def _prepare_experts(self, experts: nn.Module, call: ExpertCall) -> tuple[int, ...]:

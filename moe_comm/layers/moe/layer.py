@@ -500,6 +500,7 @@ class MoELayer(ExpertParallel):
             width=self.experts.ffn,
             fp8=getattr(self.experts, "gemm_dtype", "same") == "fp8",
             beside=(width + self.beside[0], self.beside[1]),
+            in_place=type(self.experts).forward is Experts.forward,
         )
         etp, handle = self.sizes["etp"], call.handle
         slots = handle.num_tokens * handle.top_k // etp

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.expert_call import ExpertCall
+from moe_comm.dispatch.expert_call import ExpertCall, serial_call
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
@@ -39,6 +41,8 @@ def dispatch_rows(
     beside: tuple[int, int] = (0, 0),
     label: str = "",
     scaled: bool = False,
+    in_place: bool = False,
+    dense: bool = False,
 ) -> ExpertCall:
     """Dispatch the rows of one call of a layer. Collective.
 
@@ -54,6 +58,7 @@ def dispatch_rows(
             ``OperatorWork.beside``. The same on every rank.
         label: Name of the layer, for error messages.
         scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which the device executor does not support.
+        in_place, dense: See ``serial_call``; other executors ignore them.
 
     Returns:
         The call, with ``compute`` and ``combine``.
@@ -64,8 +69,19 @@ def dispatch_rows(
         InputError, RoutingError, RankMismatch: on every rank, before rows move.
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
+    serial = partial(
+        serial_call,
+        dispatcher,
+        x_TD,
+        ids_TK,
+        weights_TK,
+        label=label,
+        scaled=scaled,
+        in_place=in_place,
+        dense=dense,
+    )
     if overlap is None or overlap.executor == "serial":
-        return _serial(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+        return serial()
     x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
@@ -99,13 +115,13 @@ def dispatch_rows(
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK, scaled)
     if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not pipelined_requested:
-            return _serial(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+            return serial()
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, scaled=scaled)
         if shared.chunks == 1 and not pipelined_requested:
             return ExpertCall(dispatcher, shared.dispatch_at_once(send, x_TD, scaled), weights_TK)
         return PipelinedCall(shared, lambda _: send, x_TD, weights_TK, scaled)
-    return _serial(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
+    return serial()
 
 
 def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
@@ -180,12 +196,6 @@ def explain_overlap(
     name = "serial" if choice.chunks == 1 else f"pipelined in {choice.chunks} chunks"
     lines.append(f"choice: {name}; more than one chunk must save {MARGIN:.0%}, predicted or measured by moe-comm tune")
     return "\n".join(lines)
-
-
-def _serial(
-    dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str, scaled: bool
-) -> ExpertCall:
-    return ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
 
 
 def _check_weights(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str) -> None:

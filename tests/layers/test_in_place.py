@@ -1,0 +1,196 @@
+"""Experts on the CPU that read tokens in place: no rows are kept, and the bits are those of dispatched rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm import prepare_fsdp
+from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
+from tests.pool import on_ranks
+
+HIDDEN, FFN, TOKENS = 24, 40, (9, 0, 13, 5)
+CONFIG = MoEConfig(HIDDEN, FFN, RouterConfig(8, 3), expert_bias=True, shared_ffn=16)
+
+Step = Callable[[MoELayer, Tensor], Tensor]
+
+
+def build(group: Any, backend: str, config: MoEConfig = CONFIG, dtype: torch.dtype = torch.float32) -> MoELayer:
+    layer = MoELayer.build(config, group, backend=backend, seed=4, dtype=dtype)
+    nn.init.constant_(layer.experts.b13, 0.1)
+    return layer
+
+
+def step(layer: MoELayer, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    y.float().square().sum().backward()
+    return y
+
+
+def plain(grad: Tensor | None) -> Tensor | None:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def results(layer: MoELayer, rank: int, run: Step, requires_grad: bool = True) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS[rank], HIDDEN, generator=generator).to(layer.experts.w13.dtype).requires_grad_(requires_grad)
+    y = run(layer, x)
+    grads = {name: plain(parameter.grad) for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def freeze(*names: str) -> Step:
+    def run(layer: MoELayer, x: Tensor) -> Tensor:
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(not name.startswith(names))
+        return step(layer, x)
+
+    return run
+
+
+def in_halves_with_fsdp(layer: MoELayer, x: Tensor) -> Tensor:
+    prepare_fsdp(layer)  # freezes the parameters of a rank without experts
+    return in_halves(layer, x)
+
+
+def twice(layer: MoELayer, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    loss = y.square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return y
+
+
+def in_halves(layer: MoELayer, x: Tensor) -> Tensor:
+    """Compute the gradients of inputs and of weights in two passes, as some pipeline schedules do."""
+    y: Tensor = layer(x)
+    loss, weights = y.square().sum(), [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    (x.grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    for parameter, grad in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        parameter.grad = grad
+    return y
+
+
+def checkpointed(layer: MoELayer, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(layer, x, use_reentrant=False)
+    y.square().sum().backward()
+    return y
+
+
+def offloaded(layer: MoELayer, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return step(layer, x)
+
+
+def hooked_on_rank_0(layer: MoELayer, x: Tensor) -> Tensor:
+    seen = []
+    if dist.get_rank() == 0:
+        layer.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    y = step(layer, x)
+    stats = layer.dispatch_stats
+    assert stats is not None
+    assert seen == ([] if dist.get_rank() else [(stats.received, HIDDEN)])
+    return y
+
+
+def fully_sharded(layer: MoELayer, x: Tensor) -> Tensor:
+    """Run under FSDP2 hooks of the experts, which return aliases of their inputs."""
+    prepare_fsdp(layer)
+    return step(layer, x)
+
+
+RUNS: dict[str, tuple[Step, MoEConfig]] = {
+    "plain": (step, CONFIG),
+    "recompute": (step, replace(CONFIG, recompute=True)),
+    "frozen input weights": (freeze("experts.w13"), CONFIG),
+    "frozen experts": (freeze("experts"), CONFIG),
+    "frozen router": (freeze("router"), CONFIG),
+    "two backward passes": (twice, CONFIG),
+    "in halves": (in_halves, CONFIG),
+    "checkpoint": (checkpointed, CONFIG),
+    "offload": (offloaded, CONFIG),
+    "hook": (hooked_on_rank_0, CONFIG),
+    "FSDP2": (fully_sharded, CONFIG),
+    "a rank without experts": (step, CONFIG),
+    "a rank without experts, in halves, FSDP2": (in_halves_with_fsdp, CONFIG),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", RUNS)
+def test_bits_are_those_of_dispatched_rows(rank: int, world: int, group: Any, name: str) -> None:
+    run, config = RUNS[name]
+    if name.startswith("a rank without experts"):
+        config = replace(config, experts_per_rank=(0, 8) if world == 2 else (3, 0, 4, 1))
+    in_place, sent = (results(build(group, backend, config), rank, run) for backend in ("shared_memory", "all_to_all"))
+    assert in_place.keys() == sent.keys()
+    different = []
+    for key, value in in_place.items():
+        other = sent[key]
+        if (value is None) != (other is None) or (value is not None and not torch.equal(value, other)):
+            different.append(key)
+    # Gradients of replicated parameters are sums over this rank's tokens, in the same order.
+    assert different == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes_and_tokens_without_gradient(rank: int, world: int, group: Any, dtype: torch.dtype) -> None:
+    runs = [
+        results(build(group, backend, dtype=dtype), rank, step, requires_grad=False)
+        for backend in ("shared_memory", "all_to_all")
+    ]
+    assert [key for key, value in runs[0].items() if value is not None and not torch.equal(value, runs[1][key])] == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["plain", "checkpoint"])
+def test_no_rows_are_kept_but_the_outputs_of_the_experts(rank: int, world: int, group: Any, mode: str) -> None:
+    layer = build(group, "shared_memory")
+    heap = layer.dispatcher.heap  # type: ignore[attr-defined]
+    before = heap.used
+    kept: dict[int, tuple[int, ...]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tuple(tensor.shape)
+        return tensor
+
+    hooks: AbstractContextManager[Any] = nullcontext()
+    if mode == "plain":
+        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks:
+        y = results(layer, rank, lambda layer, x: layer(x) if mode == "plain" else checkpointed(layer, x))["y"]
+    stats = layer.dispatch_stats
+    assert stats is not None and y is not None
+    if mode == "plain":
+        assert stats.received not in TOKENS
+        assert list(kept.values()).count((stats.received, HIDDEN)) == 1
+    dist.barrier()  # the other rank has released this rank's tokens
+    del y
+    assert heap.used == before
+
+
+@on_ranks(2)
+def test_invalid_ids_and_a_rank_with_another_setting_raise_on_every_rank(rank: int, world: int, group: Any) -> None:
+    from moe_comm.errors import RankMismatch, RoutingError
+    from moe_comm.layers.moe.router import Routing
+
+    layer = build(group, "shared_memory")
+    ids = torch.tensor([[0, 8 if rank else 1, 2]])
+    with pytest.raises(RoutingError, match="expert id 8"):
+        layer(torch.randn(1, HIDDEN), Routing(ids, torch.ones(1, 3)))
+    x, dispatcher = torch.randn(4, HIDDEN), layer.dispatcher
+    dispatch = dispatcher.dispatch if rank else dispatcher.dispatch_in_place
+    with pytest.raises(RankMismatch, match="whether experts read tokens in place"):
+        dispatch(x, torch.zeros(4, 3, dtype=torch.int64))
+    assert layer(x).shape == x.shape
