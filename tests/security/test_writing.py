@@ -39,6 +39,7 @@ ALLOWED = {
     "bench/hosts/ranks.py": "descriptors that ranks inherit",
     "bench/overlap/timeline.py": "a picture, to a file of safe_files",
     "gpu/nvrtc.py": "a new file in the cache of compiled kernels, which is renamed",
+    "integrations/checkpoint/optimizer.py": "torch.save to a file of safe_files",
     "integrations/hugging_face/trainer.py": "torch.save to a file of safe_files",
     "integrations/hugging_face/weights.py": "a new folder",
     "runtime/launch/agent.py": "the launcher's own temporary folder",
