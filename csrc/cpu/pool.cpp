@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fork_safe.h"
@@ -27,13 +29,15 @@ class Pool {
     part_ = &part;
     parts_ = parts;
     left_ = parts - 1;
+    error_ = nullptr;
     ++round_;
     lock.unlock();
     wake_.notify_all();
-    part(0);
+    guarded(part, 0);
     lock.lock();
     done_.wait(lock, [this] { return left_ == 0; });
     part_ = nullptr;
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
   ~Pool() {
@@ -46,6 +50,16 @@ class Pool {
   }
 
  private:
+  // The first exception of a round is raised by run, after all threads have left the part.
+  void guarded(const std::function<void(int)>& part, int index) {
+    try {
+      part(index);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!error_) error_ = std::current_exception();
+    }
+  }
+
   void work(int index) {
     uint64_t last_round = 0;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -56,7 +70,7 @@ class Pool {
       if (index >= parts_) continue;
       const std::function<void(int)>* part = part_;
       lock.unlock();
-      (*part)(index);
+      guarded(*part, index);
       lock.lock();
       if (--left_ == 0) done_.notify_one();
     }
@@ -66,6 +80,7 @@ class Pool {
   std::condition_variable wake_, done_;
   std::vector<std::thread> threads_;
   const std::function<void(int)>* part_ = nullptr;
+  std::exception_ptr error_;
   int parts_ = 0, left_ = 0;
   uint64_t round_ = 0;
   bool stop_ = false;

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import AbortOnError
-from moe_comm.comm.header import TRAINED
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.errors import InputError
@@ -40,14 +39,17 @@ from moe_comm.runtime.memory import warm_like, warm_rows
 
 Guard = Callable[[], AbstractContextManager[None]]
 """Returns the context of a backward pass, e.g. ``Dispatcher.abort_on_error``."""
-INPUT_WEIGHTS = 1 << TRAINED.index("input weights")
+
+
+def _version(x: Tensor) -> int:
+    """Return the number of changes in place of a tensor; inference tensors do not count them."""
+    return 0 if x.is_inference() else x._version
 
 
 class InPlace:
     """A dispatch whose rows the experts read in place, and what its autograd functions pass to each other.
 
     Attributes:
-        shared: the tokens of this rank and the rows of its experts, until the experts have read them.
         grad_RD: the gradient of the rows, from backward of the experts to that of the dispatch.
         needs_x: whether the tokens need a gradient.
         dense: whether ``ExpertCall.rows`` is a copy of the rows, for hooks; else it is empty.
@@ -57,39 +59,52 @@ class InPlace:
         self, dispatcher: Dispatcher, x_TD: Tensor, rows: TokenRows, handle: DispatchHandle, dense: bool
     ) -> None:
         self.dispatcher, self.handle, self.dense = dispatcher, handle, dense
-        self.shared: tuple[Tensor, TokenRows] | None = (x_TD.detach(), rows)
+        self._shared: tuple[Tensor, TokenRows] | None = (x_TD.detach(), rows)
+        self._version = _version(x_TD)
+        self._kept: TokenRows | None = None
         self.grad_RD: Tensor | None = None
         self.needs_x = x_TD.requires_grad and torch.is_grad_enabled()
-        self._trained = dispatcher.trained
-        self._kept: TokenRows | None = None
+
+    @property
+    def rows(self) -> TokenRows:
+        """The rows of this rank's experts, until these have read them."""
+        assert self._shared is not None
+        return self._shared[1]
 
     def connected(self, x_TD: Tensor) -> Tensor:
         """Return ``ExpertCall.rows``: what stands for the rows in the autograd graph."""
-        assert self.shared is not None
-        rows = self.shared[1].dense() if self.dense else torch.empty(0, dtype=x_TD.dtype, device=x_TD.device)
-        # Backward of the experts is collective. So it runs on a rank without experts too, which has no gradients.
-        rows.requires_grad_(torch.is_grad_enabled() and bool(self._trained))
+        rows = self.rows.dense() if self.dense else torch.empty(0, dtype=x_TD.dtype, device=x_TD.device)
         return _DispatchInPlace.apply(x_TD, rows, self)  # type: ignore[no-any-return]
 
-    def rows_again(self, x_TD: Tensor, w13: Tensor, needed: bool, needs_inputs: bool, needs_weights: bool) -> TokenRows:
-        """Return the rows for a backward pass. They cannot be read if no rank needs them. Collective if a rank does.
+    def take(self) -> tuple[Tensor, TokenRows]:
+        """Return the tokens of this rank and the rows of its experts, for the experts."""
+        assert self._shared is not None
+        shared, self._shared = self._shared, None
+        if _version(shared[0]) != self._version:
+            raise InputError(
+                f"the tokens of layer {self.handle.label!r} were changed in place before its experts read them"
+            )
+        return shared
 
-        A pipeline schedule computes the gradients of inputs and of weights in two passes. The second one has no
-        collectives, because it does not run on a rank without experts. So the first one keeps the rows for it.
+    def rows_again(self, x_TD: Tensor, needed: bool, later: bool, needs: tuple[bool, bool]) -> TokenRows:
+        """Return the rows for a backward pass; rows that cannot be read, if no pass reads them. Collective otherwise.
+
+        A pipeline schedule computes the gradients of inputs and of weights in two passes, and ranks may run the second
+        passes of their layers in different orders. So the first one keeps the rows for it.
 
         Args:
             x_TD: The tokens of this rank.
-            w13: The input weights of its experts.
-            needed: Whether this pass reads the rows.
-            needs_inputs, needs_weights: What this pass computes.
+            needed, later: Whether this pass, or any pass, reads the rows; the same on every rank.
+            needs: Whether this pass computes gradients of inputs, and of weights.
         """
+        needs_inputs, needs_weights = needs
         kept, self._kept = self._kept, None
         if kept is not None and not needs_inputs:
             return kept
-        if not needed and not self._trained & INPUT_WEIGHTS:
+        if not needed and not later:
             return TokenRows.unreadable(self.handle.num_rows, self.handle.hidden, self.handle.dtype)
         rows = self.dispatcher.dispatch_again(x_TD, self.handle)
-        if not needs_weights and w13.numel():
+        if not needs_weights:
             self._kept = rows
         return rows
 
@@ -149,8 +164,7 @@ class _Grouped(torch.autograd.Function):
             h_RG = expert_mlp_gpu.forward(mlp, rows_RD, call.counts_E, out_RD)
             saved: Saved = rows_RD, None, h_RG if keep and not mlp.recompute else None
         elif (run := call.in_place) is not None:
-            assert run.shared is not None
-            (x_TD, rows), run.shared = run.shared, None
+            x_TD, rows = run.take()
             out_RD = call.alloc(rows.shape[0], experts.columns, rows.dtype, rows.device)
             mlp_pass = experts.forward(rows, out_RD, call.sizes, keep, warm_rows)
             mlp_pass.all_rows()
@@ -174,7 +188,9 @@ class _Grouped(torch.autograd.Function):
             experts = call.experts.with_tensors(tensors)
             grad_RD = grad_RD if grad_RD.stride(-1) == 1 else grad_RD.contiguous()
             if (run := call.in_place) is not None:
-                rows_RD = run.rows_again(rows_RD, tensors[0], needs[0] or saved_RG is None, needs_rows, any(needs))
+                trained, recomputes = ctx.needs_input_grad[5:], saved_RG is None
+                later = any(trained) if recomputes else trained[0]
+                rows_RD = run.rows_again(rows_RD, needs[0] or recomputes, later, (needs_rows, any(needs)))
                 needs_rows = needs_rows and run.needs_x
             elif isinstance(experts, ExpertMLP):
                 rows_RD, saved_RG = experts.backward_inputs(rows_RD, scale_RB, saved_RG, call.sizes, grad_RD.dtype)
@@ -298,6 +314,7 @@ class ExpertCall:
         self._dispatcher, self.handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
         self._in_place = in_place
         self.rows, self._scaled = dispatched.rows_RD, dispatched.scaled
+        self._rows_version = _version(self.rows)
 
     def complete(self) -> None:
         """Complete the dispatch, so that other operations of the group can run before ``compute``."""
@@ -318,15 +335,17 @@ class ExpertCall:
         """
         dispatcher, label = self._dispatcher, self.handle.label
         in_place, self._in_place = self._in_place, None
-        if in_place is None or in_place.shared is None:
+        if in_place is None:
             mlp.check(rows, rows_per_expert)
-        elif rows.shape == self.rows.shape and rows.data_ptr() == self.rows.data_ptr():  # FSDP returns an alias
-            mlp.check(in_place.shared[1], rows_per_expert)
         else:
-            raise InputError(
-                f"a hook replaced the rows of the experts of layer {label!r}, which are read in place. Replace the "
-                "tokens before the layer, or the outputs of the experts"
-            )
+            # FSDP returns an alias.
+            same = rows.shape == self.rows.shape and rows.data_ptr() == self.rows.data_ptr()
+            if not same or _version(rows) != self._rows_version:
+                raise InputError(
+                    f"a hook replaced or changed the rows of the experts of layer {label!r}, which are read in place. "
+                    "Change the tokens before the layer, or the outputs of the experts"
+                )
+            mlp.check(in_place.rows, rows_per_expert)
         # A bound method of this object would keep its rows alive as long as the autograd graph.
         guard = partial(dispatcher.abort_on_error, label)
         scaled, self._scaled = self._scaled, None  # autograd keeps what backward needs
@@ -363,8 +382,12 @@ def serial_call(
         dense: ``ExpertCall.rows`` is a copy of the rows also then, which hooks read and must not replace. Ranks may
             differ.
     """
-    if scaled or not in_place or not dispatcher.reads_in_place(x_TD):
+    # Backward of experts that read tokens in place is collective, and it does not run on a rank without experts.
+    everywhere = min(dispatcher.placement.experts_per_rank, default=0) > 0
+    if scaled or not in_place or not everywhere or not dispatcher.reads_in_place(x_TD):
         return ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
     rows, handle = dispatcher.dispatch_in_place(x_TD, ids_TK, label=label)
-    run = InPlace(dispatcher, x_TD, rows, handle, dense)
-    return ExpertCall(dispatcher, Dispatched(run.connected(x_TD), handle), weights_TK, run)
+    with dispatcher.abort_on_error(label):
+        run = InPlace(dispatcher, x_TD, rows, handle, dense)
+        connected = run.connected(x_TD)
+    return ExpertCall(dispatcher, Dispatched(connected, handle), weights_TK, run)

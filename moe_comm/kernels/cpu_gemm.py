@@ -60,7 +60,7 @@ class ExpertWeights:
             sizes: number of rows of each of these experts.
         """
         if self._native:
-            dtype, count = self._w_ENK.dtype, x_RK.shape[0]
+            dtype, count, x_RK = self._w_ENK.dtype, x_RK.shape[0], _with_dense_rows(x_RK)
             address, expert, row, element = self._at
             bias, bias_expert = self._bias
             core().grouped_gemm(
@@ -109,7 +109,7 @@ def weight_gradients(y_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, out_ENK
             weight_gradients(y_RN, x_RK, dense_ENK, sizes)
             out_ENK.copy_(dense_ENK)
         return
-    dtype = out_ENK.dtype
+    dtype, y_RN, x_RK = out_ENK.dtype, _with_dense_rows(y_RN), _with_dense_rows(x_RK)
     y, x = _operand(y_RN, dtype, out_ENK.shape[1]), _operand(x_RK, dtype, out_ENK.shape[2])
     *at, _ = _stack(out_ENK)
     core().grouped_gemm_weights(
@@ -127,7 +127,10 @@ def _stack(w_ENK: Tensor) -> tuple[int, int, int, int]:
     return w_ENK.data_ptr(), expert * size, row * size, element * size
 
 
-def _with_dense_rows(x_RK: Tensor) -> Tensor:
+def _with_dense_rows(x_RK: Tensor | TokenRows) -> Tensor | TokenRows:
+    """Return rows that ``_operand`` takes. The caller keeps them until the native core has read them."""
+    if not isinstance(x_RK, Tensor):
+        return x_RK
     row, element = x_RK.stride()
     return x_RK if element == 1 and (row >= x_RK.shape[1] or row == 0) else x_RK.contiguous()
 
@@ -138,6 +141,6 @@ def _operand(
     """Return rows as the native core takes them."""
     if not isinstance(x_RK, Tensor):
         return x_RK.operand()
-    x_RK, rows = _with_dense_rows(x_RK), x_RK.shape[0]
+    rows = x_RK.shape[0]
     address, stride = row_address(x_RK, dtype, (rows, width))
     return [address], [rows], stride if rows > 1 else width * dtype.itemsize, 0, 0, rows, width

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.kernels.cpu_gemm import ExpertWeights, weight_gradients
+from moe_comm.kernels.row_invariant import row_invariant_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SIZES = (5, 0, 37, 1)
@@ -57,3 +58,16 @@ def test_products_of_experts(inputs: int, outputs: int, strides: str, dtype: tor
     weight_gradients(out, x, grads, SIZES)
     exact = torch.stack([a.double().t() @ b.double() for a, b in zip(out.split(SIZES), x.split(SIZES), strict=True)])
     torch.testing.assert_close(grads.double(), exact, rtol=tolerance, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rows_with_any_strides_have_the_bits_of_dense_rows(dtype: torch.dtype) -> None:
+    """The gradient of ``sum()`` is one expanded number."""
+    x, w = torch.randn(70, 40, dtype=dtype), torch.randn(24, 40, dtype=dtype)
+    grads = []
+    for scale in (False, True):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = row_invariant_linear(*leaves)
+        (y * 1 if scale else y).sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -58,9 +58,18 @@ def freeze(*names: str) -> Step:
     return run
 
 
-def in_halves_with_fsdp(layer: MoELayer, x: Tensor) -> Tensor:
+def weights_only(layer: MoELayer, x: Tensor) -> Tensor:
     prepare_fsdp(layer)  # freezes the parameters of a rank without experts
-    return in_halves(layer, x)
+    y: Tensor = layer(x)
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    for parameter, grad in zip(weights, torch.autograd.grad(y.square().sum(), weights), strict=True):
+        parameter.grad = grad
+    return y
+
+
+def backward_hook(layer: MoELayer, x: Tensor) -> Tensor:
+    layer.experts.register_full_backward_hook(lambda _, grads, __: (2 * grads[0], *grads[1:]))
+    return step(layer, x)
 
 
 def twice(layer: MoELayer, x: Tensor) -> Tensor:
@@ -122,7 +131,9 @@ RUNS: dict[str, tuple[Step, MoEConfig]] = {
     "hook": (hooked_on_rank_0, CONFIG),
     "FSDP2": (fully_sharded, CONFIG),
     "a rank without experts": (step, CONFIG),
-    "a rank without experts, in halves, FSDP2": (in_halves_with_fsdp, CONFIG),
+    "a rank without experts, in halves": (in_halves, CONFIG),
+    "a rank without experts, weights, FSDP2": (weights_only, CONFIG),
+    "backward hook": (backward_hook, CONFIG),
 }
 
 
@@ -194,3 +205,28 @@ def test_invalid_ids_and_a_rank_with_another_setting_raise_on_every_rank(rank: i
     with pytest.raises(RankMismatch, match="whether experts read tokens in place"):
         dispatch(x, torch.zeros(4, 3, dtype=torch.int64))
     assert layer(x).shape == x.shape
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["tokens", "rows"])
+def test_a_change_in_place_before_the_experts_read_raises(rank: int, world: int, group: Any, what: str) -> None:
+    from moe_comm.errors import InputError, PeerRaised
+
+    layer, x = build(group, "shared_memory"), torch.randn(4, HIDDEN)
+
+    def change(_: Any, args: tuple[Any, ...]) -> None:
+        args[0].mul_(0)
+
+    with torch.no_grad():
+        if what == "tokens":
+            call = layer.begin(x)
+            if not rank:
+                x.zero_()
+            with pytest.raises(PeerRaised if rank else InputError, match="in place"):  # noqa: PT012
+                call.compute()
+                call.result()
+            return
+        if not rank:
+            layer.experts.register_forward_pre_hook(change)
+        with pytest.raises(PeerRaised if rank else InputError, match="replaced or changed"):
+            layer(x)

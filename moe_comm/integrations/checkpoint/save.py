@@ -179,7 +179,7 @@ def is_shared(folder: Path, group: ProcessGroup | None) -> bool:
     _, names = ranks.attempt(lambda: (folder / probe).mkdir(parents=True) if ranks.rank == 0 else None, probe)
     try:
         ranks.attempt(lambda: _wait_for(folder / names[0]))
-    except CheckpointError:
+    except (CheckpointError, OSError):  # an OSError on the rank that cannot read the folder
         return False
     finally:
         if ranks.rank == 0:

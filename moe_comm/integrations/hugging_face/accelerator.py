@@ -150,10 +150,13 @@ class _HandlesExperts:
         return clip_grad_norm_(model, max_norm, norm_type)
 
     def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
-        """Return the full state dict on rank 0 of each expert-parallel group, and {} on other ranks. Collective."""
+        """Return the full state dict on the ranks that save it, and {} on other ranks. Collective.
+
+        They are rank 0 of each expert-parallel group; with ``save_on_each_node`` all ranks.
+        """
         if not has_distributed_experts(model):
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        return state_dict(model, rank0_only=True, cpu=True)
+        return state_dict(model, rank0_only=not self.project_configuration.save_on_each_node, cpu=True)
 
     def save_model(
         self: Any, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
@@ -263,20 +266,21 @@ def _write(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
         return
     modules, optimizers = accelerator._hidden
     safe, gathers = accelerator._safe_serialization, _gathers(accelerator, folder)
-    save_file = partial(save, save_on_each_node=accelerator.project_configuration.save_on_each_node)
+    each_node = accelerator.project_configuration.save_on_each_node
+    save_file = partial(save, save_on_each_node=each_node)
     stem, suffix = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     for model, path in zip(modules, _paths(folder, stem, suffix, len(modules)), strict=True):
         if safe and not gathers:
             _write_parts(model, path)
             continue
-        state = _without_duplicates(state_dict(model, rank0_only=True, cpu=True))
+        state = _without_duplicates(state_dict(model, rank0_only=not each_node, cpu=True))
         write_on(True, partial(save_file, state, path, safe_serialization=safe), str(path))
     all_models = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
         if not gathers:
             save_optimizer(all_models, optimizer, path, dist.group.WORLD)
             continue
-        state = optimizer_state_dict(all_models, optimizer, rank0_only=True, cpu=True)
+        state = optimizer_state_dict(all_models, optimizer, rank0_only=not each_node, cpu=True)
         write_on(True, partial(save_file, state, path), str(path))
 
 

@@ -79,8 +79,9 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     for edp, params in by_edp.items():  # together, because single experts may have parameters of their own
         if edp is not None:
             _sum_gradients(params, edp)
-        if reduction == "mean":
-            torch._foreach_div_([plain(param.grad) for param in params if param.grad is not None], world)
+        grads = [plain(param.grad) for param in params if param.grad is not None]
+        if reduction == "mean" and grads:  # an empty list raises
+            torch._foreach_div_(grads, world)
     sum_replicated_gradients(model, group, divide=world if reduction == "mean" else 1)
 
 

@@ -34,9 +34,15 @@ if TYPE_CHECKING:
 
 
 def _has_hooks(experts: nn.Module) -> bool:
-    """Return whether ``experts`` have hooks that may read the rows: others than those of this library and of torch."""
-    hooks = (*experts._forward_pre_hooks.values(), *experts._forward_hooks.values())
-    return any(not getattr(hook, "__module__", "").startswith(("moe_comm.", "torch.")) for hook in hooks)
+    """Return whether other code than that of this library and of torch may read the rows of ``experts``."""
+    if "forward" in vars(experts):
+        return True
+    hooks = (
+        *experts._forward_pre_hooks.values(),
+        *experts._forward_hooks.values(),
+        *experts._backward_hooks.values(),
+    )
+    return any(not (getattr(hook, "__module__", None) or "").startswith(("moe_comm.", "torch.")) for hook in hooks)
 
 
 def overlap_of(overlap: Overlap | Literal["auto"] | None) -> Overlap | None:

@@ -365,21 +365,36 @@ class Injector(StepHook):
 
     def _hook_dispatch(self, due: DueFault, dispatcher: Any) -> None:
         """Flip a bit of the rows that the next dispatch returns, before their checksums are verified."""
-        send = dispatcher._send
+        send, in_place = dispatcher._send, dispatcher.dispatch_in_place
+
+        def flip(rows_RD: Tensor) -> None:
+            data = rows_RD.detach().view(torch.uint8)
+            rng = random.Random(f"{self._seed} {due.key}")
+            row, byte, bit = rng.randrange(data.shape[0]), rng.randrange(data.shape[1]), rng.randrange(8)
+            self._fire(due, f"row {row}, byte {byte}, bit {bit}")
+            data[row, byte] ^= 1 << bit
 
         def send_and_flip(*args: Any) -> Any:
             results = send(*args)
             rows_RD = results[0]
             if due in self._pending and rows_RD.numel() and torch.is_floating_point(rows_RD):
-                data = rows_RD.detach().view(torch.uint8)
-                rng = random.Random(f"{self._seed} {due.key}")
-                row, byte, bit = rng.randrange(data.shape[0]), rng.randrange(data.shape[1]), rng.randrange(8)
-                self._fire(due, f"row {row}, byte {byte}, bit {bit}")
-                data[row, byte] ^= 1 << bit
+                flip(rows_RD)
             return results
 
-        dispatcher._send = send_and_flip
-        self._undo.append(lambda: vars(dispatcher).pop("_send", None))
+        def flip_in_place(*args: Any, **options: Any) -> Any:
+            rows, handle = in_place(*args, **options)
+            if due in self._pending and handle.num_rows:
+                rows = rows.dense()
+                flip(rows)
+            return rows, handle
+
+        dispatcher._send, dispatcher.dispatch_in_place = send_and_flip, flip_in_place
+
+        def undo() -> None:
+            for name in ("_send", "dispatch_in_place"):
+                vars(dispatcher).pop(name, None)
+
+        self._undo.append(undo)
 
     def _fill_disk(self) -> None:
         """Make the next checkpoint write of this rank fail with ENOSPC."""

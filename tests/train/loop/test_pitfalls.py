@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.dispatcher import Dispatcher
+from moe_comm.layers import MoELayer
 from tests.pool import RankPool
 from tests.train.common import (
     SGD,
@@ -138,15 +138,15 @@ def test_a_pipeline_trains_as_one_process(
 def _slot_counts(rank: int, world: int, settings: list[str]) -> tuple[int, int, int]:
     """Return routed slots, dropped slots and received rows over a step and all layers of this rank."""
     received = []
-    dispatch = Dispatcher.dispatch
+    dispatch = MoELayer._dispatch
     with pytest.MonkeyPatch.context() as patch, session(settings) as active:
 
-        def counting(self: Dispatcher, *args: Any, **options: Any) -> Any:
-            out = dispatch(self, *args, **options)
-            received.append(out.rows_RD.shape[0])
-            return out
+        def counting(self: MoELayer, *args: Any, **options: Any) -> Any:
+            call = dispatch(self, *args, **options)
+            received.append(call.handle.num_rows)
+            return call
 
-        patch.setattr(Dispatcher, "dispatch", counting)
+        patch.setattr(MoELayer, "_dispatch", counting)
         batch = active.trainer.feed.train(0)
         active.trainer.train_state.runner.step(batch.micro, 1.0)
         layers = [layer for stage in active.stages for layer in stage.moe_layers()]

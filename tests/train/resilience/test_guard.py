@@ -96,6 +96,7 @@ class Fault(StepHook):
             return rows_RD, layout
 
         dispatcher._send = damaged
+        dispatcher.reads_in_place = lambda x_TD: False  # the rows of these runs are copies, also without checksums
 
     def before_step(self, step: int) -> None:
         self.step = step
