@@ -236,8 +236,9 @@ class BlockExperts(Probes, EPExperts):
         """
         of_block = prefix.removesuffix(f"{self.plan.path}.")
         for name, shape, slices in _slices(self.plan.formula):
-            named = [replace(one, name=of_block + name, parameter=prefix + one.parameter) for one in slices]
-            yield of_block + name, shape, named
+            current = of_block + self.current_name(name)
+            named = [replace(one, name=current, parameter=prefix + one.parameter) for one in slices]
+            yield current, shape, named
 
 
 def _slices(formula: ExpertFormula) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:

@@ -12,6 +12,7 @@ pytest.importorskip("peft", reason="needs make hosts")
 import peft
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -351,3 +352,15 @@ def train_without_sync(rank: int, world: int, swap_first: bool) -> str:
 @pytest.mark.parametrize("swap_first", [False, True])
 def test_a_missing_sync_is_reported_with_a_frozen_router(swap_first: bool, pool2: RankPool) -> None:
     pool2.run(train_without_sync, swap_first, timeout=120)
+
+
+def test_the_state_dict_loads_as_a_checkpoint(tmp_path: Path) -> None:
+    model = swapped(Mixtral, SAVED, True)
+    state = {name: value.clone().contiguous() for name, value in moe_comm.state_dict(model).items()}
+    assert any("base_layer" in name and ".experts." in name for name in state)
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    moe_comm.load_checkpoint(model, tmp_path)
+    assert_equal_state(moe_comm.state_dict(model), state, 0.0)
