@@ -337,6 +337,9 @@ def test_a_function_routes_and_any_module_is_a_shared_expert() -> None:
         built.to_modules()
     with pytest.raises(ConfigError, match="got ModuleRouter"):
         moe_comm.check_grads(layer)
+    corrected = MoELayer.from_modules(gate, plain.experts, routing=RouterConfig(E, 2, correction_bias=True))
+    with pytest.raises(ConfigError, match="cannot hold its correction_bias"):
+        corrected.to_modules()
     changing = MoELayer.from_modules(lambda x: x[:, :E] if len(x) == 8 else x, plain.experts, top_k=1)
     with pytest.raises(InputError, match=r"it returned \[\[6, 12\]\]"):
         changing(x)

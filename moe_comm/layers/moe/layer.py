@@ -287,7 +287,8 @@ class MoELayer(ExpertParallel):
             cpu: in CPU memory; else on the device of the layer.
 
         Raises:
-            ConfigError: ``from_modules`` has not built the layer, or it is on "meta".
+            ConfigError: ``from_modules`` has not built the layer, it is on "meta", or its router was an ``nn.Linear``
+                and has a ``correction_bias``.
         """
         from moe_comm.layers.moe.modules import modules_of
 

@@ -377,6 +377,11 @@ def modules_of(
 
         home of expert e   w13[i] ─▶ all ranks, or rank 0 ─▶ w1, w3 of expert e
     """
+    if origin.router is not None and router.correction_bias is not None:
+        raise ConfigError(
+            f"to_modules of layer {layer.label!r} would return the router as nn.Linear, which cannot hold its "
+            "correction_bias. Read layer.router.correction_bias, or build the layer with a moe_comm.Router"
+        )
     receives = not rank0_only or layer.dispatcher.rank == 0
     device = torch.device("cpu") if cpu else experts.w13.device
     result, params = None, {}
