@@ -119,7 +119,9 @@ class _OptimizerPlan(Plan):
 
         def describe(path: Any, value: Any) -> Any:
             if not isinstance(value, Tensor):
-                return value
+                # Schedulers put NumPy scalars into lr, which torch.load(weights_only=True) refuses.
+                scalar = type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 0)
+                return value.item() if scalar else value
             key, of_param = keystr(path), parameters.of(path, value, lambda one: one.tensor.shape)
             if value.dtype not in STORED:
                 raise UnsupportedModel(

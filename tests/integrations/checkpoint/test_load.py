@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -222,6 +223,18 @@ def test_no_more_memory_is_used_than_stated(pool: RankPool, tmp_path: Path) -> N
     for peaks, transient, kept in pool.run(_peaks, tmp_path):
         assert peaks["load"] < kept + transient + 4 < whole - 8, (peaks, transient, kept, whole)
         assert max(peaks["save"], peaks["save optimizer"], peaks["load optimizer"] - kept) < 6, (peaks, kept)
+
+
+def test_the_state_of_an_optimizer_with_numpy_scalars_is_read(tmp_path: Path) -> None:
+    model, path = nn.Linear(2, 2), tmp_path / "optimizer.pt"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step + 1))
+    lr = optimizer.param_groups[0]["lr"]
+    assert isinstance(lr, np.float64)
+    save_optimizer(model, optimizer, path, None)
+    optimizer.param_groups[0]["lr"] = 0.0
+    load_optimizer(model, optimizer, path, None)
+    assert optimizer.param_groups[0]["lr"] == lr
 
 
 def test_the_cache_of_the_hub(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
