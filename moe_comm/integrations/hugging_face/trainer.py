@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from moe_comm.errors import UnsupportedModel
+from moe_comm.errors import CheckpointError, UnsupportedModel
 from moe_comm.integrations.checkpoint.files import INDEX, SINGLE
 from moe_comm.integrations.checkpoint.load import agree_in, load_checkpoint
 from moe_comm.integrations.checkpoint.optimizer import load_optimizer, save_optimizer
@@ -163,11 +163,25 @@ class MoETrainerMixin:
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         paths = [os.path.join(str(checkpoint), name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        if not has_distributed_experts(self.model) or not all(map(os.path.isfile, paths)):
+        if not has_distributed_experts(self.model) or not _all_see(self.model, paths):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         load_optimizer(self.model, self.optimizer, Path(paths[0]), dist.group.WORLD)
         self.lr_scheduler.load_state_dict(torch.load(paths[1], map_location="cpu", weights_only=True))
+
+
+def _all_see(model: Any, paths: list[str]) -> bool:
+    """Return whether all files exist. Collective.
+
+    Raises:
+        CheckpointError: they exist for some ranks only, which would wait for the others in ``load_optimizer``.
+    """
+    sees = torch.tensor([all(map(os.path.isfile, paths))], device=next(model.parameters()).device)
+    seen = gather_values(sees, dist.group.WORLD, "looking for the optimizer's files").flatten().tolist()
+    if any(seen) and not all(seen):
+        without = [rank for rank, found in enumerate(seen) if not found]
+        raise CheckpointError(f"ranks {without} do not find {' or '.join(paths)}, which other ranks find")
+    return all(seen)
 
 
 def _divide_auxiliary_loss(parts: int, module: Any, args: Any, output: Any) -> None:

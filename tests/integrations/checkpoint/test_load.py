@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,22 @@ def test_no_more_memory_is_used_than_stated(pool: RankPool, tmp_path: Path) -> N
     for peaks, transient, kept in pool.run(_peaks, tmp_path):
         assert peaks["load"] < kept + transient + 4 < whole - 8, (peaks, transient, kept, whole)
         assert max(peaks["save"], peaks["save optimizer"], peaks["load optimizer"] - kept) < 6, (peaks, kept)
+
+
+def _resume_optimizer(rank: int, world: int, folder: Path) -> str:
+    from moe_comm.integrations.hugging_face.trainer import MoETrainerMixin
+
+    trainer = SimpleNamespace(model=moe_comm.swap_moe(new_model("mixtral"), dist.group.WORLD))
+    with pytest.raises(CheckpointError) as raised:
+        MoETrainerMixin._load_optimizer_and_scheduler(trainer, str(folder / str(min(rank, 1))))
+    return str(raised.value)
+
+
+def test_files_of_the_optimizer_that_some_ranks_do_not_find_raise_on_all(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (tmp_path / "0" / name).touch()
+    assert all("ranks [1, 2, 3] do not find" in message for message in pool.run(_resume_optimizer, tmp_path))
 
 
 def test_the_state_of_an_optimizer_with_numpy_scalars_is_read(tmp_path: Path) -> None:
