@@ -74,7 +74,7 @@ class Part(NamedTuple):
         return slice(self.expert, self.expert + len(self.sizes))
 
 
-class _Pass:
+class _Pass(ABC):
     """The rows of a pass, sorted by expert."""
 
     def __init__(self, sizes: Sizes, batch_rows: float = BATCH_ROWS) -> None:
@@ -94,9 +94,9 @@ class _Pass:
         """Compute ``rows``, all of local expert ``expert``."""
         self._compute(Part(expert, (rows.stop - rows.start,), rows, rows.start - self._starts[expert]))
 
+    @abstractmethod
     def _compute(self, part: Part) -> None:
         """Compute the rows of ``part``."""
-        raise NotImplementedError
 
 
 class ExpertForward(_Pass):
@@ -137,9 +137,9 @@ class ExpertBackward(_Pass):
                 self._compute(part)
             self._weights(part, grads)
 
+    @abstractmethod
     def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of the tensors of the experts of ``part``, which has all their rows."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
