@@ -38,6 +38,7 @@ from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.moe.formula import ExpertsLayout
 from moe_comm.layers.parallel.hooks import CALL_HOOKS, refuse_hooks
+from moe_comm.layers.parallel.module import state_key
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Sharding, Split
@@ -167,6 +168,13 @@ class EPExperts(ExpertParallel):
     def publish_copies(self) -> int:
         """Send the weights of experts to the ranks that hold copies; see ``MoELayer.publish_copies``. Collective."""
         return 0 if self.copies is None else self.copies.publish()
+
+    def checkpoint_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters of all experts by their names in full state dicts.
+
+        prefix: of this module's keys.
+        """
+        return {prefix + name: shape for name, shape in self.layout.parameters.items()}
 
     def extra_repr(self) -> str:
         local = self.local_experts
@@ -321,22 +329,37 @@ def save_pretrained(
     Raises:
         ConfigError: the files would contain only the experts of this rank.
     """
-    if state_dict is None or (is_main_process and not _has_all_experts(model, state_dict)):
+    wrong = ["there is no state_dict"] if state_dict is None else []
+    if state_dict is not None and is_main_process:
+        wrong = _incomplete_experts(model, state_dict)
+    if wrong:
+        more = f", and {len(wrong) - 1} others" if len(wrong) > 1 else ""
         raise ConfigError(
-            f"save_pretrained of this {type(model).__name__} would write this rank's experts only. "
+            f"save_pretrained of this {type(model).__name__} would write this rank's experts only: {wrong[0]}{more}. "
             "Call moe_comm.integrations.hugging_face.save_swapped(model, folder) on every rank instead."
         )
     if is_main_process:
         type(model).save_pretrained(model, save_directory, state_dict=state_dict, **kwargs)
 
 
-def _has_all_experts(model: nn.Module, state: Any) -> bool:
-    for name, _, gradients in expert_modules(model):
-        for key, sharding in gradients.shards.shardings.items():
-            value = state.get(f"{name}.{key}")
-            if value is None or isinstance(value, ExpertShard) or tuple(value.shape) != tuple(sharding.shape):
-                return False
-    return True
+def _incomplete_experts(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return the tensors of experts that ``state`` does not have in full, of those that ``save_pretrained`` writes."""
+    adapters_only = getattr(model, "_hf_peft_config_loaded", False)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, module, gradients in expert_modules(model):
+        prefix = f"{state_key(path)}.".lstrip(".")
+        if not isinstance(module, EPExperts):
+            shapes |= {prefix + key: sharding.shape for key, sharding in gradients.shards.shardings.items()}
+        elif not adapters_only:
+            shapes |= module.checkpoint_shapes(prefix)
+    wrong = []
+    for name, shape in shapes.items():
+        value = state.get(name)
+        if value is None:
+            wrong.append(f"{name} is missing in the state_dict")
+        elif isinstance(value, ExpertShard) or tuple(value.shape) != shape:
+            wrong.append(f"{name} has shape {tuple(value.shape)}, and that of all experts is {shape}")
+    return wrong
 
 
 # Rank 0 alone writes the files of Trainer and accelerate, so an error raised there would leave the other ranks waiting.

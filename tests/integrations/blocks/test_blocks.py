@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import moe_comm
-from moe_comm.errors import InputError, PeerRaised, UnsupportedModel
+from moe_comm.errors import ConfigError, InputError, PeerRaised, UnsupportedModel
 from tests.integrations.blocks.styles import (
     EXPERTS,
     STYLES,
@@ -129,6 +129,31 @@ def _load_and_gather(style: type[nn.Module], group: ProcessGroup | None) -> tupl
     with pytest.raises(RuntimeError, match=r"blocks\.0"):
         model.load_state_dict(missing)
     return model, other
+
+
+class Saveable(Model):
+    """A model with ``save_pretrained``, as transformers and ``PyTorchModelHubMixin`` have it."""
+
+    saved: Any = None
+
+    def save_pretrained(self, folder: str, state_dict: dict[str, Tensor]) -> None:
+        self.saved = state_dict
+
+
+@on_ranks(2)
+def test_save_pretrained_takes_a_state_dict_of_all_experts_only(rank: int, group: ProcessGroup) -> None:
+    model: Any = moe_comm.swap_moe(Saveable(Mixtral), group)
+    full = moe_comm.gather_state_dict(model)
+    model.save_pretrained("folder", state_dict=full)
+    assert model.saved is full
+    name = "blocks.0.experts.6.w1.weight"
+    for state, reason in (
+        ({key: value for key, value in full.items() if key != name}, f"{name} is missing"),
+        (full | {name: full[name][:1]}, f"{name} has shape"),
+        (None, "there is no state_dict"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            model.save_pretrained("folder", state_dict=state)
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
-from moe_comm.errors import MoeCommError
+from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.integrations.hugging_face import expert_parameters, swap_moe
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
@@ -225,6 +225,17 @@ def train_through_transformers(rank: int, world: int, folder: str) -> None:
     model.add_adapter(config(ALL))
     train(model, ids[rank], num_targets(ids), SGD(trainable(model)), 2, world)
     moe_comm.save_swapped(model, folder)
+    adapters = {name: value for name, value in moe_comm.gather_state_dict(model).items() if "lora" in name}
+    part = f"{folder}/part"
+    model.save_pretrained(part, state_dict=adapters, is_main_process=rank == 0)
+    if rank == 0:
+        assert (
+            Path(part, "adapter_model.safetensors").read_bytes()
+            == Path(folder, "adapter_model.safetensors").read_bytes()
+        )
+    del adapters["model.layers.0.mlp.experts.lora_A.default.weight"]
+    with pytest.raises(ConfigError, match=r"lora_A\.default\.weight is missing"):
+        model.save_pretrained(part, state_dict=adapters)
 
 
 def test_adapters_that_transformers_adds_train_and_are_saved_as_in_one_process(tmp_path: Path, pool2: RankPool) -> None:
