@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,7 +236,20 @@ def test_a_rank_with_other_modules_raises_on_every_rank(rank: int, group: Proces
         plain.experts[rank].w1.weight.mul_(1 + rank)
     with pytest.raises(RankMismatch, match=r"experts\.1\.w1\.weight"):
         plain.layer(group)
-    assert _plain("list").layer(group)(_tokens(rank)).shape == (3 * rank, D)
+
+    def made(plain: Plain) -> Iterator[nn.Module]:
+        for number, expert in enumerate(plain.experts):
+            if rank and number == E - 1:
+                raise OSError("no such file")
+            yield expert
+
+    plain = _plain("list")
+    with pytest.raises(UnsupportedModel, match="OSError: no such file"):
+        MoELayer.from_modules(plain.router, made(plain), group, top_k=TOP_K)
+    layer = MoELayer.from_modules(plain.router, dict(enumerate(plain.experts)).values(), group, top_k=TOP_K)
+    assert layer(_tokens(rank)).shape == (3 * rank, D)
+    for name, value in _parameters(*layer.to_modules()).items():
+        assert torch.equal(value, plain.parameters()[name]), name
 
 
 class Backward(torch.autograd.Function):
@@ -270,6 +283,12 @@ def _tied() -> list[nn.Module]:
     return experts
 
 
+def _hooked_router(name: str) -> nn.Linear:
+    router = nn.Linear(D, E)
+    getattr(router.weight if name == "register_hook" else router, name)(lambda *_: None)
+    return router
+
+
 LINEAR = nn.Linear(D, E)
 BAD: list[tuple[type[MoeCommError], str, Any, Any, dict[str, Any]]] = [
     (ConfigError, "from 12 to 5", nn.Linear(D, E + 1), _five(SwiGLU), {}),
@@ -286,6 +305,8 @@ BAD: list[tuple[type[MoeCommError], str, Any, Any, dict[str, Any]]] = [
     (ConfigError, "top_k must be", LINEAR, _five(SwiGLU), {"top_k": E + 1}),
     (ConfigError, "4 experts", LINEAR, _five(SwiGLU), {"placement": Placement.contiguous(4, 1)}),
     (ConfigError, "experts must be modules", LINEAR, [], {}),
+    (ConfigError, "a list or a dict; got set", LINEAR, set(_five(SwiGLU)), {}),
+    (ConfigError, "a list or a dict; got int", LINEAR, E, {}),
     (ConfigError, "stacked", LINEAR, SwiGLU(), {}),
     (UnsupportedModel, "dropout 0.5", LINEAR, _five(lambda: nn.Sequential(gelu_mlp(), nn.Dropout())), {}),
     (UnsupportedModel, "no known formula", LINEAR, _five(FunctionalDropout), {}),
@@ -293,6 +314,9 @@ BAD: list[tuple[type[MoeCommError], str, Any, Any, dict[str, Any]]] = [
     (UnsupportedModel, "gradient of input differs by", LINEAR, _five(lambda: SwiGLU(act=Backward.apply)), {}),
     (UnsupportedModel, "buffers", LINEAR, _five(lambda: nn.Sequential(gelu_mlp(), nn.BatchNorm1d(D))), {}),
     (UnsupportedModel, "forward or backward hooks", LINEAR, _five(_hooked), {}),
+    (UnsupportedModel, "router has forward or b", _hooked_router("register_full_backward_hook"), _five(SwiGLU), {}),
+    (UnsupportedModel, "router has state-dict", _hooked_router("register_state_dict_post_hook"), _five(SwiGLU), {}),
+    (UnsupportedModel, "weight has gradient hooks", _hooked_router("register_hook"), _five(SwiGLU), {}),
     (UnsupportedModel, "several experts", LINEAR, _tied(), {}),
     (UnsupportedModel, "one dtype", LINEAR, [*_five(SwiGLU)[:4], SwiGLU().double()], {}),
     (UnsupportedModel, "w_missing", LINEAR, Stacked(), {"description": MoEBlock("w_missing", "down", "relu")}),

@@ -240,9 +240,6 @@ class BlockExperts(Probes, EPExperts):
             named = [replace(one, name=current, parameter=prefix + one.parameter) for one in slices]
             yield current, shape, named
 
-    def checkpoint_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, shape, _ in self.checkpoint_slices(prefix)}
-
 
 def _slices(formula: ExpertFormula) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:
     """Yield each parameter in the block, its shape, and the slices of the stacked parameters that it holds."""

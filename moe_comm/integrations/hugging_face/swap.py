@@ -169,13 +169,6 @@ class EPExperts(ExpertParallel):
         """Send the weights of experts to the ranks that hold copies; see ``MoELayer.publish_copies``. Collective."""
         return 0 if self.copies is None else self.copies.publish()
 
-    def checkpoint_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of all experts by their names in full state dicts.
-
-        prefix: of this module's keys.
-        """
-        return {prefix + name: shape for name, shape in self.layout.parameters.items()}
-
     def extra_repr(self) -> str:
         local = self.local_experts
         experts = f"experts {local[0]}..{local[-1]}" if local else "no experts"
@@ -348,10 +341,13 @@ def _incomplete_experts(model: nn.Module, state: Mapping[str, Any]) -> list[str]
     shapes: dict[str, tuple[int, ...]] = {}
     for path, module, gradients in expert_modules(model):
         prefix = f"{state_key(path)}.".lstrip(".")
-        if not isinstance(module, EPExperts):
+        if adapters_only and isinstance(module, EPExperts):
+            continue
+        describe = getattr(module, "checkpoint_slices", None)  # of blocks with their own names
+        if describe is not None:
+            shapes |= {name: shape for name, shape, _ in describe(prefix)}
+        else:
             shapes |= {prefix + key: sharding.shape for key, sharding in gradients.shards.shardings.items()}
-        elif not adapters_only:
-            shapes |= module.checkpoint_shapes(prefix)
     wrong = []
     for name, shape in shapes.items():
         value = state.get(name)

@@ -19,7 +19,7 @@ as an expert: it sends a token to all slices of the token's experts, and combine
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -228,7 +228,7 @@ class MoELayer(ExpertParallel):
     def from_modules(
         cls,
         router: nn.Module | Callable[[Tensor], Any],
-        experts: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        experts: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module],
         group: ProcessGroup | DeviceMesh | MoEGroups | None = None,
         *,
         top_k: int | None = None,
@@ -248,9 +248,9 @@ class MoELayer(ExpertParallel):
             router: an ``nn.Linear`` [D, E]; a module or another callable that maps tokens [T, D] to logits [T, E], or
                 to expert ids and weights [T, K], or to a ``Routing``; or a ``Router``. An ``nn.Linear`` is copied;
                 other modules become a part of the layer. Parameters of other callables belong to the caller.
-            experts: a list or dict of modules [R, D] to [R, D]; or one module with parameters [E, ...] of all experts,
-                which is called with [E, R, D], with rows [R, D] in the order of the experts and their counts [E], or
-                with rows, ids and weights. On "meta", the layer is on "meta" as well.
+            experts: a list, iterator or dict of modules [R, D] to [R, D]; or one module with parameters [E, ...] of all
+                experts, which is called with [E, R, D], with rows [R, D] in the order of the experts and their counts
+                [E], or with rows, ids and weights. On "meta", the layer is on "meta" as well.
             group: see ``build``.
             top_k: number of experts per token, for logits: the softmax over all experts, normalized over the K.
             routing: how to select experts by logits, in place of ``top_k``.
@@ -264,7 +264,7 @@ class MoELayer(ExpertParallel):
 
         Raises:
             UnsupportedModel: an expert computes something else, or the experts have different shapes, dropout, buffers,
-                hooks or shared parameters.
+                hooks or shared parameters, or an ``nn.Linear`` router has hooks that the layer would lose.
             ConfigError: router, experts, ``top_k`` and placement do not fit each other.
             RankMismatch: ranks pass different weights or placements. These errors are raised on every rank.
             TypeError: an unknown setting.

@@ -9,7 +9,7 @@ forward and backward on random rows in fp32, before the layer is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,11 +89,12 @@ class ModuleSource:
         read: ReadModules | None = None
         weights = nn.Module()
         try:
-            named = named_experts(self.experts)
+            source = replace(self, experts=_collected(self.experts))
+            named = named_experts(source.experts)
             device = named.example.device
             with torch.random.fork_rng([] if device.type in ("cpu", "meta") else [device]):
                 torch.manual_seed(SEED)
-                read = self._read(named, settings, groups)
+                read = source._read(named, settings, groups)
             weights.experts = named.module
             if isinstance(self.router, nn.Module):
                 weights.router = self.router
@@ -159,6 +160,7 @@ class ModuleSource:
                 )
             return router.config, True
         if is_linear(router):
+            refuse_hooks(CALL, [("router", router)], router.named_parameters("router"))
             config = self._config(experts)
             if (router.in_features, router.out_features) != (hidden, config.num_choices):
                 raise ConfigError(
@@ -268,6 +270,19 @@ class NamedExperts:
     def example(self) -> nn.Parameter:
         """Any parameter."""
         return next(iter(self.params.values()))
+
+
+def _collected(experts: Any) -> Any:
+    """Return the experts that a user passed, in a list if they come from an iterator.
+
+    Raises:
+        ConfigError: they have no order, or are no collection.
+    """
+    if isinstance(experts, nn.Module | Mapping | Sequence):
+        return experts
+    if isinstance(experts, Set) or not isinstance(experts, Iterable):
+        raise ConfigError(f"{CALL}: experts must be a module, a list or a dict; got {type(experts).__name__}")
+    return list(experts)
 
 
 def named_experts(experts: Any) -> NamedExperts:
