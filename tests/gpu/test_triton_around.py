@@ -127,7 +127,7 @@ def test_routing_agrees_with_float64_and_does_not_depend_on_the_batch(config: Ro
         router.correction_bias.copy_(_drawn(config.num_experts, seed=1) * 0.1)
     logits_TE = _drawn(500, config.num_experts)
     wide_logits, gpu_logits = logits_TE.double().requires_grad_(), logits_TE.to(DEVICE).requires_grad_()
-    scores_TE = router._scores(wide_logits)
+    scores_TE = wide_logits.sigmoid() if config.score == "sigmoid" else wide_logits.softmax(-1)
     ids_TK = router._choose(wide_logits.detach(), scores_TE.detach())
     weights_TK = router._weights(wide_logits, scores_TE, ids_TK)
     bias = None if router.correction_bias is None else router.correction_bias.to(DEVICE)
