@@ -255,3 +255,40 @@ def test_one_rank_shares_the_parameters_of_the_model(folders: Callable[[str], st
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folders("deepseek_v3")))
     before = dict(model.named_parameters())
     assert all(before[name] is p for name, p in swap_attention(model).named_parameters())
+
+
+def hooks(rank: int, world: int, folder: str) -> None:
+    group = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+    over_heads: dict[str, Any] = {"group": group}
+    over_tokens: dict[str, Any] = {"cp_group": group, "context": "ring"}
+    model = load(folder)
+    attention = model.model.layers[1].self_attn
+    for owner, register, settings, reason in (
+        (attention.q_proj, "register_forward_hook", over_tokens, "self_attn.q_proj has forward or backward hooks"),
+        (attention.q_proj.weight, "register_hook", over_heads, "self_attn.q_proj.weight has gradient hooks"),
+        (attention, "register_state_dict_pre_hook", over_tokens, "self_attn has state-dict hooks"),
+    ):
+        handle = getattr(owner, register)(lambda *_: None)
+        with pytest.raises(UnsupportedModel, match=f"model.layers.1.{reason}"):
+            swap_attention(model, **settings)
+        handle.remove()
+    calls: list[str] = []
+    handles = [
+        attention.register_forward_pre_hook(lambda module, args, given: calls.append("before"), with_kwargs=True),
+        attention.register_forward_hook(lambda module, args, output: calls.append(f"after {output[0].shape[-1]}")),
+        attention.register_full_backward_hook(lambda module, inner, outer: calls.append("backward")),
+    ]
+    swap_attention(model, **over_heads)
+    assert model.model.layers[1].self_attn is not attention
+    for kept in (True, False):
+        model(data()["input_ids"]).logits.sum().backward()
+        assert calls == ["before", f"after {model.config.hidden_size}", "backward"] * kept
+        calls.clear()
+        for handle in handles:
+            handle.remove()
+
+
+def test_hooks_of_attention_run_after_the_swap_and_others_are_refused(
+    folders: Callable[[str], str], pool4: RankPool
+) -> None:
+    pool4.run(hooks, folders("mixtral"))

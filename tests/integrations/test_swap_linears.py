@@ -261,7 +261,7 @@ def refusals(rank: int, world: int, folder: str) -> None:
     )
     hooked = load(folder)
     hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    assert_refused(hooked, UnsupportedModel, r"layers\.0\.mlp has forward hooks")
+    assert_refused(hooked, UnsupportedModel, r"layers\.0\.mlp\.up_proj has forward or backward hooks")
     hooked = load(folder)
     hooked.model.layers[1].mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: None)
     assert_refused(hooked, UnsupportedModel, r"layers\.1\.mlp\.down_proj\.weight has gradient hooks")
@@ -269,7 +269,19 @@ def refusals(rank: int, world: int, folder: str) -> None:
     if rank == 3:
         replaced_on_one_rank.model.layers[0].mlp.forward = lambda x: x
     assert_refused(replaced_on_one_rank, UnsupportedModel, "was replaced")
-    assert swapped_linears(swap_linears(load(folder), group))
+    model = load(folder)
+    calls: list[tuple[int, ...]] = []
+    handles = [
+        model.get_input_embeddings().register_forward_hook(lambda module, args, y: calls.append(tuple(y.shape))),
+        model.lm_head.register_full_backward_hook(lambda module, inner, outer: calls.append(tuple(outer[0].shape))),
+    ]
+    assert swapped_linears(swap_linears(model, group))
+    for kept in (True, False):
+        model(inputs(), use_cache=False).logits.sum().backward()
+        assert calls == [(*inputs().shape, model.config.hidden_size), (*inputs().shape, model.config.vocab_size)] * kept
+        calls.clear()
+        for handle in handles:
+            handle.remove()
 
 
 def narrow(rank: int, world: int, folder: str) -> None:

@@ -11,7 +11,7 @@ not change. ``swap_moe`` may be used on the same model, before or after.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from moe_comm.layers.attention.sequence import Documents, local_positions, shard
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_rank, group_size
-from moe_comm.layers.parallel.hooks import refuse_hooks
+from moe_comm.layers.parallel.hooks import refuse_hooks, take_call_hooks
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from moe_comm.runtime.groups import warn_if_alone
 from moe_comm.topology import Sharding
@@ -202,13 +202,7 @@ def parallelize_attention(
     decoders, swapped = {}, {}
     try:
         decoders = _decoders(model)
-        if group_size(tp_group) > 1:
-            layers = (pair for decoder in decoders.values() for pair in enumerate(decoder.layers))
-            blocks = {f"layers.{index}.self_attn": layer.self_attn for index, layer in layers}
-            Ties(model).refuse(blocks, "swap_attention")
-            for name, module in blocks.items():
-                modules, replaced = module.named_modules(prefix=name), module.named_parameters(name)
-                refuse_hooks("swap_attention", modules, replaced, calls=False)
+        _refuse(model, decoders, group_size(tp_group))
         # Build all modules before the first one is replaced, so that an error leaves the model unchanged.
         swapped = {
             f"{name}.layers.{index}".lstrip("."): SwappedAttention(layer.self_attn, tp_group, cp_group, context)
@@ -231,6 +225,7 @@ def parallelize_attention(
         for key in attention.sharding_of:
             old, new = layer.self_attn.get_parameter(key), attention.get_parameter(key)
             mark_replaced(old, new, f"{name}.self_attn.{key}", "swap_attention")
+        take_call_hooks(attention, layer.self_attn)
         layer.self_attn = attention
     for decoder in decoders.values():
         decoder.config._attn_implementation = IMPLEMENTATION
@@ -242,6 +237,23 @@ def parallelize_attention(
 
 swap_attention = parallelize_attention
 """Short alias of ``parallelize_attention``."""
+
+
+def _refuse(model: nn.Module, decoders: Mapping[str, Any], tp: int) -> None:
+    """Raise UnsupportedModel if attention of the decoders has something that the swapped one would lose."""
+    blocks = {
+        f"{path}.layers.{index}.self_attn".lstrip("."): layer.self_attn
+        for path, decoder in decoders.items()
+        for index, layer in enumerate(decoder.layers)
+    }
+    if tp > 1:
+        Ties(model).refuse(blocks, "swap_attention")
+    for name, module in blocks.items():
+        if "forward" in vars(module):
+            raise UnsupportedModel(f"the forward of {name} was replaced, by device_map offloading or a kernel")
+        replaced = module.named_parameters(name) if tp > 1 else ()  # else the parameters are kept
+        refuse_hooks("swap_attention", [(name, module)], replaced, calls=False)
+        refuse_hooks("swap_attention", [(f"{name}.{key}", child) for key, child in module.named_modules() if key], ())
 
 
 def swapped_attention(model: nn.Module) -> dict[str, SwappedAttention]:

@@ -34,7 +34,7 @@ from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.data_parallel.replicas import check_loaded
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_size
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from moe_comm.layers.parallel.hooks import refuse_hooks
+from moe_comm.layers.parallel.hooks import refuse_hooks, take_call_hooks
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_input
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.runtime.groups import warn_if_alone
@@ -246,7 +246,7 @@ def _check_supported(
     for name in (*linears, *vocab_modules):
         module = model.get_submodule(name)
         replaced = module.named_parameters(name) if world > 1 else ()  # else the parameters are kept
-        refuse_hooks("swap_linears", [(name, module)], replaced, calls=False)
+        refuse_hooks("swap_linears", [(name, module)], replaced, calls=name not in vocab_modules)
     for name, (columns, row) in blocks.items():
         block = model.get_submodule(name)
         for module in (block, *(block.get_submodule(key) for key in (*columns, row))):
@@ -254,8 +254,8 @@ def _check_supported(
                 raise UnsupportedModel(f"a forward in {name} was replaced, by device_map offloading or a kernel")
             if module is not block and type(module) is not nn.Linear:
                 raise UnsupportedModel(f"{name} has a {type(module).__name__}; expected a plain nn.Linear")
-            if (module is not block and module._forward_hooks) or module._forward_pre_hooks:
-                raise UnsupportedModel(f"{name} has forward hooks; register them after swap_linears")
+        if block._forward_pre_hooks:
+            raise UnsupportedModel(f"{name} has forward hooks; register them after swap_linears")
         if any(isinstance(child, nn.Dropout) and child.p > 0 for child in block.modules()):
             raise UnsupportedModel(f"{name} has dropout, which would differ between the ranks of the group")
         width = block.get_submodule(row).in_features
@@ -349,6 +349,7 @@ def _shard_vocab_modules(model: nn.Module, vocab_modules: Mapping[str, nn.Module
             replacement.weight = by_weight[weight].weight
         by_weight[weight] = replacement
         _mark_replaced(module, replacement, name)
+        take_call_hooks(replacement, module)
         replacement.train(module.training)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replacement)

@@ -37,7 +37,7 @@ from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.moe.formula import ExpertsLayout
-from moe_comm.layers.parallel.hooks import CALL_HOOKS, refuse_hooks
+from moe_comm.layers.parallel.hooks import CALL_HOOKS, refuse_hooks, take_call_hooks
 from moe_comm.layers.parallel.module import state_key
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import as_tensors
@@ -82,9 +82,7 @@ class EPExperts(ExpertParallel):
         homes = self.placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
             self.register_parameter(name, self._local_parameter(experts, name, homes))
-        for hooks in CALL_HOOKS:
-            getattr(self, hooks).update(getattr(experts, hooks))
-        self._is_full_backward_hook = experts._is_full_backward_hook
+        take_call_hooks(self, experts)
         self.training = experts.training
         over_ep = Split.of_experts(self.placement)
         shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}

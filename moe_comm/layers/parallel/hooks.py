@@ -1,4 +1,4 @@
-"""Refuse hooks that a swap would lose, because it replaces the module or the parameter that has them."""
+"""Keep the hooks of a module that a swap replaces, and refuse those that it would lose."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ _STATE_HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def take_call_hooks(new: nn.Module, old: nn.Module) -> None:
+    """Let calls of ``new`` run the hooks of ``old``, which it replaces. The handles of the hooks still remove them."""
+    for name in CALL_HOOKS:
+        hooks = getattr(old, name)
+        hooks.update(getattr(new, name))
+        setattr(new, name, hooks)
+    new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def refuse_hooks(
