@@ -17,19 +17,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
     DTYPES,
+    Matrix,
     capability,
     check_index,
     check_rows,
     check_tensors,
-    on_device_of,
-    options,
+    launch,
     processors,
 )
 
@@ -301,22 +300,23 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         return
     at = capability(rows_RD)
     tiling = tiling_for(rows_RD.dtype, at, rows_RD.shape[0] / experts)
+    grid = (processors(rows_RD.device),)
     if tma and uses_tma(rows_RD, w_END, tiling, at):
-        with on_device_of(rows_RD):
-            grouped_mm_tma_kernel[(processors(rows_RD.device),)](
-                **_descriptors(rows_RD, w_END, tiling), counts_ptr=counts_E,
-                out_ptr=out_RN, out_stride=out_RN.stride(0), experts=experts, columns=columns, inner=inner,
-                ELEMENT=DTYPES[rows_RD.dtype], **tiling.blocks,
-                **options(rows_RD, num_warps=tiling.warps, num_stages=TMA_STAGES),
-            )  # fmt: skip
-        return
-    with on_device_of(rows_RD):
-        grouped_mm_kernel[(processors(rows_RD.device),)](
-            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), counts_E,
-            out_RN, out_RN.stride(0), experts, columns, inner,
-            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
-            **_launch(rows_RD, tiling),
+        rows, w = _matrices(rows_RD, w_END, tiling)
+        launch(
+            grouped_mm_tma_kernel, grid, rows_RD,
+            (rows, w, counts_E, out_RN, out_RN.stride(0), experts, columns, inner),
+            ELEMENT=DTYPES[rows_RD.dtype], TRANSPOSED=not _is_plain(w_END), **tiling.blocks,
+            num_warps=tiling.warps, num_stages=TMA_STAGES,
         )  # fmt: skip
+        return
+    launch(
+        grouped_mm_kernel, grid, rows_RD,
+        (rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), counts_E,
+         out_RN, out_RN.stride(0), experts, columns, inner),
+        ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
 
 
 def uses_tma(rows_RD: Tensor, w_END: Tensor, tiling: Tiling, at: int) -> bool:
@@ -352,16 +352,13 @@ def grouped_weight_grad_into(
         return
     experts, columns, inner = shape
     tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts, "added" if add else "weights")
-    with on_device_of(rows_RD):
-        grouped_weight_grad_kernel[(processors(rows_RD.device),)](
-            grad_RN, grad_RN.stride(0), rows_RD, rows_RD.stride(0), counts_E,
-            out_END, *out_END.stride(), experts, columns, inner,
-            ELEMENT=DTYPES[out_END.dtype], ADD=add, **tiling.blocks, **_launch(rows_RD, tiling),
-        )  # fmt: skip
-
-
-def _launch(tensor: Tensor, tiling: Tiling) -> dict[str, Any]:
-    return options(tensor, num_warps=tiling.warps, num_stages=tiling.stages)
+    launch(
+        grouped_weight_grad_kernel, (processors(rows_RD.device),), rows_RD,
+        (grad_RN, grad_RN.stride(0), rows_RD, rows_RD.stride(0), counts_E,
+         out_END, *out_END.stride(), experts, columns, inner),
+        ELEMENT=DTYPES[out_END.dtype], ADD=add, **tiling.blocks,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -449,21 +446,18 @@ def tma_supports(rows_RD: Tensor, w_END: Tensor, step: int) -> bool:
     )
 
 
-def _descriptors(rows_RD: Tensor, w_END: Tensor, tiling: Tiling) -> dict[str, Any]:
-    """Return the arguments of ``grouped_mm_tma_kernel`` for supported operands, by name."""
+def _matrices(rows_RD: Tensor, w_END: Tensor, tiling: Tiling) -> tuple[Matrix, Matrix]:
+    """Return the operands of ``grouped_mm_tma_kernel``, if it supports them."""
     experts, columns, inner = w_END.shape
     _, by_column, by_inner = w_END.stride()
     transposed = not _is_plain(w_END)
     block, step = tiling.columns, tiling.inner
-    shape = [rows_RD.shape[0], inner]
-    strides = [rows_RD.stride(0), 1]
-    w_shape = [experts * inner, columns] if transposed else [experts * columns, inner]
-    w_strides = [by_inner if transposed else by_column, 1]
-    return {
-        "rows_desc": TensorDescriptor(rows_RD, shape, strides, [tiling.rows, step]),
-        "w_desc": TensorDescriptor(w_END, w_shape, w_strides, [step, block] if transposed else [block, step]),
-        "TRANSPOSED": transposed,
-    }
+    w_shape = (experts * inner, columns) if transposed else (experts * columns, inner)
+    w_strides = (by_inner if transposed else by_column, 1)
+    return (
+        Matrix(rows_RD, (rows_RD.shape[0], inner), (rows_RD.stride(0), 1), (tiling.rows, step)),
+        Matrix(w_END, w_shape, w_strides, (step, block) if transposed else (block, step)),
+    )
 
 
 def _is_plain(w_END: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.triton.device import int64, sigmoid
-from moe_comm.kernels.triton.launch import check_tensors, on_device_of, options
+from moe_comm.kernels.triton.launch import check_tensors, launch
 
 MAX_EXPERTS = 1024
 TILE_ELEMENTS = 2048
@@ -194,15 +194,15 @@ class _Route(torch.autograd.Function):
         )
         sizes = _sizes(rule)
         if tokens:
-            with on_device_of(logits_TE):
-                route_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
-                    logits_TE, logits_TE.stride(0), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
-                    weights_TK if scores_TE is None else scores_TE, tokens, experts, rule.scale,
-                    BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
-                    BLOCK_G=_up(rule.num_groups),
-                    TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
-                    BIASED=bias_E is not None, SCORED=return_scores, **sizes, **options(logits_TE, num_warps=4),
-                )  # fmt: skip
+            launch(
+                route_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
+                (logits_TE, logits_TE.stride(0), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
+                 weights_TK if scores_TE is None else scores_TE, tokens, experts, float(rule.scale)),
+                BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
+                BLOCK_G=_up(rule.num_groups),
+                TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
+                BIASED=bias_E is not None, SCORED=return_scores, **sizes, num_warps=4,
+            )  # fmt: skip
         ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_TE, ids_TK)
@@ -222,13 +222,12 @@ class _Route(torch.autograd.Function):
         grad = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device)
         sizes = _sizes(rule)
         if tokens:
-            with on_device_of(logits_TE):
-                route_backward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
-                    logits_TE, logits_TE.stride(0), ids_TK, grad if grad_TK is None else grad_TK.contiguous(),
-                    grad if grad_TE is None else grad_TE.contiguous(), grad, tokens, experts, rule.scale,
-                    WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None,
-                    **sizes, **options(logits_TE, num_warps=4),
-                )  # fmt: skip
+            launch(
+                route_backward_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
+                (logits_TE, logits_TE.stride(0), ids_TK, grad if grad_TK is None else grad_TK.contiguous(),
+                 grad if grad_TE is None else grad_TE.contiguous(), grad, tokens, experts, float(rule.scale)),
+                WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None, **sizes, num_warps=4,
+            )  # fmt: skip
         return grad, None, None, None
 
 

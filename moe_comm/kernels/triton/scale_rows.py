@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64, rounded
-from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, on_device_of, options
+from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, launch
 
 SLOTS = 16
 COLUMNS = 128
@@ -142,11 +142,10 @@ def _launch(
     if not slots or not width:
         return
     rows = grad_TD if rows_RD is None else rows_RD
-    with on_device_of(grad_TD):
-        scale_rows_kernel[(triton.cdiv(slots, SLOTS),)](
-            grad_TD, grad_TD.stride(0), weights, weights if place is None else place, rows, rows.stride(0),
-            out_RD, out_RD.stride(0), weights if dots is None else dots, slots, width,
-            ELEMENT=DTYPES[grad_TD.dtype], PLACED=place is not None, DOTTED=dots is not None, TOP_K=top_k,
-            SLOTS=SLOTS, COLUMNS=COLUMNS, STEPS=STEPS,
-            **options(grad_TD, num_warps=4, enable_fp_fusion=False),
-        )  # fmt: skip
+    launch(
+        scale_rows_kernel, (-(-slots // SLOTS),), grad_TD,
+        (grad_TD, grad_TD.stride(0), weights, weights if place is None else place, rows, rows.stride(0),
+         out_RD, out_RD.stride(0), weights if dots is None else dots, slots, width),
+        ELEMENT=DTYPES[grad_TD.dtype], PLACED=place is not None, DOTTED=dots is not None, TOP_K=top_k,
+        SLOTS=SLOTS, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

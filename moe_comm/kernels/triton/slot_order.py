@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64
-from moe_comm.kernels.triton.launch import check_tensors, on_device_of, options
+from moe_comm.kernels.triton.launch import check_tensors, launch
 
 SLOTS = 128
 """Slots of a chunk."""
@@ -91,11 +91,8 @@ def order_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     place_TK = torch.empty_like(ids_TK, dtype=torch.int64)
     order = place_TK.new_empty(slots)
     counts = place_TK.new_empty(num_experts + 2, chunks)
-    with on_device_of(ids_TK):
-        launch = options(ids_TK, num_warps=4)
-        count_chunks_kernel[(chunks,)](
-            ids_TK, counts, slots, chunks, num_experts, SLOTS=SLOTS, EXPERTS=EXPERTS, **launch
-        )
-        ends = counts.view(-1).cumsum(0)
-        place_slots_kernel[(chunks,)](ids_TK, ends, place_TK, order, slots, chunks, num_experts, SLOTS=SLOTS, **launch)
+    sizes = slots, chunks, num_experts
+    launch(count_chunks_kernel, (chunks,), ids_TK, (ids_TK, counts, *sizes), SLOTS=SLOTS, EXPERTS=EXPERTS, num_warps=4)
+    ends = counts.view(-1).cumsum(0)
+    launch(place_slots_kernel, (chunks,), ids_TK, (ids_TK, ends, place_TK, order, *sizes), SLOTS=SLOTS, num_warps=4)
     return order, place_TK, ends.view(num_experts + 2, chunks)[:, -1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64, rounded, sigmoid
-from moe_comm.kernels.triton.launch import DTYPES, check_rows, check_tensors, on_device_of, options, tile
+from moe_comm.kernels.triton.launch import DTYPES, check_rows, check_tensors, launch, tile
 
 TILE_ELEMENTS = 1024
 
@@ -94,12 +94,11 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
     if not out_RF.numel():
         return
     rows, columns = tile(out_RF.shape[1], TILE_ELEMENTS)
-    with on_device_of(h_RG):
-        swiglu_kernel[(triton.cdiv(out_RF.shape[0], rows), triton.cdiv(out_RF.shape[1], columns))](
-            h_RG, h_RG.stride(0), out_RF, out_RF.stride(0), *out_RF.shape,
-            ELEMENT=DTYPES[h_RG.dtype], ROWS=rows, COLUMNS=columns,
-            **options(h_RG, num_warps=4, enable_fp_fusion=False),
-        )  # fmt: skip
+    launch(
+        swiglu_kernel, (-(-out_RF.shape[0] // rows), -(-out_RF.shape[1] // columns)), h_RG,
+        (h_RG, h_RG.stride(0), out_RF, out_RF.stride(0), *out_RF.shape),
+        ELEMENT=DTYPES[h_RG.dtype], ROWS=rows, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor | None) -> None:
@@ -112,10 +111,10 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
         return
     act = grad_RF if act_RF is None else act_RF
     rows, columns = tile(grad_RF.shape[1], TILE_ELEMENTS)
-    with on_device_of(h_RG):
-        swiglu_backward_kernel[(triton.cdiv(grad_RF.shape[0], rows), triton.cdiv(grad_RF.shape[1], columns))](
-            h_RG, h_RG.stride(0), grad_RF, grad_RF.stride(0), grad_h_RG, grad_h_RG.stride(0), act, act.stride(0),
-            *grad_RF.shape,
-            ELEMENT=DTYPES[h_RG.dtype], RECOMPUTE=act_RF is not None, ROWS=rows, COLUMNS=columns,
-            **options(h_RG, num_warps=4, enable_fp_fusion=False),
-        )  # fmt: skip
+    launch(
+        swiglu_backward_kernel, (-(-grad_RF.shape[0] // rows), -(-grad_RF.shape[1] // columns)), h_RG,
+        (h_RG, h_RG.stride(0), grad_RF, grad_RF.stride(0), grad_h_RG, grad_h_RG.stride(0), act, act.stride(0),
+         *grad_RF.shape),
+        ELEMENT=DTYPES[h_RG.dtype], RECOMPUTE=act_RF is not None, ROWS=rows, COLUMNS=columns,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64
-from moe_comm.kernels.triton.launch import check_index, check_tensors, on_device_of, options, tile
+from moe_comm.kernels.triton.launch import check_index, check_tensors, launch, tile
 
 TILE_WORDS = 1024
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -99,8 +99,8 @@ def _launch(x_ND: Tensor, index: Tensor, y_RD: Tensor, top_k: int) -> None:
         x_ND = x_ND.as_strided(x_ND.shape, (x_ND.stride(0), 1))
     x, y = x_ND.view(_WORDS[size]), y_RD.view(_WORDS[size])
     rows, columns = tile(y.shape[1], TILE_WORDS)
-    with on_device_of(x):
-        take_rows_kernel[(triton.cdiv(index.numel(), rows),)](
-            x, x.stride(0), index, y, index.numel(), y.shape[1], TOP_K=top_k, ROWS=rows, COLUMNS=columns,
-            **options(x, num_warps=4),
-        )  # fmt: skip
+    launch(
+        take_rows_kernel, (-(-index.numel() // rows),), x,
+        (x, x.stride(0), index, y, index.numel(), y.shape[1]),
+        TOP_K=top_k, ROWS=rows, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64, rounded
-from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, on_device_of, options, tile
+from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, launch, tile
 
 TILE_ELEMENTS = 1024
 UNROLLED = 16
@@ -86,12 +86,11 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
     if not rows_RD.shape[0] or not top_k:
         return y_TD.zero_()
     block, columns = tile(width, TILE_ELEMENTS)
-    with on_device_of(rows_RD):
-        weighted_sum_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
-            rows_RD, rows_RD.stride(0), place_TK, place_TK if weights_TK is None else weights_TK.contiguous(), y_TD,
-            tokens, width,
-            ELEMENT=DTYPES[rows_RD.dtype], WEIGHTED=weights_TK is not None, TOP_K=top_k, UNROLL=top_k <= UNROLLED,
-            TOKENS=block, COLUMNS=columns,
-            **options(rows_RD, num_warps=4, enable_fp_fusion=False),
-        )  # fmt: skip
+    launch(
+        weighted_sum_kernel, (-(-tokens // block), -(-width // columns)), rows_RD,
+        (rows_RD, rows_RD.stride(0), place_TK, place_TK if weights_TK is None else weights_TK.contiguous(), y_TD,
+         tokens, width),
+        ELEMENT=DTYPES[rows_RD.dtype], WEIGHTED=weights_TK is not None, TOP_K=top_k, UNROLL=top_k <= UNROLLED,
+        TOKENS=block, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return y_TD
