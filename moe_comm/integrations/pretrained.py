@@ -170,7 +170,11 @@ def _build(
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         if getattr(method, "value", method) != "fp8":
-            raise UnsupportedModel(f"{path} is quantized ({method}); only fp8 with scales per block can be dequantized")
+            raise UnsupportedModel(
+                f"{path} is quantized ({getattr(method, 'value', method)}); from_pretrained dequantizes only fp8 with "
+                "scales per block of 128 x 128 values. Dequantize it with transformers (model.dequantize(), or "
+                "dequantize=True in the quantization_config), save it, and load the result"
+            )
         del config.quantization_config  # the loaded model is not quantized
     folder = _folder(path, hub)
     dtype = _dtype(settings.get("dtype", settings.get("torch_dtype")), config, folder)

@@ -165,8 +165,13 @@ def parallelize_moe(
             _block_lora().refuse_adapters(linear_adapters, block, plan, settings)
         for name in adapted:
             _lora().refuse_wrappers(model, name, expert_gemm_dtype, overlap, placements[blocks[name][1].num_experts])
+    except UnsupportedModel as error:
+        fault = _of_quantized_experts(model, found, error) or error
     except MoeCommError as error:
         fault = error
+    except Exception as error:  # of the user's code: the other ranks wait
+        fault = UnsupportedModel(f"swap_moe: reading the model raised {type(error).__name__}: {error}")
+        fault.__cause__ = error
     if channel is not None:
         check_loaded(model, channel, fault)
     if fault is not None:
@@ -254,6 +259,28 @@ def _log_swap(blocks: Sequence[EPExperts], defaulted: bool) -> None:
         level = logging.WARNING if defaulted and first.world > 1 else logging.INFO
         over = f"{first.world} ranks" + (", the default group" if defaulted and first.world > 1 else "")
         _log.log(level, "swap_moe: %d MoE blocks, %s experts over %s", len(blocks), experts, over)
+
+
+def _of_quantized_experts(
+    model: nn.Module, found: Sequence[FoundBlock], error: UnsupportedModel
+) -> UnsupportedModel | None:
+    """Return the error for experts that are quantized, in place of ``error``, which is a consequence."""
+    paths = [f"{block.name}.{block.path}".strip(".") for block in found]
+    for name, module in model.named_modules():
+        if not (is_inside(name, paths) or "expert" in name):
+            continue
+        packed = [*module.parameters(recurse=False), *(one for one in module.buffers(recurse=False) if one.dim() > 1)]
+        dtype = next((one.dtype for one in packed if not one.is_floating_point() or one.dtype.itemsize == 1), None)
+        if dtype is not None:
+            fault = UnsupportedModel(
+                f"{name} ({type(module).__name__}) is quantized ({dtype}); swap_moe distributes experts in "
+                "floating-point dtypes of 16 bits or more. Load the model without quantization, or dequantize it "
+                "(model.dequantize(), or dequantize=True in the quantization_config of transformers). "
+                "moe_comm.from_pretrained dequantizes fp8 with scales per block of 128 x 128 values"
+            )
+            fault.__cause__ = error
+            return fault
+    return None
 
 
 def _refuse_swapped(model: nn.Module) -> None:

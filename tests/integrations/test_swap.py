@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import moe_comm
 from moe_comm.dispatch import DispatchOptions
@@ -34,6 +36,7 @@ from tests.integrations.models import (
     ep_group,
     gradients,
     load,
+    new_model,
     num_targets,
     route_to_first_half,
     save_model,
@@ -564,6 +567,25 @@ def test_unsupported_models_are_named_and_unchanged(saved: Callable[[str], str])
     assert not swapped_experts(model)
     with pytest.raises(ConfigError, match="already swapped"):
         swap_moe(swap_moe(model))
+
+
+def quantized(rank: int, world: int, _: None) -> list[str]:
+    messages = []
+    for family, kind in (("gpt_oss", Mxfp4GptOssExperts), ("qwen3_moe", FP8Experts)):
+        model = new_model(family, hidden_size=128)
+        given = [(128, 128)] if kind is FP8Experts else []
+        for layer in model.model.layers:
+            layer.mlp.experts = kind(model.config, *given)
+        with pytest.raises(UnsupportedModel) as raised:
+            swap_moe(model)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_quantized_experts_are_named_with_what_to_do(pool4: RankPool) -> None:
+    for messages in pool4.run(quantized, None):
+        for message, dtype in zip(messages, ("uint8", "float8_e4m3fn"), strict=True):
+            assert "layers.0.mlp.experts " in message and dtype in message and "dequantize()" in message
 
 
 def test_a_missing_package_names_the_extra_to_install() -> None:

@@ -79,7 +79,7 @@ class Signatures:
                     key: value
                     for key, value in vars(module).items()
                     if key not in _TENSORS
-                    and (value or type(value) is not OrderedDict)  # hooks
+                    and not (type(value) is OrderedDict and not value)  # hooks
                     and (all_numbers or type(value) is not int or (name, key) in (numbers or ()))
                 }
                 buffers = {key: settings.text(value) for key, value in module._buffers.items()}

@@ -274,6 +274,7 @@ class Plan:
         model = unwrapped(model)
         if settings.hub_layout:
             _refuse_adapters(model)
+        _refuse_other_state(model)
         held = held_tensors(model)
         if not settings.state_only:
             held = _saved(model, held)
@@ -373,6 +374,23 @@ def _refuse_adapters(model: nn.Module) -> None:
             f"this {type(model).__name__} has adapters, and save_checkpoint writes models without them. Merge the "
             "adapters first (merge_and_unload), or save the adapters alone"
         )
+
+
+def _refuse_other_state(model: nn.Module) -> None:
+    """Raise UnsupportedModel if a state dict has more than parameters and buffers, as of quantized layers."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind._save_to_state_dict is nn.Module._save_to_state_dict and (
+            kind.get_extra_state is nn.Module.get_extra_state
+        ):
+            continue
+        state: dict[str, Any] = {}
+        module._save_to_state_dict(state, "", True)
+        if other := next((key for key in state if key not in (*module._parameters, *module._buffers)), None):
+            raise UnsupportedModel(
+                f"{name} ({kind.__name__}) has {other} in its state dict, which is no parameter or buffer, so it would "
+                "be lost. If the layer is quantized, dequantize the model first; adapters alone can be saved"
+            )
 
 
 def _saved(model: Any, held: Mapping[str, HeldTensor]) -> dict[str, HeldTensor]:

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,17 @@ class Switch(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.mixed(x)
+
+
+class TensorAttribute(Switch):
+    """Has a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor([1.0, 0.5, 2.0])
+
+    def weights(self, x: Tensor) -> Tensor:
+        return super().weights(x) * self.scale
 
 
 class NoBias(Switch):
@@ -360,6 +372,7 @@ class DenseStack(nn.Module):
 MORE = [DictOfExperts, NumberedExperts, Passthrough, Residual, SharedResidual, Many, ManyResidual, ManyShared]
 SWAPPED = [
     *MORE,
+    TensorAttribute,
     Switch,
     NoBias,
     ExpertChoice,
@@ -459,6 +472,33 @@ def test_refused(kind: type[nn.Module], rank: int, group: ProcessGroup) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert kinds == [type(m) for m in model.modules()]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Packed(nn.Module):
+    """A layer as those of bitsandbytes: packed values, and a scale that is in state dicts only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+        self.scale, self.full = torch.ones(1), linear.weight.detach()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.full)
+
+
+def test_quantized_layers_may_surround_experts_only(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(OrderedDict(first=Packed(nn.Linear(D, D)), moe=NoBias()))
+    moe_comm.swap_moe(model)(torch.randn(2, 3, D)).sum().backward()
+    with pytest.raises(UnsupportedModel, match=r"first \(Packed\) has weight.scale in its state dict"):
+        moe_comm.save_checkpoint(model, tmp_path)
+    for expert in (model := _block(NoBias)).moe.experts:  # type: ignore[union-attr]
+        expert[0] = Packed(expert[0])
+    with pytest.raises(UnsupportedModel, match=r"moe.experts.0.0 \(Packed\) is quantized \(torch.uint8\)"):
+        moe_comm.swap_moe(model)
 
 
 class Late(Passthrough):
