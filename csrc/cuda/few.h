@@ -22,14 +22,13 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
   const int64_t base = (local * a.world + a.rank) * a.max_tokens;
   const int slots = static_cast<int>(a.tokens * a.top_k), threads = m.threads();
   const int per = (slots + threads - 1) / threads;
-  const int64_t turn = at<const State>(a.state_at)->turn + 1;
   int64_t* counts = m.template shared<int64_t>(threads);
   int64_t* more = m.template shared<int64_t>(threads);
   int32_t* tokens = m.template shared<int32_t>(a.max_tokens);  // tokens sent by this part
   char** rows = m.template shared<char*>(a.max_tokens);
   char** scale_rows = m.template shared<char*>(a.max_tokens);
   int64_t* totals = m.template shared<int64_t>(2);  // number of bad ids; slots of this expert
-  const Scratch scratch = quantise_scratch(m, a.hidden, a.format);
+  const Scratch scratch = quantise_scratch(m, a.max_tokens, a.format);
 
   m.each(2, [&](int i) { totals[i] = 0; });
   m.sync();
@@ -62,9 +61,10 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
       ++place;
     }
   });
-  const int64_t requested = upto[threads - 1], all = requested < a.max_tokens ? requested : a.max_tokens;
-  const int mine = static_cast<int>((all - part + a.parts - 1) / a.parts);
+  m.each(1, [&](int) { totals[1] = upto[threads - 1]; });
   m.sync();
+  const auto sent = [&] { return totals[1] < a.max_tokens ? totals[1] : a.max_tokens; };
+  const int mine = static_cast<int>((sent() - part + a.parts - 1) / a.parts);
 
   const int64_t own = a.x_at | a.stride | (a.hidden * element_bytes(a.dtype));
   const Source from = {at<const char>(a.x_at),
@@ -79,15 +79,17 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
     if (a.format == kSame) {
       copy_all_rows(m, from, mine, {rows, scale_rows, 1}, row_of);
     } else {
-      quantise_rows(m, from, mine, {rows, scale_rows, 1}, scratch, row_of);
+      quantise_rows<1>(m, from, mine, {rows, scale_rows, 1}, scratch, row_of);
     }
   }
   m.sync();
+  const int64_t turn = at<const State>(a.state_at)->turn + 1;
   m.each(1, [&](int) {
     Report* report = at<Report>(a.report_at);
     if (totals[0]) m.add(&report->bad, totals[0]);
-    if (part == 0 && requested > all) m.add(&report->overflow, requested - all);
-    m.store_release(blocks.words(owner) + blocks.control.sent(turn % 2, local, a.rank, part), turn << kCountBits | all);
+    if (part == 0 && totals[1] > sent()) m.add(&report->overflow, totals[1] - sent());
+    int64_t* flag = blocks.words(owner) + blocks.control.sent(turn % 2, local, a.rank, part);
+    m.store_release(flag, turn << kCountBits | sent());
   });
   if (m.block() != 0) return;
   m.each(static_cast<int>(a.world), [&](int p) {

@@ -67,6 +67,20 @@ class Machine {
       }
     }
   }
+  // Calls f(i, member) for i = 0 to n - 1 and all members of a team of kTeam neighbouring threads. The members of a
+  // team call team_max together.
+  static constexpr int kTeam = 8;
+  template <class F>
+  MOE_BLOCK void teams(int n, F f) const {
+    const int member = static_cast<int>(threadIdx.x) % kTeam, teams = static_cast<int>(blockDim.x) / kTeam;
+    for (int i = static_cast<int>(threadIdx.x) / kTeam; i < n; i += teams) f(i, member);
+  }
+  MOE_BLOCK uint32_t team_max(uint32_t v) const {
+    const uint32_t members = ((1u << kTeam) - 1) << (threadIdx.x % 32 / kTeam * kTeam);
+    MOE_UNROLL
+    for (int other = kTeam / 2; other > 0; other /= 2) v = max(v, __shfl_xor_sync(members, v, other));
+    return v;
+  }
   MOE_BLOCK void sync() const { __syncthreads(); }
 
   // Allocate shared memory of the block, in call order. cuda/shared.h computes the total size.
@@ -101,6 +115,7 @@ class Machine {
     atomicAdd_system(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v));
   }
   MOE_BLOCK void lowest(int64_t* p, int64_t v) const { atomicMin(reinterpret_cast<long long*>(p), v); }
+  MOE_BLOCK void highest(uint32_t* p, uint32_t v) const { atomicMax(p, v); }
 
   MOE_BLOCK int64_t now_ns() const {
     uint64_t t;
@@ -148,6 +163,12 @@ class Machine {
   void move_rows(int rows, int words, Load load, Store store) const {
     each(rows * words, [&](int i) { store(i / words, i % words, load(i / words, i % words)); });
   }
+  static constexpr int kTeam = 1;
+  template <class F>
+  void teams(int n, F f) const {
+    each(n, [&](int i) { f(i, 0); });
+  }
+  uint32_t team_max(uint32_t v) const { return v; }
   void sync() const {}
 
   template <class T>
@@ -164,6 +185,9 @@ class Machine {
   void add(int64_t* p, int64_t v) const { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
   void lowest(int64_t* p, int64_t v) const {
     if (v < *p) *p = v;
+  }
+  void highest(uint32_t* p, uint32_t v) const {
+    if (v > *p) *p = v;
   }
 
   int64_t now_ns() const {

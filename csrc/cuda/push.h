@@ -128,13 +128,13 @@ template <class M>
 MOE_BLOCK void push_fp8(M& m, const PushFp8Args& a) {
   if (failed(a)) return;
   const ChunkSlots s = chunk_memory(m, a);
-  const Scratch scratch = quantise_scratch(m, a.hidden, a.format);
+  const Scratch scratch = quantise_scratch(m, a.chunk, a.format);
   const Source from = source_of(a);
   const Blocks blocks(a);
   for (int64_t chunk = m.block(); chunk < a.chunks; chunk += m.blocks()) {
     push_chunk(m, a, blocks, chunk, s, [&](int64_t first, int n) {
       const int top_k = static_cast<int>(a.top_k);
-      quantise_rows(m, from, n, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first + i; });
+      quantise_rows<1>(m, from, n, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first + i; });
     });
   }
 }

@@ -43,117 +43,133 @@ MOE_BLOCK void copy_rows(M& m, const Source& from, int n, const Destinations& to
 }
 
 // Load channels [first, first + 16) of a row of x as floats, with zeros beyond the row.
-template <int64_t dtype>
-MOE_BLOCK void load_group_of(const char* row, bool vectors, int first, int hidden, float* f) {
-  typedef Piece<dtype, true> Vector;
-  typedef typename Vector::Bits Bits;
-  const Bits* from = reinterpret_cast<const Bits*>(row) + first;
+template <class P>
+MOE_BLOCK void load_group(const char* row, int first, int hidden, float* f) {
+  const typename P::Bits* from = reinterpret_cast<const typename P::Bits*>(row) + first;
   MOE_UNROLL
-  for (int c = 0; c < static_cast<int>(kGroup); c += Vector::kSize) {
-    if (vectors && first + c < hidden) {  // in this case hidden is a multiple of kSize
-      Vector::load(from + c, f + c);
+  for (int c = 0; c < static_cast<int>(kGroup); c += P::kSize) {
+    if (first + c < hidden) {  // hidden is a multiple of kSize
+      P::load(from + c, f + c);
     } else {
       MOE_UNROLL
-      for (int i = c; i < c + Vector::kSize; ++i) f[i] = first + i < hidden ? widen<dtype>(from[i]) : 0.0f;
+      for (int i = c; i < c + P::kSize; ++i) f[i] = 0.0f;
     }
   }
 }
-MOE_BLOCK void load_group(const Source& from, int64_t index, int group, float* f) {
-  const char* row = from.x + index * from.stride;
-  const int first = group * static_cast<int>(kGroup), hidden = static_cast<int>(from.hidden);
-  if (from.dtype == kBf16) {
-    load_group_of<kBf16>(row, from.vectors, first, hidden, f);
-  } else if (from.dtype == kFp16) {
-    load_group_of<kFp16>(row, from.vectors, first, hidden, f);
-  } else {
-    load_group_of<kFp32>(row, from.vectors, first, hidden, f);
-  }
-}
 
+// Memory of rows with one scale per row: the largest magnitude of each row, and its scale.
 struct Scratch {
-  uint32_t* most_of_group;
-  uint32_t* most_of_block;
+  uint32_t* most;
   float* scales;
 };
 
 template <class M>
-MOE_BLOCK Scratch quantise_scratch(M& m, int64_t hidden, int64_t format) {
-  if (format == kSame) return {nullptr, nullptr, nullptr};
+MOE_BLOCK Scratch quantise_scratch(M& m, int64_t rows, int64_t format) {
+  if (format != kRowScales) return {nullptr, nullptr};
   Scratch s;
-  s.most_of_group = m.template shared<uint32_t>(kBatch * quantise_groups(hidden));
-  s.most_of_block = m.template shared<uint32_t>(kBatch * quantise_blocks(hidden));
-  s.scales = m.template shared<float>(kBatch * row_scales(hidden, format));
+  s.most = m.template shared<uint32_t>(rows);
+  s.scales = m.template shared<float>(rows);
   return s;
 }
 
-// Quantise up to kBatch rows. Magnitudes are compared as bits: the order equals that of floats, with infinity and NaN
-// largest.
-template <class M, class RowOf>
-MOE_BLOCK void quantise_batch(M& m, const Source& from, int n, const Destinations& to, const Scratch& s, RowOf row_of) {
-  const int groups = static_cast<int>(quantise_groups(from.hidden));
-  const int per_row = static_cast<int>(quantise_blocks(from.hidden));
-  const int scales = static_cast<int>(row_scales(from.hidden, from.format));
-  constexpr int groups_of_block = static_cast<int>(kScaleChannels / kGroup);
-  m.each(n * groups, [&](int i) {
-    float f[kGroup];
-    load_group(from, row_of(i / groups), i % groups, f);
+// The channels of a block of kScaleChannels that a thread of a team quantises, in groups. The groups of the threads
+// alternate.
+template <class P, class M>
+struct TeamChannels {
+  static constexpr int kGroups = static_cast<int>(kScaleChannels / kGroup) / M::kTeam;
+  float f[kGroups][kGroup];
+  int first, hidden;  // the first channel, and the number of channels of the row
+
+  MOE_BLOCK int channel(int g) const { return first + g * M::kTeam * static_cast<int>(kGroup); }
+
+  MOE_BLOCK void load(const Source& from, int64_t row, int block, int member) {
+    first = block * static_cast<int>(kScaleChannels) + member * static_cast<int>(kGroup);
+    hidden = static_cast<int>(from.hidden);
+    MOE_UNROLL
+    for (int g = 0; g < kGroups; ++g) load_group<P>(from.x + row * from.stride, channel(g), hidden, f[g]);
+  }
+
+  // The largest magnitude of the block. Magnitudes are compared as bits: the order equals that of floats, with infinity
+  // and NaN largest.
+  MOE_BLOCK uint32_t most(const M& m) const {
     uint32_t most = 0;
     MOE_UNROLL
-    for (int c = 0; c < static_cast<int>(kGroup); ++c) {
-      const uint32_t magnitude = to_bits(f[c]) & 0x7fffffff;
-      most = magnitude > most ? magnitude : most;
-    }
-    s.most_of_group[i] = most;
-  });
-  m.sync();
-  m.each(n * per_row, [&](int i) {
-    const int row = i / per_row, first = i % per_row * groups_of_block;
-    uint32_t most = 0;
-    for (int j = first; j < first + groups_of_block && j < groups; ++j) {
-      const uint32_t of_group = s.most_of_group[row * groups + j];
-      most = of_group > most ? of_group : most;
-    }
-    s.most_of_block[i] = most;
-  });
-  m.sync();
-  m.each(n * scales, [&](int i) {
-    uint32_t most = s.most_of_block[i];
-    if (from.format == kRowScales) {
-      most = 0;
-      for (int j = i * per_row; j < (i + 1) * per_row; ++j) {
-        most = s.most_of_block[j] > most ? s.most_of_block[j] : most;
-      }
-    }
-    s.scales[i] = scale_for(most, from.power_of_two);
-    for (int k = 0; k < to.top_k; ++k) {
-      char* there = to.scales[i / scales * to.top_k + k];
-      if (there != nullptr) reinterpret_cast<float*>(there)[i % scales] = s.scales[i];
-    }
-  });
-  m.sync();
-  m.each(n * groups, [&](int i) {
-    const int row = i / groups, group = i % groups;
-    const float scale = s.scales[row * scales + (scales == 1 ? 0 : group / groups_of_block)];
-    float f[kGroup];
-    load_group(from, row_of(row), group, f);
-    Words16 v;
-    MOE_UNROLL
-    for (int w = 0; w < 4; ++w) {
-      MOE_UNROLL
-      for (int c = 4 * w; c < 4 * w + 4; ++c) f[c] = divided(f[c], scale);
-      v.w[w] = narrow_e4m3x4(f + 4 * w);
-    }
-    // Channels beyond the row are zeros, even if the scale is NaN.
-    const int used = static_cast<int>(from.hidden) - group * static_cast<int>(kGroup);
-    if (used < static_cast<int>(kGroup)) {
+    for (int g = 0; g < kGroups; ++g) {
       MOE_UNROLL
       for (int c = 0; c < static_cast<int>(kGroup); ++c) {
-        if (c >= used) v.w[c / 4] &= ~(0xffu << (c % 4 * 8));
+        const uint32_t magnitude = to_bits(f[g][c]) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
       }
     }
+    return m.team_max(most);
+  }
+
+  MOE_BLOCK void store(char* const* rows, int top_k, const Divisor& by) const {
+    MOE_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      const int used = hidden - channel(g);
+      if (used <= 0) return;
+      Words16 v;
+      MOE_UNROLL
+      for (int w = 0; w < 4; ++w) v.w[w] = by.quotients_e4m3x4(f[g] + 4 * w);
+      if (used < static_cast<int>(kGroup)) {  // channels beyond the row are zeros, even if the scale is NaN
+        MOE_UNROLL
+        for (int c = 0; c < static_cast<int>(kGroup); ++c) {
+          if (c >= used) v.w[c / 4] &= ~(0xffu << (c % 4 * 8));
+        }
+      }
+      for (int k = 0; k < top_k; ++k) {
+        if (rows[k] != nullptr) store16(rows[k] + channel(g), v);
+      }
+    }
+  }
+};
+
+// Quantise n rows and write them to their destinations, in one pass. scales: of the rows; null if each block has one.
+// at_once: blocks that a team loads before the first store.
+template <class P, int at_once, class M, class RowOf>
+MOE_BLOCK void quantise_blocks(M& m, const Source& from, int n, const Destinations& to, const float* scales,
+                               RowOf row_of) {
+  const int blocks = static_cast<int>(quantise_blocks(from.hidden)), parts = (blocks + at_once - 1) / at_once;
+  m.teams(n * parts, [&](int i, int member) {
+    const int row = i / parts, first = i % parts * at_once;
+    char* const* rows = to.rows + row * to.top_k;
+    TeamChannels<P, M> x[at_once];
+    MOE_UNROLL
+    for (int u = 0; u < at_once; ++u) x[u].load(from, row_of(row), first + u, member);
+    MOE_UNROLL
+    for (int u = 0; u < at_once; ++u) {
+      if (first + u >= blocks) return;
+      const float scale = scales ? scales[row] : scale_for(x[u].most(m), from.power_of_two);
+      if (!scales) {
+        for (int k = member; k < to.top_k; k += M::kTeam) {
+          char* there = to.scales[row * to.top_k + k];
+          if (there != nullptr) reinterpret_cast<float*>(there)[first + u] = scale;
+        }
+      }
+      x[u].store(rows, to.top_k, Divisor(scale, from.power_of_two));
+    }
+  });
+}
+
+// Compute the scales of n rows with one scale each, and write them to their destinations.
+template <class P, class M, class RowOf>
+MOE_BLOCK void scale_rows(M& m, const Source& from, int n, const Destinations& to, const Scratch& s, RowOf row_of) {
+  const int blocks = static_cast<int>(quantise_blocks(from.hidden));
+  m.each(n, [&](int i) { s.most[i] = 0; });
+  m.sync();
+  m.teams(n * blocks, [&](int i, int member) {
+    TeamChannels<P, M> x;
+    x.load(from, row_of(i / blocks), i % blocks, member);
+    const uint32_t most = x.most(m);
+    if (member == 0) m.highest(&s.most[i / blocks], most);
+  });
+  m.sync();
+  m.each(n, [&](int i) {
+    s.scales[i] = scale_for(s.most[i], from.power_of_two);
     for (int k = 0; k < to.top_k; ++k) {
-      char* there = to.rows[row * to.top_k + k];
-      if (there != nullptr) store16(there + group * kGroup, v);
+      char* there = to.scales[i * to.top_k + k];
+      if (there != nullptr) *reinterpret_cast<float*>(there) = s.scales[i];
     }
   });
   m.sync();
@@ -171,14 +187,14 @@ MOE_BLOCK void copy_all_rows(M& m, const Source& from, int n, const Destinations
   }
 }
 
-// Quantise n rows and write them to their destinations.
-template <class M, class RowOf>
+// Quantise n rows and write them to their destinations. s has memory for n rows. Does not sync at the end.
+template <int at_once, class M, class RowOf>
 MOE_BLOCK void quantise_rows(M& m, const Source& from, int n, const Destinations& to, const Scratch& s, RowOf row_of) {
-  for (int first = 0; first < n; first += static_cast<int>(kBatch)) {
-    const int some = n - first < static_cast<int>(kBatch) ? n - first : static_cast<int>(kBatch);
-    const Destinations there = {to.rows + first * to.top_k, to.scales + first * to.top_k, to.top_k};
-    quantise_batch(m, from, some, there, s, [&](int i) { return row_of(first + i); });
-  }
+  by_piece(from.dtype, from.vectors, [&](auto piece) {
+    typedef decltype(piece) P;
+    if (s.scales) scale_rows<P>(m, from, n, to, s, row_of);
+    quantise_blocks<P, P::kSize == 8 ? at_once : 1>(m, from, n, to, s.scales, row_of);
+  });
 }
 
 }  // namespace p2p

@@ -7,7 +7,7 @@
 namespace moe_comm {
 namespace p2p {
 
-constexpr int64_t kBatch = 8;          // rows quantised, or tokens summed, between two syncs
+constexpr int64_t kBatch = 8;          // tokens summed between two syncs
 constexpr int64_t kSpreadBatch = 128;  // slots that spread processes between two syncs
 constexpr int64_t kReduceBatch = 16;   // rows that reduce processes between two syncs
 constexpr int64_t kScanExperts = 32;   // experts of one block of scan
@@ -17,7 +17,7 @@ constexpr int kBulkBuffers = 4;        // buffers of a warp
 constexpr int kBulkAhead = 2;          // loads in flight before the first store
 constexpr int kBulkBytes = 2048;       // size of a buffer
 constexpr int64_t kLanes = 32;         // lanes of a dot product, as on the CPU
-constexpr int64_t kGroup = 16;         // channels per quantisation step
+constexpr int64_t kGroup = 16;         // channels that a thread quantises at once
 
 struct Pieces {
   int64_t bytes = 0;
@@ -27,7 +27,6 @@ struct Pieces {
   }
 };
 
-MOE_HD inline int64_t quantise_groups(int64_t hidden) { return (hidden + kGroup - 1) / kGroup; }
 MOE_HD inline int64_t quantise_blocks(int64_t hidden) { return (hidden + kScaleChannels - 1) / kScaleChannels; }
 
 // Number of chunk segments that a block of scan sums in parallel.
@@ -37,10 +36,8 @@ MOE_HD inline int64_t scan_segments(int64_t experts, int64_t chunks, int64_t thr
   return segments < 1 ? 1 : segments;
 }
 
-MOE_HD inline void add_quantise(Pieces& p, int64_t hidden, int64_t format) {
-  if (format == kSame) return;
-  p.add(kBatch * quantise_groups(hidden), 4).add(kBatch * quantise_blocks(hidden), 4);
-  p.add(kBatch * row_scales(hidden, format), 4);
+MOE_HD inline void add_quantise(Pieces& p, int64_t rows, int64_t format) {
+  if (format == kRowScales) p.add(rows, 4).add(rows, 4);
 }
 
 MOE_HD inline int64_t shared_bytes(const CountArgs& a, int64_t) { return Pieces().add(a.chunk, 4).add(4, 8).bytes; }
@@ -58,7 +55,7 @@ MOE_HD inline Pieces chunk_pieces(int64_t chunk) {
 }
 MOE_HD inline int64_t shared_bytes(const PushFp8Args& a, int64_t) {
   Pieces p = chunk_pieces(a.chunk);
-  add_quantise(p, a.hidden, a.format);
+  add_quantise(p, a.chunk, a.format);
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const PushArgs& a, int64_t) {
@@ -88,7 +85,7 @@ MOE_HD inline int64_t shared_bytes(const DoneArgs&, int64_t) { return Pieces().a
 MOE_HD inline int64_t shared_bytes(const LlSendArgs& a, int64_t threads) {
   Pieces p;
   p.add(threads, 8).add(threads, 8).add(a.max_tokens, 4).add(a.max_tokens, 8).add(a.max_tokens, 8).add(2, 8);
-  add_quantise(p, a.hidden, a.format);
+  add_quantise(p, a.max_tokens, a.format);
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const LlArriveArgs&, int64_t) { return Pieces().add(1, 8).add(1, 8).bytes; }
