@@ -104,7 +104,11 @@ class HubFolder:
             self._file_of = _read_index(folder / INDEX)
             return
         else:
-            raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read")
+            text = f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read"
+            for pickled in sorted(folder.glob("pytorch_model*.bin"))[:1]:
+                text += f". Load {pickled.name} into the unswapped model in one process, and save that as safetensors, "
+                text += "with model.save_pretrained(folder) or safetensors.torch.save_model"
+            raise ConfigError(text)
         self._file_of = dict.fromkeys(self._handle(single)[1], single)
 
     def __contains__(self, name: object) -> bool:

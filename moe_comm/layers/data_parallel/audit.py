@@ -23,9 +23,10 @@ their checksums (``equal_tensors``).
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from moe_comm.errors import GradientMismatch, RankMismatch
 from moe_comm.layers.data_parallel.equal_tensors import DRIFTED, SAME_START, checksum
 from moe_comm.layers.parallel.collectives import gather_values
 
+_log = logging.getLogger(__name__)
 NUM_PROBES = 8
 SAMPLES = 512
 """Elements per probe."""
@@ -96,6 +98,8 @@ class Audit:
         group: all ranks whose gradients are reduced; None if unknown.
     """
 
+    compares = True
+
     def __init__(self, label: str, ep_group: ProcessGroup, expert: nn.Parameter, replicated: nn.Parameter) -> None:
         self.label, self.ep_group = label, ep_group
         self.group = ep_group if dist.get_world_size(ep_group) == dist.get_world_size() else None
@@ -149,6 +153,48 @@ class Audit:
             problem = _experts_reduced_as_replicated(experts_W3N) or _conventions_differ(replicated_W3N, by_ep_rank)
         if problem is not None:
             raise GradientMismatch(f"layer {self.label!r}: {problem}")
+
+
+class SyncWarning:
+    """Warns of a missing ``sync_gradients`` if no replicated parameter is trained, whose gradients could be compared.
+
+    Args:
+        label: of the layer. ep_size: number of its ranks.
+        reduces: returns whether DDP reduces the gradients.
+
+    Attributes:
+        group: the ranks over which gradients were reduced since the last step, or None.
+    """
+
+    compares = recording = False
+
+    def __init__(self, label: str, ep_size: int, reduces: Callable[[], bool]) -> None:
+        self.group: ProcessGroup | None = None
+        self._label, self._ep_size, self._reduces = label, ep_size, reduces
+        self._delivered = self._stopped = False
+
+    def expert_delivered(self, grad: Tensor) -> None:
+        """Record that backward has computed a gradient of an expert."""
+        self._delivered = True
+
+    def stop(self) -> None:
+        """Disable the warning."""
+        self._stopped = True
+
+    def before_step(self) -> None:
+        """Warn once if the gradients that an optimizer is about to use are not reduced."""
+        if self._delivered and self.group is None and not self._stopped and not self._reduces():
+            self.stop()
+            _log.warning(
+                "layer %r: the optimizer uses gradients of experts that are not reduced, though its experts are "
+                "distributed over %d of %d ranks: experts that several ranks hold will differ. Call "
+                "moe_comm.sync_gradients(model) after backward, or moe_comm.skip_gradient_checks(model) if you reduce "
+                "them yourself",
+                self._label,
+                self._ep_size,
+                dist.get_world_size(),
+            )
+        self._delivered, self.group = False, None
 
 
 def _power_of_two(step: int) -> bool:

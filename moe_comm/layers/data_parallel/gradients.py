@@ -37,7 +37,7 @@ from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 from moe_comm.layers.parallel.collectives import gather_values, sum_values
 
 if TYPE_CHECKING:
-    from moe_comm.layers.data_parallel.audit import Audit
+    from moe_comm.layers.data_parallel.audit import Audit, SyncWarning
     from moe_comm.layers.data_parallel.copies import ExpertCopies
 
 Reduction = Literal["sum", "mean"]
@@ -75,7 +75,7 @@ class ExpertGradients:
         self.frozen_by_fsdp: set[str] = set()
         self.left_to_caller = False
         self.unit: nn.Module | None = None
-        self.audit: Audit | None = None
+        self.audit: Audit | SyncWarning | None = None
         self.replicated = replicated
         self._ddp: weakref.ref[Any] | None = None
         self._scale = 1.0
@@ -152,7 +152,8 @@ class ExpertGradients:
                 self._hook(experts, name, param, hooked and same)
         replicated = self.replicated()
         # Nothing changes for a parameter that is audited.
-        if replicated is not None and (self.audit is None or self._watched_replicated() is not replicated):
+        audited = self.audit is not None and self.audit.compares
+        if replicated is not None and (not audited or self._watched_replicated() is not replicated):
             self._watch(experts, replicated)
         # Detect DDP even if gradients are disabled, as in the first forward pass of reentrant checkpointing. Its second
         # forward pass runs outside of DDP's.
@@ -204,14 +205,21 @@ class ExpertGradients:
             if managed_by_fsdp(replicated):
                 raise ConfigError(_fsdp_message(self.label, "skips the experts, but averages the other gradients"))
             self._watched_replicated, self.audit = weakref.ref(replicated), None
-        if self.audit is not None or not (self.checked and replicated.requires_grad and torch.is_grad_enabled()):
+        if not (self.checked and torch.is_grad_enabled()):
             return
+        if self.audit is not None and (self.audit.compares or not replicated.requires_grad):
+            return
+        ep_size = dist.get_world_size(self.shards.group)
         name = next((name for name in self.shards.shardings if getattr(experts, name).requires_grad), None)
-        if name is not None:
-            from moe_comm.layers.data_parallel.audit import Audit  # inference does not need it
+        if name is not None and (replicated.requires_grad or ep_size < dist.get_world_size()):
+            from moe_comm.layers.data_parallel.audit import Audit, SyncWarning  # inference does not need them
 
             expert = getattr(experts, name)
-            self.audit, self._audited = Audit(self.label, self.shards.group, expert, replicated), name
+            if replicated.requires_grad:
+                self.audit = Audit(self.label, self.shards.group, expert, replicated)
+            else:
+                self.audit = SyncWarning(self.label, ep_size, lambda: self.ddp is not None)
+            self._audited = name
             if (ddp := self.ddp) is not None:
                 self.audit.group = ddp.process_group
             watch_steps(expert, self.audit)

@@ -29,7 +29,7 @@ from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards
 from moe_comm.lazy import after_import
 
 if TYPE_CHECKING:
-    from moe_comm.layers.data_parallel.audit import Audit
+    from moe_comm.layers.data_parallel.audit import Audit, SyncWarning
 
 _MARK = "_moe_comm_expert"
 _OWNER = "_moe_comm_owner"
@@ -75,7 +75,7 @@ def mark_of(param: Tensor) -> tuple[ExpertShards, str] | None:
     return getattr(param, _MARK, None)
 
 
-def watch_steps(param: Tensor, audit: Audit) -> None:
+def watch_steps(param: Tensor, audit: Audit | SyncWarning) -> None:
     """Run ``audit`` before each step of the optimizer of ``param``."""
     setattr(param, _AUDIT, audit)
 
@@ -126,10 +126,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             check()
     audits = [audit for param in marked if (audit := getattr(param, _AUDIT, None)) is not None]
     # All layers of a model are reduced in the same way, so one audit is enough.
-    for audit in audits[1:]:
-        audit.stop()
-    if audits:
-        audits[0].before_step()
+    chosen = next((audit for audit in audits if audit.compares), audits[0] if audits else None)
+    for audit in audits:
+        if audit is not chosen:
+            audit.stop()
+    if chosen is not None:
+        chosen.before_step()
 
 
 def _refuse_replaced(param: Tensor) -> None:

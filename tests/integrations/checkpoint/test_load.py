@@ -633,6 +633,12 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], words: str, folde
         moe_comm.from_pretrained("nobody/no-such-model")
 
 
+def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(ConfigError, match=r"Load pytorch_model-00001-of-00002\.bin .*save_pretrained"):
+        moe_comm.load_checkpoint(nn.Linear(2, 2), tmp_path)
+
+
 class _Table(nn.Module):
     table: Tensor
 

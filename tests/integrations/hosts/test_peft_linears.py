@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,32 @@ def train_without_sync(rank: int, world: int, swap_first: bool) -> str:
 @pytest.mark.parametrize("swap_first", [False, True])
 def test_a_missing_sync_is_reported_with_a_frozen_router(swap_first: bool, pool2: RankPool) -> None:
     pool2.run(train_without_sync, swap_first, timeout=120)
+
+
+def train_experts_without_sync(rank: int, world: int, swap_first: bool) -> list[str]:
+    """Return what is logged if only experts are adapted, in a step without, with and without a reduction."""
+    model = swapped(Mixtral, LAYERS, swap_first, halves(rank))
+    optimizer = torch.optim.SGD(trainable(model), lr=0.0)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_comm").addHandler(handler)
+    for step in range(3):
+        model(inputs(world)[rank])[0].square().sum().backward()
+        if step == 1 or (swap_first and step == 0):
+            moe_comm.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        logged.append(f"step {step}")
+    logging.getLogger("moe_comm").removeHandler(handler)
+    return logged
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_a_missing_sync_is_reported_if_only_experts_are_adapted(swap_first: bool, pool4: RankPool) -> None:
+    for logged in pool4.run(train_experts_without_sync, swap_first, timeout=120):
+        assert [text for text in logged if "sync_gradients" not in text] == ["step 0", "step 1", "step 2"]
+        assert "distributed over 2 of 4 ranks" in logged.pop(2 if swap_first else 0) and len(logged) == 3
 
 
 def test_the_state_dict_loads_as_a_checkpoint(tmp_path: Path) -> None:
