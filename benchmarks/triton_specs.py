@@ -120,14 +120,17 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
 
 def _copy_specs() -> tuple[KernelSpec, ...]:
     tile = {"ROWS": 1, "COLUMNS": take_rows.TILE_WORDS}
-    chunk = {"SLOTS": slot_order.SLOTS}
+    chunk = {"SLOTS": slot_order.SLOTS, "EXPERTS": slot_order.EXPERTS}
     return (
         _spec("take_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 0}, words="*i64"),
         _spec("copy_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 8}, words="*i64"),
         _spec(
-            "count_chunks", slot_order.count_chunks_kernel, BF16, {**chunk, "EXPERTS": slot_order.EXPERTS}, words="*i64"
+            "count_chunks", slot_order.count_chunks_kernel, BF16, chunk, words="*i64",
         ),
-        _spec("place_slots", slot_order.place_slots_kernel, BF16, chunk, words="*i64"),
+        _spec(
+            "place_slots", slot_order.place_slots_kernel, BF16,
+            {**chunk, "CHUNKS": slot_order.CHUNKS, "SUMMED": False, "ORDERED": False, "REPORTED": True}, words="*i64",
+        ),
     )
 
 

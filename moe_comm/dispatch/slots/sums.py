@@ -6,7 +6,6 @@ and sums make one pass over memory.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +31,8 @@ def order_and_count(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, l
         return order_S, place_TK, plain.count_slots(ids_TK, num_experts)[: num_experts + 2].tolist()
     from moe_comm.kernels.triton.slot_order import order_slots  # needs Triton
 
-    order_S, place_TK, ends = order_slots(ids_TK, num_experts)
-    return order_S, place_TK, np.diff(ends.cpu().numpy(), prepend=0).tolist()
+    order_S, place_TK, counts = order_slots(ids_TK, num_experts)
+    return order_S, place_TK, counts.tolist()
 
 
 def copy(x_TX: Tensor, place_TK: Tensor, order_R: Tensor) -> Tensor:

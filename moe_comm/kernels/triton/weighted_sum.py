@@ -14,7 +14,9 @@ from torch import Tensor
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64, rounded
 from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, launch, tile
+from moe_comm.kernels.triton.slot_order import INVALID
 
+_INVALID = tl.constexpr(INVALID)
 TILE_ELEMENTS = 1024
 UNROLLED = 16
 """Maximum K for which the loop over a token's rows is unrolled."""
@@ -28,6 +30,7 @@ def _plus_row(  # type: ignore[no-untyped-def]
     place = tl.load(place_ptr + token * TOP_K + k, mask=live, other=-1)
     valid = inside & (place >= 0)[:, None]
     row = tl.load(rows_ptr + (place * rows_stride)[:, None] + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    row = tl.where((place == _INVALID)[:, None], float("nan"), row)
     if WEIGHTED:
         weight = tl.load(weights_ptr + token * TOP_K + k, mask=live & (place >= 0), other=0.0)
         row = row * weight[:, None]
@@ -68,7 +71,7 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
 
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
-        place_TK: [T, K] int64 row of each slot; -1 is skipped, with any weight.
+        place_TK: [T, K] int64 row of each slot; -1 is skipped, with any weight. ``slot_order.INVALID``: the sum is NaN.
         weights_TK: [T, K] fp32, or None for ones.
     """
     check_tensors("weighted_sum", rows_RD, place_TK, weights_TK)

@@ -35,20 +35,29 @@ def test_take_rows_selects_rows_by_index_for_every_dtype_and_width() -> None:
 
 @on_ranks(1, timeout=60)
 def test_slots_are_ordered_as_by_a_stable_sort() -> None:
-    order_slots = kernels("slot_order").order_slots
+    slot_order = kernels("slot_order")
+    order_slots = slot_order.order_slots
     for tokens, top_k, experts in ((9, 3, 6), (300, 2, 3), (70, 8, 130), (5, 1, 1), (0, 4, 5), (3, 0, 5), (40, 2, 0)):
         ids_TK = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
         if experts == 3:
             ids_TK[::7, 0], ids_TK[1::7, 1] = 3, -2  # invalid
-        for dtype in (torch.int64, torch.int32):
-            order, place_TK, ends = order_slots(ids_TK.to(dtype), experts)
+        for dtype, few in ((torch.int64, 1000), (torch.int32, 1000), (torch.int64, 0)):
+            slot_order.FEW = few
+            order, place_TK, actual = order_slots(ids_TK.to(dtype), experts)
             plain_order, plain_place_TK = plain.order_slots(ids_TK, experts)
             counts = plain.count_slots(ids_TK, experts)[: experts + 2]
-            assert torch.equal(ends, counts.cumsum(0)), (tokens, dtype)
+            assert torch.equal(actual, counts), (tokens, dtype)
             assert torch.equal(place_TK, plain_place_TK), (tokens, dtype)
             num_rows = int(counts[:experts].sum())
             assert torch.equal(order[:num_rows], plain_order[:num_rows]), (tokens, dtype)
             assert torch.equal(order.sort().values, torch.arange(tokens * top_k))
+            fault = torch.zeros(3, dtype=torch.int64)
+            reported_TK, actual = slot_order.place_slots(ids_TK.to(dtype), experts, fault)
+            invalid_TK = (ids_TK < -1) | (ids_TK >= experts)
+            first = int(invalid_TK.view(-1).to(torch.uint8).argmax()) if invalid_TK.any() else 0
+            assert torch.equal(actual, counts) and fault[0] == invalid_TK.sum()
+            assert fault.tolist()[1:] == ([first, ids_TK.view(-1)[first].item()] if fault[0] else [0, 0])
+            assert torch.equal(reported_TK, plain_place_TK.masked_fill(invalid_TK, slot_order.INVALID))
     with pytest.raises(InputError, match="got torch"):
         order_slots(drawn(2, 2), 4)
 
