@@ -16,6 +16,7 @@ from moe_comm.gpu.protocol import MAX_SLICES
 from moe_comm.kernels.triton import (
     grouped_mm,
     grouped_mm_fp8,
+    linear,
     quantize,
     router,
     scale_rows,
@@ -72,7 +73,8 @@ _EXACT = {"enable_fp_fusion": False}
 _ROW_POINTERS = ("x_ptr", "rows_ptr", "y_ptr", "grad_ptr", "out_ptr", "h_ptr", "grad_h_ptr", "act_ptr", "w_ptr")
 """Pointer arguments with the rows' dtype. ``_POINTERS`` has the types of the others."""
 _POINTERS = {
-    **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr", "ends_ptr", "order_ptr"), "*i64"),
+    **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr", "order_ptr", "load_ptr"), "*i64"),
+    **dict.fromkeys(("starts_ptr", "totals_ptr", "fault_ptr"), "*i64"),
     **dict.fromkeys(("weights_ptr", "dots_ptr", "scale_ptr", "logits_ptr", "bias_ptr", "scores_ptr"), "*fp32"),
     **dict.fromkeys(("grad_weights_ptr", "grad_scores_ptr"), "*fp32"),
     **dict.fromkeys(("packed_ptr", "values_ptr"), "*u8"),
@@ -121,16 +123,14 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
 def _copy_specs() -> tuple[KernelSpec, ...]:
     tile = {"ROWS": 1, "COLUMNS": take_rows.TILE_WORDS}
     chunk = {"SLOTS": slot_order.SLOTS, "EXPERTS": slot_order.EXPERTS}
+    placed = {**chunk, "CHUNKS": slot_order.CHUNKS, "SUMMED": False, "ORDERED": False, "REPORTED": True}
+    count = _spec("count_chunks", slot_order.count_chunks_kernel, BF16, chunk, words="*i64")
+    place = _spec("place_slots", slot_order.place_slots_kernel, BF16, placed, words="*i64")
     return (
         _spec("take_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 0}, words="*i64"),
         _spec("copy_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 8}, words="*i64"),
-        _spec(
-            "count_chunks", slot_order.count_chunks_kernel, BF16, chunk, words="*i64",
-        ),
-        _spec(
-            "place_slots", slot_order.place_slots_kernel, BF16,
-            {**chunk, "CHUNKS": slot_order.CHUNKS, "SUMMED": False, "ORDERED": False, "REPORTED": True}, words="*i64",
-        ),
+        replace(count, types={**count.types, "counts_ptr": "*i32"}),
+        replace(place, types={**place.types, "counts_ptr": "*i32"}),
     )
 
 
@@ -172,10 +172,13 @@ def _router_specs() -> tuple[KernelSpec, ...]:
     specs = []
     for score, of_score in (("softmax", no_groups), ("sigmoid", groups), ("topk_softmax", no_groups)):
         common = {**sizes, "SCORE": router.SCORES[score]}
-        forward = {**common, **of_score, "BLOCK_K": 8, "SCORED": True}
+        forward = {**common, **of_score, "BLOCK_K": 8, "SCORED": True, "COUNTED": True}
         backward = {**common, "WEIGHTED": True, "SCORED": True}
         specs.append(_spec(f"route, forward, {score}", router.route_kernel, FP32, forward))
         specs.append(_spec(f"route, backward, {score}", router.route_backward_kernel, FP32, backward))
+    constants = {"ELEMENT": DTYPES[FP32], "WHOLE": True, **linear.TILING.blocks, "w_stride_inner": 1}
+    logits = _spec("logits", linear.linear_kernel, BF16, constants, linear.TILING.warps, linear.TILING.stages)
+    specs.append(replace(logits, types={**logits.types, "out_ptr": "*fp32"}))
     return tuple(specs)
 
 

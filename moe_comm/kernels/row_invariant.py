@@ -50,6 +50,37 @@ class _RowInvariantLinear(torch.autograd.Function):
             )
 
 
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        from moe_comm.kernels.triton.linear import linear, takes  # needs Triton
+
+        ctx.save_for_backward(x_TD, w_ED)
+        if takes(x_TD, w_ED):
+            return linear(x_TD, w_ED)
+        return row_invariant_mm(x_TD.float(), w_ED.float().t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, w_ED = ctx.saved_tensors
+        needs_x, needs_w = needed_gradients(ctx)
+        with without_autocast(x_TD):
+            return (
+                row_invariant_mm(grad_TE, w_ED.float()).to(x_TD.dtype) if needs_x else None,
+                (grad_TE.t() @ x_TD.float()).to(w_ED.dtype) if needs_w else None,
+            )
+
+
+def wide_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    """Return ``row_invariant_linear`` of 16-bit tokens on a GPU in fp32, with gradients in the dtypes of the operands.
+
+    16-bit weights are multiplied by tensor cores, with exact products. Backward converts the operands to fp32, so that
+    no fp32 copy of the tokens is kept.
+    """
+    return _WideLinear.apply(x_TD, w_ED)  # type: ignore[no-any-return]
+
+
 def row_invariant_linear(x_TD: Tensor, w_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """Return x @ w.T + bias. Output rows and input-gradient rows have the same bits in every batch.
 

@@ -9,6 +9,7 @@ pass recomputes the scores from the logits. A token whose ids are all -2 gets a 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.triton.device import int64, sigmoid
-from moe_comm.kernels.triton.launch import check_tensors, launch
+from moe_comm.kernels.triton.launch import check_index, check_tensors, launch
 
 MAX_EXPERTS = 1024
 TILE_ELEMENTS = 2048
@@ -55,12 +56,13 @@ def route_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,  # [tokens, TOP_K] int64
     weights_ptr,  # [tokens, TOP_K] fp32
     scores_ptr,  # [tokens, experts] fp32; any pointer unless SCORED
+    load_ptr,  # [experts] int64; any pointer unless COUNTED
     tokens, experts, scale,
     SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, TOP_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIASED: tl.constexpr, SCORED: tl.constexpr, TOKENS: tl.constexpr,
+    BIASED: tl.constexpr, SCORED: tl.constexpr, COUNTED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Route TOKENS tokens per program."""
+    """Route TOKENS tokens per program. COUNTED: add the number of slots of each expert to its load."""
     token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = token < tokens
     expert = tl.arange(0, BLOCK_E)[None, :]
@@ -112,6 +114,9 @@ def route_kernel(  # type: ignore[no-untyped-def]
         weights = tl.where(slots == k, weight, weights)
         chosen_id = tl.where(chosen, first, tl.where(invalid, -2, -1))
         tl.store(ids_ptr + token * TOP_K + k, chosen_id.to(tl.int64), mask=live)
+        if COUNTED:
+            one = tl.full((TOKENS, 1), 1, tl.int64)
+            tl.atomic_add(load_ptr + chosen_id, one, mask=live & chosen, sem="relaxed")
         choice = tl.where(expert == first, neg_inf, choice)
     if SCORE == _TOPK_SOFTMAX:
         top = tl.max(weights, axis=1, keep_dims=True)
@@ -184,7 +189,7 @@ def takes(logits_TE: Tensor, rule: Any) -> bool:
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: Any, return_scores: bool
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: Any, return_scores: bool, load_E: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, experts = logits_TE.shape
         ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TE.device)
@@ -197,11 +202,12 @@ class _Route(torch.autograd.Function):
             launch(
                 route_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
                 (logits_TE, logits_TE.stride(0), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
-                 weights_TK if scores_TE is None else scores_TE, tokens, experts, float(rule.scale)),
+                 weights_TK if scores_TE is None else scores_TE, ids_TK if load_E is None else load_E,
+                 tokens, experts, float(rule.scale)),
                 BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
                 BLOCK_G=_up(rule.num_groups),
                 TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
-                BIASED=bias_E is not None, SCORED=return_scores, **sizes, num_warps=4,
+                BIASED=bias_E is not None, SCORED=return_scores, COUNTED=load_E is not None, **sizes, num_warps=4,
             )  # fmt: skip
         ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)
@@ -213,11 +219,11 @@ class _Route(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, _: None, grad_TK: Tensor | None, grad_TE: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None]:
         logits_TE, ids_TK = ctx.saved_tensors
         rule = ctx.rule
         if grad_TK is None and grad_TE is None:
-            return None, None, None, None
+            return None, None, None, None, None
         tokens, experts = logits_TE.shape
         grad = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device)
         sizes = _sizes(rule)
@@ -228,11 +234,11 @@ class _Route(torch.autograd.Function):
                  grad if grad_TE is None else grad_TE.contiguous(), grad, tokens, experts, float(rule.scale)),
                 WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None, **sizes, num_warps=4,
             )  # fmt: skip
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, rule: Any, *, scores: bool = False
+    logits_TE: Tensor, bias_E: Tensor | None, rule: Any, *, scores: bool = False, load_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Select the top-k experts and compute their weights; differentiable with respect to the logits.
 
@@ -241,13 +247,14 @@ def route(
         bias_E: [E] fp32, added for the selection only; or None.
         rule: a ``layers.RouterConfig``, which this package does not import.
         scores: Whether to return the scores.
+        load_E: [E] int64 to which the kernel adds the number of slots of each expert, or None.
 
     Returns:
         ids_TK: int64; -1: no expert is left to select; -2: the token's logits are NaN, +Inf or all -Inf.
         weights_TK: fp32.
         scores_TE: fp32, or None.
     """
-    check_tensors("route", logits_TE, bias_E)
+    check_tensors("route", logits_TE, bias_E, load_E)
     if logits_TE.dim() != 2 or logits_TE.shape[1] != rule.num_choices or not takes(logits_TE, rule):
         raise InputError(
             f"route to {rule.num_choices} experts (at most {MAX_EXPERTS}) needs dense fp32 logits "
@@ -255,9 +262,12 @@ def route(
         )
     if bias_E is not None and (bias_E.shape != logits_TE.shape[1:] or bias_E.dtype != torch.float32):
         raise InputError(f"route needs a fp32 bias [{rule.num_choices}]; got {tuple(bias_E.shape)} of {bias_E.dtype}")
-    return _Route.apply(logits_TE, bias_E, rule, scores)  # type: ignore[no-any-return]
+    if load_E is not None:
+        check_index("route", "load", load_E, (rule.num_choices,))
+    return _Route.apply(logits_TE, bias_E, rule, scores, load_E)  # type: ignore[no-any-return]
 
 
+@lru_cache
 def _sizes(rule: Any) -> dict[str, Any]:
     block = _up(rule.num_choices)
     return {

@@ -25,10 +25,10 @@ SLOTS = 128
 """Slots of a chunk."""
 FEW = 320
 """Maximum number of chunks whose counts each program sums."""
-EXPERTS, CHUNKS = 64, 64
+EXPERTS, CHUNKS = 64, 32
 """Experts that are counted at once, and chunks whose counts are summed at once."""
 INVALID = -2
-"""Place of an invalid slot, where invalid ids are reported by the kernel. ``weighted_sum`` returns NaN for its token."""
+"""Place of an invalid slot, if the kernel reports invalid ids. ``weighted_sum`` returns NaN for its token."""
 FAULT_WORDS = 3
 """Words of the report of invalid ids: their number, the first slot, and its id."""
 INTEGERS = (torch.int64, torch.int32)
@@ -40,7 +40,7 @@ def _keys(ids_ptr, slot, slots, experts):  # type: ignore[no-untyped-def]
     """Return the expert of each slot; ``experts`` if it is dropped, ``experts`` + 1 if invalid, -1 beyond the end."""
     id = tl.load(ids_ptr + slot, mask=slot < slots, other=-1).to(tl.int64)
     key = tl.where((id >= 0) & (id < experts), id, tl.where(id == -1, experts, experts + 1))
-    return tl.where(slot < slots, key, -1)
+    return tl.where(slot < slots, key, -1).to(tl.int32)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def place_slots_kernel(  # type: ignore[no-untyped-def]
             before = tl.zeros((EXPERTS,), tl.int64)
             for first_chunk in range(0, chunks, CHUNKS):
                 other = first_chunk + tl.arange(0, CHUNKS)
-                at = (expert * int64(chunks))[:, None] + other[None, :]
+                at = (expert * chunks)[:, None] + other[None, :]  # few chunks: below 2 ** 31
                 count = tl.load(counts_ptr + at, mask=known[:, None] & (other < chunks)[None, :], other=0)
                 total += tl.sum(count, axis=1)
                 before += tl.sum(tl.where((other < chunk)[None, :], count, 0), axis=1)
@@ -105,7 +105,7 @@ def place_slots_kernel(  # type: ignore[no-untyped-def]
     slot = chunk * SLOTS + index
     key = _keys(ids_ptr, slot, slots, experts)
     if SUMMED:
-        entry = key * chunks + chunk
+        entry = key.to(tl.int64) * chunks + chunk
         place = tl.load(starts_ptr + entry - 1, mask=entry > 0, other=0)
     else:
         place = tl.load(starts_ptr + chunk * (experts + 2) + key, mask=key >= 0, other=0)

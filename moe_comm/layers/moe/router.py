@@ -28,7 +28,7 @@ from moe_comm.dispatch import DROPPED, INVALID_LOGITS
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
-from moe_comm.kernels.row_invariant import row_invariant_linear
+from moe_comm.kernels.row_invariant import row_invariant_linear, wide_linear
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputed, recomputing
 
@@ -246,6 +246,9 @@ class Router(ParallelModule):
         if device != "meta" and torch.is_autocast_enabled(device):  # logits are at least fp32
             with torch.autocast(device, enabled=False):
                 return self.forward(x_TD, num_sequences, ids_TK, mask_N)
+        if device in TRITON_DEVICES and self.bias is None and x_TD.dtype != wide and for_triton(x_TD, self.weight):
+            logits_TE = wide_linear(x_TD, self.weight)
+            return self._select(logits_TE, num_sequences, ids_TK, mask_N)
         bias = None if self.bias is None else self.bias.to(wide)
         wide_TD = x_TD if x_TD.dtype == wide else recomputed(lambda x: x.to(wide), x_TD)
         return self._select(row_invariant_linear(wide_TD, self.weight.to(wide), bias), num_sequences, ids_TK, mask_N)
@@ -255,7 +258,8 @@ class Router(ParallelModule):
     ) -> Routing:
         """Select experts by their logits, compute the weights and losses, and count the load."""
         on_device = logits_TE.device.type in TRITON_DEVICES and for_triton(logits_TE)
-        routed = self._route_with_triton(logits_TE) if ids_TK is None and on_device else None
+        load_E = self.load_E if self.training and not recomputing() else None
+        routed = self._route_with_triton(logits_TE, load_E) if ids_TK is None and on_device else None
         if routed is not None:
             ids_TK, weights_TK, scores_TE = routed
         else:
@@ -266,8 +270,8 @@ class Router(ParallelModule):
         c = self.config
         losses = self.training and (c.balance_loss or c.z_loss)
         aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences, mask_N) if losses else None
-        if self.training and not recomputing():
-            self.load_E.add_(expert_counts(ids_TK, c.num_choices))
+        if load_E is not None and routed is None:
+            load_E.add_(expert_counts(ids_TK, c.num_choices))
         return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
@@ -296,8 +300,9 @@ class Router(ParallelModule):
             return ids_TK.masked_fill(invalid_T.unsqueeze(-1), DROPPED)
         return ids_TK.masked_fill(invalid_T.unsqueeze(-1), INVALID_LOGITS)
 
-    def _route_with_triton(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Compute ids, weights and scores in one Triton kernel; None if the kernel does not support the input.
+    def _route_with_triton(self, logits_TE: Tensor, load_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute ids, weights and scores in one Triton kernel, which adds to the load unless it is None. Return None
+        if the kernel does not support the input.
 
         If no loss needs the scores, the logits are returned in their place.
         """
@@ -306,7 +311,9 @@ class Router(ParallelModule):
         if not takes(logits_TE, self.config):
             return None
         needs_scores = self.training and self.config.balance_loss > 0
-        ids_TK, weights_TK, scores_TE = route(logits_TE, self.correction_bias, self.config, scores=needs_scores)
+        ids_TK, weights_TK, scores_TE = route(
+            logits_TE, self.correction_bias, self.config, scores=needs_scores, load_E=load_E
+        )
         if self.drop_invalid:
             ids_TK = self._mark_invalid(ids_TK, ids_TK[:, 0] == INVALID_LOGITS)
         return ids_TK, weights_TK, logits_TE if scores_TE is None else scores_TE

@@ -89,9 +89,9 @@ def main(folder: str) -> int:
          {"ELEMENT": DTYPES[bf16], "TRANSPOSED": False, **blocks, "num_stages": 4}),
         (grouped_mm_kernel, (x_TD, 64, x_TD, 640, 64, 1, counts_E, y_TD, 64, 4, 10, 64),
          {"ELEMENT": DTYPES[bf16], "WHOLE": True, **blocks, "num_stages": 3}),
-        (route_kernel, (logits_TE, 8, logits_TE, place_TK, weights_TK, weights_TK, 16, 8, rule.scale),
+        (route_kernel, (logits_TE, 8, logits_TE, place_TK, weights_TK, weights_TK, place_TK, 16, 8, rule.scale),
          {"BLOCK_K": 2, "NUM_GROUPS": 1, "TOP_GROUPS": 1, "BLOCK_G": 1, "TOP_TWO": False, "BIASED": False,
-          "SCORED": False, **_sizes(rule)}),
+          "SCORED": False, "COUNTED": True, **_sizes(rule)}),
     ]  # fmt: skip
     of_triton: list[Any] = []
     of = launches._Compiled.of
