@@ -300,6 +300,16 @@ class Dispatcher(Operations):
         """Return uninitialised [num_rows, width] storage that this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
+    def check_ids(self) -> None:
+        """Wait for the device, and raise the error of invalid expert ids that no call has raised.
+
+        Only ``MoELayer`` over ``local`` on a GPU does not wait for the check of its ids: the results of their tokens
+        are NaN, and the next call or backward pass raises the error.
+
+        Raises:
+            RoutingError: an earlier call had invalid ids.
+        """
+
     def close(self) -> None:
         """Release the resources of this dispatcher. Collective. May be called twice."""
 

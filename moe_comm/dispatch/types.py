@@ -173,6 +173,12 @@ def peers_routing_error(rank: int, bad: int, first: int, value: int, top_k: int,
     return RoutingError(f"rank {rank}: {_routing_text(value, *divmod(first, top_k), bad, num_experts)}")
 
 
+def earlier_routing_error(bad: int, first: int, value: int, top_k: int, num_experts: int) -> RoutingError:
+    """Return the error of an earlier call with ``bad`` invalid ids; the first is ``value`` in flat slot ``first``."""
+    text = _routing_text(value, *divmod(first, top_k), bad, num_experts)
+    return RoutingError(f"in an earlier call, whose results for these tokens are NaN: {text}")
+
+
 def _routing_text(value: int, token: int, slot: int, bad: int, num_experts: int) -> str:
     if value == INVALID_LOGITS:
         return f"router logits of token {token} are NaN or all -Inf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -9,11 +10,42 @@ from moe_comm.comm.header import check
 from moe_comm.dispatch.backends.native import NativeDispatcher, supported
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.slots import sums
-from moe_comm.dispatch.types import DispatchHandle, DispatchOptions, routing_error
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions, earlier_routing_error, routing_error
 from moe_comm.dispatch.wire_dtype import pack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import native, native_is_built, private_heap
 from moe_comm.topology import ExpertPlacement
+
+FAULT_WORDS = 3
+"""Words of a report, see ``kernels/triton/slot_order.py``."""
+
+
+class InvalidIds:
+    """The report of invalid expert ids by kernels whose results the CPU does not wait for.
+
+    Kernels write it to pinned memory, if an id is invalid. The next call, the backward pass, or whoever reads the
+    counts raises the error.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._sizes = device, (1, 0)
+        self._words = torch.zeros(FAULT_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._read = self._words.numpy()
+
+    def report(self, top_k: int, num_experts: int) -> Tensor:
+        """Return the words for a kernel."""
+        self._sizes = top_k, num_experts
+        return self._words
+
+    def check(self) -> None:
+        """Raise RoutingError if a kernel has reported invalid ids. Does not wait."""
+        if self._read[0]:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the kernel may still write the other words
+            bad, first, value = self._words.tolist()
+            self._words.zero_()
+            top_k, num_experts = self._sizes
+            raise earlier_routing_error(bad, first, value, top_k, num_experts)
 
 
 class LocalDispatcher(Dispatcher):
@@ -21,6 +53,21 @@ class LocalDispatcher(Dispatcher):
 
     name = "local"
     checks_ids = True  # _send checks with the counts that it copies to the CPU
+    _invalid_ids: InvalidIds | None = None
+
+    def invalid_ids(self, device: torch.device) -> InvalidIds:
+        """Return the report of the kernels on ``device``."""
+        found = self._invalid_ids
+        if found is None or found.device != device:
+            self._invalid_ids = found = InvalidIds(device)
+        return found
+
+    def check_ids(self) -> None:
+        found = self._invalid_ids
+        if found is not None:
+            if found.device.type == "cuda":
+                torch.cuda.synchronize(found.device)
+            found.check()
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         order_R, handle = self._sorted(x_TD, ids_TK)

@@ -216,6 +216,7 @@ class ExpertParallel(ParallelModule):
         fp8: bool = False,
         beside: tuple[int, int] = (0, 0),
         in_place: bool = False,
+        on_device: bool = False,
     ) -> ExpertCall:
         """Dispatch the rows of a call. Collective.
 
@@ -227,6 +228,7 @@ class ExpertParallel(ParallelModule):
             beside: work of the caller while rows, and later results, are in flight, as widths of dense MLPs with the
                 same FLOPs.
             in_place: whether the experts can read rows in place; the same on every rank.
+            on_device: whether the experts support ``device_call``.
         """
         dense = in_place and _has_hooks(experts)
         dispatcher = self.dispatcher
@@ -236,6 +238,12 @@ class ExpertParallel(ParallelModule):
         if self.slots is not None:
             with dispatcher.abort_on_error(self.label):
                 ids_TK, weights_TK = self.slots(ids_TK, weights_TK)
+        if on_device and self.overlap is None and self.in_flight_hook is None:
+            from moe_comm.dispatch.device_call import device_call  # only for experts on a GPU
+
+            call = device_call(dispatcher, x_TD, ids_TK, weights_TK, self.label)
+            if call is not None:
+                return call
         if self.overlap is None:
             return serial_call(
                 dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, dense=dense

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from moe_comm.dispatch.expert_call import ExpertCall, run_mlp
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.activations import Activation, activation_of
+from moe_comm.kernels.activations import Activation, Composed, activation_of
 from moe_comm.kernels.autograd import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
+from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.topology import Placement, Sharding, Split
 
 if TYPE_CHECKING:
@@ -184,6 +185,27 @@ class Experts(nn.Module):
         if call is None:
             return run_mlp(rows_RD, rows_per_expert, mlp)
         return call.compute(rows_RD, rows_per_expert, mlp)
+
+    def on_device(self, x_TD: Tensor) -> bool:
+        """Return whether a GPU can compute all experts without row counts on the CPU (``dispatch/device_call.py``).
+
+        Hooks, such as those of FSDP, may need the rows.
+        """
+        w13, w2 = self.w13, self.w2
+        if not w13.is_cuda and w13.device.type not in TRITON_DEVICES:
+            return False
+        return (
+            type(w13) is nn.Parameter
+            and type(w2) is nn.Parameter
+            and self.b13 is None
+            and self.copies is None
+            and self.gemm_dtype == "same"
+            and self.num_experts > 0
+            and (w13.dtype == x_TD.dtype or torch.is_autocast_enabled(x_TD.device.type))
+            and isinstance(self.activation, Composed)
+            and not (self._forward_pre_hooks or self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+            and "forward" not in vars(self)
+        )
 
     def mlp_for(self, rows: Tensor, slots: int = 0) -> ExpertMLP:
         """Return the parameters in the dtype in which ``rows`` are computed.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.dispatch import Dispatcher, DispatchOptions
+from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.operation import tokens_fault
 from moe_comm.errors import ConfigError, InputError, MoeCommError
@@ -91,6 +91,10 @@ class DispatchStats:
     dropped: Tensor | None
 
 
+def _stats_of(etp: int, slots: int, handle: DispatchHandle, dropped: Tensor | None) -> DispatchStats:
+    return DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Tokens:
     """The real tokens of a call, and their routing.
@@ -137,7 +141,6 @@ class MoELayer(ExpertParallel):
         sizes: sizes of these axes.
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: dropped slots since ``take_loads``; counted in training, and once under activation checkpointing.
-        dispatch_stats: statistics of the last call.
         beside: work of the caller while rows, and later results, are in flight (``begin``), as widths of dense MLPs
             with the same FLOPs. With the shared expert, "auto" hides transfers behind it.
         in_flight_hook: called in each backward pass when it has started to send the gradients of the experts' outputs,
@@ -173,7 +176,7 @@ class MoELayer(ExpertParallel):
         self.aux_scale: float | Tensor | None = None
         self.origin: ModuleOrigin | None = None
         self.num_dropped: Tensor | None = None
-        self.dispatch_stats: DispatchStats | None = None
+        self._stats: Callable[[], DispatchStats] | None = None
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
         self.register_buffer("dropped_total", dropped, persistent=False)
         check_parts(router, experts, dispatcher, self.placement)
@@ -297,6 +300,11 @@ class MoELayer(ExpertParallel):
         if self.experts.w13.is_meta:
             raise ConfigError(f"layer {self.label!r} is on the meta device: load it before to_modules")
         return modules_of(self, self.router, self.experts, self.origin, rank0_only=rank0_only, cpu=cpu)
+
+    @property
+    def dispatch_stats(self) -> DispatchStats | None:
+        """Statistics of the last call; None before it. On a GPU, reading them may wait for it."""
+        return None if self._stats is None else self._stats()
 
     @cached_property
     def num_experts(self) -> int:
@@ -493,6 +501,7 @@ class MoELayer(ExpertParallel):
         if torch.is_autocast_enabled(x_TD.device.type):
             with self.dispatcher.abort_on_error(self.label):  # the cast allocates memory
                 x_TD = x_TD.to(compute_dtype(x_TD))
+        own = type(self.experts).forward is Experts.forward
         call = self._start_call(
             self.experts,
             x_TD,
@@ -501,12 +510,15 @@ class MoELayer(ExpertParallel):
             width=self.experts.ffn,
             fp8=getattr(self.experts, "gemm_dtype", "same") == "fp8",
             beside=(width + self.beside[0], self.beside[1]),
-            in_place=type(self.experts).forward is Experts.forward,
+            in_place=own,
+            on_device=own and self.experts.on_device(x_TD),
         )
         etp, handle = self.sizes["etp"], call.handle
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
-        self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+        self._stats = partial(_stats_of, etp, slots, handle, dropped)
+        if isinstance(handle, DispatchHandle):  # else reading the counts would wait for the device
+            self._stats = partial(DispatchStats, slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
         if self.in_flight_hook is not None:
             self._call_in_backward(call.rows)
         return call

@@ -39,8 +39,17 @@ def some_ids(tokens: int, top_k: int, experts: int, seed: int = 0) -> Tensor:
 def run_plain_and_triton(work: Any) -> tuple[Any, Any, list[str]]:
     """Return the result of ``work`` in plain torch and with the kernels, and the kernels that ran."""
     plain = work()
-    launched: list[str] = []
     kernels("device")
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        return plain, *needed_kernels(work)
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+
+
+def needed_kernels(work: Any, wait: Any = None) -> tuple[Any, list[str]]:
+    """Return the result of ``work`` and the kernels that ran. wait: called if the CPU reads all values of a tensor."""
+    launched: list[str] = []
     from triton.runtime import interpreter
 
     launch = interpreter.GridExecutor.__call__
@@ -51,8 +60,6 @@ def run_plain_and_triton(work: Any) -> tuple[Any, Any, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", counted)
-        native.TRITON_DEVICES.add("cpu")
-        try:
-            return plain, work(), launched
-        finally:
-            native.TRITON_DEVICES.discard("cpu")
+        if wait is not None:
+            patch.setattr(Tensor, "tolist", wait)
+        return work(), launched

@@ -1,0 +1,126 @@
+"""A layer on one GPU, whose row counts stay on the device, has the bits of dispatch, experts and combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.errors import InputError, RoutingError
+from moe_comm.kernels import native
+from moe_comm.layers.moe.experts import Experts
+from moe_comm.layers.moe.layer import MoELayer
+from moe_comm.layers.moe.router import Router, RouterConfig, Routing
+from moe_comm.topology import ExpertPlacement
+from tests.kernels.triton.common import drawn, kernels, needed_kernels, some_ids
+from tests.overlap.triton.common import needs_triton
+from tests.pool import on_ranks
+
+pytestmark = needs_triton
+HIDDEN, FFN, EXPERTS, TOKENS, TOP_K = 16, 16, 5, 9, 2
+FORWARD = ["linear_kernel", "route_kernel", "count_chunks_kernel", "place_slots_kernel", "take_rows_kernel",
+           "grouped_mm_tma_kernel", "swiglu_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel"]  # fmt: skip
+BACKWARD = ["scale_rows_kernel", "take_rows_kernel", "grouped_mm_tma_kernel", "swiglu_backward_kernel",
+            "grouped_mm_tma_kernel", "grouped_weight_grad_kernel", "grouped_weight_grad_kernel", "weighted_sum_kernel",
+            "route_backward_kernel"]  # fmt: skip
+
+
+def layer(**settings: Any) -> MoELayer:
+    router = Router(HIDDEN, RouterConfig(EXPERTS, TOP_K), dtype=torch.bfloat16)
+    experts = Experts(EXPERTS, HIDDEN, FFN, dtype=torch.bfloat16, **settings)
+    built = MoELayer(router, experts, LocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)))
+    router.reset_parameters(std=1.0, generator=torch.Generator().manual_seed(0))
+    experts.reset_parameters(1, std=0.3)
+    return built
+
+
+def passes(built: MoELayer, x_TD: Tensor, routing: Routing | None = None) -> list[Tensor]:
+    """Return output, gradients, and load of the layer."""
+    x_TD = x_TD.detach().requires_grad_()
+    built.zero_grad(set_to_none=True)
+    built.router.load_E.zero_()
+    y_TD = built(x_TD, routing)
+    y_TD.backward(drawn(*y_TD.shape, dtype=torch.bfloat16, seed=3))
+    grads = [x_TD.grad, *(p.grad for p in built.parameters() if p.grad is not None)]
+    if routing is not None and routing.weights_TK.requires_grad:
+        grads.append(routing.weights_TK.grad)
+        routing.weights_TK.grad = None
+    return [y_TD.detach(), *(grad for grad in grads if grad is not None), built.router.load_E.clone()]
+
+
+@on_ranks(1)
+def test_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
+    linear = kernels("linear").linear
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows, columns, inner in ((70, 33, 40), (5, 16, 64), (0, 3, 8), (3, 0, 8)):
+            rows_RD = drawn(rows, inner + 3, dtype=dtype)[:, :inner]
+            w_ND = drawn(inner, columns, dtype=dtype, seed=1).t()
+            out_RN = linear(rows_RD, w_ND)
+            torch.testing.assert_close(out_RN, (rows_RD.double() @ w_ND.double().T).float())
+            assert torch.equal(linear(rows_RD[2:4], w_ND), out_RN[2:4])
+    with pytest.raises(InputError, match="needs 16-bit rows"):
+        linear(drawn(2, 3), drawn(4, 3))
+
+
+def stop(*_: Any) -> None:
+    raise AssertionError("the CPU read a tensor of the device")
+
+
+@on_ranks(1)
+def test_a_layer_never_waits_for_counts_and_has_the_same_bits() -> None:
+    kernels("device")
+    weights_TK = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    given = Routing(some_ids(TOKENS, TOP_K, EXPERTS), weights_TK)
+    x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        for routing in (None, given):
+            for settings, recompute in (({}, False), ({"transposed": True}, True)):
+                built = layer(**settings)
+                built.experts.recompute = recompute
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Experts, "on_device", lambda *_: False)
+                    expected, stats = passes(built, x_TD, routing), built.dispatch_stats
+                actual, launched = needed_kernels(lambda b=built, r=routing: passes(b, x_TD, r), stop)
+                assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+                assert built.dispatch_stats == stats
+                if routing is None and not recompute:
+                    assert launched == FORWARD + BACKWARD
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+
+
+@on_ranks(1)
+def test_invalid_ids_make_results_nan_and_raise_in_the_next_call() -> None:
+    kernels("device")
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        built, x_TD = layer(), drawn(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        ids_TK = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+        ids_TK[:, 1] = 1
+        wrong_TK = ids_TK.clone()
+        wrong_TK[4, 1], wrong_TK[6, 0] = 5, -2
+        weights_TK = torch.full((TOKENS, TOP_K), 0.5)
+        y_TD = built(x_TD, Routing(wrong_TK, weights_TK))
+        bad_T = torch.zeros(TOKENS, dtype=torch.bool)
+        bad_T[[4, 6]] = True
+        expected_TD = None
+        with pytest.raises(RoutingError, match=r"earlier call.*expert id 5 of token 4, slot 1.*2 bad ids"):
+            built(x_TD, Routing(ids_TK, weights_TK))
+        expected_TD = built(x_TD, Routing(ids_TK, weights_TK))
+        assert torch.equal(y_TD.isnan().any(1), bad_T) and torch.equal(y_TD[~bad_T], expected_TD[~bad_T])
+        with torch.no_grad():
+            x_TD[3, 0] = float("nan")
+        y_TD = built(x_TD.requires_grad_())
+        assert y_TD[3].isnan().all() and not y_TD[4].isnan().any()
+        with pytest.raises(RoutingError, match="router logits of token 3"):
+            y_TD.sum().backward()
+        built(x_TD)
+        with pytest.raises(RoutingError, match="router logits of token 3"):
+            built.dispatcher.check_ids()
+        built.dispatcher.check_ids()
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
