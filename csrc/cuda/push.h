@@ -8,6 +8,14 @@
 namespace moe_comm {
 namespace p2p {
 
+// Blocks of channels that a thread loads before it quantises the first. Conversion to e4m3 by integer arithmetic leaves
+// registers for one.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int kBlocksAtOnce = 1;
+#else
+constexpr int kBlocksAtOnce = 2;
+#endif
+
 // Per-slot data of the chunk that a push block processes.
 struct ChunkSlots {
   int32_t* ids;
@@ -134,7 +142,7 @@ MOE_BLOCK void push_fp8(M& m, const PushFp8Args& a) {
   for (int64_t chunk = m.block(); chunk < a.chunks; chunk += m.blocks()) {
     push_chunk(m, a, blocks, chunk, s, [&](int64_t first, int n) {
       const int top_k = static_cast<int>(a.top_k);
-      quantise_rows<1>(m, from, n, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first + i; });
+      quantise_rows<kBlocksAtOnce>(m, from, n, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first + i; });
     });
   }
 }
