@@ -8,7 +8,9 @@
 namespace moe_comm {
 namespace p2p {
 
-constexpr int kAtOnce = 4;  // rows of a token that are loaded before the first is added
+constexpr int kAtOnce = 4;     // rows that reduce loads before the first is added
+constexpr int kSumAtOnce = 8;  // the same of sum, which
+constexpr int kSumPieces = 2;  // loads as many pieces of each
 
 // Up to `most` rows for each of n sums: their addresses and weights.
 struct Addends {
@@ -72,42 +74,90 @@ MOE_BLOCK SameOwner same_owner(const int64_t* places, int top_k, int k) {
   return slots;
 }
 
+// The row that a slot contributes to its token's sum, or null, and its weight.
+struct Addend {
+  const char* row;
+  float factor;
+};
+
+template <bool reduced, class Args>
+MOE_BLOCK Addend addend_of(const Args& a, const Blocks& blocks, int64_t token, int slot, int64_t place) {
+  if (place == kDropped) return {nullptr, 0.0f};
+  bool linked = false;
+  if constexpr (reduced) {
+    const int top_k = static_cast<int>(a.top_k);
+    const SameOwner same = same_owner(at<const int64_t>(a.place_at) + token * top_k, top_k, slot);
+    if (same.before) return {nullptr, 0.0f};
+    linked = same.next < top_k;
+  }
+  const int64_t owner = place_owner(place);
+  const int64_t offset = at<const int64_t>(a.offers_at)[owner * kOfferWords + (linked ? kBlockAt : kRowsAt)];
+  const float* weights = at<const float>(a.weights_at);
+  return {blocks.peers[owner] + offset + (place_row(place) * a.hidden + a.first_column) * element_bytes(a.dtype),
+          weights && !linked ? weights[token * a.top_k + slot] : 1.0f};
+}
+
+// A warp sums kSumPieces pieces per lane of a token. The places of the next token are loaded together with the rows of
+// this one.
 template <class P, bool reduced, class M, class Args>
 MOE_BLOCK void sum_pieces(M& m, const Args& a, const Blocks& blocks) {
-  const int64_t* offers = at<const int64_t>(a.offers_at);
-  const int64_t* places = at<const int64_t>(a.place_at);
-  const float* weights = at<const float>(a.weights_at);
-  const int top_k = static_cast<int>(a.top_k), batch = static_cast<int>(kBatch);
-  const int64_t bytes = a.hidden * static_cast<int64_t>(sizeof(typename P::Bits));
-  const int64_t first_byte = a.first_column * static_cast<int64_t>(sizeof(typename P::Bits));
-  const Addends x(m, kBatch, a.top_k);
-  for (int64_t first = m.block() * batch; first < a.tokens; first += m.blocks() * batch) {
-    const int n = static_cast<int>(a.tokens - first < batch ? a.tokens - first : batch);
-    m.sync();
-    // One thread for each slot. Rows of slots without a place are left out, so each token's rows are consecutive.
-    m.each(n * top_k, [&](int i) {
-      const int t = i / top_k;
-      const int64_t* of_token = places + (first + t) * top_k;
-      const int slot = i - t * top_k;
-      const auto counts = [&](int k) {
-        if constexpr (reduced) return of_token[k] != kDropped && !same_owner(of_token, top_k, k).before;
-        return of_token[k] != kDropped;
-      };
-      int before = 0;
-      for (int k = 0; k < slot; ++k) before += counts(k);
-      const bool row = counts(slot);
-      if (row) {
-        const int64_t owner = place_owner(of_token[slot]);
-        bool linked = false;
-        if constexpr (reduced) linked = same_owner(of_token, top_k, slot).next < top_k;
-        x.rows[t * top_k + before] = blocks.peers[owner] + offers[owner * kOfferWords + (linked ? kBlockAt : kRowsAt)] +
-                                     place_row(of_token[slot]) * bytes + first_byte;
-        x.factors[t * top_k + before] = weights && !linked ? weights[first * top_k + i] : 1.0f;
+  constexpr int lanes = M::kLanes, size = static_cast<int>(sizeof(typename P::Bits));
+  const int top_k = static_cast<int>(a.top_k), pieces = static_cast<int>(a.columns) / P::kSize;
+  const int parts = (pieces + lanes * kSumPieces - 1) / (lanes * kSumPieces), tokens = static_cast<int>(a.tokens);
+  if (parts == 0) return;
+  const auto place_of = [&](int token, int slot) {
+    return token < tokens && slot < top_k ? at<const int64_t>(a.place_at)[int64_t{token} * top_k + slot] : kDropped;
+  };
+  const int more_tokens = m.warps() / parts, more_parts = m.warps() % parts;
+  int token = m.warp() / parts, part = m.warp() % parts;
+  int64_t next = place_of(token, m.lane());
+  while (token < tokens) {
+    const int piece = part * lanes * kSumPieces + m.lane(), of_token = token;
+    token += more_tokens;
+    part += more_parts;
+    if (part >= parts) {
+      part -= parts;
+      ++token;
+    }
+    float total[kSumPieces][P::kSize];
+    MOE_UNROLL
+    for (int i = 0; i < kSumPieces * P::kSize; ++i) total[i / P::kSize][i % P::kSize] = 0.0f;
+    for (int first = 0; first < top_k; first += lanes) {
+      const int slot = first + m.lane();
+      const Addend mine = addend_of<reduced>(a, blocks, of_token, slot, first == 0 ? next : place_of(of_token, slot));
+      const int n = top_k - first < lanes ? top_k - first : lanes;
+      for (int k = 0; k < n; k += kSumAtOnce) {
+        typename P::Raw raw[kSumAtOnce][kSumPieces];
+        MOE_UNROLL
+        for (int u = 0; u < kSumAtOnce; ++u) {
+          const char* row = k + u < n ? m.from_lane(mine.row, k + u) : nullptr;
+          MOE_UNROLL
+          for (int i = 0; i < kSumPieces; ++i) {
+            raw[u][i] = {};  // adding zeros for a slot without a row changes no bits, as no sum is -0
+            if (row != nullptr && piece + i * lanes < pieces)
+              raw[u][i] = P::raw(row + (piece + i * lanes) * P::kSize * size);
+          }
+        }
+        if (first + k == 0) next = place_of(token, m.lane());
+        MOE_UNROLL
+        for (int u = 0; u < kSumAtOnce; ++u) {
+          if (k + u >= n) continue;
+          const float factor = m.from_lane(mine.factor, k + u);
+          MOE_UNROLL
+          for (int i = 0; i < kSumPieces; ++i) {
+            float value[P::kSize];
+            P::widen(raw[u][i], value);
+            MOE_UNROLL
+            for (int c = 0; c < P::kSize; ++c) total[i][c] = plus(total[i][c], times(value[c], factor));
+          }
+        }
       }
-      if (slot == top_k - 1) x.live[t] = before + row;
-    });
-    m.sync();
-    add_rows<P>(m, n, a.columns, x, [&](int t) { return at<char>(a.y_at) + (first + t) * bytes + first_byte; });
+    }
+    char* to = at<char>(a.y_at) + (of_token * a.hidden + a.first_column) * size;
+    MOE_UNROLL
+    for (int i = 0; i < kSumPieces; ++i) {
+      if (piece + i * lanes < pieces) P::store(to + (piece + i * lanes) * P::kSize * size, total[i]);
+    }
   }
 }
 

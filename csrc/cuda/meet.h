@@ -24,14 +24,20 @@ struct ChunkRank {
 };
 
 // Each thread reads the whole chunk: the cost does not depend on the number of experts, neighbouring threads read the
-// same words, and the order is deterministic.
+// same words, and the order is deterministic. `ids` has n words and is filled with -1 to a multiple of kRankWords.
 MOE_BLOCK ChunkRank rank_in_chunk(const int32_t* ids, int n, int i) {
   const int32_t id = ids[i];
   ChunkRank rank = {0, 0};
-  for (int j = 0; j < n; ++j) {
-    const int same = ids[j] == id;
-    rank.all += same;
-    rank.before += same & (j < i);
+  for (int first = 0; first < n; first += kRankWords) {
+    int32_t words[kRankWords];  // read together
+    MOE_UNROLL
+    for (int j = 0; j < kRankWords; ++j) words[j] = ids[first + j];
+    MOE_UNROLL
+    for (int j = 0; j < kRankWords; ++j) {
+      const int same = words[j] == id;
+      rank.all += same;
+      rank.before += same & (first + j < i);
+    }
   }
   return rank;
 }
@@ -42,10 +48,11 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
   const int n = chunk_slots(a.tokens, a.top_k, a.chunk, m.block());
   const int64_t* given = at<const int64_t>(a.ids_at) + m.block() * a.chunk;
   int64_t* counts = at<int64_t>(a.counts_at) + m.block() * a.experts;
-  int32_t* ids = m.template shared<int32_t>(a.chunk);
+  int32_t* ids = m.template shared<int32_t>(a.chunk + kRankWords);
   int64_t* totals = m.template shared<int64_t>(4);  // dropped, bad, index of the first bad slot
   m.each(static_cast<int>(a.experts), [&](int e) { counts[e] = 0; });
   m.each(3, [&](int i) { totals[i] = i == 2 ? n : 0; });
+  m.each(kRankWords, [&](int i) { ids[n + i] = -1; });
   m.sync();
   m.each(n, [&](int i) {
     const int64_t id = given[i];
@@ -79,7 +86,7 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
 template <class M>
 MOE_BLOCK void scan(M& m, const ScanArgs& a) {
   if (failed(a)) return;
-  constexpr int at_once = 8;  // counts that a thread loads before the first store
+  constexpr int at_once = 8;  // counts or sums that a thread loads before the first store
   const int64_t first_expert = m.block() * kScanExperts, left = a.experts - first_expert;
   const int experts = static_cast<int>(left < kScanExperts ? left : kScanExperts), chunks = static_cast<int>(a.chunks);
   const int segments = static_cast<int>(scan_segments(a.experts, a.chunks, m.threads()));
@@ -97,10 +104,15 @@ MOE_BLOCK void scan(M& m, const ScanArgs& a) {
   m.sync();
   m.each(experts, [&](int e) {
     int64_t sum = 0;
-    for (int s = 0; s < segments; ++s) {
-      const int64_t of_segment = sums[s * experts + e];
-      sums[s * experts + e] = sum;
-      sum += of_segment;
+    for (int first = 0; first < segments; first += at_once) {
+      int64_t of_segment[at_once];
+      MOE_UNROLL
+      for (int u = 0; u < at_once; ++u) of_segment[u] = first + u < segments ? sums[(first + u) * experts + e] : 0;
+      MOE_UNROLL
+      for (int u = 0; u < at_once; ++u) {
+        if (first + u < segments) sums[(first + u) * experts + e] = sum;
+        sum += of_segment[u];
+      }
     }
     at<int64_t>(a.expert_rows_at)[first_expert + e] = sum;
   });
@@ -201,16 +213,17 @@ MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64
 
 template <class M>
 MOE_BLOCK void meet(M& m, const MeetArgs& a) {
-  if (failed(a)) return;
+  const State state = *at<const State>(a.state_at);  // read together with the header, which is in host memory
   const Group g = group_of(a);
   const Blocks blocks(a);
   const int world = static_cast<int>(a.world), experts = static_cast<int>(a.experts);
-  const int64_t turn = at<const State>(a.state_at)->turn + 1, parity = turn % 2;
+  const int64_t turn = state.turn + 1, parity = turn % 2;
   MeetScratch x;
   x.header = m.template shared<int64_t>(kHeaderWords);
   x.totals = m.template shared<int64_t>(6);
   m.each(static_cast<int>(kHeaderWords), [&](int i) { x.header[i] = at<const int64_t>(a.header_at)[i]; });
   m.each(6, [&](int i) { x.totals[i] = i == 2 ? a.chunks : i == 3 || i == 4 ? world : 0; });
+  if (state.fault != kNone) return;
   m.sync();
   if (a.with_counts) {
     x.own = m.template shared<int64_t>(a.experts);

@@ -18,6 +18,12 @@ void set_slots(Args& args, const Slots& slots) {
   std::memcpy(reinterpret_cast<char*>(&args) + sizeof(Group), &slots, sizeof slots);
 }
 
+// Blocks of sum: each warp of the grid adds up 1 KiB of a token's row at a time.
+int64_t sum_blocks(int64_t blocks, int64_t tokens, int64_t columns, int64_t dtype) {
+  const int64_t warps = tokens * (1 + (columns * element_bytes(dtype) - 1) / 1024);
+  return blocks < warps ? blocks : warps;
+}
+
 const Report* report_of(const Group& group) { return reinterpret_cast<const Report*>(group.report_at); }
 
 }  // namespace
@@ -154,7 +160,7 @@ Args Plan::sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t we
 void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
                int64_t offers_at) {
   auto a = sum_args<SumArgs>(t, y, place_at, weights_at, offers_at);
-  start(k_sum, blocks < t.tokens ? blocks : t.tokens, a);
+  start(k_sum, sum_blocks(blocks, t.tokens, y.hidden, y.dtype), a);
 }
 
 void Plan::sum_slices(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at) {
@@ -165,7 +171,7 @@ void Plan::sum_slices(int64_t blocks, const Tokens& t, const Rows& y, int64_t pl
     start(k_ready, 1, ready);
     a.first_column = first_column(y.hidden, slice);
     a.columns = first_column(y.hidden, slice + 1) - a.first_column;
-    start(k_sum, blocks < t.tokens ? blocks : t.tokens, a);
+    start(k_sum, sum_blocks(blocks, t.tokens, a.columns, y.dtype), a);
   }
 }
 
@@ -192,7 +198,7 @@ void Plan::sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t p
   start(k_reduce, blocks < batches ? blocks : batches, reduce);
   stage(1);
   auto sum = sum_args<SumReducedArgs>(t, y, place_at, weights_at, 0);
-  start(k_sum_reduced, blocks < t.tokens ? blocks : t.tokens, sum);
+  start(k_sum_reduced, sum_blocks(blocks, t.tokens, y.hidden, y.dtype), sum);
 }
 
 void Plan::stage(int64_t number) {

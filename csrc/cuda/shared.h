@@ -7,9 +7,9 @@
 namespace moe_comm {
 namespace p2p {
 
-constexpr int64_t kBatch = 8;          // tokens summed between two syncs
 constexpr int64_t kSpreadBatch = 128;  // slots that spread processes between two syncs
 constexpr int64_t kReduceBatch = 16;   // rows that reduce processes between two syncs
+constexpr int kRankWords = 16;         // expert ids of a chunk that a thread of count compares at once
 constexpr int64_t kScanExperts = 32;   // experts of one block of scan
 constexpr int64_t kLinkBatch = 32;     // rows that fan_out processes between two syncs
 constexpr int kBulkWarps = 16;         // warps of a block that copy in bulk, each with its own buffers
@@ -40,7 +40,9 @@ MOE_HD inline void add_quantise(Pieces& p, int64_t rows, int64_t format) {
   if (format == kRowScales) p.add(rows, 4).add(rows, 4);
 }
 
-MOE_HD inline int64_t shared_bytes(const CountArgs& a, int64_t) { return Pieces().add(a.chunk, 4).add(4, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const CountArgs& a, int64_t) {
+  return Pieces().add(a.chunk + kRankWords, 4).add(4, 8).bytes;
+}
 MOE_HD inline int64_t shared_bytes(const ScanArgs& a, int64_t threads) {
   return Pieces().add(scan_segments(a.experts, a.chunks, threads) * kScanExperts, 8).bytes;
 }
@@ -70,8 +72,8 @@ MOE_HD inline int64_t shared_bytes(const FanOutArgs&, int64_t) {
 MOE_HD inline Pieces addend_pieces(int64_t n, int64_t most) {
   return Pieces().add(n * most, 8).add(n * most, 4).add(n, 4);
 }
-MOE_HD inline int64_t shared_bytes(const SumArgs& a, int64_t) { return addend_pieces(kBatch, a.top_k).bytes; }
-MOE_HD inline int64_t shared_bytes(const SumReducedArgs& a, int64_t) { return addend_pieces(kBatch, a.top_k).bytes; }
+MOE_HD inline int64_t shared_bytes(const SumArgs&, int64_t) { return 0; }
+MOE_HD inline int64_t shared_bytes(const SumReducedArgs&, int64_t) { return 0; }
 MOE_HD inline int64_t shared_bytes(const ReadyArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const WeighArgs&, int64_t) { return 0; }
 MOE_HD inline int64_t shared_bytes(const StageArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
