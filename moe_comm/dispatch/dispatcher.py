@@ -49,7 +49,7 @@ from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized, rounded
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
-from moe_comm.kernels.token_rows import TokenRows
+from moe_comm.kernels.token_rows import Rows, TokenRows
 from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, communication_span
 from moe_comm.runtime.memory import Array, as_tensors
@@ -82,6 +82,8 @@ class Dispatcher(Operations):
     """Whether the backend encodes rows in the wire dtype. If not, it is given rows that are already rounded."""
     checks_ids: ClassVar[bool] = False
     """Whether the backend checks the range of expert ids when it counts the slots. If not, ``dispatch`` does."""
+    sends_weights: ClassVar[bool] = True
+    """Whether in backward, experts on the CPU multiply by the routing weights (``send_gradients``)."""
 
     def __init__(
         self,
@@ -220,6 +222,15 @@ class Dispatcher(Operations):
             InputError: shapes, dtype, device or handle do not match the dispatch.
             RankMismatch, PeerDied, PeerTimeout, CorruptPayload: as in ``dispatch``, if operations are ``checked``.
         """
+        rows_RD, weights_TK = self.combinable(rows_RD, weights_TK, handle)
+        if torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad):
+            return CombineFunction.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
+        return self.combine_forward(rows_RD, weights_TK, handle, False)[0]
+
+    def combinable(
+        self, rows_RD: Tensor | Array, weights_TK: Tensor | Array, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor]:
+        """Return the arguments of ``combine`` as tensors, or raise its error."""
         (rows_RD, weights_TK), unusable = as_tensors(rows=rows_RD, weights=weights_TK)
         fault: MoeCommError | None = unusable or combine_fault(self.maker, rows_RD, weights_TK, handle)
         if fault is None and self.options.checksums and self.handshakes:
@@ -227,9 +238,7 @@ class Dispatcher(Operations):
             fault = self.corruption.fault()
         if fault is not None:
             self.refuse_operation("combine", handle, fault)
-        if torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad):
-            return CombineFunction.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
-        return self.combine_forward(rows_RD, weights_TK, handle, False)[0]
+        return rows_RD, weights_TK
 
     @overload
     def spread(self, x_TD: Tensor, handle: DispatchHandle) -> Tensor: ...
@@ -332,6 +341,42 @@ class Dispatcher(Operations):
         (grad_RD,) = self._readable("dispatch backward", handle, gradient=grad_RD)
         with self.operation("dispatch backward", handle):
             return self._sum(self._rounded(grad_RD) if self.rounds else grad_RD, None, handle)
+
+    def send_gradients(
+        self, grad_TD: Tensor, weights_TK: Tensor, needs_weights: bool, handle: DispatchHandle
+    ) -> tuple[Rows, Tensor]:
+        """Send the gradient and the weights of a combine to the experts, which multiply them.
+
+        Args:
+            weights_TK: fp32 (fp64 for fp64 rows).
+            needs_weights: Whether the weights need a gradient; compared between ranks.
+
+        Returns:
+            [R, D], each row's gradient of its token, read in place if the rows of the dispatch are; and [R] weights.
+        """
+        (grad_TD,) = self._readable("combine backward", handle, gradient=grad_TD)
+        with self.operation("combine backward", handle, needs_weights, extra=1, in_place=handle.in_place):
+            if self.rounds:
+                grad_TD = self._rounded(grad_TD)
+            rows_RD, weights_R1 = self._share_gradients(grad_TD, weights_TK.unsqueeze(2), handle)
+        return rows_RD, weights_R1.squeeze(1)
+
+    def return_gradients(
+        self, rows_RD: Tensor | None, dots_R: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return ``dispatch_backward`` of rows, if given, and the gradient of the weights [T, K]; 0 where dropped.
+
+        Args:
+            rows_RD: None on every rank, or on none.
+            dots_R: the gradient of each row's weight, after ``send_gradients``.
+        """
+        if rows_RD is not None:
+            (rows_RD,) = self._readable("dispatch backward", handle, gradient=rows_RD)
+        with self.operation("dispatch backward", handle, rows_RD is not None, extra=1):
+            if self.rounds and rows_RD is not None:
+                rows_RD = self._rounded(rows_RD)
+            y_TD, dots_TK1 = self._sum_with(rows_RD, dots_R.unsqueeze(1), handle)
+        return y_TD, dots_TK1.squeeze(2)
 
     def return_rows(
         self, rows_RD: Tensor | None, extra_RX: Tensor, handle: DispatchHandle
@@ -532,6 +577,12 @@ class Dispatcher(Operations):
     ) -> tuple[Tensor, Tensor]:
         """Return [R, D] of ``_spread``, and the words [R, X]."""
         return self._spread(grad_TD, None, weights_TK, handle)[0], self._send_words(words_TKX, handle)
+
+    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
+        """Return the gradient of each row's token, [R, D], and the words [R, X]."""
+        wide = torch.promote_types(handle.dtype, torch.float32)
+        ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
+        return self._spread_with(grad_TD, ones_TK, words_TKX, handle)
 
     def _sum_with(
         self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle

@@ -6,8 +6,9 @@ Each GEMM writes directly into its slice of the result. The activation is in a s
 it is still in the cache when the next GEMM reads it; backward recomputes it together with its gradient. Saved for
 backward are rows_RD and h_RG, or rows_RD alone with ``recompute``.
 
-On the CPU the first GEMM reads the tokens of all ranks in place, if the dispatcher supports it (``InPlace``). Then x_TD
-is saved instead of rows_RD, and backward dispatches the tokens again.
+On the CPU the first GEMM reads the tokens of all ranks in place, if the dispatcher supports it. Then x_TD is saved
+instead of rows_RD, and backward dispatches the tokens again. Outputs are not saved: backward computes the gradients of
+the routing weights at the experts (``MLPBackward``).
 
 The arithmetic is in ``kernels/expert_mlp.py``. On a GPU, 16-bit experts without biases run in one launch
 (``kernels/expert_mlp_gpu.py``).
@@ -26,13 +27,14 @@ from torch import Tensor
 
 from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.dispatch.types import Dispatched, DispatchHandle, ExtraRoutes
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import compute_dtype, needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, Saved
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.native import TRITON_DEVICES
-from moe_comm.kernels.token_rows import TokenRows
+from moe_comm.kernels.row_weights import scale_
+from moe_comm.kernels.token_rows import Rows, TokenRows
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.memory import warm_like, warm_rows
@@ -46,24 +48,53 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class InPlace:
-    """A dispatch whose rows the experts read in place, and what its autograd functions pass to each other.
+def sends_weights(dispatcher: Dispatcher, x_TD: Tensor, scaled: bool) -> bool:
+    """Return whether experts multiply gradients by the routing weights; equal on every rank.
+
+    Outputs of experts with fp8 GEMMs (``scaled``) are not those of the weights with which backward computes.
+    """
+    return dispatcher.sends_weights and x_TD.is_cpu and not scaled
+
+
+class SerialRun:
+    """A call whose backward passes need no outputs of the experts, and what its autograd functions pass to each other.
+
+        forward    x, weights ──dispatch──▶ rows ──experts──▶ outputs ──combine──▶ y
+        backward   grad_x, grad_weights ◀── gradients of rows, dots ◀── grad_y of each row, its weight ◀── grad_y
 
     Attributes:
-        grad_RD: the gradient of the rows, from backward of the experts to that of the dispatch.
-        needs_x: whether the tokens need a gradient.
-        dense: whether ``ExpertCall.rows`` is a copy of the rows, for hooks; else it is empty.
+        in_place: whether the experts read the tokens in place.
+        observed: whether other code may read or replace the outputs of the experts or their gradient. Then this rank
+            keeps the outputs. Ranks may differ. If experts read in place, ``ExpertCall.rows`` is a copy of the rows.
+        needs_x, needs_weights: whether the tokens and the routing weights need a gradient.
+        outputs: of the experts, until they are combined.
+        grad_RD: the gradient of rows that are read in place, from backward of the experts to that of the dispatch.
+        gradients: from backward of the combine to that of the experts: the gradient of each row's token, and its
+            weight. None: the gradient of the outputs is an argument.
+        dots_R: the gradient of each row's weight, for backward of the dispatch.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, x_TD: Tensor, rows: TokenRows, handle: DispatchHandle, dense: bool
+        self,
+        dispatcher: Dispatcher,
+        handle: DispatchHandle,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        observed: bool,
+        rows: TokenRows | None = None,
     ) -> None:
-        self.dispatcher, self.handle, self.dense = dispatcher, handle, dense
-        self._shared: tuple[Tensor, TokenRows] | None = (x_TD.detach(), rows)
+        x_TD, ids_TK, weights_TK = tensors
+        self.dispatcher, self.handle, self.observed, self.in_place = dispatcher, handle, observed, rows is not None
+        self._shared = None if rows is None else (x_TD.detach(), rows)
         self._version = _version(x_TD)
         self._kept: TokenRows | None = None
         self.grad_RD: Tensor | None = None
-        self.needs_x = x_TD.requires_grad and torch.is_grad_enabled()
+        self.gradients: tuple[Rows, Tensor] | None = None
+        self.dots_R: Tensor | None = None
+        self.outputs: tuple[Tensor, int] | None = None
+        grad = torch.is_grad_enabled()
+        self.needs_x, self.needs_weights = grad and x_TD.requires_grad, grad and weights_TK.requires_grad
+        if grad:
+            handle.extra = ExtraRoutes(1, ids_TK.detach().reshape(-1, 1))
 
     @property
     def rows(self) -> TokenRows:
@@ -71,10 +102,27 @@ class InPlace:
         assert self._shared is not None
         return self._shared[1]
 
-    def connected(self, x_TD: Tensor) -> Tensor:
-        """Return ``ExpertCall.rows``: what stands for the rows in the autograd graph."""
-        rows = self.rows.dense() if self.dense else torch.empty(0, dtype=x_TD.dtype, device=x_TD.device)
-        return _DispatchInPlace.apply(x_TD, rows, self)  # type: ignore[no-any-return]
+    def connected(self, x_TD: Tensor, weights_TK: Tensor, rows_RD: Tensor | None) -> Tensor:
+        """Return ``ExpertCall.rows``: the rows, or what stands for them in the autograd graph."""
+        if rows_RD is None:
+            rows_RD = self.rows.dense() if self.observed else torch.empty(0, dtype=x_TD.dtype, device=x_TD.device)
+        if not self.needs_x and not self.needs_weights:
+            return rows_RD
+        return _Dispatch.apply(x_TD, weights_TK, rows_RD, self)  # type: ignore[no-any-return]
+
+    def computed(self, out_RD: Tensor) -> Tensor:
+        """Store the outputs of the experts, and return them."""
+        self.outputs = None if self.observed else (out_RD.detach(), _version(out_RD))
+        return out_RD
+
+    def is_unchanged(self, out_RD: Tensor) -> bool:
+        """Return whether these are the outputs that the experts have computed."""
+        outputs, self.outputs = self.outputs, None
+        if outputs is None or (out_RD.grad_fn is None and (self.needs_x or self.needs_weights)):
+            return False
+        computed_RD, version = outputs
+        same = computed_RD.data_ptr() == out_RD.data_ptr() and computed_RD.stride() == out_RD.stride()
+        return same and computed_RD.shape == out_RD.shape and version == _version(out_RD)
 
     def take(self) -> tuple[Tensor, TokenRows]:
         """Return the tokens of this rank and the rows of its experts, for the experts."""
@@ -109,28 +157,69 @@ class InPlace:
         return rows
 
 
-class _DispatchInPlace(torch.autograd.Function):
-    """The dispatch that has been run. Its backward sums the gradients of each token's rows."""
+class _Dispatch(torch.autograd.Function):
+    """The dispatch that has been run. Its backward sums the gradients of each token's rows, and returns those of the
+    routing weights."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, rows: Tensor, run: InPlace) -> Tensor:
-        ctx.run = run
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, rows: Tensor, run: SerialRun) -> Tensor:
+        ctx.run, ctx.weights_dtype = run, weights_TK.dtype
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: InPlace = ctx.run
-        grad_RD, run.grad_RD = grad if run.dense else run.grad_RD, None
-        if grad_RD is None or not run.needs_x:
-            return None, None, None
-        return run.dispatcher.dispatch_backward(grad_RD, run.handle), None, None
+        run: SerialRun = ctx.run
+        dense = not run.in_place or run.observed
+        grad_RD, run.grad_RD = grad if dense else run.grad_RD, None
+        dots_R, run.dots_R = run.dots_R, None
+        if not run.needs_x:
+            grad_RD = None
+        if not run.needs_weights:
+            grad_TD = None if grad_RD is None else run.dispatcher.dispatch_backward(grad_RD, run.handle)
+            return grad_TD, None, None, None
+        if dots_R is None:  # the outputs of the experts have no history
+            wide = torch.promote_types(run.handle.dtype, torch.float32)
+            dots_R = torch.zeros(run.handle.num_rows, dtype=wide, device=run.handle.device)
+        grad_TD, grad_TK = run.dispatcher.return_gradients(grad_RD, dots_R, run.handle)
+        return grad_TD, grad_TK.to(ctx.weights_dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The combine of outputs that are not kept. ``rows``: of ``_Dispatch``, whose backward is collective.
+
+    If other code has replaced or may have read the outputs, they are kept. The gradient of a weight is then computed
+    from the output, as ``Dispatcher.combine`` does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out_RD: Tensor, rows: Tensor, weights_TK: Tensor, run: SerialRun, kept: bool) -> Tensor:
+        y_TD, wide_TK = run.dispatcher.combine_forward(out_RD, weights_TK, run.handle, True)
+        ctx.save_for_backward(wide_TK, out_RD if kept else None)
+        ctx.run = run
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        run: SerialRun = ctx.run
+        wide_TK, out_RD = ctx.saved_tensors
+        rows_RD, weights_R = run.dispatcher.send_gradients(grad_TD, wide_TK, run.needs_weights, run.handle)
+        run.gradients = run.dots_R = None
+        if out_RD is not None:
+            with run.dispatcher.abort_on_error(run.handle.label):
+                rows_RD = rows_RD if isinstance(rows_RD, Tensor) else rows_RD.dense()
+                run.dots_R = scale_(rows_RD, weights_R, out_RD)
+                return rows_RD, None, None, None, None
+        run.gradients = rows_RD, weights_R
+        if isinstance(rows_RD, Tensor):
+            return rows_RD, None, None, None, None
+        return grad_TD.new_zeros(1, 1).expand(rows_RD.shape), None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
 class _Backward:
-    """What backward needs besides tensors. counts_E: rows per expert, if the experts run in one launch on a GPU.
-    in_place: the dispatch whose rows the experts read in place."""
+    """What backward needs besides tensors. counts_E: rows per expert, if the experts run in one launch on a GPU."""
 
     experts: LocalExperts
     sizes: tuple[int, ...]
@@ -138,7 +227,7 @@ class _Backward:
     counts_E: Tensor | None
     label: str
     guard: Guard
-    in_place: InPlace | None = None
+    run: SerialRun | None = None
 
 
 class _Grouped(torch.autograd.Function):
@@ -163,7 +252,7 @@ class _Grouped(torch.autograd.Function):
             out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
             h_RG = expert_mlp_gpu.forward(mlp, rows_RD, call.counts_E, out_RD)
             saved: Saved = rows_RD, None, h_RG if keep and not mlp.recompute else None
-        elif (run := call.in_place) is not None:
+        elif (run := call.run) is not None and run.in_place:
             x_TD, rows = run.take()
             out_RD = call.alloc(rows.shape[0], experts.columns, rows.dtype, rows.device)
             mlp_pass = experts.forward(rows, out_RD, call.sizes, keep, warm_rows)
@@ -186,21 +275,43 @@ class _Grouped(torch.autograd.Function):
             rows_RD, scale_RB, saved_RG, *tensors = ctx.saved_tensors
             needs_rows, _, _, _, _, *needs = needed_gradients(ctx)
             experts = call.experts.with_tensors(tensors)
-            grad_RD = grad_RD if grad_RD.stride(-1) == 1 else grad_RD.contiguous()
-            if (run := call.in_place) is not None:
-                trained, recomputes = ctx.needs_input_grad[5:], saved_RG is None
+            run, trained = call.run, ctx.needs_input_grad[5:]
+            gradients: Rows = grad_RD
+            weights_R = dots_R = None
+            if run is not None and run.gradients is not None:
+                gradients, weights_R = run.gradients
+                if any(needs) or not any(trained):  # a later pass may compute the gradients of the weights
+                    run.gradients = None
+            elif grad_RD.stride(-1) != 1:
+                gradients = grad_RD.contiguous()
+            needs_dots = weights_R is not None and needs_rows and run is not None and run.needs_weights
+            if run is not None and run.in_place:
+                recomputes = saved_RG is None
                 later = any(trained) if recomputes else trained[0]
                 rows_RD = run.rows_again(rows_RD, needs[0] or recomputes, later, (needs_rows, any(needs)))
-                needs_rows = needs_rows and run.needs_x
             elif isinstance(experts, ExpertMLP):
                 rows_RD, saved_RG = experts.backward_inputs(rows_RD, scale_RB, saved_RG, call.sizes, grad_RD.dtype)
             rows, width = rows_RD.shape
+            if run is not None:
+                needs_rows = needs_rows and run.needs_x
+            if needs_dots:
+                assert weights_R is not None
+                dots_R = torch.empty_like(weights_R)
             grad_rows = call.alloc(rows, width, rows_RD.dtype, rows_RD.device) if needs_rows else None
             if call.counts_E is None:
                 needed = zip(tensors, needs, strict=True)
                 grads = [warm_like(t) if t is not None and need else None for t, need in needed]
                 inputs = BackwardInputs(
-                    rows_RD, saved_RG, grad_RD, call.sizes, grad_rows, tuple(needs), warm_rows, at_once=True
+                    rows_RD,
+                    saved_RG,
+                    gradients,
+                    call.sizes,
+                    grad_rows,
+                    tuple(needs),
+                    warm_rows,
+                    at_once=True,
+                    weights_R=weights_R,
+                    dots_R=dots_R,
                 )
                 experts.backward(inputs).all_rows(grads)
             else:
@@ -211,7 +322,10 @@ class _Grouped(torch.autograd.Function):
                     experts, rows_RD, saved_RG, grad_RD, call.counts_E, grad_rows, needs
                 )
                 grads = [*of_weights, *[None] * (len(tensors) - len(of_weights))]
-            if run is not None and not run.dense:
+            if dots_R is not None:
+                assert run is not None
+                run.dots_R = dots_R
+            if run is not None and run.in_place and not run.observed:
                 run.grad_RD, grad_rows = grad_rows, grad_RD.new_empty(0)
             return grad_rows, None, None, None, None, *grads
 
@@ -224,7 +338,7 @@ def grouped(
     label: str = "",
     guard: Guard = nullcontext,
     scaled: ScaledRows | None = None,
-    in_place: InPlace | None = None,
+    run: SerialRun | None = None,
 ) -> Tensor:
     """Run each expert on its own rows. Differentiable once.
 
@@ -235,7 +349,7 @@ def grouped(
         label: Name of the layer, for the span of backward.
         guard: Context of backward.
         scaled: The rows for experts with fp8 GEMMs, which then do not read ``rows_RD``. None: quantize ``rows_RD``.
-        in_place: The dispatch whose rows are read in place; ``rows_RD`` is its empty tensor.
+        run: The call that dispatched the rows. If they are read in place, ``rows_RD`` is its empty tensor.
 
     Returns:
         [R, columns]. Gradients of experts without rows are zeros.
@@ -254,7 +368,7 @@ def grouped(
             counts_E = torch.tensor(rows_per_expert, dtype=torch.int64, device="cpu").to(
                 rows_RD.device, non_blocking=True
             )
-    call = _Backward(experts.with_tensors(), tuple(rows_per_expert), alloc, counts_E, label, guard, in_place)
+    call = _Backward(experts.with_tensors(), tuple(rows_per_expert), alloc, counts_E, label, guard, run)
     return _Grouped.apply(rows_RD, scaled, experts, has_backward, call, *tensors)  # type: ignore[no-any-return]
 
 
@@ -309,10 +423,10 @@ class ExpertCall:
     skips_empty_slots = True
 
     def __init__(
-        self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor, in_place: InPlace | None = None
+        self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor, run: SerialRun | None = None
     ) -> None:
         self._dispatcher, self.handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
-        self._in_place = in_place
+        self._serial = run
         self.rows, self._scaled = dispatched.rows_RD, dispatched.scaled
         self._rows_version = _version(self.rows)
 
@@ -334,8 +448,8 @@ class ExpertCall:
             InputError: the parameters do not match the rows; raised on this rank only.
         """
         dispatcher, label = self._dispatcher, self.handle.label
-        in_place, self._in_place = self._in_place, None
-        if in_place is None:
+        run = self._serial
+        if run is None or not run.in_place:
             mlp.check(rows, rows_per_expert)
         else:
             # FSDP returns an alias.
@@ -345,15 +459,23 @@ class ExpertCall:
                     f"a hook replaced or changed the rows of the experts of layer {label!r}, which are read in place. "
                     "Change the tokens before the layer, or the outputs of the experts"
                 )
-            mlp.check(in_place.rows, rows_per_expert)
+            mlp.check(run.rows, rows_per_expert)
         # A bound method of this object would keep its rows alive as long as the autograd graph.
         guard = partial(dispatcher.abort_on_error, label)
         scaled, self._scaled = self._scaled, None  # autograd keeps what backward needs
-        return grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard, scaled, in_place)
+        out_RD = grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard, scaled, run)
+        return out_RD if run is None else run.computed(out_RD)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the weighted sum of the expert outputs of each token, [T, D]."""
-        return self._dispatcher.combine(rows, self._weights_TK, self.handle)
+        dispatcher, run, self._serial = self._dispatcher, self._serial, None
+        if run is None:
+            return dispatcher.combine(rows, self._weights_TK, self.handle)
+        rows, weights_TK = dispatcher.combinable(rows, self._weights_TK, self.handle)
+        if not torch.is_grad_enabled() or not (rows.requires_grad or weights_TK.requires_grad):
+            return dispatcher.combine_forward(rows, weights_TK, self.handle, False)[0]
+        kept = not run.is_unchanged(rows)
+        return _Combine.apply(rows, self.rows, weights_TK.detach(), run, kept)  # type: ignore[no-any-return]
 
     def abort(self, error: Exception) -> None:
         """Report an exception between dispatch and combine to the other ranks; see ``Dispatcher.abort``."""
@@ -373,21 +495,35 @@ def serial_call(
     label: str = "",
     scaled: bool = False,
     in_place: bool = False,
-    dense: bool = False,
+    observed: bool = False,
 ) -> ExpertCall:
     """Dispatch, for experts that overlap nothing. Collective. Arguments and errors are those of ``Dispatcher``.
 
     Args:
         in_place: Experts read the tokens in place if the dispatcher supports it; the same on every rank.
-        dense: ``ExpertCall.rows`` is a copy of the rows also then, which hooks read and must not replace. Ranks may
-            differ.
+        observed: Hooks may read the rows, which are then a copy that they must not replace, or read or replace the
+            outputs of the experts (``SerialRun.observed``). Ranks may differ.
     """
     # Backward of experts that read tokens in place is collective, and it does not run on a rank without experts.
     everywhere = min(dispatcher.placement.experts_per_rank, default=0) > 0
     if scaled or not in_place or not everywhere or not dispatcher.reads_in_place(x_TD):
-        return ExpertCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
+        dispatched = dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled)
+        return call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)
     rows, handle = dispatcher.dispatch_in_place(x_TD, ids_TK, label=label)
     with dispatcher.abort_on_error(label):
-        run = InPlace(dispatcher, x_TD, rows, handle, dense)
-        connected = run.connected(x_TD)
+        run = SerialRun(dispatcher, handle, (x_TD, ids_TK, weights_TK), observed, rows)
+        connected = run.connected(x_TD, weights_TK, None)
     return ExpertCall(dispatcher, Dispatched(connected, handle), weights_TK, run)
+
+
+def call_of(
+    dispatcher: Dispatcher, dispatched: Dispatched, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, observed: bool
+) -> ExpertCall:
+    """Return the call whose rows have been dispatched; see ``serial_call``."""
+    if not sends_weights(dispatcher, x_TD, dispatched.scaled is not None):
+        return ExpertCall(dispatcher, dispatched, weights_TK)
+    handle = dispatched.handle
+    with dispatcher.abort_on_error(handle.label):
+        run = SerialRun(dispatcher, handle, (x_TD, ids_TK, weights_TK), observed)
+        rows_RD = run.connected(x_TD, weights_TK, dispatched.rows_RD.detach())
+    return ExpertCall(dispatcher, Dispatched(rows_RD, handle), weights_TK, run)

@@ -12,11 +12,13 @@ from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.fp8 import ScaledRows
+from moe_comm.kernels.token_rows import Rows
 
 
 class PendingTransfer(ABC):
@@ -99,3 +101,28 @@ class PendingDispatcher(Dispatcher):
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[IncomingRows, Tensor | None]:
         """Start the backward of a combine. The gradient of the weights, [T, K], is complete on return."""
+
+    # Weights and their gradients are sent in operations of their own, so that serial and pipelined ranks can run
+    # together.
+
+    def start_gradients(
+        self, grad_TD: Tensor, weights_TK: Tensor, needs_weights: bool, handle: DispatchHandle
+    ) -> tuple[IncomingRows, Tensor]:
+        """Start ``send_gradients``. The weights [R] are complete on return."""
+        with self.operation("combine backward", handle, needs_weights, extra=1):
+            weights_R1 = self._send_words(weights_TK.unsqueeze(2), handle)
+            incoming, _ = self.start_spread(grad_TD, None, torch.ones_like(weights_TK), handle)
+        return incoming, weights_R1.squeeze(1)
+
+    def return_gradients(
+        self, rows_RD: Tensor | None, dots_R: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor | None, Tensor]:
+        if handle.in_place or rows_RD is None:
+            return super().return_gradients(rows_RD, dots_R, handle)
+        y_TD = self.dispatch_backward(rows_RD, handle)
+        return y_TD, super().return_gradients(None, dots_R, handle)[1]
+
+    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
+        words_RX = self._send_words(words_TKX, handle)
+        ones_TK = torch.ones(words_TKX.shape[:2], dtype=words_TKX.dtype, device=words_TKX.device)
+        return self._spread(grad_TD, None, ones_TK, handle)[0], words_RX

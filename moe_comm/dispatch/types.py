@@ -109,6 +109,7 @@ class DispatchHandle:
         call: sequence number of the dispatch. Ranks compare it in ``combine``.
         maker: id of the dispatcher that created the handle. ``combine`` of any other dispatcher raises.
         extra: of a dispatch with extra values; None without. Private to the backend.
+        in_place: whether experts read the tokens in place.
     """
 
     num_tokens: int
@@ -125,6 +126,7 @@ class DispatchHandle:
     call: int = 0
     maker: int = 0
     extra: ExtraRoutes | None = field(default=None, repr=False)
+    in_place: bool = False
 
 
 @dataclass(slots=True, eq=False)

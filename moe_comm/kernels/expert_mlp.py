@@ -44,13 +44,12 @@ from moe_comm.kernels.fp8 import (
     scaled_grouped_mm_into,
 )
 from moe_comm.kernels.native import for_triton
-from moe_comm.kernels.token_rows import TokenRows
+from moe_comm.kernels.row_weights import lane_dot, scale, scale_
+from moe_comm.kernels.token_rows import Rows, TokenRows
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
-Rows = Tensor | TokenRows
-"""[R, D], sorted by expert."""
 Saved = tuple[Rows, Tensor | None, Tensor | None]
 """Rows of a forward pass, or their e4m3 values and scales; and h_RG, or None."""
 BATCH_ROWS = 256
@@ -147,6 +146,9 @@ class BackwardInputs:
     """Inputs and outputs of a backward pass.
 
     rows_RD, saved_RG, grad_RD: rows and saved tensor of the forward pass, and the gradient of its output.
+    weights_R: routing weights (wide) by which the output is multiplied outside; ``grad_RD`` is the gradient of the
+        product. None: of the output. Only ``ExpertMLP`` takes them.
+    dots_R: output for the gradient of ``weights_R`` (wide); None if it is not needed.
     sizes: rows of each expert.
     grad_rows_RD: output for the gradient of the rows; None if it is not needed.
     needs_weights: which of ``LocalExperts.tensors`` need a gradient, now or in a later call of ``weights_of``.
@@ -155,12 +157,14 @@ class BackwardInputs:
 
     rows_RD: Rows
     saved_RG: Tensor | None
-    grad_RD: Tensor
+    grad_RD: Rows
     sizes: Sizes
     grad_rows_RD: Tensor | None
     needs_weights: tuple[bool, ...]
     alloc: Alloc
     at_once: bool
+    weights_R: Tensor | None = None
+    dots_R: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,11 +356,18 @@ def _activated(activation: Activation, h_RG: Tensor, width: int) -> ScaledRows:
 
 
 class MLPBackward(ExpertBackward):
-    """The backward pass of ``ExpertMLP``. ``low_rank.py`` extends the GEMMs."""
+    """The backward pass of ``ExpertMLP``. ``low_rank.py`` extends the GEMMs.
+
+    The gradient of a row's routing weight is the dot product of its output and ``grad``. The output is not kept:
+
+        dot(act @ w2.T + b2, grad) = dot(act, grad @ w2) + dot(b2, grad)        each in the order of ``row_weights.py``
+
+    Rows are multiplied by their weights only after that: the gradient of h, and act for the gradient of w2.
+    """
 
     def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
         super().__init__(inputs.sizes)
-        w13_EGD, w2_EDF, b13_EG, _ = mlp.tensors
+        w13_EGD, w2_EDF, b13_EG, self._b2_ED = mlp.tensors
         assert w13_EGD is not None
         assert w2_EDF is not None
         rows_RD, alloc = inputs.rows_RD, inputs.alloc
@@ -364,11 +375,15 @@ class MLPBackward(ExpertBackward):
         self._activation, self._at_once = mlp.activation, inputs.at_once
         self._rows_RD, self._saved_RG, self._grad_RD = rows_RD, inputs.saved_RG, inputs.grad_RD
         self._grad_rows_RD, needs = inputs.grad_rows_RD, inputs.needs_weights
+        self._weights_R, self._dots_R = inputs.weights_R, inputs.dots_R
         # False if only w2 and b2 need gradients.
-        self._needs_grad_h = self._grad_rows_RD is not None or needs[0] or needs[2]
+        self._needs_grad_h = self._grad_rows_RD is not None or needs[0] or needs[2] or self._dots_R is not None
         self._needs_act = needs[1]
         buffer_rows = self._most_rows if inputs.at_once else rows_RD.shape[0]
         self._act_RF = alloc(buffer_rows, w2_EDF.shape[2], dtype, device)
+        if self._weights_R is not None:
+            self._grad_act_RF = alloc(self._most_rows, w2_EDF.shape[2], dtype, device)
+        self._grad_of: tuple[slice, Tensor] | None = None
         self._grad_h_RG = alloc(buffer_rows, w13_EGD.shape[1], dtype, device)
         self._w13, self._w2 = ExpertWeights(w13_EGD, b13_EG), ExpertWeights(w2_EDF)
         self._w13_back, self._w2_back = self._w13.transposed, self._w2.transposed
@@ -385,14 +400,45 @@ class MLPBackward(ExpertBackward):
         else:
             h = grad_h  # h shares the buffer: grad_h is written after h has been read
             self._up(part, self._rows_RD[rows], h)
-        if self._needs_grad_h:
-            self._back_down(part, self._grad_RD[rows], act, local)
+        if self._weights_R is not None:
+            self._weighted(part, h, act, grad_h)
+        elif self._needs_grad_h:
+            self._back_down(part, self._grad(rows), act, local)
             # ``act`` contains the gradient of the activation, which is read before the activation overwrites it.
             self._activation.backward(h, act, grad_h, act)
         elif self._needs_act:
             self._activation.forward(h, act)
         if self._grad_rows_RD is not None:
             self._back_up(part, grad_h, self._grad_rows_RD[rows], local)
+
+    def _weighted(self, part: Part, h_rG: Tensor, act_rF: Tensor, grad_h_rG: Tensor) -> None:
+        """Write the activation and the gradient of h, times the routing weights, and the gradient of these."""
+        assert self._weights_R is not None
+        weights_r, grad_rD = self._weights_R[part.rows], self._grad(part.rows)
+        if not self._needs_grad_h:
+            self._activation.forward(h_rG, act_rF)
+            scale_(act_rF, weights_r)
+            return
+        grad_act_rF = self._grad_act_RF[: act_rF.shape[0]]
+        self._back_down(part, grad_rD, grad_act_rF, self._local(part.rows))
+        self._activation.backward(h_rG, grad_act_rF, grad_h_rG, act_rF)
+        dots_r = scale_(act_rF, weights_r, None if self._dots_R is None else grad_act_rF)
+        scale_(grad_h_rG, weights_r)
+        if self._dots_R is not None:
+            assert dots_r is not None
+            if self._b2_ED is not None:
+                biases = self._b2_ED[part.experts].unbind(0)
+                of_experts = zip(grad_rD.split(part.sizes), biases, strict=True)
+                dots_r += torch.cat([lane_dot(grad, bias_D) for grad, bias_D in of_experts])
+            self._dots_R[part.rows] = dots_r
+
+    def _grad(self, rows: slice) -> Tensor:
+        """Return ``grad_RD`` of ``rows``, copied once if it is read in place."""
+        if isinstance(self._grad_RD, Tensor):
+            return self._grad_RD[rows]
+        if self._grad_of is None or self._grad_of[0] != rows:
+            self._grad_of = rows, self._grad_RD[rows].dense()
+        return self._grad_of[1]
 
     def _up(self, part: Part, rows_rD: Rows, h_rG: Tensor) -> None:
         self._w13.multiply(rows_rD, h_rG, part.sizes, part.expert)
@@ -406,10 +452,13 @@ class MLPBackward(ExpertBackward):
 
     def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
         w13, w2, b13, b2 = (None if grad is None else grad[part.experts] for grad in grads)
-        local, grad, sizes = self._local(part.rows), self._grad_RD[part.rows], part.sizes
+        local, sizes = self._local(part.rows), part.sizes
         if w2 is not None:
-            weight_gradients(grad, self._act_RF[local], w2, sizes)
+            weight_gradients(self._grad(part.rows), self._act_RF[local], w2, sizes)
         if b2 is not None:
+            grad = self._grad(part.rows)
+            if self._weights_R is not None:
+                grad = scale(grad, self._weights_R[part.rows])
             _bias_gradients(grad, b2, sizes)
         if w13 is not None:
             weight_gradients(self._grad_h_RG[local], self._rows_RD[part.rows], w13, sizes)

@@ -30,10 +30,10 @@ from moe_comm.kernels.expert_mlp import (
     MLPBackward,
     MLPForward,
     Part,
-    Rows,
     Sizes,
 )
 from moe_comm.kernels.fp8 import ScaledRows
+from moe_comm.kernels.token_rows import Rows
 
 _WEIGHTS = 4
 """Number of tensors of ``ExpertMLP``; those of the adapters follow."""
@@ -304,7 +304,7 @@ class _AdaptedBackward(MLPBackward):
         # Of each kind of pair: its inputs, the gradient of its outputs, and whether grad @ b.T was kept.
         assert isinstance(self._rows_RD, Tensor)
         first = self._rows_RD[rows], self._grad_h_RG[local], self._grad_rows_RD is not None
-        last = self._act_RF[local], self._grad_RD[rows], self._needs_grad_h
+        last = self._act_RF[local], self._grad(rows), self._needs_grad_h
         for pairs, (x_rI, grad_rO, kept) in ((self._first, first), (self._last, last)):
             for pair in pairs:
                 of_pair = _pair_of(grads, pair.index)

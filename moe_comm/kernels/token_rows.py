@@ -65,3 +65,7 @@ class TokenRows:
         if rows_RD.numel():
             self.copy(self.first, self.shape[0], rows_RD.data_ptr())
         return rows_RD
+
+
+Rows = Tensor | TokenRows
+"""[R, D], sorted by expert."""

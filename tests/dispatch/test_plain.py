@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from moe_comm.dispatch.slots import plain
+from moe_comm.kernels import row_weights
 
 SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -123,7 +124,7 @@ def test_dot_products_add_32_lanes_in_order_and_then_fold_them_in_halves(hidden:
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    assert np.array_equal(plain.lane_dot(a, b).numpy(), lanes[:, 0])
+    assert np.array_equal(row_weights.lane_dot(a, b).numpy(), lanes[:, 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

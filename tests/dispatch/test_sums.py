@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_comm.dispatch.slots import plain, sums
+from moe_comm.kernels import row_weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -45,11 +46,11 @@ def test_rows_are_scaled_in_place_after_the_dot_products(dtype: torch.dtype, hid
     weights = _draw(40, dtype=plain.accumulate_dtype(dtype))
     for other in (partner.contiguous(), partner, None):
         scaled = rows.clone()
-        dots = sums.scale_(scaled, weights, other)
-        assert torch.equal(scaled, plain.scale(rows, weights))
+        dots = row_weights.scale_(scaled, weights, other)
+        assert torch.equal(scaled, row_weights.scale(rows, weights))
         if other is None:
             assert dots is None
         else:
             assert dots is not None
-            assert torch.equal(dots, plain.lane_dot(rows, other))
-    assert sums.scale_(rows[:0], weights[:0], None) is None
+            assert torch.equal(dots, row_weights.lane_dot(rows, other))
+    assert row_weights.scale_(rows[:0], weights[:0], None) is None

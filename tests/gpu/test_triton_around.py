@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
+from moe_comm.kernels import row_weights
 from moe_comm.kernels.fp8 import quantize_weights
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from moe_comm.layers.moe.experts import Experts
@@ -76,8 +77,8 @@ def test_gathers_sums_and_dot_products_have_the_cpus_bits(dtype: torch.dtype, wi
     factor_T, scaled_TD = _drawn(TOKENS, seed=3), x_TD.to(DEVICE, copy=True)
     dots_T = scale_rows_(scaled_TD, factor_T.to(DEVICE), grad_TD.to(DEVICE))
     assert dots_T is not None
-    assert torch.equal(dots_T.cpu(), plain.lane_dot(x_TD, grad_TD))
-    assert torch.equal(scaled_TD.cpu(), plain.scale(x_TD, factor_T))
+    assert torch.equal(dots_T.cpu(), row_weights.lane_dot(x_TD, grad_TD))
+    assert torch.equal(scaled_TD.cpu(), row_weights.scale(x_TD, factor_T))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

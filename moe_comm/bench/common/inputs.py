@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.bench.common.settings import BatchShape
-from moe_comm.dispatch.slots import plain
 from moe_comm.errors import MoeCommError
+from moe_comm.kernels import row_weights
 from moe_comm.topology import ExpertPlacement
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -105,7 +105,7 @@ def expected_dx(inputs: RankInputs) -> Tensor:
 
 def expected_dweights(inputs: RankInputs) -> Tensor:
     """Return the expected gradient of the routing weights, [T, K]."""
-    dot_T = plain.lane_dot(inputs.grad_TD, inputs.x_TD.float())
+    dot_T = row_weights.lane_dot(inputs.grad_TD, inputs.x_TD.float())
     return dot_T[:, None] * inputs.scale_E[inputs.ids_TK].float()
 
 

@@ -30,7 +30,7 @@ from moe_comm.dispatch import wire_dtype
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import MissingDependency, pip_install
-from moe_comm.kernels import autograd, blas, cpu_gemm
+from moe_comm.kernels import autograd, blas, cpu_gemm, row_weights
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
 from moe_comm.overlap import chunked
@@ -229,8 +229,8 @@ _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[...
         None,
         (
             plain.weighted_sum,
-            plain.scale,
-            plain.lane_dot,
+            row_weights.scale,
+            row_weights.lane_dot,
             autograd.sum_in_rank_order,
             wire_dtype.pack,
             wire_dtype.unpack,

@@ -30,7 +30,6 @@ from torch import Tensor
 from moe_comm.comm.header import describe
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.slots import sums
-from moe_comm.dispatch.slots.sums import scale_
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.dispatch.wire_dtype import (
     GROUP,
@@ -44,6 +43,7 @@ from moe_comm.dispatch.wire_dtype import (
 )
 from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.kernels.fp8 import ScaledRows
+from moe_comm.kernels.row_weights import scale_
 from moe_comm.runtime.memory import take
 
 
@@ -108,12 +108,20 @@ class AllGatherDispatcher(AllToAllDispatcher):
         description = describe(self.context.operation)
         routes: GatheredRoutes = handle.state
         weights_R = self._weights(weights_TK, routes, description)
-        grad_PD = self._gather_rows(
-            grad_TD, routes.tokens_W, self.options.wire_dtypes.of(self.context.operation.op), description
-        )
-        grad_RD = take(grad_PD, routes.gathered_R // handle.top_k)
+        grad_RD = self._gather_gradients(grad_TD, handle, description)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
+
+    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+        self.check_headers(grad_TD.device)
+        grad_RD = self._gather_gradients(grad_TD, handle, describe(self.context.operation))
+        return grad_RD, self._send_words(words_TKX, handle)
+
+    def _gather_gradients(self, grad_TD: Tensor, handle: DispatchHandle, description: str) -> Tensor:
+        """Return [R, D], the gradient of each row's token."""
+        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(self.context.operation.op)
+        grad_PD = self._gather_rows(grad_TD, routes.tokens_W, wire_dtype, description)
+        return take(grad_PD, routes.gathered_R // handle.top_k)
 
     def _weights(self, weights_TK: Tensor, routes: GatheredRoutes, description: str) -> Tensor:
         """Return [R], the weight of each row of this rank."""

@@ -31,10 +31,11 @@ from moe_comm.comm.header import describe
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
 from moe_comm.dispatch.slots import plain, sums
-from moe_comm.dispatch.slots.sums import scale_, take, weighted_sum
+from moe_comm.dispatch.slots.sums import take, weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import RowGroups, WireDtype, decode_groups, encode_groups, pack, unpack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
+from moe_comm.kernels.row_weights import scale, scale_
 from moe_comm.topology import ExpertPlacement
 
 
@@ -125,12 +126,21 @@ class AllToAllDispatcher(Dispatcher):
         description = describe(self.context.operation)
         if rows_RD is None and not wire_dtype.narrows(grad_TD.dtype):
             grad_SD = sums.copy(grad_TD, routes.place_TK, routes.slot_S)
-            return self._to_experts(plain.scale(grad_SD, weights_S), routes, description), None
+            return self._to_experts(scale(grad_SD, weights_S), routes, description), None
         # A gradient in a wire dtype is rounded before it is scaled, whether or not the weights need a gradient.
         grad_RD = self._send_rows(grad_TD, wire_dtype, routes, description)
         weights_R = self._to_experts(weights_S, routes, description)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
+
+    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+        self.check_headers(grad_TD.device)
+        wire_dtype, description = (
+            self.options.wire_dtypes.of(self.context.operation.op),
+            describe(self.context.operation),
+        )
+        grad_RD = self._send_rows(grad_TD, wire_dtype, handle.state, description)
+        return grad_RD, self._send_words(words_TKX, handle)
 
     def _send_words(self, words_TKX: Tensor, handle: DispatchHandle) -> Tensor:
         """Send the words along the routes of the rows, without another handshake."""

@@ -25,7 +25,7 @@ from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatc
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
-from moe_comm.kernels.token_rows import TokenRows
+from moe_comm.kernels.token_rows import Rows, TokenRows
 from moe_comm.runtime.memory import (
     DTYPE_CODES,
     address,
@@ -218,6 +218,7 @@ class NativeDispatcher(Dispatcher):
                 (tokens, top_k, hidden, DTYPE_CODES[operation.dtype]),
             )
             handle = self._handle(x_TD, state.rows_per_expert, state.rows, state.dropped, state, state.own)
+            handle.in_place = True
             self.record_handle(operation.span, handle)
         return self._token_rows(shared, handle, x_TD), handle
 
@@ -227,6 +228,14 @@ class NativeDispatcher(Dispatcher):
             at = row_address(x_TD, handle.dtype, (handle.num_tokens, handle.hidden))
             shared = self._run(self._transfer.share_again, handle.state, *at)
         return self._token_rows(shared, handle, x_TD)
+
+    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
+        if not self.context.operation.in_place:
+            return super()._share_gradients(grad_TD, words_TKX, handle)
+        grad_TD = _dense(grad_TD)
+        at = row_address(grad_TD, handle.dtype, (handle.num_tokens, handle.hidden))
+        shared = self._run(self._transfer.share_again, handle.state, *at)
+        return self._token_rows(shared, handle, grad_TD), self._send_words(words_TKX, handle)
 
     def _tokens_in_place(self, x_TD: Tensor) -> Tensor:
         return _dense(self._rounded(x_TD.detach()) if self.rounds else x_TD.detach())

@@ -89,6 +89,7 @@ class PeerToPeerPrimitives(Dispatcher):
     name = "peer_to_peer"
     checks_ids = True  # the count kernel checks
     packs = True
+    sends_weights = False
 
     def __init__(
         self,

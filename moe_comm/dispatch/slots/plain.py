@@ -2,8 +2,7 @@
 
 All sums are fp32 in a fixed order, so every backend gives these bits:
     y[t]      = ((0 + w[t,0] * r0) + w[t,1] * r1) + ...           multiply, round, add, round; one cast at the end
-    dot(a, b) = 32 lanes, lane l adds the products l, l + 32, ... in order; then lanes are added in halves
-                (l + 16, l + 8, ..., l + 1), as a warp does with shuffles
+Dot products are those of ``kernels/row_weights.py``.
 A slot is one of the K (token, expert) pairs of a token, and its place is the index of its row. A dropped slot (place
 -1) adds nothing, whatever its weight is. The wide dtype, in which rows are summed, is fp32, and fp64 for fp64 rows.
 """
@@ -11,15 +10,13 @@ A slot is one of the K (token, expert) pairs of a token, and its place is the in
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.kernels.autograd import accumulate_dtype
 from moe_comm.kernels.native import core, on_cpu
+from moe_comm.kernels.row_weights import lane_dot, scale
 from moe_comm.runtime.memory import address, warm_rows
-
-LANES = 32
 
 
 def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -109,29 +106,10 @@ def spread(grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int)
     return grad_RD[:num_rows]
 
 
-def scale(rows_RD: Tensor, weights_R: Tensor) -> Tensor:
-    """Multiply rows by their weights in the wide dtype, and cast the product back once."""
-    return (rows_RD * weights_R.to(accumulate_dtype(rows_RD.dtype)).unsqueeze(1)).to(rows_RD.dtype)
-
-
 def weight_grad(grad_TD: Tensor, rows_RD: Tensor, place_TK: Tensor) -> Tensor:
     """Return [T, K], the gradient of the weights: dot products of rows and their token's gradient; 0 where dropped."""
     grads = [lane_dot(grad_TD, take_rows(rows_RD, place_TK[:, k])) for k in range(place_TK.shape[1])]
     return torch.stack(grads, dim=1).masked_fill_(place_TK < 0, 0.0)
-
-
-def lane_dot(a_TD: Tensor, b_TD: Tensor) -> Tensor:
-    """Return [T], the row-wise dot product in the lane order of the module docstring, in the wide dtype."""
-    wide = accumulate_dtype(b_TD.dtype)
-    product = a_TD.to(wide) * b_TD.to(wide)
-    product = F.pad(product, (0, -product.shape[1] % LANES)).unflatten(1, (-1, LANES))
-    lanes: Tensor = product.new_zeros(product.shape[0], LANES)
-    for step in range(product.shape[1]):
-        lanes += product[:, step]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0]
 
 
 def ids_of_mask(mask_TE: Tensor, top_k: int) -> tuple[Tensor, int]:

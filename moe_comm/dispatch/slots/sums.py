@@ -84,34 +84,6 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
     return y_TD
 
 
-def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None) -> Tensor | None:
-    """Multiply rows [R, D] (dense) by their wide weights in place, as ``plain.scale`` does.
-
-    Returns [R] ``plain.lane_dot`` of the unscaled rows and ``partner_RD``; None without ``partner_RD``.
-    """
-    inputs = (rows_RD, weights_R) if partner_RD is None else (rows_RD, weights_R, partner_RD)
-    if rows_RD.dtype in DTYPE_CODES and weights_R.dtype == torch.float32 and for_triton(*inputs):
-        from moe_comm.kernels.triton.scale_rows import scale_rows_  # needs Triton
-
-        return scale_rows_(rows_RD, weights_R, None if partner_RD is None else _dense(partner_RD))
-    native_supported = all(x.is_contiguous() for x in inputs) and rows_RD.dtype in DTYPE_CODES and rows_RD.numel()
-    if not native_supported or weights_R.dtype != torch.float32 or not on_cpu(*inputs):
-        dots_R = None if partner_RD is None else plain.lane_dot(rows_RD, partner_RD)
-        rows_RD.copy_(plain.scale(rows_RD, weights_R))
-        return dots_R
-    dots_R = None if partner_RD is None else weights_R.new_empty(rows_RD.shape[0])
-    core().scale_rows(
-        address(rows_RD, rows_RD.dtype),
-        address(weights_R, torch.float32, rows_RD.shape[:1]),
-        address(partner_RD, rows_RD.dtype, rows_RD.shape),
-        address(dots_R, torch.float32),
-        tuple(rows_RD.shape),
-        DTYPE_CODES[rows_RD.dtype],
-        torch.get_num_threads(),
-    )
-    return dots_R
-
-
 def spread(
     grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int, rows_RD: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:

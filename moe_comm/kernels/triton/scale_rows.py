@@ -81,7 +81,7 @@ def scale_rows_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = 
         partner_RD: [R, D] like ``rows_RD``, with any row stride; or None.
 
     Returns:
-        [R] fp32 ``plain.lane_dot`` of the unscaled rows and ``partner_RD``; None without it.
+        [R] fp32 ``row_weights.lane_dot`` of the unscaled rows and ``partner_RD``; None without it.
     """
     check_tensors("scale_rows_", rows_RD, weights_R, partner_RD)
     check_rows("scale_rows_", "rows", rows_RD)

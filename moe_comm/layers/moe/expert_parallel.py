@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from moe_comm.overlap.options import Overlap
 
 
-def _has_hooks(experts: nn.Module) -> bool:
-    """Return whether other code than that of this library and of torch may read the rows of ``experts``."""
+def has_hooks(experts: nn.Module) -> bool:
+    """Return whether other code than that of this library and of torch may read the rows or outputs of ``experts``."""
     if "forward" in vars(experts):
         return True
     hooks = (
         *experts._forward_pre_hooks.values(),
         *experts._forward_hooks.values(),
         *experts._backward_hooks.values(),
+        *experts._backward_pre_hooks.values(),
     )
     return any(not (getattr(hook, "__module__", None) or "").startswith(("moe_comm.", "torch.")) for hook in hooks)
 
@@ -217,6 +218,7 @@ class ExpertParallel(ParallelModule):
         beside: tuple[int, int] = (0, 0),
         in_place: bool = False,
         on_device: bool = False,
+        observed: bool = False,
     ) -> ExpertCall:
         """Dispatch the rows of a call. Collective.
 
@@ -229,8 +231,8 @@ class ExpertParallel(ParallelModule):
                 same FLOPs.
             in_place: whether the experts can read rows in place; the same on every rank.
             on_device: whether the experts support ``device_call``.
+            observed: see ``serial_call``.
         """
-        dense = in_place and _has_hooks(experts)
         dispatcher = self.dispatcher
         gradients = getattr(experts, "expert_gradients", None)
         if gradients is not None:
@@ -246,7 +248,7 @@ class ExpertParallel(ParallelModule):
                 return call
         if self.overlap is None:
             return serial_call(
-                dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, dense=dense
+                dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, observed=observed
             )
         from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors
 
@@ -262,7 +264,7 @@ class ExpertParallel(ParallelModule):
             label=self.label,
             scaled=fp8,
             in_place=in_place,
-            dense=dense,
+            observed=observed,
         )
 
     def _prepare_experts(self, experts: nn.Module, call: ExpertCall) -> tuple[int, ...]:

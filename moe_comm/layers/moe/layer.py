@@ -47,7 +47,7 @@ from moe_comm.layers.moe.config import (
     build_modules,
     check_parts,
 )
-from moe_comm.layers.moe.expert_parallel import ExpertParallel, overlap_of
+from moe_comm.layers.moe.expert_parallel import ExpertParallel, has_hooks, overlap_of
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
 from moe_comm.layers.parallel.collectives import channel_of, group_size
@@ -512,6 +512,7 @@ class MoELayer(ExpertParallel):
             beside=(width + self.beside[0], self.beside[1]),
             in_place=own,
             on_device=own and self.experts.on_device(x_TD),
+            observed=not own or has_hooks(self.experts),
         )
         etp, handle = self.sizes["etp"], call.handle
         slots = handle.num_tokens * handle.top_k // etp

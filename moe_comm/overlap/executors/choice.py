@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.expert_call import ExpertCall, serial_call
+from moe_comm.dispatch.expert_call import ExpertCall, call_of, serial_call
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
@@ -42,7 +42,7 @@ def dispatch_rows(
     label: str = "",
     scaled: bool = False,
     in_place: bool = False,
-    dense: bool = False,
+    observed: bool = False,
 ) -> ExpertCall:
     """Dispatch the rows of one call of a layer. Collective.
 
@@ -58,7 +58,7 @@ def dispatch_rows(
             ``OperatorWork.beside``. The same on every rank.
         label: Name of the layer, for error messages.
         scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which the device executor does not support.
-        in_place, dense: See ``serial_call``; other executors ignore them.
+        in_place, observed: See ``serial_call``; executors that overlap ignore them.
 
     Returns:
         The call, with ``compute`` and ``combine``.
@@ -78,7 +78,7 @@ def dispatch_rows(
         label=label,
         scaled=scaled,
         in_place=in_place,
-        dense=dense,
+        observed=observed,
     )
     if overlap is None or overlap.executor == "serial":
         return serial()
@@ -111,7 +111,7 @@ def dispatch_rows(
             scaled=scaled,
         )
         if dispatch.small and not pipelined_requested:
-            return ExpertCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
+            return call_of(dispatcher, dispatch.dispatch_at_once(x_TD), x_TD, ids_TK, weights_TK, observed)
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK, scaled)
     if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not pipelined_requested:
@@ -119,7 +119,8 @@ def dispatch_rows(
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, scaled=scaled)
         if shared.chunks == 1 and not pipelined_requested:
-            return ExpertCall(dispatcher, shared.dispatch_at_once(send, x_TD, scaled), weights_TK)
+            at_once = shared.dispatch_at_once(send, x_TD, scaled)
+            return call_of(dispatcher, at_once, x_TD, ids_TK, weights_TK, observed)
         return PipelinedCall(shared, lambda _: send, x_TD, weights_TK, scaled)
     return serial()
 

@@ -25,11 +25,12 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes, to
 from moe_comm.dispatch.checksums import SentChecksums
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import KINDS, Operation
-from moe_comm.dispatch.slots.sums import scale_, weighted_sum
+from moe_comm.dispatch.slots.sums import weighted_sum
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import bytes_per_row, pack, unpack, unpack_scaled
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
+from moe_comm.kernels.row_weights import scale_
 from moe_comm.overlap.chunk_plan import ChunkPlan, RowRange, RowSegments, max_sent_rows
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.overlap.options import CHUNKED, Overlap
@@ -154,8 +155,10 @@ class ChunkedDispatch(RowDispatch):
         """Start to send the tokens' rows to their experts."""
         return ChunkedSend(self, x_TD, self.operation)
 
-    def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> ChunkedGradients:
-        return ChunkedGradients(self, grad_TD, weights_TK, weights_grad)
+    def send_gradients(
+        self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool, unscaled: bool
+    ) -> ChunkedGradients:
+        return ChunkedGradients(self, grad_TD, weights_TK, weights_grad, unscaled)
 
     def start_return(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> ChunkedReturn:
         # A return that follows a send in the same call needs no handshake of its own.
@@ -291,11 +294,15 @@ class ChunkedSend(RowSend):
 class ChunkedGradients(ChunkedSend, SentGradients):
     """Sends the gradients of tokens to the experts, where they are multiplied by the routing weights."""
 
-    def __init__(self, dispatch: ChunkedDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> None:
+    def __init__(
+        self, dispatch: ChunkedDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool, unscaled: bool
+    ) -> None:
         operation = dispatch.handshake("combine backward", weights_grad)
         self._description = f"{describe(operation)}, routing weights"
         self._scales = dispatch.send_slot_values(weights_TK.reshape(-1)[dispatch.routes.slot_S], self._description)
         self._weights_R: Tensor | None = None
+        if unscaled:
+            self.weights_R = weights_TK.new_empty(dispatch.handle.num_rows)
         self._results_RD: Tensor | None = None
         self._dots_R: Tensor | None = None
         super().__init__(dispatch, grad_TD, operation)
@@ -304,7 +311,10 @@ class ChunkedGradients(ChunkedSend, SentGradients):
         self._results_RD = results_RD
 
     def prepare(self, row_range: RowRange) -> None:
-        """Multiply received rows by their routing weights, in place."""
+        """Multiply received rows by their routing weights, in place, or store these for the experts."""
+        if self.weights_R is not None:
+            self.weights_R[row_range.rows] = self._weights_at(row_range.rows)
+            return
         results = None if self._results_RD is None else self._results_RD[row_range.rows]
         dots = scale_(self.rows_RD[row_range.rows], self._weights_at(row_range.rows), results)
         if dots is not None:
@@ -317,8 +327,10 @@ class ChunkedGradients(ChunkedSend, SentGradients):
             self._weights_R = self._scales()
         return self._weights_R[rows]
 
-    def start_weight_gradient(self) -> Callable[[], Tensor | None]:
+    def start_weight_gradient(self, dots_R: Tensor | None) -> Callable[[], Tensor | None]:
         self._weights_at(slice(0))  # every rank waits for this transfer, also without rows
+        if dots_R is not None:
+            return self._dispatch.return_row_values(dots_R, self._description)
         if self._results_RD is None:
             return lambda: None
         sum_dtype = self._dispatch.sum_dtype

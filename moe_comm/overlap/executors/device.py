@@ -110,7 +110,7 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
     try:
         if send is not None:
             send.start(results_RD)
-            run.weights_grad = send.start_weight_gradient()
+            run.weights_grad = send.start_weight_gradient(None)
             grad_RD, first = send.rows_RD, dispatch.multiply_arrived(send)
         elif run.returns:
             # A pipeline schedule requests the gradients of the weights in a second pass. The first one has received

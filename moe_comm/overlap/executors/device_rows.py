@@ -114,8 +114,10 @@ class DeviceDispatch(SharedDispatch):
 
         return wait, results_RD
 
-    def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> FlaggedGradients:
-        return FlaggedGradients(self, grad_TD, weights_TK)
+    def send_gradients(
+        self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool, unscaled: bool
+    ) -> FlaggedGradients:
+        return FlaggedGradients(self, grad_TD, weights_TK, weights_grad, unscaled)
 
 
 class FlaggedGradients(SharedGradients):
@@ -123,8 +125,10 @@ class FlaggedGradients(SharedGradients):
 
     flags: RowFlags
 
-    def __init__(self, dispatch: DeviceDispatch, grad_TD: Tensor, weights_TK: Tensor) -> None:
-        super().__init__(dispatch, grad_TD, weights_TK)
+    def __init__(
+        self, dispatch: DeviceDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool, unscaled: bool
+    ) -> None:
+        super().__init__(dispatch, grad_TD, weights_TK, weights_grad, unscaled)
         self._on_device = dispatch
         self._operation: Operation | None = None
 
@@ -153,7 +157,7 @@ class FlaggedGradients(SharedGradients):
         with suppress(MoeCommError):
             self.close()
 
-    def start_weight_gradient(self) -> Callable[[], Tensor | None]:
+    def start_weight_gradient(self, dots_R: Tensor | None) -> Callable[[], Tensor | None]:
         def wait() -> Tensor | None:
             self._on_device.dispatcher.wait_for_side_stream()
             return self._grad_TK

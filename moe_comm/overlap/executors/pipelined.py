@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import AbortOnError
-from moe_comm.dispatch.expert_call import ExpertCall
+from moe_comm.dispatch.expert_call import ExpertCall, sends_weights
 from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, scaled_format, unpack_scaled
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
@@ -108,6 +108,7 @@ class Run:
     start: starts to send the tokens' rows; None if no rows are dispatched.
     returns: whether results are combined.
     needs_x, needs_weights: whether the tokens and the routing weights need a gradient.
+    unscaled: whether experts multiply gradients by the routing weights, so that their outputs are not kept.
     requires_grad: whether any input does; compared between ranks in combine.
     guard: context of the experts' backward pass.
     wide_TK, weights_dtype: routing weights in the dtype of the sums, and their own dtype.
@@ -124,6 +125,7 @@ class Run:
     weights_dtype: torch.dtype = torch.float32
     needs_x: bool = False
     needs_weights: bool = False
+    unscaled: bool = False
     requires_grad: bool = False
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
     send: RowSend | None = None
@@ -175,7 +177,7 @@ class _Combine(torch.autograd.Function):
         (grad_TD,), fault = as_tensors(gradient=grad_TD)
         if fault is not None:
             run.backward.refuse("combine backward", fault)
-        run.gradients = run.backward.send_gradients(grad_TD, run.wide_TK, run.needs_weights)
+        run.gradients = run.backward.send_gradients(grad_TD, run.wide_TK, run.needs_weights, run.unscaled)
         return grad_TD.new_empty(0), None
 
 
@@ -223,7 +225,7 @@ class _Experts(torch.autograd.Function):
             _abort(error, send, back)
             raise
         run.back = None if back is None else back.result
-        saved_out_RD = out_RD if run.returns and run.needs_weights else None
+        saved_out_RD = out_RD if run.returns and run.needs_weights and not run.unscaled else None
         ctx.save_for_backward(*mlp_pass.saved, saved_out_RD, *tensors)
         ctx.run, ctx.settings, ctx.pending_backward = run, settings, None
         return token.new_empty(0) if run.returns else out_RD
@@ -282,9 +284,21 @@ class _Backward:
                 rows_RD, saved_RG = experts.backward_inputs(
                     rows_RD, scale_RB, saved_RG, self._sizes, dispatch.handle.dtype
                 )
-            self._pass: ExpertBackward = experts.backward(
-                BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, grad_out_RD, needs, warm_rows, at_once=False)
+            weights_R = None if send is None else send.weights_R
+            dots_R = torch.empty_like(weights_R) if weights_R is not None and run.needs_weights else None
+            inputs = BackwardInputs(
+                rows_RD,
+                saved_RG,
+                grad_RD,
+                self._sizes,
+                grad_out_RD,
+                needs,
+                warm_rows,
+                at_once=False,
+                weights_R=weights_R,
+                dots_R=dots_R,
             )
+            self._pass: ExpertBackward = experts.backward(inputs)
             self._pending_rows = list(self._sizes)
             self._ready_experts = deque(expert for expert, size in enumerate(self._sizes) if not size)
             self._allocate(needs_weights)
@@ -302,7 +316,7 @@ class _Backward:
             raise
         run.returning = None if back is None else back.result
         if send is not None:
-            run.weights_grad = send.start_weight_gradient()
+            run.weights_grad = send.start_weight_gradient(dots_R)
 
     def weight_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the needed gradients of weights; None for the others."""
@@ -376,6 +390,7 @@ class PipelinedCall(ExpertCall):
         run = Run(
             dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
         )
+        run.unscaled = sends_weights(dispatch.dispatcher, x_TD, scaled)
         run.guard = lambda: AbortOnError(dispatch.abort)
         self.handle = dispatch.handle
         self._dispatch, self._run, self._takes_fp8 = dispatch, run, scaled

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
-from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.dispatch.types import Dispatched, DispatchHandle, ExtraRoutes
 from moe_comm.dispatch.wire_dtype import WireDtype, quantized, rounded
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows
@@ -97,6 +97,7 @@ class SharedDispatch(RowDispatch):
             dispatcher.record_handle(operation.span, incoming.handle)
         try:
             handle, placement = incoming.handle, dispatcher.placement
+            handle.extra = ExtraRoutes(1, ids_TK.reshape(-1, 1))
             rows_WE = dispatcher.rows_by_source(incoming)
             row_bytes = handle.hidden * handle.dtype.itemsize
             chunks = overlap.chunks_of(max_sent_rows(rows_WE, placement) * row_bytes // EXPERT_CHUNK_FACTOR)
@@ -123,8 +124,10 @@ class SharedDispatch(RowDispatch):
             incoming.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> SharedGradients:
-        return SharedGradients(self, grad_TD, weights_TK)
+    def send_gradients(
+        self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool, unscaled: bool
+    ) -> SharedGradients:
+        return SharedGradients(self, grad_TD, weights_TK, weights_grad, unscaled)
 
     def start_return(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> SharedReturn:
         assert after is None or isinstance(after, SharedSend)
@@ -236,21 +239,34 @@ class SharedGradients(SharedSend, SentGradients):
     """Sends the gradients of tokens, times their routing weights.
 
     All rows are written in ``start``; the group runs no other operation in between. The gradient of the routing weights
-    is computed on the tokens' ranks, which read the results.
+    is computed on the tokens' ranks, which read the results, or by the experts.
     """
 
-    def __init__(self, dispatch: SharedDispatch, grad_TD: Tensor, weights_TK: Tensor) -> None:
+    def __init__(
+        self, dispatch: SharedDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool, unscaled: bool
+    ) -> None:
         super().__init__(dispatch.segments, dispatch.handle.label, None)
         self._dispatch, self._grad_TD, self._weights_TK = dispatch, grad_TD, weights_TK
+        self._weights_grad, self._unscaled = weights_grad, unscaled
         self._grad_TK: Tensor | None = None
 
     def start(self, results_RD: Tensor | None) -> None:
         dispatcher, handle = self._dispatch.dispatcher, self._dispatch.handle
-        with dispatcher.operation("combine backward", handle, results_RD is not None):
-            self._incoming, self._grad_TK = dispatcher.start_spread(self._grad_TD, results_RD, self._weights_TK, handle)
+        if self._unscaled:
+            self._incoming, self.weights_R = dispatcher.start_gradients(
+                self._grad_TD, self._weights_TK, self._weights_grad, handle
+            )
+        else:
+            with dispatcher.operation("combine backward", handle, results_RD is not None):
+                self._incoming, self._grad_TK = dispatcher.start_spread(
+                    self._grad_TD, results_RD, self._weights_TK, handle
+                )
         self.rows_RD = self._incoming.rows_RD
 
-    def start_weight_gradient(self) -> Callable[[], Tensor | None]:
+    def start_weight_gradient(self, dots_R: Tensor | None) -> Callable[[], Tensor | None]:
+        if dots_R is not None:
+            dispatch = self._dispatch
+            _, self._grad_TK = dispatch.dispatcher.return_gradients(None, dots_R, dispatch.handle)
         return lambda: self._grad_TK
 
 

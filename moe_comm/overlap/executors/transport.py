@@ -124,11 +124,12 @@ class RowDispatch(ABC):
         """The row ranges of each segment, and those of this rank's own rows."""
 
     @abstractmethod
-    def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> SentGradients:
-        """Start to send the tokens' gradients, which are multiplied by their routing weights at the experts.
+    def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool, unscaled: bool) -> SentGradients:
+        """Start to send the tokens' gradients and routing weights.
 
         Args:
             weights_grad: Whether the gradient of the routing weights is needed; the same on every rank.
+            unscaled: The experts multiply by the weights.
         """
 
     @abstractmethod
@@ -156,11 +157,20 @@ class RowDispatch(ABC):
 
 
 class SentGradients(RowSend):
-    """Sends the gradients of tokens to the experts."""
+    """Sends the gradients of tokens to the experts.
+
+    Attributes:
+        weights_R: [R] routing weights (wide) if the experts multiply by them (``MLPBackward``), complete for a row
+            range after ``prepare``. None: ``rows_RD`` are multiplied by them.
+    """
+
+    weights_R: Tensor | None = None
 
     @abstractmethod
-    def start_weight_gradient(self) -> Callable[[], Tensor | None]:
+    def start_weight_gradient(self, dots_R: Tensor | None) -> Callable[[], Tensor | None]:
         """Start to return the routing weights' gradient, after all rows. The returned call waits for it, [T, K].
 
-        The call returns None if ``start`` was given no results.
+        Args:
+            dots_R: The gradient of ``weights_R``, if the experts compute it. If not, it is that of the results given to
+                ``start``; the call returns None without any.
         """

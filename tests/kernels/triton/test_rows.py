@@ -9,6 +9,7 @@ import torch
 
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels import row_weights
 from tests.kernels.triton.common import DTYPES, drawn, kernels, some_ids
 from tests.overlap.triton.common import needs_triton
 from tests.pool import RankPool, on_ranks
@@ -98,8 +99,8 @@ def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
         scaled_RD, factor_R = rows_RD.clone(), drawn(num_rows, seed=4)
         partner_RD = drawn(num_rows, width + 1, dtype=dtype, seed=5)[:, :width]
         dots_R = scale_rows.scale_rows_(scaled_RD, factor_R, partner_RD)
-        assert torch.equal(scaled_RD, plain.scale(rows_RD, factor_R)), (dtype, width)
-        assert torch.equal(dots_R, plain.lane_dot(rows_RD, partner_RD)), (dtype, width)
+        assert torch.equal(scaled_RD, row_weights.scale(rows_RD, factor_R)), (dtype, width)
+        assert torch.equal(dots_R, row_weights.lane_dot(rows_RD, partner_RD)), (dtype, width)
         assert scale_rows.scale_rows_(scaled_RD, factor_R) is None
 
 
@@ -136,7 +137,7 @@ def test_an_expanded_gradient_without_rows_is_accepted() -> None:
         dropped_TK, weights_TK = torch.full((2, 3), -1), drawn(2, 3)
         assert not sums.weighted_sum(empty_RD, dropped_TK, weights_TK).any()
         assert sums.take(empty_RD, dropped_TK[0]).tolist() == [[0.0] * 5] * 3
-        assert sums.scale_(drawn(0, 5), drawn(0), empty_RD).shape == (0,)
+        assert row_weights.scale_(drawn(0, 5), drawn(0), empty_RD).shape == (0,)
         grad_RD, grad_TK = sums.spread(empty_RD, dropped_TK[:0], weights_TK[:0], 4, drawn(4, 5))
         assert grad_RD.shape == (4, 5) and grad_TK.shape == (0, 3)
         counts_E, w_END = torch.zeros(2, dtype=torch.int64), drawn(2, 7, 5, dtype=torch.bfloat16)
