@@ -74,6 +74,8 @@ class Dispatcher(Operations):
         trained: bits that the layer of the next dispatch sets: which of ``header.TRAINED`` require gradients. Compared
             between ranks.
         before_dispatch: called before each dispatch.
+        sends_weights: whether in backward, experts on the CPU multiply by the routing weights (``send_gradients``); the
+            same on every rank. It decides the bits of gradients.
         has_unknown_experts: made by ``make_dispatcher``, and no layer nor ``mark_experts`` has declared its experts.
     """
 
@@ -82,8 +84,8 @@ class Dispatcher(Operations):
     """Whether the backend encodes rows in the wire dtype. If not, it is given rows that are already rounded."""
     checks_ids: ClassVar[bool] = False
     """Whether the backend checks the range of expert ids when it counts the slots. If not, ``dispatch`` does."""
-    sends_weights: ClassVar[bool] = True
-    """Whether in backward, experts on the CPU multiply by the routing weights (``send_gradients``)."""
+
+    sends_weights: bool = True
 
     def __init__(
         self,

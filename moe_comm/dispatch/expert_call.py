@@ -506,7 +506,8 @@ def serial_call(
     """
     # Backward of experts that read tokens in place is collective, and it does not run on a rank without experts.
     everywhere = min(dispatcher.placement.experts_per_rank, default=0) > 0
-    if scaled or not in_place or not everywhere or not dispatcher.reads_in_place(x_TD):
+    in_place = in_place and everywhere and sends_weights(dispatcher, x_TD, scaled)
+    if not in_place or not dispatcher.reads_in_place(x_TD):
         dispatched = dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled)
         return call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)
     rows, handle = dispatcher.dispatch_in_place(x_TD, ids_TK, label=label)

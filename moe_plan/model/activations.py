@@ -43,8 +43,8 @@ class ActivationMemory:
         rows: rows of the rank's experts divided by K times its tokens. Below 1 if a capacity drops tokens, above 1 on
             the busiest rank.
         etp: number of ranks that share each expert. Each of them receives all rows of the expert.
-        on_cpu: norms run in the native core and save no fp32 copy, and experts on one host read tokens in place, so
-            their input rows are not saved.
+        on_cpu: norms run in the native core and save no fp32 copy, and experts on one host read tokens and gradients in
+            place and save neither their input rows nor their outputs.
     """
 
     shape: ModelShape
@@ -119,7 +119,7 @@ class ActivationMemory:
 
     def _experts(self, save_all: bool) -> float:
         shape, c = self.shape, self.size
-        row_tensors = 1 if self.on_cpu else 2
+        row_tensors = 0 if self.on_cpu else 2
         saved = row_tensors * shape.chosen * self.rows * self.etp * shape.hidden + 2 * shape.shared_ffn
         if not self.recompute_experts:
             saved += 2 * shape.chosen * self.rows * shape.ffn
@@ -171,6 +171,8 @@ def _output_gradient_bytes(estimate: ActivationMemory, fused: bool, weight: Weig
     if weight.operator == "experts":
         if not weight.product or (weight.name != "down" and not fused):
             return 0.0  # the experts are one autograd function, which keeps only the gradient of its output
+        if estimate.on_cpu and not fused:
+            return shape.hidden * size
         rows = shape.chosen * estimate.rows * estimate.etp
         return rows * size * (weight.n if weight.name == "down" else weight.n / estimate.etp)
     if weight.operator == "router":

@@ -15,7 +15,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.expert_call import grouped_mlp
 from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, PeerDied, RankMismatch
@@ -90,17 +89,7 @@ def _compare_with_serial(rank: int, world: int, arg: tuple[str, torch.dtype, int
     leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype, hidden=hidden, ffn=ffn)
     grad = draw(ids.shape[0], hidden, seed=99 + rank, dtype=dtype)
 
-    def serial(x: Tensor, weights: Tensor, **w: Tensor) -> Tensor:
-        dispatched = dispatcher.dispatch(x, ids)
-        sizes = dispatched.handle.rows_per_expert
-        rows = grouped_mlp(
-            dispatched.rows_RD,
-            sizes,
-            ExpertMLP((w["w13"], w["w2"], w["b13"], w["b2"]), activation_of("swiglu"), False),
-        )
-        return dispatcher.combine(rows, weights, dispatched.handle)
-
-    expected = _gradients(leaves, serial, grad)
+    expected = _gradients(leaves, partial(_overlapped, dispatcher, ids, None, False), grad)
     for chunks in CHUNKS:
         for recompute in (False, True):
             overlapped = partial(_overlapped, dispatcher, ids, chunks, recompute)
@@ -110,9 +99,15 @@ def _compare_with_serial(rank: int, world: int, arg: tuple[str, torch.dtype, int
 
 
 def _overlapped(
-    dispatcher: AllToAllDispatcher, ids: Tensor, chunks: int, recompute: bool, x: Tensor, weights: Tensor, **w: Tensor
+    dispatcher: AllToAllDispatcher,
+    ids: Tensor,
+    chunks: int | None,
+    recompute: bool,
+    x: Tensor,
+    weights: Tensor,
+    **w: Tensor,
 ) -> Tensor:
-    call = dispatch_rows(dispatcher, x, ids, weights, Overlap(chunks, 1))
+    call = dispatch_rows(dispatcher, x, ids, weights, None if chunks is None else Overlap(chunks, 1))
     mlp = ExpertMLP((w["w13"], w["w2"], w["b13"], w["b2"]), activation_of("swiglu"), recompute)
     return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
