@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_comm import prepare_fsdp
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
+from moe_comm.layers.moe.experts import Experts
 from tests.pool import on_ranks
 
 HIDDEN, FFN, TOKENS = 24, 40, (9, 0, 13, 5)
@@ -112,6 +113,12 @@ def hooked_on_rank_0(layer: MoELayer, x: Tensor) -> Tensor:
     return y
 
 
+def outputs_replaced_on_rank_0(layer: MoELayer, x: Tensor) -> Tensor:
+    if dist.get_rank() == 0:
+        layer.experts.register_forward_hook(lambda _, __, out: 2 * out)
+    return step(layer, x)
+
+
 def fully_sharded(layer: MoELayer, x: Tensor) -> Tensor:
     """Run under FSDP2 hooks of the experts, which return aliases of their inputs."""
     prepare_fsdp(layer)
@@ -129,6 +136,7 @@ RUNS: dict[str, tuple[Step, MoEConfig]] = {
     "checkpoint": (checkpointed, CONFIG),
     "offload": (offloaded, CONFIG),
     "hook": (hooked_on_rank_0, CONFIG),
+    "outputs replaced": (outputs_replaced_on_rank_0, CONFIG),
     "FSDP2": (fully_sharded, CONFIG),
     "a rank without experts": (step, CONFIG),
     "a rank without experts, in halves": (in_halves, CONFIG),
@@ -189,6 +197,44 @@ def test_no_rows_are_kept(rank: int, world: int, group: Any, mode: str) -> None:
     dist.barrier()  # the other rank has released this rank's tokens
     del y
     assert heap.used == before
+
+
+@pytest.mark.parametrize("change", ["hook", "subclass", "in place", "gradient"])
+def test_changed_outputs_have_the_gradients_of_experts_that_compute_them(change: str) -> None:
+    """The last layer of the other experts is doubled."""
+    config = replace(CONFIG, shared_ffn=0)
+    layer, other = (MoELayer.build(config, None, seed=4) for _ in range(2))
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
+    if change == "gradient":  # of the outputs; the weights of the router have the gradient of the outputs themselves
+        layer.experts.register_forward_hook(lambda _, __, out: out.register_hook(lambda grad: 2 * grad) and None)
+    elif change == "hook":
+        layer.experts.register_forward_hook(lambda _, __, out: 2 * out)
+    else:
+
+        class Doubled(Experts):
+            def forward(self, *args: Any) -> Tensor:
+                out = super().forward(*args)
+                return out * 2 if change == "subclass" else out.mul_(2)
+
+        layer.experts.__class__ = Doubled
+    with torch.no_grad():
+        other.experts.w2.mul_(1 if change == "gradient" else 2)
+    grads = []
+    for one in (layer, other):
+        leaf = x.clone().requires_grad_()
+        y = one(leaf)
+        y.square().sum().backward()
+        grads.append({"y": y, "x": leaf.grad, **{name: p.grad for name, p in one.named_parameters()}})
+    for name, value in grads[0].items():
+        factor = 1.0
+        if change == "gradient":
+            factor = {"y": 1.0, "router.weight": 1.0}.get(name, 2.0)
+            if name == "x":
+                continue  # part of it is the router's
+        elif name in ("experts.w2", "experts.b2"):
+            factor = 2.0
+        assert value is not None
+        torch.testing.assert_close(value, factor * grads[1][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 @on_ranks(2)
