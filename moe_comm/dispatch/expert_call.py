@@ -416,11 +416,14 @@ class ExpertCall:
         handle: the dispatch handle.
         skips_empty_slots: whether ``compute`` accepts parameters without those of the last experts, if these have no
             rows, with the counts of the others.
+        saved_bytes: bytes of rows, inputs of the activation and outputs that autograd keeps for backward, after
+            ``combine``; 0 without a backward pass.
     """
 
     rows: Tensor
     handle: DispatchHandle
     skips_empty_slots = True
+    saved_bytes = 0
 
     def __init__(
         self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor, run: SerialRun | None = None
@@ -464,6 +467,10 @@ class ExpertCall:
         guard = partial(dispatcher.abort_on_error, label)
         scaled, self._scaled = self._scaled, None  # autograd keeps what backward needs
         out_RD = grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard, scaled, run)
+        if out_RD.requires_grad:
+            kept = rows.nbytes if scaled is None else scaled.values_RD.nbytes + scaled.scale_RB.nbytes
+            kept = 0 if run is not None and run.in_place else kept
+            self.saved_bytes = saved_bytes(self.handle, mlp, kept, run is None)
         return out_RD if run is None else run.computed(out_RD)
 
     def combine(self, rows: Tensor) -> Tensor:
@@ -474,7 +481,8 @@ class ExpertCall:
         rows, weights_TK = dispatcher.combinable(rows, self._weights_TK, self.handle)
         if not torch.is_grad_enabled() or not (rows.requires_grad or weights_TK.requires_grad):
             return dispatcher.combine_forward(rows, weights_TK, self.handle, False)[0]
-        kept = not run.is_unchanged(rows)
+        if kept := not run.is_unchanged(rows):
+            self.saved_bytes += rows.nbytes
         return _Combine.apply(rows, self.rows, weights_TK.detach(), run, kept)  # type: ignore[no-any-return]
 
     def abort(self, error: Exception) -> None:
@@ -484,6 +492,14 @@ class ExpertCall:
     def abort_on_error(self) -> AbstractContextManager[None]:
         """Return a context manager that calls ``abort`` for an exception that leaves the ``with`` block."""
         return AbortOnError(self.abort)
+
+
+def saved_bytes(handle: DispatchHandle, mlp: ExpertMLP, of_rows: int, outputs: bool) -> int:
+    """Return ``ExpertCall.saved_bytes`` of a call that keeps ``of_rows`` bytes of rows, and its outputs."""
+    w13_EGD = mlp.tensors[0]
+    assert w13_EGD is not None
+    columns = (0 if mlp.recompute else w13_EGD.shape[1]) + (handle.hidden if outputs else 0)
+    return handle.num_rows * columns * handle.dtype.itemsize + of_rows
 
 
 def serial_call(

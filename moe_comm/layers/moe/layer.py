@@ -141,6 +141,9 @@ class MoELayer(ExpertParallel):
         sizes: sizes of these axes.
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: dropped slots since ``take_loads``; counted in training, and once under activation checkpointing.
+        saved_bytes: bytes that the last call keeps on this rank for backward: rows of the experts, inputs of their
+            activation and outputs, without the tokens. 0 without a backward pass. Experts on the CPU keep no outputs,
+            unless hooks may read them, and no rows if they read tokens in place.
         beside: work of the caller while rows, and later results, are in flight (``begin``), as widths of dense MLPs
             with the same FLOPs. With the shared expert, "auto" hides transfers behind it.
         in_flight_hook: called in each backward pass when it has started to send the gradients of the experts' outputs,
@@ -177,6 +180,7 @@ class MoELayer(ExpertParallel):
         self.origin: ModuleOrigin | None = None
         self.num_dropped: Tensor | None = None
         self._stats: Callable[[], DispatchStats] | None = None
+        self.saved_bytes = 0
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
         self.register_buffer("dropped_total", dropped, persistent=False)
         check_parts(router, experts, dispatcher, self.placement)
@@ -446,6 +450,7 @@ class MoELayer(ExpertParallel):
             call.abort(error)
             raise
         y_TD = call.combine(out_RD)
+        self.saved_bytes = call.saved_bytes
         return self._add_branches(y_TD, shared_TD, tokens).view(x.shape)
 
     @torch._disable_dynamo
@@ -644,6 +649,8 @@ class MoECall:
         if self._computed is None:
             raise MoeCommError("MoECall.result must be called once, after MoECall.compute")
         (shared_TD, out_RD), self._computed = self._computed, None
-        y_TD = self._layer._add_branches(self._call.combine(out_RD), shared_TD, self._tokens).view(self._shape)
+        y_TD = self._call.combine(out_RD)
+        self._layer.saved_bytes = self._call.saved_bytes
+        y_TD = self._layer._add_branches(y_TD, shared_TD, self._tokens).view(self._shape)
         del self._tokens, self._call  # the caller may keep this object longer than their memory
         return y_TD

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import AbortOnError
-from moe_comm.dispatch.expert_call import ExpertCall, sends_weights
-from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, scaled_format, unpack_scaled
+from moe_comm.dispatch.expert_call import ExpertCall, saved_bytes, sends_weights
+from moe_comm.dispatch.wire_dtype import SAME, WireDtype, bytes_per_row, pack, scaled_format, unpack_scaled
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
 from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts
@@ -416,6 +416,12 @@ class PipelinedCall(ExpertCall):
         mlp.check_weights(rows)
         run.requires_grad = needs_autograd(rows, *mlp.tensors)
         token: Tensor = self.stage.apply(rows, None, run, mlp.with_tensors(), run.requires_grad, *mlp.tensors)
+        if token.requires_grad:
+            handle, wire_dtype = dispatch.handle, SAME
+            if self._takes_fp8:
+                wire_dtype = scaled_format(dispatch.dispatcher.options.wire_dtypes.of("dispatch"))
+            of_rows = handle.num_rows * bytes_per_row(handle.hidden, wire_dtype, handle.dtype)
+            self.saved_bytes = saved_bytes(handle, mlp, of_rows, run.needs_weights and not run.unscaled)
         return token
 
     def combine(self, rows: Tensor) -> Tensor:
