@@ -213,7 +213,7 @@ def test_autocast_computes_experts_in_its_dtype(saved: Callable[[str], str]) -> 
     plain, swapped = load(saved("qwen2_moe")), swap_moe(load(saved("qwen2_moe")))
     dtypes: list[torch.dtype] = []
     for experts in swapped_experts(swapped).values():
-        experts.dispatcher.combine = _spy(experts.dispatcher.combine, dtypes)  # type: ignore[method-assign]
+        experts.dispatcher.combinable = _spy(experts.dispatcher.combinable, dtypes)  # type: ignore[method-assign]
         break
     with torch.autocast("cpu", torch.bfloat16):
         got, expected = swapped(ids).logits, plain(ids).logits
