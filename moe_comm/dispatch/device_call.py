@@ -203,6 +203,7 @@ class DeviceCall(ExpertCall):
                 return placed.sum(rows, weights_TK)
             w13, w2, _, _ = mlp.tensors
             saved = _Saved(mlp.with_tensors(), placed, self._invalid, self.handle.label)
+            self.saved_bytes = (0 if h_RG is None else h_RG.nbytes) + needs_autograd(weights_TK) * rows.nbytes
             return _DeviceExperts.apply(self.rows, weights_TK, w13, w2, saved, h_RG, rows)  # type: ignore[no-any-return]
 
 
