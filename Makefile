@@ -177,7 +177,7 @@ sanitize: $(STAMP)
 ARM_CXX ?= aarch64-linux-gnu-g++
 ARM_SOURCES = $(filter-out %isa_avx2.cpp %isa_avx512.cpp %isa_avx512_bf16.cpp %isa_amx.cpp,\
   $(wildcard csrc/cpu/*.cpp csrc/cpu/gemm/*.cpp)) \
-  $(wildcard csrc/cuda/*.cpp) $(wildcard csrc/tests/*.cpp)
+  $(wildcard csrc/cuda/*.cpp csrc/cuda/gemm/*.cpp) $(wildcard csrc/tests/*.cpp)
 neon:
 	@mkdir -p build
 	$(ARM_CXX) -std=c++17 -O2 -Wall -Wextra -Werror -ffp-contract=off -Icsrc -static $(ARM_SOURCES) -o build/neon-tests -lpthread -lrt

@@ -112,19 +112,9 @@ std::shared_ptr<p2p::Starter> cuda_starter(int device) {
 
 std::shared_ptr<p2p::Starter> driver_starter(const std::map<std::string, uintptr_t>& calls, uintptr_t context,
                                              const std::map<std::string, uintptr_t>& functions) {
-  p2p::Driver d;
-  const auto take = [&](auto& pointer, const char* name) {
-    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(calls.at(name));
-  };
-  take(d.launch, "cuLaunchKernel");
-  take(d.set_attribute, "cuFuncSetAttribute");
-  take(d.get_context, "cuCtxGetCurrent");
-  take(d.set_context, "cuCtxSetCurrent");
-  take(d.error_name, "cuGetErrorName");
-  take(d.error_words, "cuGetErrorString");
-  d.context = reinterpret_cast<void*>(context);
+  p2p::Driver d = driver_of(calls, context);
   for (int kernel = 0; kernel < p2p::kKernels; ++kernel) {
-    d.functions[kernel] = reinterpret_cast<void*>(functions.at(p2p::kernel_name(kernel)));
+    d.functions.push_back(reinterpret_cast<void*>(functions.at(p2p::kernel_name(kernel))));
   }
   return std::make_shared<p2p::DriverStarter>(d);
 }
@@ -292,6 +282,21 @@ py::capsule block_tensor(uintptr_t at, int64_t rows, int64_t columns, int code, 
 }
 
 }  // namespace
+
+p2p::Driver driver_of(const std::map<std::string, uintptr_t>& calls, uintptr_t context) {
+  p2p::Driver d;
+  const auto take = [&](auto& pointer, const char* name) {
+    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(calls.at(name));
+  };
+  take(d.launch, "cuLaunchKernel");
+  take(d.set_attribute, "cuFuncSetAttribute");
+  take(d.get_context, "cuCtxGetCurrent");
+  take(d.set_context, "cuCtxSetCurrent");
+  take(d.error_name, "cuGetErrorName");
+  take(d.error_words, "cuGetErrorString");
+  d.context = reinterpret_cast<void*>(context);
+  return d;
+}
 
 void bind_p2p(py::module_& m) {
   m.def("p2p_words", &p2p_words, "Return the argument words of each kernel: their names in order. A word has 8 bytes.");

@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "bind_gemm.h"
+#include "bind_gpu_gemm.h"
 #include "bind_operators.h"
 #include "bind_p2p.h"
 #include "bind_spans.h"
@@ -376,6 +377,7 @@ PYBIND11_MODULE(_C, m) {
       .def("abandon", &Rendezvous::abandon);
 
   bind_gemm(m);
+  bind_gpu_gemm(m);
   bind_operators(m);
   bind_p2p(m);
   bind_spans(m);

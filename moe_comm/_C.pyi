@@ -350,6 +350,25 @@ def p2p_threads() -> dict[str, int]: ...
 def p2p_tensor(
     at: int, rows: int, columns: int, code: int, bits: int, device_type: int, device: int, owner: object
 ) -> Any: ...
+def gpu_gemm_code() -> bytes: ...
+def gpu_gemm_kernels() -> list[str]: ...
+
+class GpuGemm:
+    """Launches grouped GEMMs on a GPU; see csrc/cuda/gemm/launch.h. A matrix: address, rows, columns, two strides."""
+
+    def __init__(self, calls: Mapping[str, int], context: int, functions: Mapping[str, int], blocks: int) -> None: ...
+    def rows(
+        self,
+        rows: Sequence[int],
+        w: Sequence[int],
+        transposed: bool,
+        counts_at: int,
+        experts: int,
+        out: Sequence[int],
+        act: Sequence[int],
+        stream: int,
+        /,
+    ) -> None: ...
 
 class P2pStarter:
     """A kernel launcher: on this thread, through the CUDA runtime, through the driver, or a Python function."""

@@ -22,7 +22,9 @@ ERROR_BOUND = 1e-2
 """Largest allowed relative error (Frobenius norm) against products of the same values by ``torch.mm``."""
 FP8_ERROR_BOUND = 6e-2
 """The same in fp8: operands are rounded to 4 significant bits, by 2.6% each (root mean square)."""
-TRITON, POINTERS, FP8, ADDED = (f"moe_comm {name}" for name in ("grouped_mm", "without TMA", "fp8", "added in fp32"))
+OURS, TRITON, POINTERS, FP8, ADDED = (
+    f"moe_comm {name}" for name in ("grouped_mm", "in Triton", "without TMA", "fp8", "added in fp32")
+)
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ class Problem:
         """Return the contestants of an operation by name."""
         found: dict[str, Callable[[], Tensor]] = {
             "torch.mm by expert": partial(self.expert_products, operation),
-            TRITON: partial(self._triton, operation),
+            OURS: partial(self._ours, operation),
         }
         if operation != "gradient of weights":
-            found[POINTERS] = partial(self._triton, operation, tma=False)
+            found[TRITON] = partial(self._ours, operation, native=False)
+            found[POINTERS] = partial(self._ours, operation, tma=False)
         if operation == "forward":
             found[FP8] = self._fp8()
         if operation == "gradient of weights":
@@ -137,16 +140,16 @@ class Problem:
 
         return add
 
-    def _triton(self, operation: str, *, tma: bool = True) -> Tensor:
+    def _ours(self, operation: str, **how: bool) -> Tensor:
         from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
 
         s, like = self.shape, self.rows_RD
         if operation == "forward":
             out = like.new_empty(s.rows, s.columns)
-            grouped_mm_into(self.rows_RD, self.w_END, self.counts_E, out, tma=tma)
+            grouped_mm_into(self.rows_RD, self.w_END, self.counts_E, out, **how)
         elif operation == "gradient of rows":
             out = like.new_empty(s.rows, s.inner)
-            grouped_mm_into(self.grad_RN, self.w_END.transpose(1, 2), self.counts_E, out, tma=tma)
+            grouped_mm_into(self.grad_RN, self.w_END.transpose(1, 2), self.counts_E, out, **how)
         else:
             out = like.new_empty(s.experts, s.columns, s.inner)
             grouped_weight_grad_into(self.grad_RN, self.rows_RD, self.counts_E, out)

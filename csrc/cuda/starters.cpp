@@ -21,7 +21,7 @@ void CudaStarter::start(int kernel, const Launch& launch, const void* args) {
 }
 #endif
 
-DriverStarter::DriverStarter(const Driver& driver) : driver_(driver) {
+DriverStarter::DriverStarter(const Driver& driver) : driver_(driver), shared_(driver.functions.size()) {
   for (auto& bytes : shared_) bytes = kUnasked;
 }
 
@@ -29,12 +29,13 @@ void DriverStarter::start(int kernel, const Launch& launch, const void* args) {
   void* before = nullptr;
   check("cuCtxGetCurrent", driver_.get_context(&before));
   if (before != driver_.context) check("cuCtxSetCurrent", driver_.set_context(driver_.context));
-  void* function = driver_.functions[kernel];
+  const auto number = static_cast<size_t>(kernel);
+  void* function = driver_.functions[number];
   const char* name = "cuFuncSetAttribute";
   int status = 0;
-  if (launch.shared_bytes > shared_[kernel]) {
+  if (launch.shared_bytes > shared_[number]) {
     status = driver_.set_attribute(function, kMostDynamicSharedBytes, static_cast<int>(launch.shared_bytes));
-    if (status == 0) shared_[kernel] = launch.shared_bytes;
+    if (status == 0) shared_[number] = launch.shared_bytes;
   }
   if (status == 0) {
     name = "cuLaunchKernel";

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <vector>
 
 #include "cuda/launch.h"
 
@@ -36,7 +37,7 @@ struct Driver {
   int (*error_name)(int status, const char** text) = nullptr;
   int (*error_words)(int status, const char** text) = nullptr;
   void* context = nullptr;
-  void* functions[kKernels] = {};  // indexed by kernel number
+  std::vector<void*> functions;  // indexed by kernel number
 };
 
 // Launches in the given context and restores the calling thread's context.
@@ -49,7 +50,7 @@ class DriverStarter : public Starter {
   void check(const char* name, int status) const;
 
   const Driver driver_;
-  std::atomic<int64_t> shared_[kKernels];  // largest dynamic shared memory size requested so far, per kernel
+  std::vector<std::atomic<int64_t>> shared_;  // largest dynamic shared memory size requested so far, per kernel
 };
 
 }  // namespace p2p

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,10 +133,13 @@ class Driver:
         self.load = self._function("cuModuleLoadData", to(pointer), ctypes.c_char_p)
         self.get_function = self._function("cuModuleGetFunction", to(pointer), pointer, ctypes.c_char_p)
 
-    def addresses(self) -> dict[str, int]:
-        """Return the addresses of the functions that launch kernels, by name."""
-        values = {name: ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in LAUNCHING}
-        return {name: value or 0 for name, value in values.items()}
+    def addresses(self, *more: str) -> dict[str, int]:
+        """Return the addresses of the functions that launch kernels, and of ``more``, by name."""
+        try:
+            functions = {name: getattr(self._library, name) for name in (*LAUNCHING, *more)}
+        except AttributeError as error:
+            raise KernelError(f"the CUDA driver is too old ({error})") from error
+        return {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in functions.items()}
 
     def _function(self, name: str, *arguments: Any) -> Callable[..., None]:
         function = getattr(self._library, name)
@@ -159,11 +162,61 @@ class Driver:
         return f"error {status}" + (f" ({': '.join(texts)})" if texts else "")
 
 
-class NvrtcLauncher(Launcher):
-    """Launches kernels compiled for the present GPU.
+class Module:
+    """Functions of compiled code, loaded on a device by the driver.
 
-    It uses the device's primary context, as torch does, so it can use streams and addresses of torch. The function of
-    kernel ``name`` is called ``p2p_name``. Any thread may launch.
+    They belong to the device's primary context, which torch uses as well, so they take streams and addresses of torch.
+
+    Args:
+        index: of the CUDA device.
+        names: of the functions; in the code their names start with ``prefix``.
+        driver: for tests.
+
+    Raises:
+        KernelError: there is no driver, or it cannot load the code.
+    """
+
+    def __init__(
+        self, index: int, code: bytes, names: Iterable[str], prefix: str, driver: Driver | None = None
+    ) -> None:
+        self.driver = driver or Driver()
+        self.driver.init(0)
+        self._context = ctypes.c_void_p()
+        self.driver.retain_context(ctypes.byref(self._context), index)
+        self.functions: dict[str, int] = {}
+        module, previous_context = ctypes.c_void_p(), self._enter()
+        try:
+            self.driver.load(ctypes.byref(module), code)
+            # Load all kernels now: a kernel cannot be loaded during the capture of a graph.
+            for name in names:
+                function = ctypes.c_void_p()
+                self.driver.get_function(ctypes.byref(function), module, f"{prefix}{name}".encode())
+                self.functions[name] = function.value or 0
+        finally:
+            self._leave(previous_context)
+
+    @property
+    def context(self) -> int:
+        """Handle of the context."""
+        return self._context.value or 0
+
+    def _enter(self) -> int | None:
+        """Make this device's context current on this thread. Return the previous context, or None."""
+        current = ctypes.c_void_p()
+        self.driver.get_context(ctypes.byref(current))
+        if current.value == self._context.value:
+            return self._context.value
+        self.driver.set_context(self._context)
+        return current.value
+
+    def _leave(self, previous_context: int | None) -> None:
+        # A thread without a context keeps this one, which torch would also use.
+        if previous_context is not None and previous_context != self._context.value:
+            self.driver.set_context(previous_context)
+
+
+class NvrtcLauncher(Launcher):
+    """Launches kernels compiled for the present GPU. Any thread may launch.
 
     Args:
         device: a CUDA device; default index: the current device.
@@ -176,36 +229,8 @@ class NvrtcLauncher(Launcher):
             compiler = nvrtc.find()
             arch = nvrtc.arch_for(torch.cuda.get_device_capability(index), compiler.archs)
             code = nvrtc.kernels(arch, compiler=compiler)
-        self._driver = driver or Driver()
-        self._driver.init(0)
-        self._context = ctypes.c_void_p()
-        self._driver.retain_context(ctypes.byref(self._context), index)
-        functions: dict[str, int] = {}
-        module, previous_context = ctypes.c_void_p(), self._enter()
-        try:
-            self._driver.load(ctypes.byref(module), code)
-            # Load all kernels now: a kernel cannot be loaded during the capture of a graph.
-            for kernel in kernel_fields():
-                function = ctypes.c_void_p()
-                self._driver.get_function(ctypes.byref(function), module, f"p2p_{kernel}".encode())
-                functions[kernel] = function.value or 0
-        finally:
-            self._leave(previous_context)
-        super().__init__(native_core().P2pStarter.driver(self._driver.addresses(), self._context.value or 0, functions))
-
-    def _enter(self) -> int | None:
-        """Make this device's context current on this thread. Return the previous context, or None."""
-        current = ctypes.c_void_p()
-        self._driver.get_context(ctypes.byref(current))
-        if current.value == self._context.value:
-            return self._context.value
-        self._driver.set_context(self._context)
-        return current.value
-
-    def _leave(self, previous_context: int | None) -> None:
-        # A thread without a context keeps this one, which torch would also use.
-        if previous_context is not None and previous_context != self._context.value:
-            self._driver.set_context(previous_context)
+        module = Module(index, code, kernel_fields(), "p2p_", driver)
+        super().__init__(native_core().P2pStarter.driver(module.driver.addresses(), module.context, module.functions))
 
 
 @cache

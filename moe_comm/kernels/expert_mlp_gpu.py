@@ -1,6 +1,6 @@
 """``ExpertMLP`` on a GPU: one launch per GEMM for the rows of all experts (``kernels/triton/grouped_mm.py``).
 
-    forward    h = rows @ w13.T          act = activation(h)         out = act @ w2.T
+    forward    h = rows @ w13.T          act = activation(h)         out = act @ w2.T       SwiGLU: h and act at once
     backward   grad_act = grad @ w2      grad_h, act again           grad_rows = grad_h @ w13
                                          grad_w2 = grad.T @ act      grad_w13 = grad_h.T @ rows
 
@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
 
@@ -54,9 +55,17 @@ def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -
         rows_RD: [R, D], unit stride along D.
         counts_E: int64 rows of each expert, on the device. Rows of ``out_RD`` beyond their sum are not written.
     """
-    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_mm_swiglu_into  # needs Triton
 
-    h_RG, act_RF, w2_EDF = hidden(mlp, rows_RD, lambda x, w, out: grouped_mm_into(x, w, counts_E, out))
+    w13_EGD, w2_EDF, _, _ = mlp.tensors
+    assert w13_EGD is not None
+    assert w2_EDF is not None
+    if isinstance(mlp.activation, SwiGLU):
+        h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
+        act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
+        grouped_mm_swiglu_into(rows_RD, w13_EGD, counts_E, h_RG, act_RF)
+    else:
+        h_RG, act_RF, _ = hidden(mlp, rows_RD, lambda x, w, out: grouped_mm_into(x, w, counts_E, out))
     grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
     return h_RG
 

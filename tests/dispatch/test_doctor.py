@@ -11,6 +11,7 @@ from moe_comm.dispatch.selection import doctor
 from moe_comm.dispatch.selection.choice import choose
 from moe_comm.errors import MissingDependency
 from moe_comm.gpu import nvrtc
+from moe_comm.kernels import tensor_cores
 from moe_comm.runtime.doctor import DoctorFinding, DoctorReport
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -97,6 +98,16 @@ def test_the_report_names_the_source_of_a_gpus_kernels(
     reported, advice = doctor._kernel_source(capability, archs, None if compiler is None else {"archs": compiler})
     assert reported.startswith(source)
     assert bool(advice) is advised
+
+
+def test_the_report_says_which_kernels_compute_grouped_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [(object(), "checked"), (None, "this GPU is sm_80"), (None, f"{tensor_cores.FAILED}do not run")]
+    monkeypatch.setattr(tensor_cores, "choice", lambda index: answers[index])
+    notes, findings = examine([gpu_facts(i, []) for i in range(3)])
+    lines = [findings[f"grouped GEMM, cuda:{i}"] for i in range(3)]
+    assert [line.status for line in lines] == ["ok", "ok", "note"]
+    assert [line.value for line in lines] == [answers[0][1], *(f"in Triton: {reason}" for _, reason in answers[1:])]
+    assert [notes.data["gemm"][i]["kernels"] for i in range(3)] == ["cuda", "triton", "triton"]
 
 
 def test_missing_compilers_and_gpus_are_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@
 
 struct launch {
   int64_t function, grid, block, shared, stream, context;
-  unsigned char words[512];
+  unsigned char words[640];
 };
 
 static _Thread_local int64_t current;
@@ -57,7 +57,19 @@ API int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned 
   struct launch* launch = &launches[num_launches++];
   launch->function = (intptr_t)function, launch->grid = grid, launch->block = block, launch->shared = shared;
   launch->stream = (intptr_t)stream, launch->context = current;
-  memcpy(launch->words, arguments[0], 10 * 8);  // all kernels of the tests have 10 words
+  // The kernels of the tests have 10 words, and GEMMs, with blocks of 384 threads, 80.
+  memcpy(launch->words, arguments[0], (block == 384 ? 80 : 10) * 8);
+  return 0;
+}
+// Writes the matrix as 16 words: address, dtype, rank, 3 sizes, 2 strides, 3 sides of the box, and the options.
+API int cuTensorMapEncodeTiled(int64_t* map, int dtype, unsigned rank, void* at, const uint64_t* sizes,
+                               const uint64_t* strides, const unsigned* box, const unsigned* steps, int interleave,
+                               int swizzle, int promotion, int fill) {
+  if ((intptr_t)map % 64 || (intptr_t)at % 16 || steps[0] != 1 || steps[1] != 1 || steps[2] != 1) return 1;
+  const int64_t words[16] = {(intptr_t)at,     dtype,      rank,   sizes[0], sizes[1],   sizes[2], strides[0],
+                             strides[1],       box[0],     box[1], box[2],   interleave, swizzle,  promotion,
+                             fill};
+  memcpy(map, words, sizeof words);
   return 0;
 }
 API int cuGetErrorName(int status, const char** text) {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import struct
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from moe_comm.gpu.blocks import single_block
 from moe_comm.gpu.nvrtc import Nvrtc
 from moe_comm.gpu.operations import GroupOperations
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, GroupShape
+from tests.gpu.fake_driver import launches
 
 CSRC = Path(__file__).parents[2] / "csrc"
 FILES = {
@@ -157,7 +156,7 @@ def test_the_cache_folder_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch
     assert nvrtc.cache_folder() == Path.home() / ".cache" / "moe_comm" / "kernels"
 
 
-# --- the driver, simulated by a library that records its calls ---
+# --- the driver, simulated by a library that records its calls (fake_driver.c) ---
 
 GROUP_WORDS = (
     "world",
@@ -177,42 +176,8 @@ READY_WORDS = {**WORDS, "tokens": 0, "top_k": 0, "place_at": 0}
 """The arguments of the kernel ``ll_ready``."""
 
 
-class Launched(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("function", "grid", "block", "shared", "stream", "context")),
-        ("words", ctypes.c_ubyte * 512),
-    )
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cc = shutil.which("cc") or shutil.which("gcc")
-    assert cc is not None, "this test needs a C compiler, which building moe_comm needs as well"
-    path = tmp_path_factory.mktemp("driver") / "libcuda.so"
-    source = Path(__file__).with_name("fake_driver.c")
-    subprocess.run([cc, "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, source], check=True, timeout=120)
-    return path
-
-
-@pytest.fixture
-def fake_driver(library: Path, tmp_path: Path) -> tuple[launch.Driver, ctypes.CDLL]:
-    # A library loaded from another file has records of its own, which are empty.
-    path = shutil.copy(library, tmp_path / "libcuda.so")
-    loaded_library = ctypes.CDLL(path)
-    loaded_library.fake_launches.restype = ctypes.POINTER(Launched)
-    loaded_library.fake_attributes.restype = ctypes.POINTER(ctypes.c_int64)
-    loaded_library.fake_loaded.restype = ctypes.c_char_p
-    return launch.Driver(path), loaded_library
-
-
 def launcher(driver_api: launch.Driver, device: int = 0, code: bytes = b"code!") -> launch.NvrtcLauncher:
     return launch.NvrtcLauncher(torch.device("cuda", device), code=code, driver=driver_api)
-
-
-def launches(library: ctypes.CDLL) -> list[Launched]:
-    count = ctypes.c_int()
-    first = library.fake_launches(ctypes.byref(count))
-    return [first[i] for i in range(count.value)]
 
 
 def test_a_launch_passes_its_arguments_to_the_driver_in_order(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:

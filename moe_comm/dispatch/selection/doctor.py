@@ -19,6 +19,7 @@ from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffi
 from moe_comm.errors import KernelError, MissingDependency, pip_install
 from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import PTX_FROM, compiled_for
+from moe_comm.kernels import tensor_cores
 from moe_comm.runtime.doctor import DoctorReport
 from moe_comm.runtime.launch import available_cores
 from moe_comm.runtime.memory import native_is_built
@@ -34,6 +35,7 @@ LINKS = {
 }
 """Names of connections between GPUs in ``nvidia-smi topo -m``. NV18 means 18 NVLinks."""
 
+_SLOWER = "results are the same, but take longer; please report this"
 NO_CODE = "none"
 """Reported for a GPU without kernels."""
 
@@ -79,6 +81,21 @@ def _compilers(notes: DoctorReport) -> None:
         sources[device["index"]] = source
         notes.add("gpu", f"device code, cuda:{device['index']}", "missing" if advice else "ok", source, advice)
     notes.data["device_code"] = sources
+    _gemms(notes)
+
+
+def _gemms(notes: DoctorReport) -> None:
+    """Report which kernels compute the grouped GEMMs of each GPU. Those in CUDA C++ run a small problem."""
+    notes.data["gemm"] = {}
+    for device in notes.data["gpus"]:
+        gemm, reason = tensor_cores.choice(device["index"])
+        notes.data["gemm"][device["index"]] = {"kernels": "cuda" if gemm else "triton", "why": reason}
+        name = f"grouped GEMM, cuda:{device['index']}"
+        if gemm is not None:
+            notes.add("gpu", name, "ok", reason)
+        else:
+            failed = reason.startswith(tensor_cores.FAILED)
+            notes.add("gpu", name, "note" if failed else "ok", f"in Triton: {reason}", _SLOWER if failed else "")
 
 
 def _kernel_source(capability: str, archs: Sequence[str], compiler: Mapping[str, Any] | None) -> tuple[str, str]:

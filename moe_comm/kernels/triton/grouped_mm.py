@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
+from moe_comm.kernels.tensor_cores import multiply_rows
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
     DTYPES,
@@ -31,6 +32,7 @@ from moe_comm.kernels.triton.launch import (
     launch,
     processors,
 )
+from moe_comm.kernels.triton.swiglu import check_swiglu, swiglu_forward
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,9 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
         start += count
 
 
-def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = True) -> None:
+def grouped_mm_into(
+    rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = True, native: bool = True
+) -> None:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the CPU.
 
     Rows beyond the sum of ``counts_E`` (of a larger buffer) are not written.
@@ -280,23 +284,13 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         out_RN: [R, N] of the same dtype; dense rows.
         tma: Load 16-bit operands with TMA on sm_90 and sm_100, with the same tiles, if their strides allow it
             (``tma_supports``). False: never. The bits are the same.
+        native: With ``tma``, use the kernels in CUDA C++ where they run (``kernels/tensor_cores.py``).
     """
-    check_tensors("grouped_mm", rows_RD, w_END, counts_E, out_RN)
-    check_rows("grouped_mm", "rows", rows_RD)
-    check_rows("grouped_mm", "out", out_RN)
-    if w_END.dim() != 3 or w_END.shape[2] != rows_RD.shape[1] or w_END.dtype != rows_RD.dtype:
-        raise InputError(
-            f"grouped_mm of rows {tuple(rows_RD.shape)} of {rows_RD.dtype} needs weights [E, N, {rows_RD.shape[1]}] "
-            f"of that dtype; got {tuple(w_END.shape)} of {w_END.dtype}"
-        )
+    _check(rows_RD, w_END, counts_E, out_RN)
     experts, columns, inner = w_END.shape
-    check_index("grouped_mm", "counts", counts_E, (experts,))
-    if tuple(out_RN.shape) != (rows_RD.shape[0], columns) or out_RN.dtype != rows_RD.dtype:
-        raise InputError(
-            f"grouped_mm needs out [{rows_RD.shape[0]}, {columns}] of {rows_RD.dtype}; "
-            f"got {tuple(out_RN.shape)} of {out_RN.dtype}"
-        )
     if not out_RN.numel() or not experts:
+        return
+    if tma and native and multiply_rows(rows_RD, w_END, counts_E, out_RN):
         return
     at = capability(rows_RD)
     tiling = tiling_for(rows_RD.dtype, at, rows_RD.shape[0] / experts)
@@ -317,6 +311,38 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
+
+
+def grouped_mm_swiglu_into(rows_RD: Tensor, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor) -> None:
+    """Write h = rows @ w13.T, gate | up, and act = silu(gate) * up, in one launch if a kernel in CUDA C++ does it.
+
+    The bits are those of ``grouped_mm_into`` and ``swiglu_forward``, whose arguments and errors these are. Rows beyond
+    the sum of ``counts_E`` are undefined.
+    """
+    _check(rows_RD, w13_EGD, counts_E, h_RG)
+    check_swiglu("grouped_mm_swiglu", h_RG, out=act_RF)
+    if h_RG.numel() and w13_EGD.shape[0] and multiply_rows(rows_RD, w13_EGD, counts_E, h_RG, act_RF):
+        return
+    grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
+    swiglu_forward(h_RG, act_RF)
+
+
+def _check(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor) -> None:
+    check_tensors("grouped_mm", rows_RD, w_END, counts_E, out_RN)
+    check_rows("grouped_mm", "rows", rows_RD)
+    check_rows("grouped_mm", "out", out_RN)
+    if w_END.dim() != 3 or w_END.shape[2] != rows_RD.shape[1] or w_END.dtype != rows_RD.dtype:
+        raise InputError(
+            f"grouped_mm of rows {tuple(rows_RD.shape)} of {rows_RD.dtype} needs weights [E, N, {rows_RD.shape[1]}] "
+            f"of that dtype; got {tuple(w_END.shape)} of {w_END.dtype}"
+        )
+    experts, columns, _ = w_END.shape
+    check_index("grouped_mm", "counts", counts_E, (experts,))
+    if tuple(out_RN.shape) != (rows_RD.shape[0], columns) or out_RN.dtype != rows_RD.dtype:
+        raise InputError(
+            f"grouped_mm needs out [{rows_RD.shape[0]}, {columns}] of {rows_RD.dtype}; "
+            f"got {tuple(out_RN.shape)} of {out_RN.dtype}"
+        )
 
 
 def uses_tma(rows_RD: Tensor, w_END: Tensor, tiling: Tiling, at: int) -> bool:

@@ -1,0 +1,52 @@
+// Python bindings of the GEMMs on GPUs.
+#include "bind_gpu_gemm.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+
+#include "bind_p2p.h"
+#include "cuda/gemm/launch.h"
+
+namespace py = pybind11;
+
+namespace moe_comm {
+
+namespace {
+
+using Words = std::array<int64_t, 5>;
+
+gemm::Matrices matrices_of(const Words& words) { return {words[0], words[1], words[2], words[3], words[4]}; }
+
+}  // namespace
+
+void bind_gpu_gemm(py::module_& m) {
+  m.def("gpu_gemm_code", [] { return py::bytes(gemm::compiled_kernels()); });
+  m.def("gpu_gemm_kernels", [] {
+    std::vector<std::string> names;
+    for (const char* name : gemm::kernel_names()) names.push_back(name);
+    return names;
+  });
+  py::class_<gemm::Launcher>(m, "GpuGemm")
+      .def(py::init([](const std::map<std::string, uintptr_t>& calls, uintptr_t context,
+                       const std::map<std::string, uintptr_t>& functions, int64_t blocks) {
+             p2p::Driver driver = driver_of(calls, context);
+             for (const char* name : gemm::kernel_names()) {
+               driver.functions.push_back(reinterpret_cast<void*>(functions.at(name)));
+             }
+             return std::make_unique<gemm::Launcher>(std::make_shared<p2p::DriverStarter>(driver),
+                                                     calls.at("cuTensorMapEncodeTiled"), blocks);
+           }),
+           py::arg("calls"), py::arg("context"), py::arg("functions"), py::arg("blocks"))
+      .def("rows",
+           [](const gemm::Launcher& self, const Words& rows, const Words& w, bool transposed, int64_t counts_at,
+              int64_t experts, const Words& out, const Words& act, uintptr_t stream) {
+             py::gil_scoped_release release;
+             self.rows({matrices_of(rows), matrices_of(w), matrices_of(out), matrices_of(act), counts_at, experts,
+                        transposed},
+                       stream);
+           });
+}
+
+}  // namespace moe_comm

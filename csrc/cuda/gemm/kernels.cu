@@ -1,0 +1,13 @@
+// The GEMMs of this folder, for sm_90a only. Compiled by nvcc for the wheel, or by NVRTC.
+#include "cuda/gemm/rows.h"
+
+#define MOE_ROWS_KERNEL(name, transposed, swiglu)                                                                   \
+  extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1)                                         \
+      gemm_##name(const __grid_constant__ moe_comm::gemm::RowsArgs a) {                                             \
+    using namespace moe_comm::gemm;                                                                                 \
+    multiply_rows<transposed, swiglu>(a);                                      \
+  }
+
+MOE_ROWS_KERNEL(rows, 0, false)
+MOE_ROWS_KERNEL(rows_transposed, 1, false)
+MOE_ROWS_KERNEL(rows_swiglu, 0, true)

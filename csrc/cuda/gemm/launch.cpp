@@ -1,0 +1,72 @@
+#include "cuda/gemm/launch.h"
+
+#include <array>
+#include <string>
+#include <utility>
+
+#include "cuda/gemm/rows.h"
+
+namespace moe_comm {
+namespace gemm {
+
+namespace {
+
+// cuTensorMapEncodeTiled and its constants.
+using Encode = int (*)(void* map, int dtype, uint32_t rank, void* at, const uint64_t* sizes, const uint64_t* strides,
+                       const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill);
+constexpr int kBf16 = 9, kSwizzle128 = 3, kPromotion256 = 3;
+constexpr int64_t kBytes = 2;  // of an element
+constexpr int kGroup = 8;      // rows of tiles that are visited together
+
+// A map of an array of three dimensions, innermost first; strides of the outer two in elements.
+void encode(uintptr_t encode, TensorMap* map, int64_t at, const std::array<int64_t, 3>& sizes,
+            const std::array<int64_t, 2>& strides, const std::array<uint32_t, 3>& box) {
+  const uint64_t dims[] = {static_cast<uint64_t>(sizes[0]), static_cast<uint64_t>(sizes[1]),
+                           static_cast<uint64_t>(sizes[2])};
+  const uint64_t steps[] = {static_cast<uint64_t>(strides[0] * kBytes), static_cast<uint64_t>(strides[1] * kBytes)};
+  const uint32_t ones[] = {1, 1, 1};
+  const int status = reinterpret_cast<Encode>(encode)(map, kBf16, 3, reinterpret_cast<void*>(at), dims, steps,
+                                                      box.data(), ones, 0, kSwizzle128, kPromotion256, 0);
+  if (status != 0) {
+    throw p2p::LaunchError("the CUDA driver answers cuTensorMapEncodeTiled with error " + std::to_string(status) +
+                           " for a matrix of " + std::to_string(sizes[2]) + " x " + std::to_string(sizes[1]) + " x " +
+                           std::to_string(sizes[0]));
+  }
+}
+
+}  // namespace
+
+std::vector<const char*> kernel_names() {
+#define MOE_GEMM_NAME(name) #name,
+  return {MOE_GEMM_KERNELS(MOE_GEMM_NAME)};
+}
+
+Launcher::Launcher(std::shared_ptr<p2p::Starter> starter, uintptr_t encode, int64_t blocks)
+    : starter_(std::move(starter)), encode_(encode), blocks_(blocks) {}
+
+void Launcher::rows(const RowsProduct& p, uintptr_t stream) const {
+  const bool swiglu = p.act.at != 0;
+  const int64_t parts = swiglu ? 2 : 1, width = p.out.columns / parts, inner = p.rows.columns;
+  RowsArgs a{};
+  encode(encode_, &a.rows, p.rows.at, {inner, p.rows.rows, 1}, {p.rows.stride, p.rows.rows * p.rows.stride},
+         {64, 128, 1});
+  const uint32_t box = p.transposed ? 64 : swiglu ? 128 : 256;
+  encode(encode_, &a.w, p.w.at, {p.w.columns, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride}, {64, box, 1});
+  encode(encode_, &a.out, p.out.at, {width, parts, p.out.rows}, {swiglu ? width : p.out.stride, p.out.stride},
+         {64, 1, 16});
+  if (swiglu) encode(encode_, &a.act, p.act.at, {width, 1, p.act.rows}, {p.act.stride, p.act.stride}, {64, 1, 16});
+  a.counts_at = p.counts_at;
+  a.out_at = p.out.at;
+  a.out_stride = p.out.stride;
+  a.act_at = p.act.at;
+  a.act_stride = p.act.stride;
+  a.experts = static_cast<int32_t>(p.experts);
+  a.columns = static_cast<int32_t>(width);
+  a.inner = static_cast<int32_t>(inner);
+  a.group = kGroup;
+  const int kernel = p.transposed ? k_rows_transposed : swiglu ? k_rows_swiglu : k_rows;
+  starter_->start(kernel, {blocks_, kThreads, kRowsShared, stream, -1}, &a);
+}
+
+}  // namespace gemm
+}  // namespace moe_comm

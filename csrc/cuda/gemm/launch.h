@@ -1,0 +1,50 @@
+// Launching the GEMMs of this folder on a GPU. The driver's functions are called by address, so nothing links libcuda.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/launch.h"
+
+namespace moe_comm {
+namespace gemm {
+
+#define MOE_GEMM_KERNELS(KERNEL) KERNEL(rows) KERNEL(rows_transposed) KERNEL(rows_swiglu)
+#define MOE_GEMM_NUMBER(name) k_##name,
+enum Kernel : int { MOE_GEMM_KERNELS(MOE_GEMM_NUMBER) kKernels };
+
+std::vector<const char*> kernel_names();
+// Machine code for sm_90a with a function gemm_<name> for each kernel; empty if this build has none.
+std::string compiled_kernels();
+
+// A 16-bit matrix for each expert, or one, in device memory: strides in elements, columns dense.
+struct Matrices {
+  int64_t at = 0, rows = 0, columns = 0, stride = 0, expert_stride = 0;
+};
+
+// out[r] = rows[r] @ w[e].T for the rows r of each expert e, in bf16. w: [E, N, K], or transposed: [E, K, N].
+// act.at != 0: out is gate | up, and act = silu(gate) * up is stored as well. Addresses and strides are multiples of 16
+// bytes, and so are N and K (SwiGLU: N / 2).
+struct RowsProduct {
+  Matrices rows, w, out, act;
+  int64_t counts_at = 0, experts = 0;
+  bool transposed = false;
+};
+
+class Launcher {
+ public:
+  // encode: cuTensorMapEncodeTiled. blocks: number of multiprocessors.
+  Launcher(std::shared_ptr<p2p::Starter> starter, uintptr_t encode, int64_t blocks);
+  // Throws LaunchError if the kernel was not launched.
+  void rows(const RowsProduct& product, uintptr_t stream) const;
+
+ private:
+  const std::shared_ptr<p2p::Starter> starter_;
+  const uintptr_t encode_;
+  const int64_t blocks_;
+};
+
+}  // namespace gemm
+}  // namespace moe_comm

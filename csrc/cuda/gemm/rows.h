@@ -1,0 +1,213 @@
+// Grouped GEMM on Hopper's tensor cores: out[r] = rows[r] @ w[expert of r].T, rows sorted by expert.
+//
+//   block of 3 warp groups, one per multiprocessor, persistent
+//     producer    ── TMA ──▸ ring of stages: rows [128, 64] and weights [256, 64] of a tile, 128-byte swizzle
+//     consumers   ── wgmma ─▸ 64 rows x 256 columns each, fp32 sums in registers ─▸ bf16 in shared memory ── TMA ──▸ out
+//
+// The producer loads the next tile while the consumers store. A sum has one order over K, whatever the other rows are.
+// Where a tile ends after the last row of an expert, its threads store the rows that are the expert's.
+#pragma once
+
+#include "cuda/gemm/hopper.h"
+#include "cuda/gemm/walk.h"
+
+namespace moe_comm {
+namespace gemm {
+
+// SwiGLU: h = rows @ w.T is gate | up, each `columns` wide. A tile has 128 columns of each, and those of act.
+struct alignas(64) RowsArgs {
+  TensorMap rows;  // [1, R, inner], boxes of 128 rows
+  TensorMap w;     // [E, N, inner], boxes of 256 rows (SwiGLU: 128); MN-major: [E, inner, N], boxes of 64 rows
+  TensorMap out;   // [R, parts, columns], boxes of 16 rows
+  TensorMap act;   // [R, 1, columns], SwiGLU only
+  int64_t counts_at;  // [E] int64
+  int64_t out_at, out_stride, act_at, act_stride;
+  int32_t experts, columns, inner, group;
+};
+
+constexpr int kTileRows = 128, kTileColumns = 256, kTileInner = 64;
+constexpr int kThreads = 384;
+constexpr int kBytesA = kTileRows * 128, kBytesB = kTileColumns * 128, kBytesBox = 16 * 128;
+
+constexpr int kStages = 4, kBuffers = 2;  // fewer stages and more buffers were slower on an H200
+constexpr int kRowsShared = 1024 + kStages * (kBytesA + kBytesB) + 8 * kBuffers * kBytesBox + 2 * kStages * 8;
+
+#ifdef MOE_HOPPER
+
+MOE_DEVICE float float_of(uint32_t pair, int high) {
+  return __uint_as_float(high ? pair & 0xffff0000u : pair << 16);
+}
+
+// silu(gate) * up of the 16-bit values, as kernels/triton/swiglu.py.
+MOE_DEVICE float swiglu(float gate, float up) {
+  float power, s;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, 1.4426950408889634f)));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(__fadd_rn(1.0f, power)));
+  return __fmul_rn(__fmul_rn(s, gate), up);
+}
+
+// Stores 16 rows of a warp, 64 columns at a time, through `kBuffers` buffers of its own.
+class RowStore {
+ public:
+  MOE_DEVICE RowStore(uint32_t buffers, int lane) : buffers_(buffers), lane_(lane) {}
+
+  // pair(j, h): elements of columns 8 * j + {0, 1} + lane % 4 * 2 and row lane / 4 + 8 * h. rows: those to store.
+  template <class Pair>
+  MOE_DEVICE void box(const TensorMap* map, int64_t at, int64_t stride, int64_t first_row, int rows, int part,
+                      int column, int columns, Pair pair) {
+    const uint32_t buffer = buffers_ + next_ * kBytesBox;
+    next_ = next_ + 1 == kBuffers ? 0 : next_ + 1;
+    if (lane_ == 0) wait_stores_read<kBuffers - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const int row = lane_ % 16, word = j + lane_ / 16;
+      store_matrices(buffer + row * 128 + ((word ^ (row & 7)) << 4), pair(j, 0), pair(j, 1), pair(j + 1, 0),
+                     pair(j + 1, 1));
+    }
+    if (rows >= 16) {
+      fence_async();
+      __syncwarp();
+      if (lane_ == 0) store_3d(map, buffer, column, part, static_cast<int32_t>(first_row));
+    } else {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = i * 4 + lane_ / 8, word = lane_ % 8, first = column + word * 8;
+        if (row < rows && first < columns) {
+          uint32_t v[4];
+          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                       : "r"(buffer + row * 128 + ((word ^ (row & 7)) << 4)));
+          const int64_t to = at + 2 * ((first_row + row) * stride + static_cast<int64_t>(part) * columns + first);
+          asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                       : "memory");
+        }
+      }
+      __syncwarp();
+    }
+    if (lane_ == 0) commit_stores();  // also without a store, so that the last groups are those of the other buffers
+  }
+
+ private:
+  const uint32_t buffers_;
+  const int lane_;
+  int next_ = 0;
+};
+
+// kMajorB: 1 if w is [E, inner, N], dense along N.
+template <int kMajorB, bool kSwiglu>
+MOE_DEVICE void multiply_rows(const RowsArgs& a) {
+  extern __shared__ unsigned char block_shared[];
+  const uint32_t a_tiles = (shared_address(block_shared) + 1023) & ~1023u, b_tiles = a_tiles + kStages * kBytesA;
+  const uint32_t buffers = b_tiles + kStages * kBytesB, full = buffers + 8 * kBuffers * kBytesBox;
+  const uint32_t empty = full + kStages * 8;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const auto* counts = reinterpret_cast<const int64_t*>(a.counts_at);
+  constexpr int kColumns = kSwiglu ? kTileColumns / 2 : kTileColumns;  // of `columns`, per tile
+  const int tiles_n = (a.columns + kColumns - 1) / kColumns, steps = (a.inner + kTileInner - 1) / kTileInner;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 8);  // a warp may be behind the others of its group
+    }
+    barriers_ready();
+    prefetch_map(&a.rows);
+    prefetch_map(&a.w);
+    prefetch_map(&a.out);
+  }
+  // The walk reads the counts one after the other; bring their lines to the cache at once.
+  for (int e = static_cast<int>(threadIdx.x) * 16; e < a.experts; e += kThreads * 16) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(counts + e));
+  }
+  __syncthreads();
+
+  Walk tile(counts, a.experts, kTileRows, tiles_n, a.group, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  Ring<kStages> ring;
+  if (warp < 4) {
+    fewer_registers<40>();
+    while (threadIdx.x == 0 && tile.next()) {
+      const int row = static_cast<int>(tile.first_row), column = tile.n * kColumns;
+      for (int k = 0; k < steps; ++k, ring.next()) {
+        const uint32_t barrier = full + ring.stage * 8, b = b_tiles + ring.stage * kBytesB;
+        const int inner = k * kTileInner;
+        barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+        barrier_expect(barrier, kBytesA + kBytesB);
+        load_3d(a_tiles + ring.stage * kBytesA, &a.rows, barrier, inner, row, 0);
+        if (kSwiglu) {
+          load_3d(b, &a.w, barrier, inner, column, tile.expert);
+          load_3d(b + kBytesB / 2, &a.w, barrier, inner, a.columns + column, tile.expert);
+        } else if (kMajorB) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            load_3d(b + i * kBytesB / 4, &a.w, barrier, column + i * 64, inner, tile.expert);
+          }
+        } else {
+          load_3d(b, &a.w, barrier, inner, column, tile.expert);
+        }
+      }
+    }
+  } else {
+    more_registers<232>();
+    const int half = warp / 4 - 1, first = half * 64 + warp % 4 * 16;  // row of this warp in a tile
+    RowStore store(buffers + (warp - 4) * kBuffers * kBytesBox, lane);
+    while (tile.next()) {
+      if (tile.rows <= half * 64) {
+        for (int k = 0; k < steps; ++k, ring.next()) {
+          barrier_wait(full + ring.stage * 8, ring.phase);
+          if (lane == 0) barrier_arrive(empty + ring.stage * 8);
+        }
+        continue;
+      }
+      float d[128];
+      uint32_t used = 0;  // barrier of the stage that the products in flight read
+      for (int k = 0; k < steps; ++k, ring.next()) {
+        barrier_wait(full + ring.stage * 8, ring.phase);
+        const uint32_t at = a_tiles + ring.stage * kBytesA + half * (kBytesA / 2), bt = b_tiles + ring.stage * kBytesB;
+        keep_registers(d);
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < kTileInner / 16; ++i) {
+          const uint64_t b = kMajorB ? descriptor(bt + i * 2048, kBytesB / 4) : descriptor(bt + i * 32, 0);
+          multiply<0, kMajorB>(d, descriptor(at + i * 32, 0), b, k > 0 || i > 0);
+        }
+        products_commit();
+        keep_registers(d);
+        products_wait<1>();
+        if (k > 0 && lane == 0) barrier_arrive(used);
+        used = empty + ring.stage * 8;
+      }
+      products_wait<0>();
+      keep_registers(d);
+      if (lane == 0) barrier_arrive(used);
+
+      const int64_t first_row = tile.first_row + first;
+      const int rows = tile.rows - first, column = tile.n * kColumns;
+      const auto of = [&](int j, int h) { return bf16_pair(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]); };
+#pragma unroll
+      for (int box = 0; box < 4; ++box) {
+        const int part = kSwiglu ? box / 2 : 0, in_part = column + (kSwiglu ? box % 2 : box) * 64;
+        store.box(&a.out, a.out_at, a.out_stride, first_row, rows, part, in_part, a.columns,
+                  [&](int j, int h) { return of(box * 8 + j, h); });
+      }
+      if (kSwiglu) {
+#pragma unroll
+        for (int box = 0; box < 2; ++box) {
+          store.box(&a.act, a.act_at, a.act_stride, first_row, rows, 0, column + box * 64, a.columns,
+                    [&](int j, int h) {
+                      const uint32_t gate = of(box * 8 + j, h), up = of(16 + box * 8 + j, h);
+                      return bf16_pair(swiglu(float_of(gate, 0), float_of(up, 0)),
+                                       swiglu(float_of(gate, 1), float_of(up, 1)));
+                    });
+        }
+      }
+    }
+    if (lane == 0) wait_stores_read<0>();
+  }
+}
+
+#endif  // MOE_HOPPER
+
+}  // namespace gemm
+}  // namespace moe_comm

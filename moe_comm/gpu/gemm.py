@@ -1,0 +1,101 @@
+"""Grouped GEMMs on Hopper's tensor cores (csrc/cuda/gemm): GPUs of compute capability 9.0, bf16.
+
+nvcc compiles them for sm_90a into the native core, or NVRTC compiles them at first use. Each call is one launch by
+native code, which also describes the matrices to TMA, the copy engine of the GPU.
+
+Errors: MissingDependency without native core, compiled kernels and NVRTC; KernelError if NVRTC or the driver fails.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moe_comm.gpu import nvrtc
+from moe_comm.gpu.arguments import native_core
+from moe_comm.gpu.launch import Driver, Module
+
+SOURCE = "cuda/gemm/kernels.cu"
+"""File with the kernels, relative to csrc."""
+ARCH = "sm_90a"
+CAPABILITY = (9, 0)
+MULTIPLE = 8
+"""TMA requires widths and strides that are multiples of this, and addresses that are multiples of 16 bytes."""
+
+
+class GpuGemm:
+    """Launches the kernels on one device. Any thread may launch.
+
+    Args:
+        index: of the CUDA device.
+        blocks: number of its multiprocessors.
+        code, driver: for tests.
+    """
+
+    def __init__(self, index: int, blocks: int, *, code: bytes | None = None, driver: Driver | None = None) -> None:
+        core = native_core()
+        module = Module(index, code or kernel_code(), core.gpu_gemm_kernels(), "gemm_", driver)
+        addresses = module.driver.addresses("cuTensorMapEncodeTiled")
+        self._native = core.GpuGemm(addresses, module.context, module.functions, blocks)
+
+    def rows(
+        self, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None, stream: int
+    ) -> None:
+        """Write out[r] = rows[r] @ w[e].T for each row r of expert e, for matrices that ``takes_rows`` accepts.
+
+        Args:
+            act_RF: if given, out is gate | up, and silu(gate) * up of the rounded values is written as well.
+            stream: handle of a stream of the device.
+        """
+        transposed = w_END.stride(2) != 1
+        experts, columns, inner = w_END.shape
+        sizes = (inner, columns, w_END.stride(2)) if transposed else (columns, inner, w_END.stride(1))
+        by_expert = w_END.stride(0) if experts > 1 else sizes[0] * sizes[2]
+        self._native.rows(
+            _matrix(rows_RD), (w_END.data_ptr(), *sizes, by_expert), transposed, counts_E.data_ptr(), experts,
+            _matrix(out_RN), (0,) * 5 if act_RF is None else _matrix(act_RF), stream,
+        )  # fmt: skip
+
+
+def _matrix(rows_RD: Tensor) -> tuple[int, int, int, int, int]:
+    return (rows_RD.data_ptr(), *rows_RD.shape, rows_RD.stride(0), 0)
+
+
+def kernel_code() -> bytes:
+    """Return the machine code of the kernels: that of the native core, or compiled by NVRTC."""
+    code: bytes = native_core().gpu_gemm_code()
+    return code or nvrtc.kernels(ARCH, source=SOURCE)
+
+
+@cache
+def gpu_gemm(index: int) -> GpuGemm:
+    """Return the launcher of a device of compute capability 9.0."""
+    return GpuGemm(index, torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def takes_rows(rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None = None) -> bool:
+    """Return whether ``GpuGemm.rows`` takes these matrices, whose shapes match: bf16, D and N multiples of 8.
+
+    The answer does not depend on the number of rows, so that all ranks of a group get the same.
+    """
+    experts, columns, inner = w_END.shape
+    _, by_column, by_inner = w_END.stride()
+    plain = by_inner == 1 and by_column >= inner
+    stride, size = (by_column, columns) if plain else (by_inner, inner)
+    if rows_RD.dtype != torch.bfloat16 or not (plain or (by_column == 1 and by_inner >= columns)):
+        return False
+    if act_RF is not None and (not plain or columns % (2 * MULTIPLE) or out_RN.stride(0) % (columns // 2)):
+        return False
+    by_expert = w_END.stride(0) if experts > 1 else stride * size
+    matrices = [rows_RD, out_RN] if act_RF is None else [rows_RD, out_RN, act_RF]
+    return (
+        columns % MULTIPLE == 0
+        and inner % MULTIPLE == 0
+        and stride % MULTIPLE == 0
+        and by_expert % stride == 0
+        and by_expert >= stride * size
+        and all(rows.stride(0) % MULTIPLE == 0 and rows.stride(0) >= rows.shape[1] for rows in matrices)
+        and all(tensor.data_ptr() % (2 * MULTIPLE) == 0 for tensor in (*matrices, w_END))
+    )

@@ -1,0 +1,279 @@
+"""The GEMMs in CUDA C++: machine code, launches through a driver that records them, and the choice between them and
+Triton."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import cuda_resources
+from moe_comm.errors import KernelError, MissingDependency
+from moe_comm.gpu import gemm, launch, nvrtc
+from moe_comm.kernels import tensor_cores
+from tests.gpu.fake_driver import launches
+
+CSRC = Path(__file__).parents[2] / "csrc"
+BF16 = torch.bfloat16
+MAX_REGISTERS = 168
+"""Registers per thread with which a block of 384 threads fits."""
+
+
+def disassembled(code: bytes, folder: Path) -> dict[str, str]:
+    """Return the instructions of each kernel."""
+    knobs = pytest.importorskip("triton").knobs
+    path = folder / "code.cubin"
+    path.write_bytes(code)
+    command = [knobs.nvidia.cuobjdump.path, "-sass", path]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return dict(re.findall(r"Function : gemm_(\w+)\n(.*?)(?=\n\s*\.{3,}|\Z)", text, re.DOTALL))
+
+
+def test_nvrtc_compiles_tensor_core_and_tma_instructions(tmp_path: Path) -> None:
+    code = nvrtc.kernels(gemm.ARCH, sources=cuda_resources.read_tree(CSRC), source=gemm.SOURCE, folder=tmp_path)
+    kernels = disassembled(code, tmp_path)
+    assert kernels.keys() == {"rows", "rows_transposed", "rows_swiglu"}
+    for name, text in kernels.items():
+        products = re.findall(r"HGMMA\.64x256x16\.F32\.BF16 .*", text)
+        assert products and all(("tnspB" in line) == (name == "rows_transposed") for line in products), name
+        for instruction in ("UTMALDG.3D", "UTMASTG.3D", "STSM.16.M88.4", "USETMAXREG"):
+            assert instruction in text, (name, instruction)
+        assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
+
+
+def test_nvcc_compiles_the_same_without_spills() -> None:
+    try:
+        rows = list(cuda_resources.resources(gemm.ARCH, cuda_resources.read_tree(CSRC), gemm.SOURCE))
+    except MissingDependency as error:
+        pytest.skip(str(error))
+    assert len(rows) == 3
+    for row in rows:
+        assert row["spill_bytes"] == row["stack_bytes"] == 0, row
+        assert row["registers"] <= MAX_REGISTERS, row
+
+
+class Launch:
+    """The arguments of a launch. Matrices are address, sizes and strides in bytes, and box, innermost first."""
+
+    def __init__(self, words: bytes) -> None:
+        self.maps = [struct.unpack("16q", words[128 * i : 128 * i + 128]) for i in range(4)]
+        numbers = struct.unpack("5q4i", words[512 : 512 + 56])
+        self.counts_at, self.out_at, self.out_stride, self.act_at, self.act_stride = numbers[:5]
+        self.experts, self.columns, self.inner, self.group = numbers[5:]
+
+    def matrix(self, index: int) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        words = self.maps[index]
+        assert words[1:3] == (9, 3), "bf16, three dimensions"
+        assert words[11:15] == (0, 3, 3, 0), "128-byte swizzle"
+        return words[0], words[3:6], words[6:8], words[8:11]
+
+
+def matrices(rows: int, inner: int, columns: int, experts: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        torch.zeros(rows, inner, dtype=BF16),
+        torch.zeros(experts, columns, inner, dtype=BF16),
+        torch.zeros(experts, dtype=torch.int64),
+        torch.zeros(rows, columns, dtype=BF16),
+    )
+
+
+def test_a_launch_describes_its_matrices(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:
+    driver_api, library = fake_driver
+    kernels = gemm.GpuGemm(3, 132, code=b"code!", driver=driver_api)
+    rows, w, counts, out = matrices(50, 64, 96)
+    act = torch.zeros(50, 48, dtype=BF16)
+    kernels.rows(rows, w, counts, out, None, 7)
+    kernels.rows(rows, w, counts, out, act, 0)
+    narrow = torch.zeros(50, 200, dtype=BF16)[:, :96]
+    kernels.rows(narrow, w.transpose(1, 2), counts, torch.zeros(50, 64, dtype=BF16), None, 0)
+    plain, swiglu, transposed = launches(library)
+    assert [chr(each.function) for each in (plain, swiglu, transposed)] == ["s", "u", "d"], "by the last letter"
+    assert (plain.grid, plain.block, plain.stream, plain.context) == (132, 384, 7, 1003)
+    assert 200_000 < plain.shared <= 227 << 10
+
+    given = Launch(bytes(plain.words))
+    assert given.matrix(0) == (rows.data_ptr(), (64, 50, 1), (128, 6400), (64, 128, 1))
+    assert given.matrix(1) == (w.data_ptr(), (64, 96, 3), (128, 96 * 128), (64, 256, 1))
+    assert given.matrix(2) == (out.data_ptr(), (96, 1, 50), (192, 192), (64, 1, 16))
+    assert (given.counts_at, given.out_at, given.out_stride) == (counts.data_ptr(), out.data_ptr(), 96)
+    assert (given.experts, given.columns, given.inner) == (3, 96, 64)
+
+    given = Launch(bytes(swiglu.words))
+    assert given.matrix(1)[3] == (64, 128, 1)
+    assert given.matrix(2) == (out.data_ptr(), (48, 2, 50), (96, 192), (64, 1, 16))
+    assert given.matrix(3) == (act.data_ptr(), (48, 1, 50), (96, 96), (64, 1, 16))
+    assert (given.columns, given.act_at, given.act_stride) == (48, act.data_ptr(), 48)
+
+    given = Launch(bytes(transposed.words))
+    assert given.matrix(0) == (narrow.data_ptr(), (96, 50, 1), (400, 20000), (64, 128, 1))
+    assert given.matrix(1) == (w.data_ptr(), (64, 96, 3), (128, 96 * 128), (64, 64, 1))
+    assert (given.columns, given.inner) == (64, 96)
+
+    library.fake_refuse_next()
+    with pytest.raises(KernelError, match="cuLaunchKernel with error 700"):
+        kernels.rows(rows, w, counts, out, None, 7)
+
+
+def test_matrices_that_tma_cannot_describe_are_left_to_triton() -> None:
+    rows, w, _, out = matrices(20, 64, 96)
+    act = torch.zeros(20, 48, dtype=BF16)
+    assert gemm.takes_rows(rows, w, out)
+    assert gemm.takes_rows(rows, w, out, act)
+    assert gemm.takes_rows(rows[:0], w, out[:0])
+    assert gemm.takes_rows(rows[3:], w, out[3:])
+    assert gemm.takes_rows(out, w.transpose(1, 2), rows)
+    assert gemm.takes_rows(rows, w[:1], out)
+    assert gemm.takes_rows(torch.zeros(20, 80, dtype=BF16)[:, 8:72], w, torch.zeros(20, 104, dtype=BF16)[:, :96])
+    assert not gemm.takes_rows(rows.half(), w.half(), out.half())
+    assert not gemm.takes_rows(out, w.transpose(1, 2), rows, act), "SwiGLU with transposed weights"
+    for inner, columns in ((60, 96), (64, 92)):
+        rows, w, _, out = matrices(20, inner, columns)
+        assert not gemm.takes_rows(rows, w, out)
+    rows, w, _, out = matrices(20, 64, 96)
+    assert not gemm.takes_rows(torch.zeros(20, 68, dtype=BF16)[:, :64], w, out), "row stride"
+    assert not gemm.takes_rows(torch.zeros(20, 72, dtype=BF16)[:, 1:65], w, out), "alignment"
+    assert not gemm.takes_rows(rows, w[:1].expand(3, -1, -1), out), "one matrix for all experts"
+    assert not gemm.takes_rows(rows, torch.zeros(3, 96, 128, dtype=BF16)[:, :, ::2], out)
+    assert not gemm.takes_rows(rows, w[:, :88], out[:, :88], act[:, :44]), "gate of 44 columns"
+
+
+class Emulated(gemm.GpuGemm):
+    """A device that computes in plain torch, with a fault."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.calls = fault, 0
+
+    def rows(
+        self, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None, stream: int
+    ) -> None:
+        self.calls += 1
+        if self.fault == "raises":
+            raise KernelError("cuLaunchKernel failed")
+        sizes = counts_E.tolist()
+        total = sum(sizes)
+        parts = [rows.float() @ w.float().T for rows, w in zip(rows_RD[:total].split(sizes), w_END, strict=True)]
+        out_RN[:total] = torch.cat(parts).to(BF16)
+        if self.fault == "transposed" and w_END.stride(2) != 1:
+            out_RN[127, 5] += 1
+        if self.fault == "outside":
+            out_RN[total] = 0
+        if act_RF is not None:
+            gate, up = out_RN[:total].float().chunk(2, dim=1)
+            act_RF[:total] = (gate * gate.sigmoid() * up * (1.1 if self.fault == "act" else 1)).to(BF16)
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrong"),
+    [
+        ("", []),
+        ("transposed", ["rows_transposed"]),
+        ("act", ["rows_swiglu"]),
+        ("outside", ["rows", "rows_transposed", "rows_swiglu"]),
+    ],
+)
+def test_the_check_finds_kernels_with_wrong_results(fault: str, wrong: list[str]) -> None:
+    assert tensor_cores.wrong_kernels(Emulated(fault), torch.device("cpu")) == wrong
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Emulate a GPU of compute capability 9.0, whose checks run on the CPU."""
+    check = tensor_cores.wrong_kernels
+    monkeypatch.setattr(tensor_cores, "wrong_kernels", lambda kernels, device: check(kernels, torch.device("cpu")))
+    monkeypatch.setattr(tensor_cores, "_known", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    tensor_cores.choice.cache_clear()
+
+    def use(device: Emulated) -> Emulated:
+        monkeypatch.setattr(tensor_cores, "gpu_gemm", lambda index: device)
+        return device
+
+    yield use
+    tensor_cores.choice.cache_clear()
+
+
+def test_a_right_device_is_used_after_one_check(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    device = hopper(Emulated())
+    assert tensor_cores.launcher(0) is device
+    assert tensor_cores.launcher(0) is device
+    assert device.calls == 3
+    assert "checked on this GPU" in tensor_cores.choice(0)[1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("act", "give wrong results: rows_swiglu"), ("raises", "do not run: cuLaunchKernel failed")]
+)
+def test_a_wrong_device_is_left_to_triton_with_one_warning(
+    fault: str, reason: str, hopper: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    hopper(Emulated(fault))
+    assert tensor_cores.launcher(0) is None
+    assert tensor_cores.launcher(0) is None
+    (record,) = caplog.records
+    assert reason in record.getMessage() and "in Triton" in record.getMessage()
+
+
+def test_other_devices_and_the_setting_use_triton_without_a_warning(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = hopper(Emulated())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tensor_cores.launcher(0) is None, "the check cannot be captured; a later call makes it"
+    assert device.calls == 0
+    monkeypatch.setenv(tensor_cores.GEMM, "triton")
+    assert tensor_cores.choice(1) == (None, "MOE_COMM_GEMM=triton")
+    monkeypatch.delenv(tensor_cores.GEMM)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
+    assert tensor_cores.launcher(2) is None
+    assert "this GPU is sm_100" in tensor_cores.choice(2)[1]
+    assert not caplog.records
+
+
+def test_tensors_on_the_cpu_and_of_other_dtypes_are_not_asked_for() -> None:
+    rows, w, counts, out = matrices(20, 64, 96)
+    assert not tensor_cores.multiply_rows(rows, w, counts, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("inner", "width", "counts"),
+    [(64, 128, [128]), (256, 256, [0, 1, 127, 129, 0, 300]), (200, 136, [5, 64, 65, 200]), (2048, 768, [130] * 40)],
+)
+def test_results_have_the_bits_of_triton(inner: int, width: int, counts: list[int]) -> None:
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
+    from moe_comm.kernels.triton.swiglu import swiglu_forward
+
+    kernels, reason = tensor_cores.choice(0)
+    if kernels is None:
+        assert not reason.startswith(tensor_cores.FAILED), reason
+        pytest.skip(reason)
+    generator, device = torch.Generator("cuda").manual_seed(0), torch.device("cuda", 0)
+    total, counts_E = sum(counts), torch.tensor(counts, device=device)
+    rows, w = (
+        torch.randn(*shape, generator=generator, device=device).to(BF16)
+        for shape in ((total + 3, inner), (len(counts), 2 * width, inner))
+    )
+
+    def results(native: bool) -> list[Tensor]:
+        h, grad, act = (torch.zeros(total + 3, n, dtype=BF16, device=device) for n in (2 * width, inner, width))
+        if native:
+            assert tensor_cores.multiply_rows(rows, w, counts_E, h, act)
+        else:
+            grouped_mm_into(rows, w, counts_E, h, native=False)
+            swiglu_forward(h, act)
+        grouped_mm_into(h, w.transpose(1, 2), counts_E, grad, native=native)
+        return [h, act, grad]
+
+    for ours, triton in zip(results(True), results(False), strict=True):
+        assert torch.equal(ours[:total], triton[:total])
+        assert not ours[total:].any()
