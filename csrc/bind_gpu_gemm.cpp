@@ -46,7 +46,12 @@ void bind_gpu_gemm(py::module_& m) {
              self.rows({matrices_of(rows), matrices_of(w), matrices_of(out), matrices_of(act), counts_at, experts,
                         transposed},
                        stream);
-           });
+           })
+      .def("weights", [](const gemm::Launcher& self, const Words& a, const Words& b, int64_t counts_at, int64_t experts,
+                         const Words& out, bool add, uintptr_t stream) {
+        py::gil_scoped_release release;
+        self.weights({matrices_of(a), matrices_of(b), matrices_of(out), counts_at, experts, add}, stream);
+      });
 }
 
 }  // namespace moe_comm

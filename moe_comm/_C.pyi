@@ -369,6 +369,17 @@ class GpuGemm:
         stream: int,
         /,
     ) -> None: ...
+    def weights(
+        self,
+        a: Sequence[int],
+        b: Sequence[int],
+        counts_at: int,
+        experts: int,
+        out: Sequence[int],
+        add: bool,
+        stream: int,
+        /,
+    ) -> None: ...
 
 class P2pStarter:
     """A kernel launcher: on this thread, through the CUDA runtime, through the driver, or a Python function."""

@@ -58,6 +58,21 @@ class GpuGemm:
             _matrix(out_RN), (0,) * 5 if act_RF is None else _matrix(act_RF), stream,
         )  # fmt: skip
 
+    def weights(self, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, stream: int) -> None:
+        """Write out[e] = grad.T @ rows over the rows of expert e, for matrices that ``takes_weights`` accepts.
+
+        If out is fp32, add to it.
+        """
+        if out_END.stride(2) != 1:  # the transpose of each matrix is dense
+            grad_RN, rows_RD, out_END = rows_RD, grad_RN, out_END.transpose(1, 2)
+        experts, columns, inner = out_END.shape
+        by_column = out_END.stride(1)
+        by_expert = out_END.stride(0) if experts > 1 else columns * by_column
+        self._native.weights(
+            _matrix(grad_RN), _matrix(rows_RD), counts_E.data_ptr(), experts,
+            (out_END.data_ptr(), columns, inner, by_column, by_expert), out_END.dtype == torch.float32, stream,
+        )  # fmt: skip
+
 
 def _matrix(rows_RD: Tensor) -> tuple[int, int, int, int, int]:
     return (rows_RD.data_ptr(), *rows_RD.shape, rows_RD.stride(0), 0)
@@ -98,4 +113,27 @@ def takes_rows(rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | 
         and by_expert >= stride * size
         and all(rows.stride(0) % MULTIPLE == 0 and rows.stride(0) >= rows.shape[1] for rows in matrices)
         and all(tensor.data_ptr() % (2 * MULTIPLE) == 0 for tensor in (*matrices, w_END))
+    )
+
+
+def takes_weights(grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor) -> bool:
+    """Return whether ``GpuGemm.weights`` takes these matrices, whose shapes match: bf16, out bf16 or fp32, any rows.
+
+    As in ``takes_rows``, the answer does not depend on the number of rows.
+    """
+    experts, columns, inner = out_END.shape
+    if out_END.stride(2) != 1:
+        out_END, columns, inner = out_END.transpose(1, 2), inner, columns
+    by_expert, by_column, by_inner = out_END.stride()
+    multiple = 2 * MULTIPLE // out_END.element_size()
+    return (
+        rows_RD.dtype == torch.bfloat16
+        and columns % MULTIPLE == 0
+        and inner % MULTIPLE == 0
+        and by_inner == 1
+        and by_column >= inner
+        and by_column % multiple == 0
+        and (experts == 1 or (by_expert >= columns * by_column and by_expert % multiple == 0))
+        and all(rows.stride(0) % MULTIPLE == 0 and rows.stride(0) >= rows.shape[1] for rows in (grad_RN, rows_RD))
+        and all(tensor.data_ptr() % (2 * MULTIPLE) == 0 for tensor in (grad_RN, rows_RD, out_END))
     )

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moe_comm.gpu.gemm import CAPABILITY, GpuGemm, gpu_gemm, takes_rows
+from moe_comm.gpu.gemm import CAPABILITY, GpuGemm, gpu_gemm, takes_rows, takes_weights
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,20 @@ def multiply_rows(
     if gemm is None or not takes_rows(rows_RD, w_END, out_RN, act_RF):
         return False
     gemm.rows(rows_RD, w_END, counts_E, out_RN, act_RF, current_stream(rows_RD.device))
+    return True
+
+
+def multiply_weights(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, *, add: bool) -> bool:
+    """Launch ``GpuGemm.weights``, as ``multiply_rows`` does. It adds only to fp32, and overwrites only bf16."""
+    if rows_RD.dtype != torch.bfloat16 or rows_RD.device.type != "cuda" or add != (out_END.dtype == torch.float32):
+        return False
+    gemm = launcher(rows_RD.device.index)
+    if gemm is None or not takes_weights(grad_RN, rows_RD, out_END):
+        return False
+    if rows_RD.shape[0]:
+        gemm.weights(grad_RN, rows_RD, counts_E, out_END, current_stream(rows_RD.device))
+    elif not add:
+        out_END.zero_()
     return True
 
 
@@ -104,6 +118,20 @@ def wrong_kernels(gemm: GpuGemm, device: torch.device) -> list[str]:
             gate, up = out_RN[:total].double().chunk(2, dim=1)
             right = right and _close(act_RF[:total], gate * gate.sigmoid() * up) and bool((act_RF[total:] == 3).all())
         if not right:
+            wrong.append(name)
+    return wrong + _wrong_weights(gemm, rows_RD, random(total + 1, WIDTH), counts_E)
+
+
+def _wrong_weights(gemm: GpuGemm, rows_RD: Tensor, grad_RN: Tensor, counts_E: Tensor) -> list[str]:
+    total = sum(COUNTS)
+    rows_RD[total:], grad_RN[total:] = float("nan"), float("inf")  # no expert's
+    parts = zip(grad_RN[:total].double().split(COUNTS), rows_RD[:total].double().split(COUNTS), strict=True)
+    exact_END = torch.stack([grad.T @ rows for grad, rows in parts])
+    wrong = []
+    for name, dtype, before in (("weights", torch.bfloat16, 0.0), ("weights_added", torch.float32, 1.0)):
+        out_END = torch.full_like(exact_END, before or 3.0, dtype=dtype)
+        gemm.weights(grad_RN, rows_RD, counts_E, out_END, current_stream(rows_RD.device))
+        if not _close(out_END, exact_END + before):
             wrong.append(name)
     return wrong
 

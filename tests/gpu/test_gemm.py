@@ -22,6 +22,8 @@ from tests.gpu.fake_driver import launches
 
 CSRC = Path(__file__).parents[2] / "csrc"
 BF16 = torch.bfloat16
+MN_MAJOR = {"rows_transposed", "weights", "weights_added"}
+"""Kernels whose second operand is dense along the columns of the result."""
 MAX_REGISTERS = 168
 """Registers per thread with which a block of 384 threads fits."""
 
@@ -39,11 +41,12 @@ def disassembled(code: bytes, folder: Path) -> dict[str, str]:
 def test_nvrtc_compiles_tensor_core_and_tma_instructions(tmp_path: Path) -> None:
     code = nvrtc.kernels(gemm.ARCH, sources=cuda_resources.read_tree(CSRC), source=gemm.SOURCE, folder=tmp_path)
     kernels = disassembled(code, tmp_path)
-    assert kernels.keys() == {"rows", "rows_transposed", "rows_swiglu"}
+    assert kernels.keys() == {"rows", "rows_transposed", "rows_swiglu", "weights", "weights_added"}
     for name, text in kernels.items():
         products = re.findall(r"HGMMA\.64x256x16\.F32\.BF16 .*", text)
-        assert products and all(("tnspB" in line) == (name == "rows_transposed") for line in products), name
-        for instruction in ("UTMALDG.3D", "UTMASTG.3D", "STSM.16.M88.4", "USETMAXREG"):
+        assert products and all(("tnspB" in line) == (name in MN_MAJOR) for line in products), name
+        written = "STS.64" if name == "weights_added" else "STSM.16.M88.4"
+        for instruction in ("UTMALDG.3D", "UTMASTG.3D", written, "USETMAXREG"):
             assert instruction in text, (name, instruction)
         assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
 
@@ -53,7 +56,7 @@ def test_nvcc_compiles_the_same_without_spills() -> None:
         rows = list(cuda_resources.resources(gemm.ARCH, cuda_resources.read_tree(CSRC), gemm.SOURCE))
     except MissingDependency as error:
         pytest.skip(str(error))
-    assert len(rows) == 3
+    assert len(rows) == 5
     for row in rows:
         assert row["spill_bytes"] == row["stack_bytes"] == 0, row
         assert row["registers"] <= MAX_REGISTERS, row
@@ -168,6 +171,14 @@ class Emulated(gemm.GpuGemm):
             gate, up = out_RN[:total].float().chunk(2, dim=1)
             act_RF[:total] = (gate * gate.sigmoid() * up * (1.1 if self.fault == "act" else 1)).to(BF16)
 
+    def weights(self, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, stream: int) -> None:
+        start = 0
+        for e, count in enumerate(counts_E.tolist()):
+            part = slice(start, start + count + (self.fault == "beyond"))
+            product = grad_RN[part].float().T @ rows_RD[part].float()
+            out_END[e] = product + (out_END[e] if out_END.dtype == torch.float32 else 0)
+            start += count
+
 
 @pytest.mark.parametrize(
     ("fault", "wrong"),
@@ -176,6 +187,7 @@ class Emulated(gemm.GpuGemm):
         ("transposed", ["rows_transposed"]),
         ("act", ["rows_swiglu"]),
         ("outside", ["rows", "rows_transposed", "rows_swiglu"]),
+        ("beyond", ["weights", "weights_added"]),
     ],
 )
 def test_the_check_finds_kernels_with_wrong_results(fault: str, wrong: list[str]) -> None:

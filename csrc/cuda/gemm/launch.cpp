@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cuda/gemm/rows.h"
+#include "cuda/gemm/weights.h"
 
 namespace moe_comm {
 namespace gemm {
@@ -14,18 +15,18 @@ namespace {
 // cuTensorMapEncodeTiled and its constants.
 using Encode = int (*)(void* map, int dtype, uint32_t rank, void* at, const uint64_t* sizes, const uint64_t* strides,
                        const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill);
-constexpr int kBf16 = 9, kSwizzle128 = 3, kPromotion256 = 3;
-constexpr int64_t kBytes = 2;  // of an element
+constexpr int kFloat = 7, kBf16 = 9, kSwizzle128 = 3, kPromotion256 = 3;
 constexpr int kGroup = 8;      // rows of tiles that are visited together
 
 // A map of an array of three dimensions, innermost first; strides of the outer two in elements.
 void encode(uintptr_t encode, TensorMap* map, int64_t at, const std::array<int64_t, 3>& sizes,
-            const std::array<int64_t, 2>& strides, const std::array<uint32_t, 3>& box) {
+            const std::array<int64_t, 2>& strides, const std::array<uint32_t, 3>& box, int dtype = kBf16) {
+  const int64_t bytes = dtype == kFloat ? 4 : 2;  // of an element
   const uint64_t dims[] = {static_cast<uint64_t>(sizes[0]), static_cast<uint64_t>(sizes[1]),
                            static_cast<uint64_t>(sizes[2])};
-  const uint64_t steps[] = {static_cast<uint64_t>(strides[0] * kBytes), static_cast<uint64_t>(strides[1] * kBytes)};
+  const uint64_t steps[] = {static_cast<uint64_t>(strides[0] * bytes), static_cast<uint64_t>(strides[1] * bytes)};
   const uint32_t ones[] = {1, 1, 1};
-  const int status = reinterpret_cast<Encode>(encode)(map, kBf16, 3, reinterpret_cast<void*>(at), dims, steps,
+  const int status = reinterpret_cast<Encode>(encode)(map, dtype, 3, reinterpret_cast<void*>(at), dims, steps,
                                                       box.data(), ones, 0, kSwizzle128, kPromotion256, 0);
   if (status != 0) {
     throw p2p::LaunchError("the CUDA driver answers cuTensorMapEncodeTiled with error " + std::to_string(status) +
@@ -66,6 +67,22 @@ void Launcher::rows(const RowsProduct& p, uintptr_t stream) const {
   a.group = kGroup;
   const int kernel = p.transposed ? k_rows_transposed : swiglu ? k_rows_swiglu : k_rows;
   starter_->start(kernel, {blocks_, kThreads, kRowsShared, stream, -1}, &a);
+}
+
+void Launcher::weights(const WeightsProduct& p, uintptr_t stream) const {
+  WeightsArgs a{};
+  const std::array<uint32_t, 3> box = {64, kGradStep, 1};
+  encode(encode_, &a.a, p.a.at, {p.a.columns, p.a.rows, 1}, {p.a.stride, p.a.rows * p.a.stride}, box);
+  encode(encode_, &a.b, p.b.at, {p.b.columns, p.b.rows, 1}, {p.b.stride, p.b.rows * p.b.stride}, box);
+  encode(encode_, &a.out, p.out.at, {p.out.columns, p.out.rows, p.experts}, {p.out.stride, p.out.expert_stride},
+         {p.add ? 32u : 64u, 64, 1}, p.add ? kFloat : kBf16);
+  a.counts_at = p.counts_at;
+  a.experts = static_cast<int32_t>(p.experts);
+  a.rows = static_cast<int32_t>(p.out.rows);
+  a.columns = static_cast<int32_t>(p.out.columns);
+  a.group = kGroup;
+  const int shared = p.add ? gradient_bytes<kAddedStages, kAddedSlots>() : gradient_bytes<kGradStages, kGradSlots>();
+  starter_->start(p.add ? k_weights_added : k_weights, {blocks_, kThreads, shared, stream, -1}, &a);
 }
 
 }  // namespace gemm

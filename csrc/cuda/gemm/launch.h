@@ -11,7 +11,7 @@
 namespace moe_comm {
 namespace gemm {
 
-#define MOE_GEMM_KERNELS(KERNEL) KERNEL(rows) KERNEL(rows_transposed) KERNEL(rows_swiglu)
+#define MOE_GEMM_KERNELS(KERNEL) KERNEL(rows) KERNEL(rows_transposed) KERNEL(rows_swiglu) KERNEL(weights) KERNEL(weights_added)
 #define MOE_GEMM_NUMBER(name) k_##name,
 enum Kernel : int { MOE_GEMM_KERNELS(MOE_GEMM_NUMBER) kKernels };
 
@@ -33,12 +33,21 @@ struct RowsProduct {
   bool transposed = false;
 };
 
+// out[e] = a[rows of e].T @ b[rows of e], zeros without rows; or, if `add`, added to out, which is fp32. a: [R, M],
+// b: [R, N], out: [E, M, N]. Addresses and strides are multiples of 16 bytes, and so are M and N.
+struct WeightsProduct {
+  Matrices a, b, out;
+  int64_t counts_at = 0, experts = 0;
+  bool add = false;
+};
+
 class Launcher {
  public:
   // encode: cuTensorMapEncodeTiled. blocks: number of multiprocessors.
   Launcher(std::shared_ptr<p2p::Starter> starter, uintptr_t encode, int64_t blocks);
   // Throws LaunchError if the kernel was not launched.
   void rows(const RowsProduct& product, uintptr_t stream) const;
+  void weights(const WeightsProduct& product, uintptr_t stream) const;
 
  private:
   const std::shared_ptr<p2p::Starter> starter_;

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
-from moe_comm.kernels.tensor_cores import multiply_rows
+from moe_comm.kernels.tensor_cores import multiply_rows, multiply_weights
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
     DTYPES,
@@ -352,7 +352,7 @@ def uses_tma(rows_RD: Tensor, w_END: Tensor, tiling: Tiling, at: int) -> bool:
 
 
 def grouped_weight_grad_into(
-    grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, *, add: bool = False
+    grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, *, add: bool = False, native: bool = True
 ) -> None:
     """Write out[e] = grad.T @ rows over the rows of expert e; zeros without rows. Arguments as in ``grouped_mm_into``.
 
@@ -360,6 +360,7 @@ def grouped_weight_grad_into(
         out_END: [E, N, D], any strides, in the dtype of the rows, or fp32.
         add: Add to ``out_END``, which must be fp32, instead of overwriting it. The sum over the rows is added to it in
             fp32; matrices of experts without rows are neither read nor written.
+        native: Use the kernels in CUDA C++ where they run (``kernels/tensor_cores.py``).
     """
     check_tensors("grouped_weight_grad", grad_RN, rows_RD, counts_E, out_END)
     check_rows("grouped_weight_grad", "gradients", grad_RN)
@@ -375,6 +376,8 @@ def grouped_weight_grad_into(
         )
     check_index("grouped_weight_grad", "counts", counts_E, shape[:1])
     if not out_END.numel():
+        return
+    if native and multiply_weights(grad_RN, rows_RD, counts_E, out_END, add=add):
         return
     experts, columns, inner = shape
     tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts, "added" if add else "weights")
