@@ -86,9 +86,9 @@ class Problem:
         found: dict[str, Callable[[], Tensor]] = {
             "torch.mm by expert": partial(self.expert_products, operation),
             OURS: partial(self._ours, operation),
+            TRITON: partial(self._ours, operation, native=False),
         }
         if operation != "gradient of weights":
-            found[TRITON] = partial(self._ours, operation, native=False)
             found[POINTERS] = partial(self._ours, operation, tma=False)
         if operation == "forward":
             found[FP8] = self._fp8()
@@ -152,7 +152,7 @@ class Problem:
             grouped_mm_into(self.grad_RN, self.w_END.transpose(1, 2), self.counts_E, out, **how)
         else:
             out = like.new_empty(s.experts, s.columns, s.inner)
-            grouped_weight_grad_into(self.grad_RN, self.rows_RD, self.counts_E, out)
+            grouped_weight_grad_into(self.grad_RN, self.rows_RD, self.counts_E, out, **how)
         return out
 
 
