@@ -69,7 +69,7 @@ def test_products_agree_and_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPat
     timer = Timer("cpu", 0, 1)
     for operation in ("forward", "gradient of rows", "gradient of weights"):
         assert products.measure(shape, operation, "torch.mm by expert", timer)["max_error"] == 0.0
-    monkeypatch.setattr(products.Problem, "_triton", lambda self, operation: self.grad_RN)
+    monkeypatch.setattr(products.Problem, "_ours", lambda self, operation: self.grad_RN)
     with pytest.raises(AssertionError, match=r"differs from torch\.mm"):
         products.measure(shape, "forward", "moe_comm grouped_mm", timer)
 
