@@ -99,7 +99,7 @@ def takes_rows(rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | 
     _, by_column, by_inner = w_END.stride()
     plain = by_inner == 1 and by_column >= inner
     stride, size = (by_column, columns) if plain else (by_inner, inner)
-    if rows_RD.dtype != torch.bfloat16 or not (plain or (by_column == 1 and by_inner >= columns)):
+    if not inner or rows_RD.dtype != torch.bfloat16 or not (plain or (by_column == 1 and by_inner >= columns)):
         return False
     if act_RF is not None and (not plain or columns % (2 * MULTIPLE) or out_RN.stride(0) % (columns // 2)):
         return False

@@ -136,7 +136,7 @@ def test_matrices_that_tma_cannot_describe_are_left_to_triton() -> None:
     assert gemm.takes_rows(torch.zeros(20, 80, dtype=BF16)[:, 8:72], w, torch.zeros(20, 104, dtype=BF16)[:, :96])
     assert not gemm.takes_rows(rows.half(), w.half(), out.half())
     assert not gemm.takes_rows(out, w.transpose(1, 2), rows, act), "SwiGLU with transposed weights"
-    for inner, columns in ((60, 96), (64, 92)):
+    for inner, columns in ((60, 96), (64, 92), (0, 96)):
         rows, w, _, out = matrices(20, inner, columns)
         assert not gemm.takes_rows(rows, w, out)
     rows, w, _, out = matrices(20, 64, 96)
