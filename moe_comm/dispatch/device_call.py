@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -24,11 +25,15 @@ from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.operation import dispatch_fault
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
+from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
+
+if TYPE_CHECKING:
+    from moe_comm.kernels.triton.program import Program
 
 
 class DeviceCounts(Sequence[int]):
@@ -90,30 +95,78 @@ class DeviceHandle:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The places of a call's rows. place_TK: of each slot. counts_E: rows of each expert. slots: rows of a buffer."""
+    """The places of a call's rows. place_TK: of each slot. counts: [E + 2] rows of each expert, dropped and invalid
+    slots."""
 
     place_TK: Tensor
-    counts_E: Tensor
-    slots: int
+    counts: Tensor
 
-    def copies(self, x_TD: Tensor) -> Tensor:
-        """Return the rows, from tokens with dense rows."""
-        from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
 
-        return copy_rows(x_TD, self.place_TK, self.slots)
+@lru_cache(maxsize=1)
+def _programs() -> tuple[Program, Program, Program, Program]:
+    """Return the programs of the functions below."""
+    from moe_comm.kernels.triton.program import Program  # needs Triton
 
-    def sum(self, rows_RD: Tensor, weights_TK: Tensor | None) -> Tensor:
-        """Return the weighted sum of each token's rows."""
-        from moe_comm.kernels.triton.weighted_sum import weighted_sum  # needs Triton
+    return Program(_place), Program(_forward), Program(_sum), Program(_backward)
 
-        return weighted_sum(rows_RD, self.place_TK, weights_TK)
+
+def _place(ids_TK: Tensor, fault: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    from moe_comm.kernels.triton.slot_order import place_slots  # needs Triton
+
+    return place_slots(ids_TK, num_experts, fault)
+
+
+def _copies(x_TD: Tensor, place_TK: Tensor) -> Tensor:
+    from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
+
+    return copy_rows(x_TD, place_TK, place_TK.numel())
+
+
+def _forward(
+    x_TD: Tensor, place_TK: Tensor, counts: Tensor, w13: Tensor, w2: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Return h_RG and out_RD."""
+    rows_RD = _copies(x_TD, place_TK)
+    out_RD = torch.empty_like(rows_RD)
+    mlp = ExpertMLP((w13, w2, None, None), activation)
+    return expert_mlp_gpu.forward(mlp, rows_RD, counts[:-2], out_RD), out_RD
+
+
+def _sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> tuple[Tensor]:
+    from moe_comm.kernels.triton.weighted_sum import weighted_sum  # needs Triton
+
+    return (weighted_sum(rows_RD, place_TK, weights_TK),)
+
+
+def _backward(
+    grad_TD: Tensor, place_TK: Tensor, counts: Tensor, weights_TK: Tensor, x_TD: Tensor, w13: Tensor, w2: Tensor,
+    h_RG: Tensor | None, out_RD: Tensor | None, activation: Activation, needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of x, the weights, w13 and w2. needs: whether x, w13 and w2 need theirs."""
+    from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
+
+    needs_x, *needs_w = needs
+    grad_RD, grad_TK = spread(grad_TD, place_TK, weights_TK, place_TK.numel(), out_RD)
+    # Without gradients of w13, backward reads only the size of the rows.
+    rows_RD = _copies(x_TD, place_TK) if needs_w[0] or h_RG is None else grad_RD
+    grad_rows_RD = torch.empty_like(rows_RD) if needs_x else None
+    mlp = ExpertMLP((w13, w2, None, None), activation)
+    grads = expert_mlp_gpu.backward(mlp, rows_RD, h_RG, grad_RD, counts[:-2], grad_rows_RD, needs_w)
+    grad_x_TD = None if grad_rows_RD is None else _sum(grad_rows_RD, place_TK, None)[0]
+    return grad_x_TD, grad_TK, *grads
+
+
+def _launches_of_backward(recomputes: bool, needs_x: bool, needs_w13: bool, needs_w2: bool) -> int:
+    copies = needs_w13 or recomputes
+    activation = 2 if needs_x or needs_w13 else int(needs_w2)  # a product precedes its gradient
+    return 1 + copies + recomputes + activation + 2 * needs_x + needs_w13 + needs_w2
 
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
     """What backward needs besides tensors."""
 
-    mlp: ExpertMLP
+    activation: Activation
     rows: _Rows
     invalid: InvalidIds
     label: str
@@ -137,33 +190,26 @@ class _DeviceExperts(torch.autograd.Function):
         kept_RD = out_RD if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(x_TD, weights_TK, w13_EGD, w2_EDF, h_RG, kept_RD)
         ctx.call = call
-        return rows.sum(out_RD, weights_TK)
+        (y_TD,) = _programs()[2](1, (out_RD, rows.place_TK, weights_TK.contiguous()))
+        return y_TD  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
-
         call: _Saved = ctx.call
-        rows = call.rows
+        rows, activation = call.rows, call.activation
         call.invalid.check()
-        x_TD, weights_TK, w13_EGD, w2_EDF, h_RG, out_RD = ctx.saved_tensors
-        needs_x, needs_weights, *needs = needed_gradients(ctx)[:4]
-        partner_RD = out_RD if needs_weights else None
-        with EVENTS.span(Kind.COMPUTE, "combine backward", layer=call.label):
-            grad_RD, grad_TK = spread(_dense(grad_TD), rows.place_TK, weights_TK, rows.slots, partner_RD)
-        del out_RD, partner_RD
+        x_TD, weights_TK, w13, w2, h_RG, out_RD = ctx.saved_tensors
+        needs_x, needs_weights, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
+        needs, out_RD = (needs_x, needs_w13, needs_w2), out_RD if needs_weights else None
+        inputs = (
+            _dense(grad_TD), rows.place_TK, rows.counts, weights_TK.contiguous(), _dense(x_TD), w13, w2, h_RG, out_RD
+        )  # fmt: skip
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
-            # Without gradients of w13, backward reads only the size of the rows.
-            rows_RD = rows.copies(_dense(x_TD)) if needs[0] or h_RG is None else grad_RD
-            grad_rows_RD = torch.empty_like(rows_RD) if needs_x else None
-            mlp = call.mlp.with_tensors((w13_EGD, w2_EDF, None, None))
-            grads = expert_mlp_gpu.backward(mlp, rows_RD, h_RG, grad_RD, rows.counts_E, grad_rows_RD, needs)
-        grad_x_TD = None
-        if grad_rows_RD is not None:
-            with EVENTS.span(Kind.COMPUTE, "dispatch backward", layer=call.label):
-                grad_x_TD = rows.sum(grad_rows_RD, None)
-        return grad_x_TD, grad_TK, *grads, None, None, None
+            if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
+                return *_backward(*inputs, activation, needs), None, None, None
+            number = _launches_of_backward(h_RG is None, *needs)
+            return *_programs()[3](number, inputs, activation, needs), None, None, None
 
 
 class DeviceCall(ExpertCall):
@@ -186,12 +232,11 @@ class DeviceCall(ExpertCall):
         w13, w2, _, _ = mlp.tensors
         recording = needs_autograd(x_TD, self._weights_TK, w13, w2)
         with torch.no_grad():
-            rows_RD = placed.copies(_dense(x_TD))
-            out_RD = torch.empty_like(rows_RD)
-            h_RG = expert_mlp_gpu.forward(mlp, rows_RD, placed.counts_E, out_RD)
+            inputs = _dense(x_TD), placed.place_TK, placed.counts, w13, w2
+            h_RG, out_RD = _programs()[1](4, inputs, mlp.activation)
         self._h_RG = h_RG if recording and not mlp.recompute else None
         self._mlp = mlp if recording else None
-        return out_RD
+        return out_RD  # type: ignore[no-any-return]
 
     def combine(self, rows: Tensor) -> Tensor:
         mlp, h_RG, placed, weights_TK = self._mlp, self._h_RG, self._placed, self._weights_TK
@@ -200,9 +245,10 @@ class DeviceCall(ExpertCall):
             weights_TK = weights_TK.to(torch.float32)
         with EVENTS.span(Kind.COMPUTE, "combine", layer=self.handle.label):
             if mlp is None:
-                return placed.sum(rows, weights_TK)
+                (y_TD,) = _programs()[2](1, (rows, placed.place_TK, weights_TK.contiguous()))
+                return y_TD  # type: ignore[no-any-return]
             w13, w2, _, _ = mlp.tensors
-            saved = _Saved(mlp.with_tensors(), placed, self._invalid, self.handle.label)
+            saved = _Saved(mlp.activation, placed, self._invalid, self.handle.label)
             self.saved_bytes = (0 if h_RG is None else h_RG.nbytes) + needs_autograd(weights_TK) * rows.nbytes
             return _DeviceExperts.apply(self.rows, weights_TK, w13, w2, saved, h_RG, rows)  # type: ignore[no-any-return]
 
@@ -227,18 +273,17 @@ def device_call(
     if dispatch_fault(x_TD, ids_TK, None) is not None or not ids_TK.numel():
         return None
     operation = dispatcher.dispatch_operation(x_TD, ids_TK, label)
-    from moe_comm.kernels.triton.slot_order import place_slots  # needs Triton
-
     invalid = dispatcher.invalid_ids(x_TD.device)
     invalid.check()
     (tokens, hidden), experts = x_TD.shape, dispatcher.num_experts
     with operation:
         check([], 0, operation)
-        place_TK, counts = place_slots(ids_TK, experts, invalid.report(ids_TK.shape[1], experts))
+        inputs = ids_TK.contiguous(), invalid.report(ids_TK.shape[1], experts)
+        place_TK, counts = _programs()[0](2, inputs, experts)
     handle = DeviceHandle(
         tokens, ids_TK.shape[1], hidden, x_TD.dtype, x_TD.device, DeviceCounts(counts, invalid.check), operation.label
     )
-    return DeviceCall(dispatcher, x_TD, weights_TK, _Rows(place_TK, counts[:experts], ids_TK.numel()), handle)
+    return DeviceCall(dispatcher, x_TD, weights_TK, _Rows(place_TK, counts), handle)
 
 
 def _dense(rows_TD: Tensor) -> Tensor:

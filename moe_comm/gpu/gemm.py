@@ -8,6 +8,7 @@ Errors: MissingDependency without native core, compiled kernels and NVRTC; Kerne
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -23,6 +24,9 @@ ARCH = "sm_90a"
 CAPABILITY = (9, 0)
 MULTIPLE = 8
 """TMA requires widths and strides that are multiples of this, and addresses that are multiples of 16 bytes."""
+
+Repeated = Callable[[Sequence[int], int], None]
+"""Launches a kernel on tensors at these addresses, on a stream."""
 
 
 class GpuGemm:
@@ -49,33 +53,57 @@ class GpuGemm:
             act_RF: if given, out is gate | up, and silu(gate) * up of the rounded values is written as well.
             stream: handle of a stream of the device.
         """
+        addresses = [0 if t is None else t.data_ptr() for t in (rows_RD, w_END, counts_E, out_RN, act_RF)]
+        self.repeated_rows(rows_RD, w_END, out_RN, act_RF)(addresses, stream)
+
+    def repeated_rows(self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None) -> Repeated:
+        """Return ``rows`` for matrices of these shapes and strides, from the addresses of its tensors and a stream."""
         transposed = w_END.stride(2) != 1
         experts, columns, inner = w_END.shape
         sizes = (inner, columns, w_END.stride(2)) if transposed else (columns, inner, w_END.stride(1))
         by_expert = w_END.stride(0) if experts > 1 else sizes[0] * sizes[2]
-        self._native.rows(
-            _matrix(rows_RD), (w_END.data_ptr(), *sizes, by_expert), transposed, counts_E.data_ptr(), experts,
-            _matrix(out_RN), (0,) * 5 if act_RF is None else _matrix(act_RF), stream,
-        )  # fmt: skip
+        rows, out, act = _form(rows_RD), _form(out_RN), (0,) * 4 if act_RF is None else _form(act_RF)
+        launch = self._native.rows
+
+        def repeated(addresses: Sequence[int], stream: int) -> None:
+            of_rows, of_w, of_counts, of_out, of_act = addresses
+            launch(
+                (of_rows, *rows), (of_w, *sizes, by_expert), transposed, of_counts, experts, (of_out, *out),
+                (of_act or 0, *act), stream,
+            )  # fmt: skip
+
+        return repeated
 
     def weights(self, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, stream: int) -> None:
         """Write out[e] = grad.T @ rows over the rows of expert e, for matrices that ``takes_weights`` accepts.
 
         If out is fp32, add to it.
         """
-        if out_END.stride(2) != 1:  # the transpose of each matrix is dense
+        addresses = [t.data_ptr() for t in (grad_RN, rows_RD, counts_E, out_END)]
+        self.repeated_weights(grad_RN, rows_RD, out_END)(addresses, stream)
+
+    def repeated_weights(self, grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor) -> Repeated:
+        """Return ``weights`` for matrices of these shapes, strides and dtypes, as ``repeated_rows`` does."""
+        swapped = out_END.stride(2) != 1
+        if swapped:  # the transpose of each matrix is dense
             grad_RN, rows_RD, out_END = rows_RD, grad_RN, out_END.transpose(1, 2)
         experts, columns, inner = out_END.shape
         by_column = out_END.stride(1)
         by_expert = out_END.stride(0) if experts > 1 else columns * by_column
-        self._native.weights(
-            _matrix(grad_RN), _matrix(rows_RD), counts_E.data_ptr(), experts,
-            (out_END.data_ptr(), columns, inner, by_column, by_expert), out_END.dtype == torch.float32, stream,
-        )  # fmt: skip
+        grad, rows, out = _form(grad_RN), _form(rows_RD), (columns, inner, by_column, by_expert)
+        adds, launch = out_END.dtype == torch.float32, self._native.weights
+
+        def repeated(addresses: Sequence[int], stream: int) -> None:
+            of_grad, of_rows, of_counts, of_out = addresses
+            if swapped:
+                of_grad, of_rows = of_rows, of_grad
+            launch((of_grad, *grad), (of_rows, *rows), of_counts, experts, (of_out, *out), adds, stream)
+
+        return repeated
 
 
-def _matrix(rows_RD: Tensor) -> tuple[int, int, int, int, int]:
-    return (rows_RD.data_ptr(), *rows_RD.shape, rows_RD.stride(0), 0)
+def _form(rows_RD: Tensor) -> tuple[int, int, int, int]:
+    return (*rows_RD.shape, rows_RD.stride(0), 0)
 
 
 def kernel_code() -> bytes:

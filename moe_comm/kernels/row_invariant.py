@@ -53,11 +53,11 @@ class _RowInvariantLinear(torch.autograd.Function):
 class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor) -> Tensor:
-        from moe_comm.kernels.triton.linear import linear, takes  # needs Triton
+        from moe_comm.kernels.triton.linear import repeated_linear, takes  # needs Triton
 
         ctx.save_for_backward(x_TD, w_ED)
         if takes(x_TD, w_ED):
-            return linear(x_TD, w_ED)
+            return repeated_linear(x_TD, w_ED)
         return row_invariant_mm(x_TD.float(), w_ED.float().t())
 
     @staticmethod

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_comm.gpu.gemm import CAPABILITY, GpuGemm, gpu_gemm, takes_rows, takes_weights
+from moe_comm.gpu.gemm import CAPABILITY, GpuGemm, Repeated, gpu_gemm, takes_rows, takes_weights
+from moe_comm.kernels.recording import Step, is_recording, record
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,9 @@ def multiply_rows(
     if gemm is None or not takes_rows(rows_RD, w_END, out_RN, act_RF):
         return False
     gemm.rows(rows_RD, w_END, counts_E, out_RN, act_RF, current_stream(rows_RD.device))
+    if is_recording():
+        again = gemm.repeated_rows(rows_RD, w_END, out_RN, act_RF)
+        _record(again, (rows_RD, w_END, counts_E, out_RN, act_RF), 1 if act_RF is None else 2)
     return True
 
 
@@ -46,9 +52,19 @@ def multiply_weights(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END
         return False
     if rows_RD.shape[0]:
         gemm.weights(grad_RN, rows_RD, counts_E, out_END, current_stream(rows_RD.device))
+        if is_recording():
+            again = gemm.repeated_weights(grad_RN, rows_RD, out_END)
+            _record(again, (grad_RN, rows_RD, counts_E, out_END), 1)
     elif not add:
         out_END.zero_()
     return True
+
+
+def _record(launch: Repeated, args: Sequence[Tensor | None], operators: int) -> None:
+    def again(grid: Sequence[int], index: int, addresses: list[Any]) -> None:
+        launch(addresses, torch._C._cuda_getCurrentRawStream(index))
+
+    record(Step(again, (), args, operators))
 
 
 def current_stream(device: torch.device) -> int:

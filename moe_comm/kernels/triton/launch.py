@@ -22,6 +22,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.recording import Step, record
 
 INTERPRETING = bool(knobs.runtime.interpret)
 """Whether TRITON_INTERPRET=1 was set when this module was imported; it applies to all kernels of the process."""
@@ -121,10 +122,12 @@ def options(tensor: Tensor, **of_gpu: Any) -> dict[str, Any]:
 class Matrix(NamedTuple):
     """An argument of ``launch``: a matrix that the kernel loads by TMA, in blocks, as a tensor descriptor."""
 
-    tensor: Tensor
+    tensor: Any
+    """The tensor, or its address if ``dtype`` is given."""
     shape: tuple[int, int]
     strides: tuple[int, int]
     block: tuple[int, int]
+    dtype: torch.dtype | None = None
 
     def described(self) -> TensorDescriptor:
         """Return Triton's object for it."""
@@ -181,12 +184,25 @@ def launch(kernel: Any, grid: Sequence[int], on: Tensor, args: Sequence[Any], **
             if len(_compiled) >= MAX_KEPT:
                 _compiled.clear()
             _compiled[key] = _Compiled.of(result, len(args))
+        record(Step(_compiled[key], grid, args))
         return
+    record(Step(compiled, grid, args))
     if torch._C._cuda_getDevice() == device.index:
         compiled(grid, device.index, values)
     else:
         with torch.cuda.device(device):
             compiled(grid, device.index, values)
+
+
+def repeats(device: torch.device) -> bool:
+    """Return whether recorded launches on ``device`` can be repeated: it is the current one, and no profiler of Triton
+    wants to see them."""
+    return device.type == "cuda" and torch._C._cuda_getDevice() == device.index and not _is_hooked()
+
+
+def index_of(device: torch.device) -> int:
+    """Return the index of a device on which kernels are launched."""
+    return device.index
 
 
 def _described(args: Sequence[Any]) -> list[Any]:
@@ -258,8 +274,9 @@ class _Compiled:
 
 def _tensor_map(matrix: Matrix, form: dict[str, Any], device: int) -> Any:
     """Return the tensor map of a matrix, which holds its address, sizes and strides, but no reference to it."""
-    address = matrix.tensor.data_ptr()
-    key = (address, matrix.shape, matrix.strides, matrix.block, matrix.tensor.dtype, form["swizzle"], device)
+    tensor, shape, strides, block, dtype = matrix
+    address = tensor.data_ptr() if dtype is None else tensor
+    key = (address, shape, strides, block, dtype or tensor.dtype, form["swizzle"], device)
     found = _maps.get(key)
     if found is None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # of Triton 3.6

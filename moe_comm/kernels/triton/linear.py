@@ -16,6 +16,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64
 from moe_comm.kernels.triton.grouped_mm import INTERPRETED, Tiling, compute_tile
 from moe_comm.kernels.triton.launch import DTYPES, capability, check_rows, check_tensors, launch
+from moe_comm.kernels.triton.program import Program
 
 TILING = Tiling(64, 64, 64, 4, 4)
 
@@ -70,3 +71,12 @@ def linear(rows_RD: Tensor, w_ND: Tensor) -> Tensor:
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
     return out_RN
+
+
+_PROGRAM = Program(lambda rows_RD, w_ND: (linear(rows_RD, w_ND),))
+
+
+def repeated_linear(rows_RD: Tensor, w_ND: Tensor) -> Tensor:
+    """Return ``linear``, as a program."""
+    (out_RN,) = _PROGRAM(1, (rows_RD, w_ND))
+    return out_RN  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.triton.device import int64, sigmoid
 from moe_comm.kernels.triton.launch import check_index, check_tensors, launch
+from moe_comm.kernels.triton.program import Program
 
 MAX_EXPERTS = 1024
 TILE_ELEMENTS = 2048
@@ -186,34 +187,58 @@ def takes(logits_TE: Tensor, rule: Any) -> bool:
     return logits_TE.dtype == torch.float32 and rule.num_choices <= MAX_EXPERTS and logits_TE.stride(-1) == 1
 
 
+def _forward(
+    logits_TE: Tensor, bias_E: Tensor | None, load_E: Tensor | None, rule: Any, return_scores: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    tokens, experts = logits_TE.shape
+    ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
+    scores_TE = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device) if return_scores else None
+    sizes = _sizes(rule)
+    if tokens:
+        launch(
+            route_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
+            (logits_TE, logits_TE.stride(0), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
+             weights_TK if scores_TE is None else scores_TE, ids_TK if load_E is None else load_E,
+             tokens, experts, float(rule.scale)),
+            BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
+            BLOCK_G=_up(rule.num_groups), TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
+            BIASED=bias_E is not None, SCORED=return_scores, COUNTED=load_E is not None, **sizes, num_warps=4,
+        )  # fmt: skip
+    return ids_TK, weights_TK, scores_TE
+
+
+def _backward(
+    logits_TE: Tensor, ids_TK: Tensor, grad_TK: Tensor | None, grad_TE: Tensor | None, rule: Any
+) -> tuple[Tensor]:
+    tokens, experts = logits_TE.shape
+    grad = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device)
+    sizes = _sizes(rule)
+    if tokens:
+        launch(
+            route_backward_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
+            (logits_TE, logits_TE.stride(0), ids_TK, grad if grad_TK is None else grad_TK,
+             grad if grad_TE is None else grad_TE, grad, tokens, experts, float(rule.scale)),
+            WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None, **sizes, num_warps=4,
+        )  # fmt: skip
+    return (grad,)
+
+
+_FORWARD, _BACKWARD = Program(_forward), Program(_backward)
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: Any, return_scores: bool, load_E: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        tokens, experts = logits_TE.shape
-        ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TE.device)
-        weights_TK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
-        scores_TE = (
-            torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device) if return_scores else None
-        )
-        sizes = _sizes(rule)
-        if tokens:
-            launch(
-                route_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
-                (logits_TE, logits_TE.stride(0), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
-                 weights_TK if scores_TE is None else scores_TE, ids_TK if load_E is None else load_E,
-                 tokens, experts, float(rule.scale)),
-                BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
-                BLOCK_G=_up(rule.num_groups),
-                TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
-                BIASED=bias_E is not None, SCORED=return_scores, COUNTED=load_E is not None, **sizes, num_warps=4,
-            )  # fmt: skip
+        results: tuple[Tensor, Tensor, Tensor | None] = _FORWARD(1, (logits_TE, bias_E, load_E), rule, return_scores)
+        ids_TK = results[0]
         ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_TE, ids_TK)
         ctx.rule = rule
-        return ids_TK, weights_TK, scores_TE
+        return results
 
     @staticmethod
     @once_differentiable
@@ -221,19 +246,10 @@ class _Route(torch.autograd.Function):
         ctx: Any, _: None, grad_TK: Tensor | None, grad_TE: Tensor | None
     ) -> tuple[Tensor | None, None, None, None, None]:
         logits_TE, ids_TK = ctx.saved_tensors
-        rule = ctx.rule
         if grad_TK is None and grad_TE is None:
             return None, None, None, None, None
-        tokens, experts = logits_TE.shape
-        grad = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device)
-        sizes = _sizes(rule)
-        if tokens:
-            launch(
-                route_backward_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
-                (logits_TE, logits_TE.stride(0), ids_TK, grad if grad_TK is None else grad_TK.contiguous(),
-                 grad if grad_TE is None else grad_TE.contiguous(), grad, tokens, experts, float(rule.scale)),
-                WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None, **sizes, num_warps=4,
-            )  # fmt: skip
+        grad_TK, grad_TE = (None if grad is None else grad.contiguous() for grad in (grad_TK, grad_TE))
+        (grad,) = _BACKWARD(1, (logits_TE, ids_TK, grad_TK, grad_TE), ctx.rule)
         return grad, None, None, None, None
 
 

@@ -129,7 +129,10 @@ def spread(
         if rows_RD.shape != (num_rows, width):
             raise InputError(f"spread needs rows [{num_rows}, {width}]; got {tuple(rows_RD.shape)}")
     out_RD = torch.empty(num_rows, width, dtype=grad_TD.dtype, device=grad_TD.device)
-    dots_TK = None if rows_RD is None else torch.zeros_like(weights_TK, memory_format=torch.contiguous_format)
+    dots_TK = None
+    if rows_RD is not None:  # the kernel writes all of them, if there are columns
+        new = torch.empty_like if width else torch.zeros_like
+        dots_TK = new(weights_TK, memory_format=torch.contiguous_format)
     _launch(grad_TD, weights_TK.contiguous(), place_TK, rows_RD, out_RD, dots_TK, place_TK.shape[1])
     return out_RD, dots_TK
 

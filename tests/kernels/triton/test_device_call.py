@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from moe_comm.dispatch import device_call
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.errors import InputError, RoutingError
-from moe_comm.kernels import native
+from moe_comm.kernels import native, recording
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
@@ -89,6 +93,82 @@ def test_a_layer_never_waits_for_counts_and_has_the_same_bits() -> None:
                 assert built.dispatch_stats == stats
                 if routing is None and not recompute:
                     assert launched == FORWARD + BACKWARD
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+
+
+class Interpreted:
+    """A compiled kernel that takes addresses, in the interpreter."""
+
+    def __init__(self, kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> None:
+        tensors = (arg.tensor if type(arg).__name__ == "Matrix" else arg for arg in args)
+        self._dtypes = [getattr(t, "dtype", None) for t in tensors]
+        self._kernel, self._constants = kernel, constants
+
+    def __call__(self, grid: Sequence[int], device: int, values: list[Any]) -> None:
+        args: list[Any] = []
+        for dtype, value in zip(self._dtypes, values, strict=True):
+            if dtype is None:
+                args.append(value)
+                continue
+            address = value.tensor if type(value).__name__ == "Matrix" else value
+            memory = (ctypes.c_char * 64).from_address(address)
+            t = torch.frombuffer(memory, dtype=dtype)
+            args.append(t if value is address else value._replace(tensor=t).described())
+        self._kernel[tuple(grid)](*args, **self._constants)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
+    launches, program = kernels("launch"), kernels("program")
+    repeated = [0]
+    device_call._programs.cache_clear()
+    for other in (kernels("linear")._PROGRAM, kernels("router")._FORWARD, kernels("router")._BACKWARD):
+        other._plans.clear()
+
+    def launch(kernel: Any, grid: Sequence[int], on: Tensor, args: Sequence[Any], **settings: Any) -> None:
+        constants = {name: value for name, value in settings.items() if name not in launches.OPTIONS}
+        with _disable_current_modes():  # the interpreter copies tensors
+            kernel[tuple(grid)](*launches._described(args), **constants)
+        recording.record(recording.Step(Interpreted(kernel, args, constants), grid, args))
+
+    def counted(plan: Any, inputs: Any, run: Any = program._Plan.run) -> Any:
+        repeated[0] += 1
+        return run(plan, inputs)
+
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("grouped_mm", "linear", "router", "scale_rows", "slot_order", "swiglu", "take_rows",
+                         "weighted_sum"):  # fmt: skip
+                patch.setattr(kernels(name), "launch", launch)
+            patch.setattr(launches, "repeats", lambda device: True)
+            patch.setattr(launches, "index_of", lambda device: 0)
+            patch.setattr(program._Plan, "run", counted)
+            built = layer()
+            built.experts.w13.requires_grad_(not frozen)
+            built.experts.recompute = frozen
+            for seed in range(5):
+                x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=seed)
+                repeated[0] = 0
+                actual = passes(built, x_TD)
+                # Logits, routing, places, experts, sum; the backward passes of all these and of routing.
+                assert repeated[0] == (7 if seed > 1 else 0), (seed, repeated)
+                with pytest.MonkeyPatch.context() as without:
+                    without.setattr(Experts, "on_device", lambda *_: False)
+                    without.setattr(launches, "repeats", lambda device: False)
+                    expected = passes(built, x_TD)
+                assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+            repeated[0] = 7
+            with torch.no_grad():
+                assert torch.equal(built(x_TD), expected[0]) and repeated[0] == 7 + 5
+            # Other operators than launches, and other numbers of launches, are not left out.
+            for body, number in ((lambda x: (x + 1,), 0), (lambda x: (launches.DTYPES and torch.empty_like(x),), 1)):
+                other = program.Program(body)
+                for _ in range(3):
+                    other(number, (x_TD,))
+                assert list(other._plans.values()) == [False]
     finally:
         native.TRITON_DEVICES.discard("cpu")
 

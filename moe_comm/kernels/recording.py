@@ -1,0 +1,47 @@
+"""Recording of launches: what a program (``kernels/triton/program.py``) repeats."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+Launcher = Callable[[Sequence[int], int, list[Any]], None]
+"""Launches a kernel with a grid, on the current stream of a device, with values that have addresses for tensors."""
+
+
+class Step(NamedTuple):
+    """A launch. launcher: None if it cannot be repeated. args: tensors, other values, and descriptions of matrices.
+    operators: number of operators that the kernel computes."""
+
+    launcher: Launcher | None
+    grid: Sequence[int]
+    args: Sequence[Any]
+    operators: int = 1
+
+
+_recording = threading.local()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Step]]:
+    """Return the launches of this thread in the context."""
+    steps: list[Step] = []
+    _recording.steps = steps
+    try:
+        yield steps
+    finally:
+        _recording.steps = None
+
+
+def is_recording() -> bool:
+    """Return whether ``record`` records."""
+    return getattr(_recording, "steps", None) is not None
+
+
+def record(step: Step) -> None:
+    """Add a launch to those that are recorded."""
+    steps = getattr(_recording, "steps", None)
+    if steps is not None:
+        steps.append(step)

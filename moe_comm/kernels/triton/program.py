@@ -1,0 +1,196 @@
+"""Programs: several launches and their buffers, which are recorded once and then repeated without their checks.
+
+    first call of a shape    run the body: operators check inputs, choose tiles, allocate, and launch
+    second call              run the body, and record its launches: grids, numbers, and the buffer of each address
+    later calls              allocate the results and one workspace for all other buffers, and launch
+
+A launch of an operator takes most of its time in checks and look-ups, which have the same results for inputs of the
+same shapes, strides, dtypes and alignment. A program is only repeated if its body did nothing but launch kernels and
+allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_comm.kernels.recording import recorded
+from moe_comm.kernels.triton import launch as launches
+from moe_comm.kernels.triton.launch import Matrix
+
+Results = tuple[Any, ...]
+"""Tensors, or None."""
+ALIGNMENT = 512
+"""Alignment of buffers in a workspace, that of torch's allocator."""
+MAX_SHAPES = 256
+"""Maximum number of shapes that a program remembers."""
+_HARMLESS = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "view", "_unsafe_view",
+                 "as_strided", "slice", "select", "detach", "alias", "t", "transpose", "expand", "unsqueeze", "squeeze")
+)  # fmt: skip
+"""Operators that change no value."""
+
+
+class _OtherOperators(TorchDispatchMode):
+    """Finds operators that a repetition would leave out."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func._schema.name not in _HARMLESS
+        return func(*args, **(kwargs or {}))
+
+
+class _Launch(NamedTuple):
+    """A recorded launch. addresses: position among the values, and index of the address, of each pointer. matrices: the
+    same for arguments that are loaded by TMA."""
+
+    launcher: Any
+    grid: tuple[int, ...]
+    values: list[Any]
+    addresses: list[tuple[int, int]]
+    matrices: list[tuple[int, int, Matrix]]
+
+
+class _Plan(NamedTuple):
+    """Recorded launches. outputs: shape and dtype of each result, or None. buffers: what each address points to: the
+    index of an input, result or the workspace, in this order, and the offset in bytes. workspace: its bytes."""
+
+    launches: list[_Launch]
+    outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
+    buffers: list[tuple[int, int]]
+    workspace: int
+
+    def run(self, inputs: tuple[Tensor | None, ...]) -> Results:
+        """Allocate and launch."""
+        device = inputs[0].device  # type: ignore[union-attr]
+        results = tuple([
+            None if output is None else torch.empty(output[0], dtype=output[1], device=device)
+            for output in self.outputs
+        ])  # fmt: skip
+        bases = [0 if t is None else t.data_ptr() for t in inputs]
+        bases += [0 if t is None else t.data_ptr() for t in results]
+        workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
+        bases.append(0 if workspace is None else workspace.data_ptr())
+        addresses = [bases[base] + offset for base, offset in self.buffers]
+        index = launches.index_of(device)
+        for launcher, grid, template, of_pointers, of_matrices in self.launches:
+            values = template.copy()
+            for at, which in of_pointers:
+                values[at] = addresses[which]
+            for at, which, matrix in of_matrices:
+                values[at] = matrix._replace(tensor=addresses[which])
+            launcher(grid, index, values)
+        return results
+
+
+class Program:
+    """A function that launches kernels. Inputs and results are tensors; results are contiguous, and not views.
+
+    Args:
+        body: takes the inputs and then hashable constants, and returns the results. The values of constants must
+            determine, together with the inputs' shapes, strides and dtypes, all that the body does.
+    """
+
+    def __init__(self, body: Callable[..., Results]) -> None:
+        self._body = body
+        self._plans: dict[Any, _Plan | bool] = {}
+
+    def __call__(self, operators: int, inputs: tuple[Tensor | None, ...], *constants: Any) -> Results:
+        """Run the body on ``inputs``.
+
+        Args:
+            operators: Number of operators that kernels of the body compute. If another number is recorded, the body
+                is not repeated.
+            inputs: The first one is not None.
+        """
+        key: list[Any] = [constants]
+        for t in inputs:
+            if t is None:
+                key.append(None)
+                continue
+            if t.data_ptr() & 15:
+                return self._body(*inputs, *constants)
+            key += (t.shape, t.stride(), t.dtype, t.device)
+        if not launches.repeats(inputs[0].device):  # type: ignore[union-attr]
+            return self._body(*inputs, *constants)
+        found = self._plans.get(shape := tuple(key))
+        if type(found) is _Plan:
+            return found.run(inputs)
+        if found is False:
+            return self._body(*inputs, *constants)
+        if found is None:
+            if len(self._plans) >= MAX_SHAPES:
+                self._plans.clear()
+            self._plans[shape] = True  # record the next call
+            return self._body(*inputs, *constants)
+        results, plan = _record(self._body, inputs, constants, operators)
+        self._plans[shape] = False if plan is None else plan
+        return results
+
+
+def _record(
+    body: Callable[..., Results], inputs: tuple[Tensor | None, ...], constants: tuple[Any, ...], operators: int
+) -> tuple[Results, _Plan | None]:
+    with recorded() as steps, _OtherOperators() as others:
+        results = body(*inputs, *constants)
+    bounds = [None if t is None else _bounds(t) for t in (*inputs, *results)]
+    used = sorted(bound for bound in bounds if bound is not None)
+    separate = all(before[1] <= after[0] for before, after in pairwise(used)) and all(a < b for a, b in used)
+    whole = all(
+        t is None or (t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size())
+        for t in results
+    )
+    if sum(step.operators for step in steps) != operators:
+        return results, None
+    if others.found or not separate or not whole or any(step.launcher is None for step in steps):
+        return results, None
+    workspace_at: dict[int, int] = {}
+    size = 0
+    buffers: list[tuple[int, int]] = []
+    repeated: list[_Launch] = []
+
+    def index_of(t: Tensor) -> int:
+        nonlocal size
+        address, storage = t.data_ptr(), t.untyped_storage()
+        for base, bound in enumerate(bounds):
+            if bound is not None and bound[0] <= address < bound[1]:
+                place = base, address - bound[0]
+                break
+        else:
+            first = storage.data_ptr()
+            if first not in workspace_at:
+                workspace_at[first] = size
+                size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+            place = len(bounds), workspace_at[first] + address - first
+        if place not in buffers:
+            buffers.append(place)
+        return buffers.index(place)
+
+    for launcher, grid, args, _ in steps:
+        values, of_pointers, of_matrices = list(args), [], []
+        for at, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                of_pointers.append((at, index_of(arg)))
+                values[at] = 0
+            elif type(arg) is Matrix:
+                template = arg._replace(tensor=0, dtype=arg.tensor.dtype)
+                of_matrices.append((at, index_of(arg.tensor), template))
+                values[at] = 0
+        repeated.append(_Launch(launcher, tuple(grid), values, of_pointers, of_matrices))
+    outputs = [None if t is None else (tuple(t.shape), t.dtype) for t in results]
+    return results, _Plan(repeated, outputs, buffers, size)
+
+
+def _bounds(t: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor, and the one behind its last element."""
+    elements = (
+        1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    )
+    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
