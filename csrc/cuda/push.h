@@ -16,13 +16,17 @@ constexpr int kBlocksAtOnce = 1;
 constexpr int kBlocksAtOnce = 2;
 #endif
 
-// Per-slot data of the chunk that a push block processes.
+// Per-slot data of a chunk, in kSlotBytes bytes of shared memory per slot.
 struct ChunkSlots {
-  int32_t* ids;
-  int32_t* together;  // at the first slot of each expert: number of slots of that expert in this chunk; otherwise 0
-  int64_t* places;
-  char** rows;
-  char** scales;
+  char* memory;
+  int64_t chunk;
+
+  MOE_BLOCK int64_t* places() const { return reinterpret_cast<int64_t*>(memory); }
+  MOE_BLOCK char** rows() const { return reinterpret_cast<char**>(memory + 8 * chunk); }
+  MOE_BLOCK char** scales() const { return reinterpret_cast<char**>(memory + 16 * chunk); }
+  MOE_BLOCK int32_t* ids() const { return reinterpret_cast<int32_t*>(memory + 24 * chunk); }
+  // At the first slot of each expert, the number of slots of that expert in this chunk; otherwise 0.
+  MOE_BLOCK int32_t* together() const { return reinterpret_cast<int32_t*>(memory + 28 * chunk); }
 };
 
 // If several slots of a token have the same owner, the first slot carries the row and the others link to it.
@@ -31,22 +35,21 @@ MOE_BLOCK void link_slots(M& m, const Args& a, const Blocks& blocks, int n, cons
   const int64_t* offers = at<const int64_t>(a.offers_at);
   const int top_k = static_cast<int>(a.top_k);
   m.each(n, [&](int i) {
-    const int64_t place = s.places[i];
+    const int64_t place = s.places()[i];
     if (place == kDropped) return;
     const int64_t owner = place_owner(place);
     int first = i / top_k * top_k;
-    while (s.places[first] == kDropped || place_owner(s.places[first]) != owner) ++first;
+    while (s.places()[first] == kDropped || place_owner(s.places()[first]) != owner) ++first;
     int64_t* links = reinterpret_cast<int64_t*>(blocks.peers[owner] + offers[owner * kOfferWords + kLinksAt]);
-    links[place_row(place)] = first == i ? -1 : place_row(s.places[first]);
-    if (first != i) s.rows[i] = s.scales[i] = nullptr;
+    links[place_row(place)] = first == i ? -1 : place_row(s.places()[first]);
+    if (first != i) s.rows()[i] = s.scales()[i] = nullptr;
   });
 }
 
-// Write the rows of a chunk. send_rows(first token, number of tokens) sends those of s.rows.
-template <class M, class Args, class SendRows>
-MOE_BLOCK void push_chunk(M& m, const Args& a, const Blocks& blocks, int64_t chunk, const ChunkSlots& s,
-                          SendRows send_rows) {
-  const int n = chunk_slots(a.tokens, a.top_k, a.chunk, chunk), top_k = static_cast<int>(a.top_k);
+// Look up where the rows of a chunk go.
+template <class M, class Args>
+MOE_BLOCK void place_chunk(M& m, const Args& a, const Blocks& blocks, int64_t chunk, const ChunkSlots& s) {
+  const int n = chunk_slots(a.tokens, a.top_k, a.chunk, chunk);
   const int64_t first_slot = chunk * a.chunk;
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
   const int64_t* offers = at<const int64_t>(a.offers_at);
@@ -54,54 +57,64 @@ MOE_BLOCK void push_chunk(M& m, const Args& a, const Blocks& blocks, int64_t chu
   const int64_t* expert_rows = at<const int64_t>(a.expert_rows_at);
   int64_t* places = at<int64_t>(a.place_at) + first_slot;
   const int64_t bytes = row_bytes(a.hidden, a.dtype, a.format), scales = row_scales(a.hidden, a.format);
-  m.sync();
   m.each(n, [&](int i) {
     const int32_t id = static_cast<int32_t>(at<const int64_t>(a.ids_at)[first_slot + i]);
-    s.ids[i] = id;
-    s.together[i] = 0;
-    s.places[i] = kDropped;
-    s.rows[i] = s.scales[i] = nullptr;
+    s.ids()[i] = id;
+    s.together()[i] = 0;
+    s.places()[i] = kDropped;
+    s.rows()[i] = s.scales()[i] = nullptr;
     if (id >= 0) {
       const ChunkRank rank = ChunkRank::of(places[i]);
       const int64_t owner = owner_of(offsets, a.world, id), row = expert_rows[id] + before_chunk[id] + rank.before;
       const int64_t* offer = offers + owner * kOfferWords;
-      if (rank.before == 0) s.together[i] = rank.all;
+      if (rank.before == 0) s.together()[i] = rank.all;
       if (offer[kRoom] < 0 || row < offer[kRoom]) {
-        s.places[i] = pack_place(owner, row);
-        s.rows[i] = blocks.peers[owner] + offer[kRowsAt] + row * bytes;
-        if (scales) s.scales[i] = blocks.peers[owner] + offer[kScalesAt] + row * scales * 4;
+        s.places()[i] = pack_place(owner, row);
+        s.rows()[i] = blocks.peers[owner] + offer[kRowsAt] + row * bytes;
+        if (scales) s.scales()[i] = blocks.peers[owner] + offer[kScalesAt] + row * scales * 4;
       }
     }
-    places[i] = s.places[i];
+    places[i] = s.places()[i];
   });
-  m.sync();
   if (a.relay) {
-    link_slots(m, a, blocks, n, s);
     m.sync();
+    link_slots(m, a, blocks, n, s);
   }
-
-  if (a.hidden > 0) send_rows(first_slot / top_k, n / top_k);
-
-  // The block that sends the last row for an expert sets the flag at the expert's owner.
-  m.sync();
-  m.each(n, [&](int i) {
-    if (s.together[i] == 0) return;
-    const int64_t id = s.ids[i], all = at<const int64_t>(a.all_counts_at)[a.rank * a.experts + id];
-    count_written(m, a, blocks, id, s.together[i], all);
-  });
 }
 
-// Slots of the current chunk, and the source of the rows.
-template <class M, class Args>
-MOE_BLOCK ChunkSlots chunk_memory(M& m, const Args& a) {
-  ChunkSlots s;
-  s.ids = m.template shared<int32_t>(a.chunk);
-  s.together = m.template shared<int32_t>(a.chunk);
-  s.places = m.template shared<int64_t>(a.chunk);
-  s.rows = m.template shared<char*>(a.chunk);
-  s.scales = m.template shared<char*>(a.chunk);
-  return s;
+// Write the rows of the chunks of this block. send(slots, first token, number of tokens) sends those of a chunk;
+// finish() waits until asynchronous copies have ended. The places of the next chunk are looked up while rows are
+// written.
+template <class M, class Args, class Send, class Finish>
+MOE_BLOCK void push_chunks(M& m, const Args& a, char* memory, Send send, Finish finish) {
+  const Blocks blocks(a);
+  const int step = static_cast<int>(m.blocks());
+  int odd = 0;
+  const auto slots = [&](int odd_chunk) { return ChunkSlots{memory + odd_chunk * a.chunk * kSlotBytes, a.chunk}; };
+  const auto place = [&](int chunk, int odd_chunk) {
+    if (chunk < a.chunks) place_chunk(m, a, blocks, chunk, slots(odd_chunk));
+  };
+  const auto slots_of = [&](int chunk) { return chunk_slots(a.tokens, a.top_k, a.chunk, chunk); };
+  place(static_cast<int>(m.block()), odd);
+  for (int chunk = static_cast<int>(m.block()); chunk < a.chunks; chunk += step) {
+    m.sync();
+    if (a.hidden > 0) {
+      const int top_k = static_cast<int>(a.top_k);
+      send(slots(odd), chunk * a.chunk / top_k, slots_of(chunk) / top_k);
+    }
+    place(chunk + step, 1 - odd);
+    finish();
+    // The block that sends the last row for an expert sets the flag at the expert's owner.
+    m.sync();
+    m.each(slots_of(chunk), [&](int i) {
+      const int64_t written = slots(odd).together()[i], id = slots(odd).ids()[i];
+      if (written == 0) return;
+      count_written(m, a, blocks, id, written, at<const int64_t>(a.all_counts_at)[a.rank * a.experts + id]);
+    });
+    odd = 1 - odd;
+  }
 }
+
 template <class Args>
 MOE_BLOCK Source source_of(const Args& a) {
   const int64_t own = a.x_at | a.stride | (a.hidden * element_bytes(a.dtype));
@@ -112,39 +125,36 @@ MOE_BLOCK Source source_of(const Args& a) {
 template <class M>
 MOE_BLOCK void push(M& m, const PushArgs& a) {
   if (failed(a)) return;
-  const ChunkSlots s = chunk_memory(m, a);
+  char* memory = m.template shared<char>(2 * a.chunk * kSlotBytes);
   BulkCopies bulk(m, a.bulk != 0);
   const Source from = source_of(a);
-  const Blocks blocks(a);
-  const int top_k = static_cast<int>(a.top_k);
   const bool in_bulk = from.vectors && bulk.usable(a.bulk != 0);
-  for (int64_t chunk = m.block(); chunk < a.chunks; chunk += m.blocks()) {
-    push_chunk(m, a, blocks, chunk, s, [&](int64_t first, int n) {
-      if (in_bulk) {
-        bulk.copy(
-            n, row_bytes(a.hidden, a.dtype, kSame), top_k, [&](int i) { return from.x + (first + i) * from.stride; },
-            [&](int i, int k) { return s.rows[i * top_k + k]; });
-        bulk.finish();
-      } else {
-        copy_all_rows(m, from, n, {s.rows, s.scales, top_k}, [&](int i) { return first + i; });
-      }
-    });
-  }
+  const auto send = [&](const ChunkSlots& s, int64_t first, int n) {
+    const int top_k = static_cast<int>(a.top_k);
+    if (in_bulk) {
+      bulk.copy(
+          n, row_bytes(a.hidden, a.dtype, kSame), top_k, [&](int i) { return from.x + (first + i) * from.stride; },
+          [&](int i, int k) { return s.rows()[i * top_k + k]; });
+    } else {
+      copy_all_rows(m, from, n, {s.rows(), s.scales(), top_k}, [&](int i) { return first + i; });
+    }
+  };
+  push_chunks(m, a, memory, send, [&] {
+    if (in_bulk) bulk.finish();
+  });
 }
 
 template <class M>
 MOE_BLOCK void push_fp8(M& m, const PushFp8Args& a) {
   if (failed(a)) return;
-  const ChunkSlots s = chunk_memory(m, a);
+  char* memory = m.template shared<char>(2 * a.chunk * kSlotBytes);
   const Scratch scratch = quantise_scratch(m, a.chunk, a.format);
   const Source from = source_of(a);
-  const Blocks blocks(a);
-  for (int64_t chunk = m.block(); chunk < a.chunks; chunk += m.blocks()) {
-    push_chunk(m, a, blocks, chunk, s, [&](int64_t first, int n) {
-      const int top_k = static_cast<int>(a.top_k);
-      quantise_rows<kBlocksAtOnce>(m, from, n, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first + i; });
-    });
-  }
+  const auto send = [&](const ChunkSlots& s, int64_t first, int n) {
+    const Destinations to = {s.rows(), s.scales(), static_cast<int>(a.top_k)};
+    quantise_rows<kBlocksAtOnce>(m, from, n, to, scratch, [&](int i) { return first + i; });
+  };
+  push_chunks(m, a, memory, send, [] {});
 }
 
 // Copy relayed rows to the other experts of this rank.

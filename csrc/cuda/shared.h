@@ -11,6 +11,7 @@ constexpr int64_t kSpreadBatch = 128;  // slots that spread processes between tw
 constexpr int64_t kReduceBatch = 16;   // rows that reduce processes between two syncs
 constexpr int kRankWords = 16;         // expert ids of a chunk that a thread of count compares at once
 constexpr int64_t kScanExperts = 32;   // experts of one block of scan
+constexpr int64_t kSlotBytes = 32;     // of push, for each slot of the chunk that it sends and of the next
 constexpr int64_t kLinkBatch = 32;     // rows that fan_out processes between two syncs
 constexpr int kBulkWarps = 16;         // warps of a block that copy in bulk, each with its own buffers
 constexpr int kBulkBuffers = 4;        // buffers of a warp
@@ -52,16 +53,13 @@ MOE_HD inline int64_t shared_bytes(const MeetArgs& a, int64_t) {
   if (a.with_counts) p.add(a.experts, 8).add(a.experts, 8).add(a.experts + 1, 8).add(a.experts + 1, 8);
   return p.bytes;
 }
-MOE_HD inline Pieces chunk_pieces(int64_t chunk) {
-  return Pieces().add(chunk, 4).add(chunk, 4).add(chunk, 8).add(chunk, 8).add(chunk, 8);
-}
 MOE_HD inline int64_t shared_bytes(const PushFp8Args& a, int64_t) {
-  Pieces p = chunk_pieces(a.chunk);
+  Pieces p = Pieces().add(2 * a.chunk, kSlotBytes);
   add_quantise(p, a.chunk, a.format);
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const PushArgs& a, int64_t) {
-  Pieces p = chunk_pieces(a.chunk);
+  Pieces p = Pieces().add(2 * a.chunk, kSlotBytes);
   if (a.bulk) p.add(kBulkWarps * kBulkBuffers * kBulkBytes, 1).add(kBulkWarps * kBulkBuffers, 8);
   return p.bytes;
 }
