@@ -182,7 +182,10 @@ int64_t Heap::alloc(int64_t bytes) {
   free_raised();
   auto fit = free_size_.lower_bound({bytes, 0});
   if (fit == free_size_.end()) {
-    grow(bytes);
+    // A free block at the end of the heap becomes a part of the new one.
+    const auto last = free_.empty() ? free_.end() : std::prev(free_.end());
+    const bool at_end = last != free_.end() && last->first + last->second == map_->mapped();
+    grow(at_end ? bytes - last->second : bytes);
     fit = free_size_.lower_bound({bytes, 0});
   }
   const auto [size, offset] = *fit;
