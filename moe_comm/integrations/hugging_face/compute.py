@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.types import INVALID_LOGITS
+from moe_comm.kernels.activations import Composed
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
+from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
+from moe_comm.layers.moe.experts import has_any_hook
 from moe_comm.layers.moe.formula import ExpertsLayout
 
 
@@ -40,6 +43,18 @@ def start_call(
     with dispatcher.abort_on_error(parallel.label):
         ids_TK = mark_invalid(ids_TK, weights_TK)
     return parallel._start_call(experts, x_TD, ids_TK, weights_TK, fp8=fp8)
+
+
+def on_device(layout: ExpertsLayout, experts: nn.Module, x_TD: Tensor) -> bool:
+    """Return whether a GPU can compute all experts without row counts on the CPU; see ``Experts.on_device``."""
+    if x_TD.device.type not in TRITON_DEVICES or {*layout.parameters} != {"gate_up_proj", "down_proj"}:
+        return False
+    weights = experts.gate_up_proj, experts.down_proj
+    return (
+        all(type(w) is nn.Parameter and w.dtype == x_TD.dtype and w.shape[0] > 0 for w in weights)
+        and isinstance(layout.activation, Composed)
+        and not has_any_hook(experts)
+    )
 
 
 def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

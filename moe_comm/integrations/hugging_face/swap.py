@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid
+from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid, on_device
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype
@@ -130,8 +130,9 @@ class EPExperts(ExpertParallel):
             self.dispatcher.abort(error, label=self.label)
             raise
         in_place = not self.adapters
+        device = in_place and not fp8 and self.copies is None and on_device(self.layout, self, x_TD)
         call = self._start_call(
-            self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place
+            self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place, on_device=device
         )
         try:
             with without_autocast(x_TD):

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
 
 
+def has_any_hook(module: nn.Module) -> bool:
+    """Return whether a hook, also one of torch such as FSDP's, sees the arguments or results of ``module``."""
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
+
+
 @dataclass(frozen=True)
 class ExpertSlice:
     """Slice ``index`` of ``count`` equal slices of each expert's width F, for expert tensor parallelism."""
@@ -203,8 +209,7 @@ class Experts(nn.Module):
             and self.num_experts > 0
             and (w13.dtype == x_TD.dtype or torch.is_autocast_enabled(x_TD.device.type))
             and isinstance(self.activation, Composed)
-            and not (self._forward_pre_hooks or self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
-            and "forward" not in vars(self)
+            and not has_any_hook(self)
         )
 
     def mlp_for(self, rows: Tensor, slots: int = 0) -> ExpertMLP:

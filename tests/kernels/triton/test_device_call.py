@@ -204,3 +204,35 @@ def test_invalid_ids_make_results_nan_and_raise_in_the_next_call() -> None:
         built.dispatcher.check_ids()
     finally:
         native.TRITON_DEVICES.discard("cpu")
+
+
+@on_ranks(1)
+def test_experts_of_a_swapped_model_never_wait_for_counts() -> None:
+    pytest.importorskip("transformers")
+    from moe_comm.integrations.hugging_face import swap_moe
+    from moe_comm.integrations.hugging_face.swap import EPExperts
+    from tests.integrations.models import new_model, randomise
+
+    kernels("device")
+    model = new_model("mixtral")
+    randomise(model, 0)
+    experts = next(module for module in swap_moe(model.bfloat16()).modules() if isinstance(module, EPExperts))
+    x_TD = drawn(TOKENS, experts.layout.hidden, dtype=torch.bfloat16)
+    ids_TK = some_ids(TOKENS, TOP_K, experts.num_experts).clamp(min=0)
+
+    def work() -> list[Tensor]:
+        leaf, weights_TK = x_TD.detach().requires_grad_(), torch.full((TOKENS, TOP_K), 0.5).requires_grad_()
+        experts.zero_grad(set_to_none=True)
+        y_TD = experts(leaf, ids_TK, weights_TK)
+        y_TD.backward(drawn(*y_TD.shape, dtype=torch.bfloat16, seed=3))
+        return [y_TD.detach(), *(t.grad for t in (leaf, weights_TK, *experts.parameters()) if t.grad is not None)]
+
+    expected = work()
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        actual, launched = needed_kernels(work, stop)
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+    assert launched[:2] == ["count_chunks_kernel", "place_slots_kernel"] and len(actual) == len(expected) == 5
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
