@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm import prepare_fsdp
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.moe.experts import Experts
+from moe_comm.overlap.options import Overlap
 from tests.pool import on_ranks
 
 HIDDEN, FFN, TOKENS = 24, 40, (9, 0, 13, 5)
@@ -174,30 +174,50 @@ def test_other_dtypes_and_tokens_without_gradient(rank: int, world: int, group: 
 
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["plain", "checkpoint"])
-def test_no_rows_are_kept(rank: int, world: int, group: Any, mode: str) -> None:
+def test_a_forward_pass_keeps_no_shared_memory(rank: int, world: int, group: Any, mode: str) -> None:
     layer = build(group, "shared_memory")
     heap = layer.dispatcher.heap  # type: ignore[attr-defined]
     before = heap.used
-    kept: dict[int, tuple[int, ...]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tuple(tensor.shape)
-        return tensor
-
-    hooks: AbstractContextManager[Any] = nullcontext()
-    if mode == "plain":
-        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks:
-        y = results(layer, rank, lambda layer, x: layer(x) if mode == "plain" else checkpointed(layer, x))["y"]
-    stats = layer.dispatch_stats
-    assert stats is not None and y is not None
-    if mode == "plain":
-        assert stats.received not in TOKENS
-        assert list(kept.values()).count((stats.received, HIDDEN)) == 0
-        assert layer.saved_bytes == stats.received * 2 * FFN * 4
+    y = results(layer, rank, lambda layer, x: layer(x) if mode == "plain" else checkpointed(layer, x))["y"]
     dist.barrier()  # the other rank has released this rank's tokens
     del y
     assert heap.used == before
+
+
+def with_saved(layer: MoELayer, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the output of a layer, and the tensors that autograd saves."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y: Tensor = layer(x)
+    return y, list(kept.values())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("overlap", [None, Overlap(2, 1, executor="pipelined")], ids=["serial", "pipelined"])
+def test_saved_bytes_are_those_of_the_rows_that_autograd_keeps(
+    rank: int, world: int, group: Any, overlap: Overlap | None
+) -> None:
+    for backend in ("all_to_all", "shared_memory"):
+        layer = MoELayer.build(CONFIG, group, backend=backend, overlap=overlap, seed=4)
+        for hooked in (False, True):
+            x = torch.randn(TOKENS[0] + 2 * rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
+            y, kept = with_saved(layer, x.requires_grad_())
+            stats = layer.dispatch_stats
+            assert stats is not None and stats.received not in (9, 11)
+            rows = [t for t in kept if t.shape[:1] == (stats.received,) and t.shape[1] in (HIDDEN, 2 * FFN)]
+            assert layer.saved_bytes == sum(t.nbytes for t in rows) > 0
+            columns = 2 * FFN + HIDDEN * ((overlap is not None or backend == "all_to_all") + (hooked and not overlap))
+            assert layer.saved_bytes == stats.received * columns * 4
+            y.sum().backward()
+            layer.experts.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        layer(torch.randn(4, HIDDEN))
+    assert layer.saved_bytes == 0
 
 
 @pytest.mark.parametrize("change", ["hook", "subclass", "in place", "gradient"])
