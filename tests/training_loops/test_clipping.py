@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from itertools import cycle
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import moe_comm
 from moe_comm.errors import NonFiniteLoss
@@ -37,6 +42,18 @@ def test_clipping_by_torch_refuses_fsdp2_on_every_rank(rank: int, world: int) ->
     loss_at(model, 0, rank, world, mean=True).backward()
     message = error_of(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
     assert message.startswith("RuntimeError"), message
+
+
+@on_ranks(2)
+def test_parameters_on_two_meshes_of_the_same_ranks_have_one_norm(rank: int, world: int) -> None:
+    """As torch gives the parameters of a model the mesh of an older one, on some ranks only."""
+    meshes = [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in range(2)]
+    model = nn.ParameterList(
+        DTensor.from_local(torch.full((1 + index,), 3.0), meshes[index * rank], [Shard(0)]) for index in range(2)
+    )
+    for param in model:
+        param.grad = param.detach().clone()
+    assert float(moe_comm.clip_grad_norm_(model, 1.0)) == pytest.approx(math.sqrt(6 * 9))
 
 
 @on_ranks(2)

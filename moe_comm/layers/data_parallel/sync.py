@@ -296,9 +296,12 @@ def _families(model: nn.Module) -> dict[Groups, list[nn.Parameter]]:
         split |= {id(getattr(module, name)): (gradients.shards.group,) for name in gradients.shards.shardings}
     split |= {id(param): (group,) for _, param, group in tensor_parallel(model)}
     families: dict[Groups, list[nn.Parameter]] = {}
+    # torch caches meshes of DTensors by their ranks, so a parameter may have the mesh, and group, of an older model.
+    meshes: dict[tuple[int, ...], ProcessGroup] = {}
     for param in model.parameters():
         if param.requires_grad or param.grad is not None or id(param) in split:
-            families.setdefault((*_mesh_groups(param), *split.get(id(param), ())), []).append(param)
+            of_mesh = [meshes.setdefault(tuple(dist.get_process_group_ranks(one)), one) for one in _mesh_groups(param)]
+            families.setdefault((*of_mesh, *split.get(id(param), ())), []).append(param)
     return families
 
 
