@@ -26,6 +26,7 @@ from moe_comm.integrations.hugging_face.state import of_peft
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts,
     guard_libraries,
+    load_adapter,
     names_by_weights,
     refuse_conflicts,
     save_pretrained,
@@ -138,6 +139,10 @@ def parallelize_moe(
     linear_adapters: dict[str, Any] = {}
     placements = dict[int, Placement]()
     try:
+        given: Any = model
+        if not isinstance(given, nn.Module):
+            model = nn.Module()
+            raise ConfigError(f"swap_moe takes a model in memory, an nn.Module; got {given!r}. See from_pretrained")
         _refuse_swapped(model)
         with _without_adapters(model) as taken:
             described = adapted_blocks(model)
@@ -206,6 +211,8 @@ def parallelize_moe(
             swapped_model = swapped_model.get_base_model()
         if hasattr(swapped_model, "save_pretrained"):
             swapped_model.save_pretrained = MethodType(save_pretrained, swapped_model)
+        if hasattr(swapped_model, "load_adapter") and not of_peft(swapped_model):
+            swapped_model.load_adapter = MethodType(load_adapter, swapped_model)
     _log_swap(list(swapped_experts(model).values()), defaulted)
     if left_alone and group_rank(group) == 0:
         _log.warning(

@@ -168,12 +168,13 @@ class Probes:
 class BlockSource(nn.Module):
     """The parameters of a block, from which ``BlockExperts`` takes those of this rank."""
 
-    def __init__(self, block: nn.Module, formula: ExpertFormula) -> None:
+    def __init__(self, block: nn.Module, formula: ExpertFormula, was_transposed: bool = False) -> None:
         super().__init__()
         self.formula, self.named = formula, {name: param.detach() for name, param in block.named_parameters()}
         trained = {name: param.requires_grad for name, param in block.named_parameters()}
         self.trained = {key: trained[formula.name_of(parts[0].path, 0)] for key, parts in formula.parts.items()}
         self.linears = tuple(path for path in formula.shapes if _of_linear(block, formula, path))
+        self.was_transposed = was_transposed
 
 
 def _of_linear(block: nn.Module, formula: ExpertFormula, path: str) -> bool:
@@ -190,23 +191,45 @@ class BlockExperts(Probes, EPExperts):
 
     Attributes:
         linears: names in the experts of the linear layers of each expert, with "{}" for its number; see ``lora.py``.
+        stacked: names of the matrices [E, ...] that the experts module of the unswapped block has, in its order.
     """
 
     can_be_adapted = False
     linears: tuple[str, ...] = ()
+    stacked: tuple[str, ...] = ()
+    _was_transposed = False
 
-    def use(self, plan: BlockPlan, linears: Sequence[str]) -> None:
-        """Set the plan, and convert the names in state dicts of one process. linears: paths of their weights."""
-        self.plan = plan
-        inside = [path.removeprefix(f"{plan.path}.").removesuffix(".weight") for path in linears]
+    def use(self, plan: BlockPlan, source: BlockSource) -> None:
+        """Set the plan, and convert the names in state dicts of one process."""
+        self.plan, shapes = plan, plan.formula.shapes
+        inside = [path.removeprefix(f"{plan.path}.").removesuffix(".weight") for path in source.linears]
         self.linears = tuple(name for name in inside if name.startswith("{}."))
+        owned = [name.rpartition(".") for name in source.named if len(shapes.get(name, ())) == 2]
+        self.stacked = tuple(key for owner, _, key in owned if owner == plan.path)
+        self._was_transposed = source.was_transposed
         self.register_state_dict_post_hook(_after_state_dict)
 
-    def current_name(self, name: str) -> str:
-        """Return the present name of a parameter of the unswapped block: PEFT wraps the layers that it adapts."""
+    @property
+    def is_transposed(self) -> bool:
+        return self._was_transposed  # PEFT reads it
+
+    def current_name(self, name: str, depth: int = 0) -> str:
+        """Return the present name of a parameter of the unswapped block: PEFT wraps the layers that it adapts.
+
+        depth: number of PEFT's wrappers around this module.
+        """
         owner, _, key = name.rpartition(".")
+        if owner == self.plan.path:
+            return ".".join([owner, *["base_layer"] * depth, key])
         layer = child_of(self, owner.removeprefix(f"{self.plan.path}."))
         return f"{owner}.base_layer.{key}" if layer is not None and "base_layer" in layer._modules else name
+
+    def _of_block(self, prefix: str) -> tuple[str, int]:
+        """Return the prefix of the block's keys, and the number of wrappers, from the prefix of this module's."""
+        outside = prefix
+        while outside.endswith(".base_layer."):
+            outside = outside.removesuffix("base_layer.")
+        return outside.removesuffix(f"{self.plan.path}."), (len(prefix) - len(outside)) // len("base_layer.")
 
     def _local_parameter(self, experts: BlockSource, name: str, homes: Sequence[int]) -> nn.Parameter:
         return nn.Parameter(experts.formula.stack(name, experts.named, homes), requires_grad=experts.trained[name])
@@ -225,18 +248,18 @@ class BlockExperts(Probes, EPExperts):
             return
         for key in stacks:
             del state[prefix + key]
-        of_block = prefix.removesuffix(f"{self.plan.path}.")
+        of_block, depth = self._of_block(prefix)
         originals = self.plan.formula.split(stacks)  # type: ignore[arg-type]
-        state |= {of_block + self.current_name(name): value for name, value in originals.items()}
+        state |= {of_block + self.current_name(name, depth): value for name, value in originals.items()}
 
     def checkpoint_slices(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...], list[HubSlice]]]:
         """Yield the name, shape and slices of each parameter of the experts of the unswapped block.
 
         prefix: of this module's keys.
         """
-        of_block = prefix.removesuffix(f"{self.plan.path}.")
+        of_block, depth = self._of_block(prefix)
         for name, shape, slices in _slices(self.plan.formula):
-            current = of_block + self.current_name(name)
+            current = of_block + self.current_name(name, depth)
             named = [replace(one, name=current, parameter=prefix + one.parameter) for one in slices]
             yield current, shape, named
 
@@ -258,6 +281,15 @@ def _slices(formula: ExpertFormula) -> Iterator[tuple[str, tuple[int, ...], list
             yield name, (formula.layout.num_experts, *shape) if stacked else shape, found
 
 
+def experts_of(block: nn.Module, plan: BlockPlan) -> tuple[Any, int]:
+    """Return the experts of a swapped block, and the number of PEFT's wrappers around them."""
+    module: Any = block.get_submodule(plan.path)
+    depth = 0
+    while not isinstance(module, Probes):
+        module, depth = module.base_layer, depth + 1
+    return module, depth
+
+
 def child_of(module: nn.Module, name: str) -> nn.Module | None:
     """Return a submodule, or None if there is none of this name."""
     child: nn.Module | None = module
@@ -273,8 +305,9 @@ def _after_state_dict(experts: BlockExperts, state: dict[str, Any], prefix: str,
 def before_load(block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook of a block: take this rank's experts from the parameters of an unswapped block."""
     plan: Any = block.block_plan
-    experts: Any = block.get_submodule(plan.path)
-    current = {name: prefix + experts.current_name(name) for name in plan.formula.names}
+    experts, depth = experts_of(block, plan)
+    inside = f"{prefix}{plan.path}.{'base_layer.' * depth}"
+    current = {name: prefix + experts.current_name(name, depth) for name in plan.formula.names}
     named = {name: state[key] for name, key in current.items() if key in state}
     if len(named) < len(plan.formula.names):
         return  # torch reports missing and unexpected keys
@@ -283,7 +316,7 @@ def before_load(block: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     homes = experts.placement.homes_of(experts.dispatcher.rank)
     for key in experts.layout.parameters:
         part = plan.formula.stack(key, named, homes)
-        state[f"{prefix}{plan.path}.{key}"] = distribute_like(part, getattr(experts, key))
+        state[inside + key] = distribute_like(part, getattr(experts, key))
     if experts.copies is not None:
         experts.copies.weights_changed()
 
@@ -322,7 +355,7 @@ def _new(make: Callable[..., Any], kind: type, *args: Any) -> Any:
 
 def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inputs: Any) -> Any:
     """Return the result of a swapped block. Collective."""
-    experts: Any = block.get_submodule(plan.path)
+    experts, _ = experts_of(block, plan)
     dispatcher, label, adapter = experts.dispatcher, experts.label, plan.adapter
     try:
         x = tokens_of(inputs, plan.formula.layout.hidden)
@@ -344,7 +377,7 @@ def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inp
     except Exception as error:  # the other ranks would wait in dispatch
         dispatcher.abort(error, label=label)
         raise
-    y_TD = experts(x_TD, ids_TK, weights_TK)
+    y_TD = block.get_submodule(plan.path)(x_TD, ids_TK, weights_TK)  # with the adapters around it
     if adapter is not None:
         y = y_TD.view(x.shape)
         return y if adapter.output is None else adapter.output(block, x, y, tuple(extra))
@@ -433,7 +466,7 @@ def outputs_of(
     block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], probe: Probe, silent: tuple[str, ...] = ()
 ) -> tuple[list[Any], Any]:
     """Return the leaves of the block's result, and their structure, with probes. silent: modules that return zeros."""
-    experts: Any = block.get_submodule(plan.path)
+    experts, _ = experts_of(block, plan)
     experts.probe = probe
     try:
         with ExitStack() as silenced:

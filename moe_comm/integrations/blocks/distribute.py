@@ -43,10 +43,12 @@ def distribute(
 ) -> None:
     """Replace the experts of a block by those of this rank, and its forward pass by one that dispatches."""
     block, formula = found.block, plan.formula
-    source = BlockSource(block, formula).train(block.training)
+    original = dict(block.named_modules()).get(plan.path)
+    was_transposed = bool(getattr(original, "is_transposed", False))
+    source = BlockSource(block, formula, was_transposed).train(block.training)
     label = ".".join(part for part in (found.name, plan.path) if part)
     experts = BlockExperts(source, formula.layout, dispatcher, label, overlap, replicated)
-    experts.use(plan, source.linears)
+    experts.use(plan, source)
     params = dict(block.named_parameters())
     for name in formula.names:
         mark_replaced(params[name], experts.gate_up_proj, f"{found.name}.{name}", "swap_moe")

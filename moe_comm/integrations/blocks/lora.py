@@ -1,4 +1,4 @@
-"""PEFT's LoRA of the linear layers of single experts (``target_modules``), in blocks with distributed experts.
+"""PEFT's LoRA of experts in blocks with distributed experts: of linear layers of single experts, of stacked parameters.
 
 The swapped experts of a block have stacked weights and no layers. So that PEFT finds the layers of the unswapped block,
 they get them, for the experts of all ranks and without parameters. PEFT wraps those that it selects; the others are
@@ -12,6 +12,10 @@ removed again:
 A and B are sharded expert parameters with PEFT's names, so gradients, norms, state dicts, optimizer state and PEFT's
 files follow from ``attach_experts``. In a forward pass those of this rank's experts are stacked, and passed to the
 experts (``kernels/low_rank.py``). Ranks of experts may differ: they are padded with zeros.
+
+Stacked parameters (``target_parameters``) are those of the experts module of the unswapped block, such as ``w1``
+[E, F, D]. The swapped experts get parameters of these names while PEFT looks for its targets, and PEFT's wrapper is
+``ParamWrapper``: as that of the experts of transformers, with B in the rows of the stacked weight that are ``w1``.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from moe_comm.integrations.blocks.adapter import is_inside
 from moe_comm.integrations.blocks.block import BlockExperts, BlockPlan, child_of
 from moe_comm.integrations.blocks.find import FoundBlock
+from moe_comm.integrations.hugging_face.families import is_experts
 from moe_comm.integrations.hugging_face.lora import (
+    ParamWrapper as StackWrapper,
     audit_without_router,
     gradients_in,
     refuse_initialization,
@@ -45,6 +52,7 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement, Sharding, Split
 
 _PeftLinear: Any = layer.Linear
+_PeftWrapper: Any = layer.ParamWrapper
 
 
 class ExpertWeight(nn.Linear):
@@ -90,7 +98,72 @@ class ExpertWeight(nn.Linear):
         return self.expert in self.experts.local_experts
 
 
-class ExpertLinear(_PeftLinear):  # type: ignore[misc]
+class _Merging:
+    """Merges adapters into the weights of this rank. Subclasses add those of one adapter."""
+
+    lora_A: Any
+    merged_adapters: list[str]
+
+    def add(self, name: str, sign: int, check: bool = False) -> None:
+        """Add an adapter, times ``sign``. check: raise ValueError if it is not finite."""
+        raise NotImplementedError
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        for name in check_adapters_to_merge(self, adapter_names):
+            if name in self.lora_A:
+                self.add(name, 1, safe_merge)
+                self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        while self.merged_adapters:
+            name = self.merged_adapters.pop()
+            if name in self.lora_A:
+                self.add(name, -1)
+
+
+class ParamWrapper(_Merging, StackWrapper):  # PEFT recognizes it by this name
+    """The adapters of a stacked parameter of the unswapped block; A and B of this rank's experts."""
+
+    @property
+    def _path(self) -> str:
+        return f"{self.get_base_layer().plan.path}.{self.parameter_name}"
+
+    @property
+    def stack(self) -> str:
+        parts: Mapping[str, Any] = self.get_base_layer().plan.formula.parts
+        return next(key for key, of in parts.items() if any(part.path == self._path for part in of))
+
+    def refuse(self, experts: Any) -> None:
+        refuse_settings(
+            f"{experts.label}.{self.parameter_name}", experts.gemm_dtype, experts.overlap, experts.placement
+        )
+
+    def get_param(self) -> Tensor:
+        """Return a tensor in the shape of the parameter, with the experts of this rank, without memory."""
+        experts = self.get_base_layer()
+        shape = experts.plan.formula.shapes[self._path]
+        value: Tensor = experts.gate_up_proj.detach().new_empty(()).expand(len(experts.local_experts), *shape)
+        return value
+
+    def low_rank(self, adapter_name: str) -> LowRank:
+        """Return A and B of an adapter for rows of the experts."""
+        experts, one = self.get_base_layer(), super().low_rank(adapter_name)
+        # A is of the last dimension of the parameter, unless the experts module has ``is_transposed``.
+        a_ELI, b_ELO = one.a_ELI, one.b_ELO
+        if self._did_swap_in_out_features == experts.plan.formula.transposed:
+            a_ELI, b_ELO = b_ELO, a_ELI
+        return LowRank(a_ELI, _in_stack(experts, self.stack, self._path, b_ELO), one.scaling)
+
+    def add(self, name: str, sign: int, check: bool = False) -> None:
+        one, experts = self.low_rank(name), self.get_base_layer()
+        delta_EOI = torch.einsum("elo,eli->eoi", one.b_ELO, one.a_ELI) * one.scaling
+        if check and not bool(delta_EOI.isfinite().all()):
+            raise ValueError(f"the adapter {name} of {experts.label} is not finite; nothing was merged")
+        stack = getattr(experts, self.stack)
+        stack.data.add_(delta_EOI.to(stack.device, stack.dtype), alpha=sign)
+
+
+class ExpertLinear(_Merging, _PeftLinear):  # type: ignore[misc]
     """PEFT's layer around an ``ExpertWeight``. A and B have elements on the rank of the expert only."""
 
     base_layer: ExpertWeight
@@ -128,19 +201,7 @@ class ExpertLinear(_PeftLinear):  # type: ignore[misc]
         off = self.disable_adapters or self.merged
         return [] if off else [name for name in self.active_adapters if name in self.lora_A]
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        for name in check_adapters_to_merge(self, adapter_names):
-            if name in self.lora_A:
-                self._add(name, 1, safe_merge)
-                self.merged_adapters.append(name)
-
-    def unmerge(self) -> None:
-        while self.merged_adapters:
-            name = self.merged_adapters.pop()
-            if name in self.lora_A:
-                self._add(name, -1)
-
-    def _add(self, name: str, sign: int, check: bool = False) -> None:
+    def add(self, name: str, sign: int, check: bool = False) -> None:
         if self.base_layer.is_local:
             delta_OI = self.get_delta_weight(name)
             if check and not bool(delta_OI.isfinite().all()):
@@ -223,10 +284,10 @@ def _stacked(experts: BlockExperts, layers: Sequence[ExpertLinear | None], adapt
 def _in_stack(experts: BlockExperts, key: str, path: str, b_ELO: Tensor) -> Tensor:
     """Return B of one layer with the outputs of the stacked weight ``key``; zeros for outputs of other layers."""
     pieces = list(experts.plan.formula.pieces(key, 0))
-    if len(pieces) == 1 and pieces[0].rows == slice(0, b_ELO.shape[2]) and pieces[0].index == (slice(0, None, 1),):
+    if len(pieces) == 1 and pieces[0].rows == slice(0, b_ELO.shape[2]) and pieces[0].index[-1] == slice(0, None, 1):
         return b_ELO
     columns = [
-        b_ELO[:, :, piece.index[0]]
+        b_ELO[:, :, piece.index[-1]]
         if piece.name == experts.plan.formula.name_of(path, 0)
         else b_ELO.new_zeros(*b_ELO.shape[:2], piece.rows.stop - piece.rows.start)
         for piece in pieces
@@ -254,7 +315,17 @@ def _follow(experts: BlockExperts) -> None:
 @contextmanager
 def _offered_layers(model: nn.Module) -> Iterator[None]:
     """Context in which the experts of swapped blocks have the linear layers of the unswapped ones."""
-    blocks = [module for module in model.modules() if isinstance(module, BlockExperts) and module.linears]
+    swapped = [module for module in model.modules() if isinstance(module, BlockExperts)]
+    parameters = [(experts, experts._parameters) for experts in swapped]
+    for experts, own in parameters:
+        offered = {key: own.get(key) for key in experts.stacked}
+        empty = {
+            key: nn.Parameter(experts.gate_up_proj.detach()[:0], False)
+            for key, param in offered.items()
+            if param is None
+        }
+        experts._parameters = {**offered, **empty, **{key: own[key] for key in own if key not in offered}}
+    blocks = [experts for experts in swapped if experts.linears]
     for experts in blocks:
         for expert in experts.plan.keys.values() or range(experts.num_experts):  # in the order of the original
             for name in experts.linears:
@@ -262,6 +333,8 @@ def _offered_layers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for experts, own in parameters:
+            experts._parameters = own
         for experts in blocks:
             _prune(experts)
             _follow(experts)
@@ -293,19 +366,28 @@ def _prune(module: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Context in which linear layers have no adapters, so that blocks are recognised. Yields the adapters by name.
+    """Context in which linear layers and stacked parameters have no adapters, so that blocks are recognised.
 
-    Those that remain in the dictionary are put back.
+    Yields the adapters by name. Those that remain in the dictionary are put back.
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module) is _PeftLinear]
-    taken = {name: module for name, module in found if isinstance(module.base_layer, nn.Linear)}
+    taken: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        linear = type(module) is _PeftLinear and isinstance(module.base_layer, nn.Linear)
+        if linear or (type(module) is _PeftWrapper and not is_inside(name, taken) and _is_own(module)):
+            taken[name] = module
     for name, wrapper in taken.items():
-        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], wrapper.base_layer)
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], wrapper.get_base_layer())
     try:
         yield taken
     finally:
         for name, wrapper in taken.items():
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], wrapper)
+
+
+def _is_own(wrapper: Any) -> bool:
+    """Return whether PEFT wraps a module with stacked parameters that is not from transformers."""
+    base = wrapper.get_base_layer()
+    return not is_experts(base) and any(param.dim() > 2 for param in base.parameters(recurse=False))
 
 
 def refuse_adapters(
@@ -322,6 +404,9 @@ def refuse_adapters(
     weights = {f"{found.name}.{name}".lstrip(".").rpartition(".")[0] for name in plan.formula.names}
     for name in sorted(weights & taken.keys()):
         refuse_settings(name, *settings)
+        if type(taken[name]) is _PeftWrapper:
+            _refuse_stacked(taken[name], name, plan)
+            continue
         refuse_kind(name, taken[name].lora_variant or any(taken[name].lora_bias.values()))
         trained = any(param.requires_grad for param in taken[name].base_layer.parameters())
         if plan.formula.transposed or trained or not name.startswith(inside):
@@ -329,6 +414,36 @@ def refuse_adapters(
                 f"adapters (LoRA) of {name} are not supported: the layer is not one of an expert in {inside}, or its "
                 "weight is transposed, or it has parameters that require gradients"
             )
+
+
+def _refuse_stacked(wrapper: Any, name: str, plan: BlockPlan) -> None:
+    """Raise UnsupportedModel unless the adapters of the stacked parameters of a module can be distributed."""
+    adapted = {one.parameter_name for one in _wrappers(wrapper)}
+    for key in sorted(adapted):
+        inside = name.endswith(f".{plan.path}") or name == plan.path
+        if not inside or len(plan.formula.shapes.get(f"{plan.path}.{key}", ())) != 2:
+            raise _no_target(f"{name}.{key}")
+    if any(param.requires_grad for param in wrapper.get_base_layer().parameters()):
+        raise UnsupportedModel(
+            f"adapters (LoRA) of {name} are not supported, as its parameters require gradients; freeze them first"
+        )
+
+
+def _no_target(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"adapters (LoRA) of {name} are not supported: it is no matrix [E, ...] of the experts module of the unswapped "
+        "block. Target such parameters by target_parameters, the linear layers of its experts by target_modules, or "
+        "modules other than experts"
+    )
+
+
+def _wrappers(wrapper: Any) -> list[Any]:
+    """Return PEFT's wrappers of the parameters of one module, from the outermost to the innermost."""
+    found = []
+    while isinstance(wrapper, _PeftWrapper):
+        found.append(wrapper)
+        wrapper = wrapper.base_layer
+    return found
 
 
 def refuse_kind(name: str, special: Any) -> None:
@@ -342,7 +457,17 @@ def refuse_kind(name: str, special: Any) -> None:
 
 def adopt(model: nn.Module, taken: dict[str, Any], found: FoundBlock, plan: BlockPlan) -> None:
     """Move the adapters of a block's experts, which ``distribute`` has replaced, to the swapped ones."""
-    experts: Any = model.get_submodule(f"{found.name}.{plan.path}".lstrip("."))
+    inside = f"{found.name}.{plan.path}".lstrip(".")
+    experts: Any = model.get_submodule(inside)
+    if (outermost := taken.pop(inside, None)) is not None:
+        wrappers = _wrappers(outermost)
+        wrappers[-1].base_layer = experts
+        for wrapper in wrappers:
+            wrapper.__class__, wrapper.num_experts = ParamWrapper, len(experts.local_experts)
+            for adapter in list(wrapper.lora_A):
+                wrapper.shard(adapter)
+        parent, _, child = inside.rpartition(".")
+        setattr(model.get_submodule(parent), child, outermost)
     for expert in plan.keys.values() or range(experts.num_experts):
         for name in experts.linears:
             path = plan.formula.name_of(name, expert)
@@ -360,6 +485,13 @@ def follow_peft() -> None:
     create, inject = lora_model.dispatch_default, lora_model.LoraModel.inject_adapter
 
     def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
+        base: Any = target
+        while isinstance(base, _PeftWrapper):
+            base = base.base_layer
+        if isinstance(base, BlockExperts) and (parameter := kwargs.get("parameter_name")) is not None:
+            if parameter not in base.stacked:
+                raise _no_target(f"{base.label}.{parameter}")
+            return ParamWrapper(target, adapter_name, config=config, **kwargs)
         if isinstance(target, ExpertWeight):
             kwargs.pop("parameter_name", None)
             return ExpertLinear(target, adapter_name, config=config, **kwargs)

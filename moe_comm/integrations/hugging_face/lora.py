@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from peft.peft_model import PeftModel
 from peft.tuners.lora import layer, model as lora_model
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, UnsupportedModel
@@ -48,13 +49,7 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
         experts: Any = self.get_base_layer()
-        if not experts.can_be_adapted:
-            raise UnsupportedModel(
-                f"adapters (LoRA) of {experts.label}.{self.parameter_name} are not supported: the unswapped block has "
-                "other parameters, so the adapters could not be loaded into it. Adapt the linear layers of its experts "
-                "by target_modules, or modules other than experts"
-            )
-        _refuse(experts.label, self.parameter_name, experts.gemm_dtype, experts.overlap, experts.placement)
+        self.refuse(experts)
         refuse_initialization(f"{experts.label}.{self.parameter_name}", config)
         # PEFT initializes A and B of ``num_experts`` experts.
         local, self.num_experts = self.num_experts, experts.num_experts
@@ -63,6 +58,15 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
         finally:
             self.num_experts = local
         self.shard(adapter_name)
+
+    def refuse(self, experts: Any) -> None:
+        """Raise UnsupportedModel unless the parameter of ``experts`` can be adapted. Equal on all ranks."""
+        _refuse(experts.label, self.parameter_name, experts.gemm_dtype, experts.overlap, experts.placement)
+
+    @property
+    def stack(self) -> str:
+        """The parameter of ``EPExperts`` whose product the adapters add to."""
+        return self.parameter_name  # type: ignore[no-any-return]
 
     def shard(self, adapter_name: str) -> None:
         """Keep A and B of this rank's experts, as sharded expert parameters."""
@@ -98,13 +102,16 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
     @contextmanager
     def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
         experts: Any = self.get_base_layer()
+        if getattr(experts, "probe", None) is not None:  # its outputs are not those of experts
+            yield
+            return
         active = [name for name in active_adapters if name in self.lora_A]
         for name in active:
             for linear in (self.lora_A[name], self.lora_B[name]):
                 if (gradients := gradients_of(linear)) is not None:
                     gradients.before_forward(linear)
         before = experts.adapters
-        experts.adapters = {**before, self.parameter_name: tuple(map(self.low_rank, active))}
+        experts.adapters = {**before, self.stack: (*before.get(self.stack, ()), *map(self.low_rank, active))}
         try:
             yield
         finally:
@@ -234,6 +241,7 @@ def follow_peft() -> None:
 
     PEFT also saves the adapters of all experts, and loads adapters into a model that FSDP2 has sharded.
     """
+    check = ModulesToSaveWrapper.check_module
     create, save, load = lora_model.dispatch_default, PeftModel.save_pretrained, PeftModel.load_state_dict
     wrap, add = PeftModel.__init__, PeftModel.add_adapter
 
@@ -247,6 +255,16 @@ def follow_peft() -> None:
         result = add(model, *args, **kwargs)
         exclude_from_ddp(model)
         return result
+
+    @wraps(check)
+    def check_module(wrapper: Any) -> None:
+        for module in wrapper.original_module.modules():
+            if isinstance(module, EPExperts) and module.dispatcher.world > 1:
+                raise UnsupportedModel(
+                    f"modules_to_save cannot contain the experts {module.label}, which are distributed over ranks. "
+                    "Adapt them (target_parameters or target_modules), or train the whole model without adapters"
+                )
+        check(wrapper)
 
     def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
         base: Any = target
@@ -281,6 +299,7 @@ def follow_peft() -> None:
     lora_model.dispatch_default, PeftModel.save_pretrained = dispatch, save_pretrained
     PeftModel.load_state_dict = load_state_dict
     PeftModel.__init__, PeftModel.add_adapter = initialize, add_adapter
+    ModulesToSaveWrapper.check_module = check_module
 
 
 def _sharded_by_fsdp(model: nn.Module) -> bool:

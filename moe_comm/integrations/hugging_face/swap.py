@@ -334,6 +334,23 @@ def save_pretrained(
         type(model).save_pretrained(model, save_directory, state_dict=state_dict, **kwargs)
 
 
+def load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``load_adapter`` of a swapped model of transformers, which cannot load adapters of experts.
+
+    Raises:
+        UnsupportedModel: it failed, and there are adapters of experts.
+    """
+    try:
+        return type(model).load_adapter(model, *args, **kwargs)
+    except RuntimeError as error:
+        if any(not isinstance(module, EPExperts) for _, module, _ in expert_modules(model)):
+            raise UnsupportedModel(
+                f"load_adapter of this {type(model).__name__} cannot load adapters of experts that are distributed. "
+                "Load them with peft.PeftModel.from_pretrained(model, folder), after moe_comm.swap_moe(model)"
+            ) from error
+        raise
+
+
 def _incomplete_experts(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the tensors of experts that ``state`` does not have in full, of those that ``save_pretrained`` writes."""
     adapters_only = getattr(model, "_hf_peft_config_loaded", False)

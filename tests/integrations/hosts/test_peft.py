@@ -228,11 +228,17 @@ def train_through_transformers(rank: int, world: int, folder: str) -> None:
     adapters = {name: value for name, value in moe_comm.gather_state_dict(model).items() if "lora" in name}
     part = f"{folder}/part"
     model.save_pretrained(part, state_dict=adapters, is_main_process=rank == 0)
+    base = f"{folder}/base"
+    moe_comm.save_checkpoint(swap_moe(small_model()), base)
     if rank == 0:
         assert (
             Path(part, "adapter_model.safetensors").read_bytes()
             == Path(folder, "adapter_model.safetensors").read_bytes()
         )
+    with pytest.raises(MoeCommError, match="PeftModel"):
+        swap_moe(small_model()).load_adapter(folder)
+    with pytest.raises(MoeCommError, match="before you add them"):
+        moe_comm.load_checkpoint(model, base)
     del adapters["model.layers.0.mlp.experts.lora_A.default.weight"]
     with pytest.raises(ConfigError, match=r"lora_A\.default\.weight is missing"):
         model.save_pretrained(part, state_dict=adapters)
@@ -340,6 +346,7 @@ def refused(rank: int, world: int, _: None) -> dict[str, str]:
         "fp8": (BOTH, {"expert_gemm_dtype": "fp8"}),
         "bias": ({"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj_bias"]}, {}),
         "copies": (BOTH, {"placement": Placement.contiguous(8, world, slots=2)}),
+        "whole experts": (ATTENTION | {"modules_to_save": ["experts"]}, {}),
         "own block": (BOTH | {"target_parameters": ["experts.gate_up_proj"]}, {}),
     }
     messages = {}
@@ -358,8 +365,9 @@ def refused(rank: int, world: int, _: None) -> dict[str, str]:
 
 def test_unsupported_adapters_raise_on_every_rank(pool2: RankPool) -> None:
     for messages in pool2.run(refused, None, timeout=120):
-        assert list(messages) == ["olora", "fp8", "bias", "copies", "own block"]
-        assert "the unswapped block has other parameters" in messages.pop("own block")
+        assert list(messages) == ["olora", "fp8", "bias", "copies", "whole experts", "own block"]
+        assert "no matrix [E, ...] of the experts module" in messages.pop("own block")
+        assert "modules_to_save cannot contain the experts model.layers.0" in messages.pop("whole experts")
         assert all("adapters (LoRA) of model.layers.0.mlp.experts." in message for message in messages.values())
 
 

@@ -23,7 +23,7 @@ from moe_comm.errors import GradientMismatch, InputError, MoeCommError
 from moe_comm.integrations.hugging_face import expert_parameters
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
-from tests.integrations.blocks.styles import DeepSeek, Megatron, Mixtral, Model, NoisyTopK
+from tests.integrations.blocks.styles import DeepSeek, Megatron, Mixtral, Model, NoisyTopK, Torchtitan
 from tests.integrations.models import assert_close
 from tests.pool import RankPool
 
@@ -50,12 +50,47 @@ class Named(Mixtral):
         return y.view_as(inputs)
 
 
+class FusedExperts(nn.Module):
+    """Gate and up alternate in one parameter [E, D, 2F]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.randn(7, 20, 24) * 0.1)
+        self.w13 = nn.Parameter(torch.randn(7, 24, 40) * 0.1)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        rows = []
+        for number, part in enumerate(torch.split(x, counts.tolist())):
+            h = part @ self.w13[number]
+            rows.append((nn.functional.silu(h[:, ::2]) * h[:, 1::2]) @ self.down_proj[number])
+        return torch.cat(rows)
+
+
+class Fused(Torchtitan):
+    is_transposed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts: Any = FusedExperts()
+        self.experts.is_transposed = self.is_transposed
+
+
+class OtherSide(Fused):
+    """PEFT takes the last dimension for the inputs."""
+
+    is_transposed = False
+
+
+STACKED = {"target_modules": [], "target_parameters": ["experts.w1", "experts.w2", "experts.w3"]}
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "three layers": (Mixtral, LAYERS | {"rank_pattern": {"w2": 3, "experts.1.w1": 5}, "alpha_pattern": {"w3": 6}}),
     "biases, some experts": (NoisyTopK, {"target_modules": r".*experts\.[0245]\.c_.*|.*router", "use_rslora": True}),
     "shared experts": (DeepSeek, LAYERS | {"init_lora_weights": True}),
     "names": (Named, LAYERS),
     "fused": (Megatron, {"target_modules": "all-linear"}),
+    "stacked": (Torchtitan, STACKED),
+    "stacked, fused": (Fused, {"target_modules": ["head"], "target_parameters": ["experts.w13", "experts.down_proj"]}),
+    "stacked, other side": (OtherSide, {"target_modules": [], "target_parameters": ["experts.w13"]}),
 }
 TOKENS = (9, 5, 0, 6)
 
@@ -190,16 +225,24 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trainable(model), lr=0.01, eps=1e-4)
 
 
-def train_and_save(rank: int, world: int, folder: str) -> None:
+KINDS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "layers": (Mixtral, SAVED),
+    "stacked": (Torchtitan, STACKED | {"target_modules": ["first"]}),
+}
+
+
+def train_and_save(rank: int, world: int, arg: tuple[str, str]) -> None:
+    kind, folder = arg
+    style, settings = KINDS[kind]
     x = inputs(2)[rank]
-    model = swapped(Mixtral, SAVED, True)
+    model = swapped(style, settings, True)
     optimizer = adamw(model)
     train(model, x, 2, world, optimizer)
     model.save_pretrained(folder)
     state = moe_comm.optimizer_state_dict(model, optimizer)
     if rank == 0:
         torch.save(state, f"{folder}/optimizer.pt")
-    original = swap_moe(new_model(Mixtral))
+    original = swap_moe(new_model(style))
     with torch.no_grad():
         logits = model(x)[0]
         with model.disable_adapter():
@@ -213,8 +256,9 @@ def train_and_save(rank: int, world: int, folder: str) -> None:
     moe_comm.save_checkpoint(merged, f"{folder}/merged")
 
 
-def resume(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    base = swap_moe(new_model(Mixtral), overlap=Overlap(chunk_bytes=1, executor="pipelined"))
+def resume(rank: int, world: int, arg: tuple[str, str]) -> dict[str, Tensor]:
+    kind, folder = arg
+    base = swap_moe(new_model(KINDS[kind][0]), overlap=Overlap(chunk_bytes=1, executor="pipelined"))
     model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).eval()
     optimizer = adamw(model)
     moe_comm.load_optimizer_state_dict(model, optimizer, torch.load(f"{folder}/optimizer.pt"))
@@ -222,29 +266,31 @@ def resume(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     return adapters_of(moe_comm.state_dict(model))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_have_the_files_of_peft_and_resume_at_another_size(
-    tmp_path: Path, pool2: RankPool, pool4: RankPool
+    kind: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
+    style, settings = KINDS[kind]
     x = torch.cat(inputs(2), 1)
-    model = adapted(new_model(Mixtral), SAVED)
+    model = adapted(new_model(style), settings)
     optimizer = adamw(model)
     train(model, x, 2, optimizer=optimizer)
-    pool2.run(train_and_save, str(tmp_path), timeout=120)
-    loaded = peft.PeftModel.from_pretrained(new_model(Mixtral), str(tmp_path)).eval()
+    pool2.run(train_and_save, (kind, str(tmp_path)), timeout=120)
+    loaded = peft.PeftModel.from_pretrained(new_model(style), str(tmp_path)).eval()
     assert_equal_state(adapters_of(loaded.state_dict()), adapters_of(model.state_dict()))
     with torch.no_grad():
         want = model(x)[0]
         assert_close(loaded.merge_and_unload()(x)[0], want, "merged by PEFT", 5e-5)
-        merged = swap_moe(new_model(Mixtral))
+        merged = swap_moe(new_model(style))
         moe_comm.load_checkpoint(merged, tmp_path / "merged")
         assert_close(merged(x)[0], want, "merged and saved", 5e-5)
     train(model, x, 1, optimizer=optimizer)
-    for result in pool4.run(resume, str(tmp_path), timeout=120):
+    for result in pool4.run(resume, (kind, str(tmp_path)), timeout=120):
         assert_equal_state(result, adapters_of(model.state_dict()), 5e-5)
 
 
-def train_with_ddp(rank: int, world: int, _: None) -> dict[str, Tensor]:
-    model = swapped(Mixtral, SAVED, False, halves(rank))
+def train_with_ddp(rank: int, world: int, kind: str) -> dict[str, Tensor]:
+    model = swapped(*KINDS[kind], False, halves(rank))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(trainable(model), lr=0.1)
     (ddp(inputs(world)[rank])[0].square().sum() / (2 * sum(TOKENS)) * world).backward()
@@ -253,10 +299,10 @@ def train_with_ddp(rank: int, world: int, _: None) -> dict[str, Tensor]:
     return adapters_of(moe_comm.state_dict(ddp))
 
 
-def train_with_fsdp(rank: int, world: int, _: None) -> dict[str, Tensor]:
+def train_with_fsdp(rank: int, world: int, kind: str) -> dict[str, Tensor]:
     from torch.distributed.fsdp import fully_shard
 
-    model = swapped(Mixtral, SAVED, True, halves(rank))
+    model = swapped(*KINDS[kind], True, halves(rank))
     moe_comm.prepare_fsdp(model)
     fully_shard(model)
     optimizer = torch.optim.SGD(trainable(model), lr=0.1)
@@ -266,8 +312,8 @@ def train_with_fsdp(rank: int, world: int, _: None) -> dict[str, Tensor]:
     return adapters_of(moe_comm.state_dict(model))
 
 
-def train_by_hand(rank: int, world: int, _: None) -> dict[str, Tensor]:
-    model = swapped(Mixtral, SAVED, True, halves(rank))
+def train_by_hand(rank: int, world: int, kind: str) -> dict[str, Tensor]:
+    model = swapped(*KINDS[kind], True, halves(rank))
     train(model, inputs(world)[rank], 1, world, total=2 * sum(TOKENS))
     return adapters_of(moe_comm.state_dict(model))
 
@@ -276,11 +322,13 @@ def halves(rank: int) -> Any:
     return [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loop", [train_by_hand, train_with_ddp, train_with_fsdp])
-def test_replicas_of_experts_train_adapters_as_one_process(loop: Any, pool4: RankPool) -> None:
-    model = adapted(new_model(Mixtral), SAVED)
+def test_replicas_of_experts_train_adapters_as_one_process(loop: Any, kind: str, pool4: RankPool) -> None:
+    style, settings = KINDS[kind]
+    model = adapted(new_model(style), settings)
     train(model, torch.cat(inputs(4), 1), 1, total=2 * sum(TOKENS))
-    for result in pool4.run(loop, None, timeout=120):
+    for result in pool4.run(loop, kind, timeout=120):
         assert_equal_state(result, adapters_of(model.state_dict()))
 
 
