@@ -151,9 +151,14 @@ def as_group(group: ProcessGroup | DeviceMesh | int | None, axis: str = "") -> P
     Args:
         group: a process group, a DeviceMesh of one dimension or with a dimension named ``axis``, or None.
         axis: name of the dimension of a DeviceMesh with several dimensions.
+
+    Raises:
+        ConfigError: it is neither, or the mesh has no such dimension.
     """
     if group is None or isinstance(group, ProcessGroup | int):  # int: not a member; ``rank_and_size`` raises
         return group  # type: ignore[return-value]
+    if not hasattr(group, "mesh_dim_names"):
+        raise ConfigError(f"expected a process group, a DeviceMesh or None; got {group!r}")
     if group.ndim == 1:
         return group.get_group()
     if axis not in (group.mesh_dim_names or ()):

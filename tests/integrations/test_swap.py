@@ -547,6 +547,10 @@ def test_unsupported_models_are_named_and_unchanged(saved: Callable[[str], str])
         swap_moe(dense)
     with pytest.raises(UnsupportedModel, match=r"HomemadeMoE.*GptOssExperts"):
         swap_moe(nn.Sequential(HomemadeMoE()))
+    with pytest.raises(ConfigError, match="Module; got 'folder'"):
+        swap_moe("folder")
+    with pytest.raises(ConfigError, match="a DeviceMesh or None; got 'world'"):
+        swap_moe(dense, "world")
     with pytest.raises(UnsupportedModel, match="MixtralExperts is an experts module"):
         swap_moe(load(saved("mixtral")).model.layers[0].mlp.experts)
     features = {

@@ -356,9 +356,15 @@ def _by_key(
     if unknown:
         raise InputError(
             f"{hub.folder} has {len(unknown)} tensors that this {type(model).__name__} does not have: "
-            f"{_listed(unknown)}. Check that the checkpoint is of this model, with the same number of layers"
+            f"{_listed(unknown)}. {_advice(model)}"
         )
     return found | others
+
+
+def _advice(model: nn.Module) -> str:
+    if hasattr(model, "peft_config"):
+        return "The model has adapters: load the checkpoint of the unadapted model before you add them"
+    return "Check that the checkpoint is of this model, with the same number of layers"
 
 
 def _renaming(model: Any, names: set[str]) -> Callable[[str], str]:
