@@ -69,6 +69,20 @@ def test_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
         linear(drawn(2, 3), drawn(4, 3))
 
 
+def saved_bytes(built: MoELayer, x_TD: Tensor) -> int:
+    """Return the bytes of the tensors that autograd saves, except parameters."""
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        saved[t.data_ptr()] = t.nbytes
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y_TD = built(x_TD.detach().requires_grad_())
+    assert y_TD.requires_grad
+    return sum(size for address, size in saved.items() if address not in {p.data_ptr() for p in built.parameters()})
+
+
 def stop(*_: Any) -> None:
     raise AssertionError("the CPU read a tensor of the device")
 
@@ -91,8 +105,12 @@ def test_a_layer_never_waits_for_counts_and_has_the_same_bits() -> None:
                 actual, launched = needed_kernels(lambda b=built, r=routing: passes(b, x_TD, r), stop)
                 assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
                 assert built.dispatch_stats == stats
-                if routing is None and not recompute:
-                    assert launched == FORWARD + BACKWARD
+                if routing is None:
+                    assert recompute or launched == FORWARD + BACKWARD
+                    assert saved_bytes(built, x_TD) == TOKENS * (
+                        2 * HIDDEN + TOP_K * (2 * HIDDEN + (0 if recompute else 4 * FFN))  # x, outputs, h
+                        + 4 * EXPERTS + TOP_K * (8 + 4)  # logits, ids, weights
+                    )  # fmt: skip
     finally:
         native.TRITON_DEVICES.discard("cpu")
 
