@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -116,10 +116,10 @@ def _place(ids_TK: Tensor, fault: Tensor, num_experts: int) -> tuple[Tensor, Ten
     return place_slots(ids_TK, num_experts, fault)
 
 
-def _copies(x_TD: Tensor, place_TK: Tensor) -> Tensor:
+def _copies(x_TD: Tensor, place_TK: Tensor, out_RD: Tensor | None = None) -> Tensor:
     from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
 
-    return copy_rows(x_TD, place_TK, place_TK.numel())
+    return copy_rows(x_TD, place_TK, place_TK.numel(), out_RD)
 
 
 def _forward(
@@ -145,21 +145,18 @@ def _backward(
     """Return the gradients of x, the weights, w13 and w2. needs: whether x, w13 and w2 need theirs."""
     from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
 
-    needs_x, *needs_w = needs
     grad_RD, grad_TK = spread(grad_TD, place_TK, weights_TK, place_TK.numel(), out_RD)
-    # Without gradients of w13, backward reads only the size of the rows.
-    rows_RD = _copies(x_TD, place_TK) if needs_w[0] or h_RG is None else grad_RD
-    grad_rows_RD = torch.empty_like(rows_RD) if needs_x else None
     mlp = ExpertMLP((w13, w2, None, None), activation)
-    grads = expert_mlp_gpu.backward(mlp, rows_RD, h_RG, grad_RD, counts[:-2], grad_rows_RD, needs_w)
-    grad_x_TD = None if grad_rows_RD is None else _sum(grad_rows_RD, place_TK, None)[0]
+    grad_x_TD, *grads = expert_mlp_gpu.backward_in_one_buffer(
+        mlp, h_RG, grad_RD, counts[:-2], needs, partial(_copies, x_TD, place_TK),
+        lambda grad_rows_RD: _sum(grad_rows_RD, place_TK, None)[0],
+    )  # fmt: skip
     return grad_x_TD, grad_TK, *grads
 
 
 def _launches_of_backward(recomputes: bool, needs_x: bool, needs_w13: bool, needs_w2: bool) -> int:
-    copies = needs_w13 or recomputes
     activation = 2 if needs_x or needs_w13 else int(needs_w2)  # a product precedes its gradient
-    return 1 + copies + recomputes + activation + 2 * needs_x + needs_w13 + needs_w2
+    return 1 + 2 * recomputes + activation + 2 * needs_x + 2 * needs_w13 + needs_w2
 
 
 @dataclass(frozen=True, eq=False)

@@ -148,3 +148,50 @@ def backward_by(
     if grad_h_RG is not None and needs_w13:
         grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
     return grad_w13, grad_w2
+
+
+def backward_in_one_buffer(
+    mlp: ExpertMLP,
+    h_RG: Tensor | None,
+    grad_RD: Tensor,
+    counts_E: Tensor,
+    needs: Sequence[bool],
+    rows_into: Callable[[Tensor | None], Tensor],
+    sum_rows: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Run ``backward`` for rows that are copied again, with one buffer for all rows of width D: that of ``grad_RD``.
+
+    Args:
+        grad_RD: as in ``backward``; overwritten.
+        needs: whether the rows, w13 and w2 need gradients.
+        rows_into: writes the rows into a buffer, or returns new ones for None.
+        sum_rows: returns what is needed of the gradient of the rows, whose memory is then overwritten.
+
+    Returns:
+        The result of ``sum_rows``, and the gradients of w13 and w2.
+    """
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, weight_grad  # needs Triton
+
+    w13_EGD, w2_EDF, _, _ = mlp.tensors
+    assert w13_EGD is not None
+    assert w2_EDF is not None
+    needs_rows, needs_w13, needs_w2 = needs
+    summed = grad_w13 = grad_w2 = None
+    if h_RG is None:
+        h_RG = grad_RD.new_empty(grad_RD.shape[0], w13_EGD.shape[1])
+        grouped_mm_into(rows_into(None), w13_EGD, counts_E, h_RG)
+    act_RF = grad_RD.new_empty(grad_RD.shape[0], w2_EDF.shape[2])
+    grad_h_RG = torch.empty_like(h_RG) if needs_rows or needs_w13 else None
+    if grad_h_RG is not None:
+        grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
+        mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
+    elif needs_w2:
+        mlp.activation.forward(h_RG, act_RF)
+    if needs_w2:
+        grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
+    if grad_h_RG is not None and needs_rows:
+        grouped_mm_into(grad_h_RG, w13_EGD.transpose(1, 2), counts_E, grad_RD)
+        summed = sum_rows(grad_RD)
+    if grad_h_RG is not None and needs_w13:
+        grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_into(grad_RD), counts_E)
+    return summed, grad_w13, grad_w2

@@ -68,18 +68,24 @@ def take_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
     return y_RD
 
 
-def copy_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
+def copy_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int, out_RD: Tensor | None = None) -> Tensor:
     """Return [num_rows, D], with ``x_TD[t]`` at row ``place_TK[t, k]``. No autograd.
 
     Args:
         x_TD: [T, D] of any dtype; dense rows, any row stride.
         place_TK: [T, K] int64 row of each slot, below ``num_rows``, or -1. Not checked, as in ``take_rows``. Rows
             without a slot are not initialised.
+        out_RD: [num_rows, D] contiguous memory of the same dtype for the result, or None.
     """
     check_tensors("copy_rows", x_TD, place_TK)
     check_index("copy_rows", "places", place_TK, (x_TD.shape[0], -1))
     _check_dense("copy_rows", x_TD)
-    y_RD = torch.empty(num_rows, x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+    shape = num_rows, x_TD.shape[1]
+    y_RD = torch.empty(shape, dtype=x_TD.dtype, device=x_TD.device) if out_RD is None else out_RD
+    if y_RD.shape != shape or y_RD.dtype != x_TD.dtype or not y_RD.is_contiguous():
+        raise InputError(
+            f"copy_rows needs contiguous out {shape} of {x_TD.dtype}; got {tuple(y_RD.shape)}, {y_RD.dtype}"
+        )
     _launch(x_TD, place_TK, y_RD, place_TK.shape[1])
     return y_RD
 

@@ -27,8 +27,8 @@ pytestmark = needs_triton
 HIDDEN, FFN, EXPERTS, TOKENS, TOP_K = 16, 16, 5, 9, 2
 FORWARD = ["linear_kernel", "route_kernel", "count_chunks_kernel", "place_slots_kernel", "take_rows_kernel",
            "grouped_mm_tma_kernel", "swiglu_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel"]  # fmt: skip
-BACKWARD = ["scale_rows_kernel", "take_rows_kernel", "grouped_mm_tma_kernel", "swiglu_backward_kernel",
-            "grouped_mm_tma_kernel", "grouped_weight_grad_kernel", "grouped_weight_grad_kernel", "weighted_sum_kernel",
+BACKWARD = ["scale_rows_kernel", "grouped_mm_tma_kernel", "swiglu_backward_kernel", "grouped_weight_grad_kernel",
+            "grouped_mm_tma_kernel", "weighted_sum_kernel", "take_rows_kernel", "grouped_weight_grad_kernel",
             "route_backward_kernel"]  # fmt: skip
 
 
@@ -178,6 +178,11 @@ def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
                     without.setattr(launches, "repeats", lambda device: False)
                     expected = passes(built, x_TD)
                 assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+            (plan,) = device_call._programs()[3]._plans.values()
+            rows = TOKENS * TOP_K
+            buffers = [rows * HIDDEN, rows * FFN, rows * 2 * FFN]  # gradients and then rows, activation, gradient of h
+            buffers += [rows * HIDDEN, rows * 2 * FFN] if frozen else []  # rows and h, which are recomputed
+            assert plan.workspace == sum(-(-2 * size // program.ALIGNMENT) * program.ALIGNMENT for size in buffers)
             repeated[0] = 7
             with torch.no_grad():
                 assert torch.equal(built(x_TD), expected[0]) and repeated[0] == 7 + 5
