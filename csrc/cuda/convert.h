@@ -142,6 +142,42 @@ MOE_BLOCK float scale_for(uint32_t most, bool power_of_two) {
   return from_bits(scale);
 }
 
+// Division of values by their scale. A product with the reciprocal differs from the quotient by at most 2 units in the
+// last place, so both round to the same e4m3 number unless the product is beside a rounding boundary of e4m3: then the
+// values are divided. Products with the reciprocal of a power of two are exact.
+class Divisor {
+ public:
+  MOE_BLOCK Divisor(float scale, bool power_of_two)
+      : scale_(scale), reciprocal_(divided(1.0f, scale)), exact_(power_of_two) {}
+
+  // As narrow_e4m3x4 of the four quotients.
+  MOE_BLOCK uint32_t quotients_e4m3x4(const float* f) const {
+    float q[4];
+    bool divide = false;
+    MOE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      q[i] = times(f[i], reciprocal_);
+      divide = divide || beside_boundary(q[i]);
+    }
+    if (divide && !exact_) {
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) q[i] = divided(f[i], scale_);
+    }
+    return narrow_e4m3x4(q);
+  }
+
+ private:
+  // Whether a number is within 2 units in the last place of the middle of two e4m3 numbers, or below 2^-6, where the
+  // spacing of e4m3 numbers is constant. Zeros are beside no boundary.
+  static MOE_BLOCK bool beside_boundary(float q) {
+    const uint32_t magnitude = to_bits(q) & 0x7fffffff;
+    return ((magnitude + 0x80002) & 0xfffff) <= 4 || magnitude - 1 < 0x3c800010;
+  }
+
+  float scale_, reciprocal_;
+  bool exact_;
+};
+
 // Convert 16 bytes to floats and back.
 template <int64_t dtype>
 MOE_BLOCK void widen_vector(const Words16& v, float* f) {
@@ -187,9 +223,10 @@ struct Piece {
 
   typedef typename RawPiece<dtype, vectors>::Type Raw;
 
+  // Through the L1 cache, unlike load.
   MOE_BLOCK static Raw raw(const void* p) {
     if constexpr (vectors) {
-      return load16(p);
+      return load16_through_l1(p);
     } else {
       return *reinterpret_cast<const Bits*>(p);
     }
@@ -201,7 +238,13 @@ struct Piece {
       f[0] = p2p::widen<dtype>(raw);
     }
   }
-  MOE_BLOCK static void load(const void* p, float* f) { widen(raw(p), f); }
+  MOE_BLOCK static void load(const void* p, float* f) {
+    if constexpr (vectors) {
+      widen_vector<dtype>(load16(p), f);
+    } else {
+      widen(raw(p), f);
+    }
+  }
   MOE_BLOCK static void store(void* p, const float* f) {
     if constexpr (vectors) {
       store16(p, narrow_vector<dtype>(f));

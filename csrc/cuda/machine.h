@@ -137,9 +137,17 @@ class Machine {
   int64_t used_ = 0;
 };
 
-// Volatile, so that several loads stay ahead of the first use. On an H200, sums of rows that are read once are 6%
-// slower without a place in the L1 cache (L1::no_allocate).
+// Volatile, so that several loads stay ahead of the first use. Rows that are read once need no place in the L1 cache,
+// but on an H200 sum is 4% faster if its rows go through it.
 MOE_BLOCK Words16 load16(const void* p) {
+  Words16 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+MOE_BLOCK Words16 load16_through_l1(const void* p) {
   Words16 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
@@ -237,6 +245,7 @@ inline Words16 load16(const void* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+inline Words16 load16_through_l1(const void* p) { return load16(p); }
 inline void store16(void* p, const Words16& v) { std::memcpy(p, &v, sizeof v); }
 
 #endif

@@ -86,7 +86,7 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
 template <class M>
 MOE_BLOCK void scan(M& m, const ScanArgs& a) {
   if (failed(a)) return;
-  constexpr int at_once = 8;  // counts or sums that a thread loads before the first store
+  constexpr int at_once = 8;  // counts that a thread loads before the first store
   const int64_t first_expert = m.block() * kScanExperts, left = a.experts - first_expert;
   const int experts = static_cast<int>(left < kScanExperts ? left : kScanExperts), chunks = static_cast<int>(a.chunks);
   const int segments = static_cast<int>(scan_segments(a.experts, a.chunks, m.threads()));
@@ -104,15 +104,10 @@ MOE_BLOCK void scan(M& m, const ScanArgs& a) {
   m.sync();
   m.each(experts, [&](int e) {
     int64_t sum = 0;
-    for (int first = 0; first < segments; first += at_once) {
-      int64_t of_segment[at_once];
-      MOE_UNROLL
-      for (int u = 0; u < at_once; ++u) of_segment[u] = first + u < segments ? sums[(first + u) * experts + e] : 0;
-      MOE_UNROLL
-      for (int u = 0; u < at_once; ++u) {
-        if (first + u < segments) sums[(first + u) * experts + e] = sum;
-        sum += of_segment[u];
-      }
+    for (int s = 0; s < segments; ++s) {
+      const int64_t of_segment = sums[s * experts + e];
+      sums[s * experts + e] = sum;
+      sum += of_segment;
     }
     at<int64_t>(a.expert_rows_at)[first_expert + e] = sum;
   });

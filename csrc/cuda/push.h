@@ -8,14 +8,6 @@
 namespace moe_comm {
 namespace p2p {
 
-// Blocks of channels that a thread loads before it quantises the first. Conversion to e4m3 by integer arithmetic leaves
-// registers for one.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int kBlocksAtOnce = 1;
-#else
-constexpr int kBlocksAtOnce = 2;
-#endif
-
 // Per-slot data of a chunk, in kSlotBytes bytes of shared memory per slot.
 struct ChunkSlots {
   char* memory;
@@ -152,7 +144,7 @@ MOE_BLOCK void push_fp8(M& m, const PushFp8Args& a) {
   const Source from = source_of(a);
   const auto send = [&](const ChunkSlots& s, int64_t first, int n) {
     const Destinations to = {s.rows(), s.scales(), static_cast<int>(a.top_k)};
-    quantise_rows<kBlocksAtOnce>(m, from, n, to, scratch, [&](int i) { return first + i; });
+    quantise_rows<1>(m, from, n, to, scratch, [&](int i) { return first + i; });
   };
   push_chunks(m, a, memory, send, [] {});
 }

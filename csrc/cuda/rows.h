@@ -42,6 +42,21 @@ MOE_BLOCK void copy_rows(M& m, const Source& from, int n, const Destinations& to
       });
 }
 
+// Load channels [first, first + 16) of a row of x as floats, with zeros beyond the row.
+template <class P>
+MOE_BLOCK void load_group(const char* row, int first, int hidden, float* f) {
+  const typename P::Bits* from = reinterpret_cast<const typename P::Bits*>(row) + first;
+  MOE_UNROLL
+  for (int c = 0; c < static_cast<int>(kGroup); c += P::kSize) {
+    if (first + c < hidden) {  // hidden is a multiple of kSize
+      P::load(from + c, f + c);
+    } else {
+      MOE_UNROLL
+      for (int i = c; i < c + P::kSize; ++i) f[i] = 0.0f;
+    }
+  }
+}
+
 // Memory of rows with one scale per row: the largest magnitude of each row, and its scale.
 struct Scratch {
   uint32_t* most;
@@ -58,33 +73,20 @@ MOE_BLOCK Scratch quantise_scratch(M& m, int64_t rows, int64_t format) {
 }
 
 // The channels of a block of kScaleChannels that a thread of a team quantises, in groups. The groups of the threads
-// alternate. Channels beyond the row are zeros.
+// alternate.
 template <class P, class M>
 struct TeamChannels {
-  static constexpr int kSize = static_cast<int>(kGroup), kPieces = kSize / P::kSize;
-  static constexpr int kGroups = static_cast<int>(kScaleChannels) / kSize / M::kTeam;
-  typename P::Raw raw[kGroups][kPieces];
+  static constexpr int kGroups = static_cast<int>(kScaleChannels / kGroup) / M::kTeam;
+  float f[kGroups][kGroup];
+  int first, hidden;  // the first channel, and the number of channels of the row
 
-  static MOE_BLOCK int channel(int block, int member, int g) {
-    return block * static_cast<int>(kScaleChannels) + (g * M::kTeam + member) * kSize;
-  }
+  MOE_BLOCK int channel(int g) const { return first + g * M::kTeam * static_cast<int>(kGroup); }
 
   MOE_BLOCK void load(const Source& from, int64_t row, int block, int member) {
-    const char* x = from.x + row * from.stride;
+    first = block * static_cast<int>(kScaleChannels) + member * static_cast<int>(kGroup);
+    hidden = static_cast<int>(from.hidden);
     MOE_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
-      MOE_UNROLL
-      for (int i = 0; i < kPieces; ++i) {
-        const int c = channel(block, member, g) + i * P::kSize;
-        raw[g][i] = {};
-        if (c < from.hidden) raw[g][i] = P::raw(x + c * static_cast<int>(sizeof(typename P::Bits)));
-      }
-    }
-  }
-
-  MOE_BLOCK void widen(int g, float* f) const {
-    MOE_UNROLL
-    for (int i = 0; i < kPieces; ++i) P::widen(raw[g][i], f + i * P::kSize);
+    for (int g = 0; g < kGroups; ++g) load_group<P>(from.x + row * from.stride, channel(g), hidden, f[g]);
   }
 
   // The largest magnitude of the block. Magnitudes are compared as bits: the order equals that of floats, with infinity
@@ -93,28 +95,33 @@ struct TeamChannels {
     uint32_t most = 0;
     MOE_UNROLL
     for (int g = 0; g < kGroups; ++g) {
-      float f[kSize];
-      widen(g, f);
       MOE_UNROLL
-      for (int c = 0; c < kSize; ++c) {
-        const uint32_t magnitude = to_bits(f[c]) & 0x7fffffff;
+      for (int c = 0; c < static_cast<int>(kGroup); ++c) {
+        const uint32_t magnitude = to_bits(f[g][c]) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
       }
     }
     return m.team_max(most);
   }
 
-  MOE_BLOCK Words16 quantised(int g, float scale) const {
-    float f[kSize];
-    widen(g, f);
-    Words16 v;
+  MOE_BLOCK void store(char* const* rows, int top_k, const Divisor& by) const {
     MOE_UNROLL
-    for (int w = 0; w < 4; ++w) {
+    for (int g = 0; g < kGroups; ++g) {
+      const int used = hidden - channel(g);
+      if (used <= 0) return;
+      Words16 v;
       MOE_UNROLL
-      for (int c = 4 * w; c < 4 * w + 4; ++c) f[c] = divided(f[c], scale);
-      v.w[w] = narrow_e4m3x4(f + 4 * w);
+      for (int w = 0; w < 4; ++w) v.w[w] = by.quotients_e4m3x4(f[g] + 4 * w);
+      if (used < static_cast<int>(kGroup)) {  // channels beyond the row are zeros, even if the scale is NaN
+        MOE_UNROLL
+        for (int c = 0; c < static_cast<int>(kGroup); ++c) {
+          if (c >= used) v.w[c / 4] &= ~(0xffu << (c % 4 * 8));
+        }
+      }
+      for (int k = 0; k < top_k; ++k) {
+        if (rows[k] != nullptr) store16(rows[k] + channel(g), v);
+      }
     }
-    return v;
   }
 };
 
@@ -123,12 +130,11 @@ struct TeamChannels {
 template <class P, int at_once, class M, class RowOf>
 MOE_BLOCK void quantise_blocks(M& m, const Source& from, int n, const Destinations& to, const float* scales,
                                RowOf row_of) {
-  typedef TeamChannels<P, M> Channels;
-  const int hidden = static_cast<int>(from.hidden), blocks = static_cast<int>(quantise_blocks(from.hidden));
-  const int parts = (blocks + at_once - 1) / at_once;
+  const int blocks = static_cast<int>(quantise_blocks(from.hidden)), parts = (blocks + at_once - 1) / at_once;
   m.teams(n * parts, [&](int i, int member) {
     const int row = i / parts, first = i % parts * at_once;
-    Channels x[at_once];
+    char* const* rows = to.rows + row * to.top_k;
+    TeamChannels<P, M> x[at_once];
     MOE_UNROLL
     for (int u = 0; u < at_once; ++u) x[u].load(from, row_of(row), first + u, member);
     MOE_UNROLL
@@ -141,22 +147,7 @@ MOE_BLOCK void quantise_blocks(M& m, const Source& from, int n, const Destinatio
           if (there != nullptr) reinterpret_cast<float*>(there)[first + u] = scale;
         }
       }
-      MOE_UNROLL
-      for (int g = 0; g < Channels::kGroups; ++g) {
-        const int channel = Channels::channel(first + u, member, g), used = hidden - channel;
-        if (used <= 0) return;
-        Words16 v = x[u].quantised(g, scale);
-        if (used < Channels::kSize) {  // channels beyond the row are zeros, even if the scale is NaN
-          MOE_UNROLL
-          for (int c = 0; c < Channels::kSize; ++c) {
-            if (c >= used) v.w[c / 4] &= ~(0xffu << (c % 4 * 8));
-          }
-        }
-        for (int k = 0; k < to.top_k; ++k) {
-          char* there = to.rows[row * to.top_k + k];
-          if (there != nullptr) store16(there + channel, v);
-        }
-      }
+      x[u].store(rows, to.top_k, Divisor(scale, from.power_of_two));
     }
   });
 }

@@ -269,6 +269,28 @@ TEST(p2p_e4m3_is_the_nearest_number_for_every_16_bit_float_and_its_neighbours) {
   for (int i = 0; i < 4; ++i) CHECK_EQ((together >> (8 * i)) & 0xff, narrow_e4m3(four[i]));
 }
 
+// A divisor multiplies by the reciprocal: values beside rounding boundaries, small ones, zeros and NaN.
+TEST(p2p_e4m3_of_products_with_reciprocals_is_that_of_quotients) {
+  Random random(11);
+  for (int round = 0; round < 40000 * repeats(); ++round) {
+    const bool power_of_two = random.chance(0.2);
+    const float scale = scale_for(static_cast<uint32_t>(random.below(0x7f800000)), power_of_two);
+    const Divisor by(scale, power_of_two);
+    float f[4] = {0.0f, -0.0f, from_bits(static_cast<uint32_t>(random.below(0x7f800000))), 0.0f};
+    for (int b = 0; b < 4; ++b) {
+      const auto low = static_cast<uint32_t>(random.below(0x7e));
+      const float middle = (widen_e4m3(low) + widen_e4m3(low + 1)) / 2 * scale;
+      f[3] = from_bits(to_bits(middle) + static_cast<uint32_t>(random.below(9)) - 4);
+      if (!std::isfinite(f[3])) f[3] = scale;
+      float quotients[4];
+      for (int i = 0; i < 4; ++i) quotients[i] = f[i] / scale;
+      CHECK_EQ(by.quotients_e4m3x4(f), narrow_e4m3x4(quotients));
+    }
+  }
+  const float one[4] = {1.0f, 0.0f, -1.0f, 448.0f}, nan = std::nanf("");
+  CHECK_EQ(Divisor(nan, false).quotients_e4m3x4(one), 0x7f7f7f7fu);
+}
+
 TEST(p2p_16_bit_floats_are_those_of_the_reference) {
   const auto compare = [](float f) {
     if (std::isnan(f)) return;
