@@ -19,7 +19,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.blocks.adapter import adapted_blocks, is_inside
 from moe_comm.integrations.blocks.block import BlockPlan
-from moe_comm.integrations.blocks.find import FoundBlock, find_blocks
+from moe_comm.integrations.blocks.find import FoundBlock, find_blocks, overlooked_blocks
 from moe_comm.integrations.blocks.swap import Planned, on_any_rank, optional_blocks, plan_blocks, swap_blocks
 from moe_comm.integrations.hugging_face.families import find_experts, is_experts
 from moe_comm.integrations.hugging_face.state import of_peft
@@ -131,6 +131,7 @@ def parallelize_moe(
     blocks: dict[str, tuple[nn.Module, ExpertsLayout]] = {}
     sharing: list[list[str]] = []
     found: list[FoundBlock] = []
+    overlooked: list[str] = []
     own: list[Planned] = []
     optional: set[FoundBlock] = set()
     refused: dict[int, UnsupportedModel] = {}
@@ -153,6 +154,7 @@ def parallelize_moe(
                 if is_experts(module) and not is_inside(name, left)
             }
             found = find_blocks(model, device, described, of_transformers)
+            overlooked = overlooked_blocks(model, found)
             optional = optional_blocks(found, bool(of_transformers))
             own, refused = plan_blocks(model, found, optional)
             linear_adapters.update(taken)
@@ -181,7 +183,7 @@ def parallelize_moe(
         check_loaded(model, channel, fault)
     if fault is not None:
         raise fault
-    left_alone = {}
+    left_alone = dict.fromkeys(overlooked, "its experts do not have the same parameters")
     if optional:
         for number in on_any_rank(refused, group):
             left_alone[found[number].name] = str(refused.get(number, "it is not supported on another rank"))

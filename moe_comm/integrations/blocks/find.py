@@ -87,6 +87,22 @@ def find_blocks(
     return found
 
 
+def overlooked_blocks(model: nn.Module, found: Collection[FoundBlock]) -> list[str]:
+    """Return the names of modules that are like a block that was found, but whose experts differ in their parameters.
+
+    That is, of its class, with a list or dict of as many modules in the place of its experts.
+    """
+    places = {(type(one.block), one.path, one.num_experts) for one in found if one.adapter is None and not one.stacked}
+    names = {one.name for one in found}
+    overlooked = []
+    for name, module in model.named_modules():
+        for kind, path, count in places if name not in names else ():
+            experts = dict(module.named_modules()).get(path) if type(module) is kind else None
+            if isinstance(experts, nn.ModuleList | nn.ModuleDict) and len(experts) == count:
+                overlooked.append(name)
+    return overlooked
+
+
 def _path_of(block: nn.Module, parameter: str) -> str:
     """Return where the swapped experts of a block with an adapter are: in place of the module with the parameters."""
     path = parameter.partition("{}")[0].rpartition(".")[0]

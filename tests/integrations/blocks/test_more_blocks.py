@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import moe_comm
@@ -562,6 +563,14 @@ def test_a_dict_beside_a_block_is_no_block(caplog: pytest.LogCaptureFixture) -> 
     assert "swap_moe: 0 unchanged" in caplog.text
     with pytest.raises(UnsupportedModel, match="looks like an MoE block with 2 experts in heads"):
         moe_comm.swap_moe(nn.ModuleList([Heads()]))
+
+
+def test_a_block_whose_experts_differ_in_parameters_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = nn.ModuleList([NoBias(), NoBias()])
+    prune.l1_unstructured(model[1].experts[2][0], "weight", 0.5)
+    moe_comm.swap_moe(model)
+    assert type(model[0]) is not NoBias and type(model[1]) is NoBias
+    assert "swap_moe: 1 unchanged" in caplog.text and "do not have the same parameters" in caplog.text
 
 
 def test_a_list_beside_a_block_is_no_block() -> None:
