@@ -22,8 +22,8 @@ ERROR_BOUND = 1e-2
 """Largest allowed relative error (Frobenius norm) against products of the same values by ``torch.mm``."""
 FP8_ERROR_BOUND = 6e-2
 """The same in fp8: operands are rounded to 4 significant bits, by 2.6% each (root mean square)."""
-OURS, TRITON, POINTERS, FP8, ADDED = (
-    f"moe_comm {name}" for name in ("grouped_mm", "in Triton", "without TMA", "fp8", "added in fp32")
+OURS, CUDA, TRITON, POINTERS, FP8, ADDED = (
+    f"moe_comm {name}" for name in ("grouped_mm", "in CUDA C++", "in Triton", "without TMA", "fp8", "added in fp32")
 )
 
 
@@ -86,13 +86,14 @@ class Problem:
         found: dict[str, Callable[[], Tensor]] = {
             "torch.mm by expert": partial(self.expert_products, operation),
             OURS: partial(self._ours, operation),
-            TRITON: partial(self._ours, operation, native=False),
         }
         if operation != "gradient of weights":
+            found[CUDA] = partial(self._ours, operation, native=True)
             found[POINTERS] = partial(self._ours, operation, tma=False)
         if operation == "forward":
             found[FP8] = self._fp8()
         if operation == "gradient of weights":
+            found[TRITON] = partial(self._ours, operation, native=False)
             found[ADDED] = self._added()
         if hasattr(functional, "grouped_mm"):
             found["F.grouped_mm"] = partial(self._torch, operation, functional.grouped_mm)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import cuda_resources
-from moe_comm.errors import KernelError, MissingDependency
+from moe_comm.errors import ConfigError, KernelError, MissingDependency
 from moe_comm.gpu import gemm, launch, nvrtc
 from moe_comm.kernels import tensor_cores
 from tests.gpu.fake_driver import launches
@@ -248,6 +248,19 @@ def test_other_devices_and_the_setting_use_triton_without_a_warning(
     assert tensor_cores.launcher(2) is None
     assert "this GPU is sm_100" in tensor_cores.choice(2)[1]
     assert not caplog.records
+
+
+def test_products_of_rows_are_in_triton_unless_the_setting_says_otherwise(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper(Emulated())
+    assert tensor_cores.setting() == ""
+    assert tensor_cores.choice(0)[1].startswith("gradients of weights in bf16")
+    monkeypatch.setenv(tensor_cores.GEMM, "cuda")
+    assert tensor_cores.choice(1)[1].startswith("products of rows and gradients of weights in bf16")
+    monkeypatch.setenv(tensor_cores.GEMM, "cudnn")
+    with pytest.raises(ConfigError, match="MOE_COMM_GEMM must be cuda or triton, or not set; got 'cudnn'"):
+        tensor_cores.setting()
 
 
 def test_tensors_on_the_cpu_and_of_other_dtypes_are_not_asked_for() -> None:

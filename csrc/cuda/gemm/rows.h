@@ -153,13 +153,7 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
     const int half = warp / 4 - 1, first = half * 64 + warp % 4 * 16;  // row of this warp in a tile
     RowStore store(buffers + (warp - 4) * kBuffers * kBytesBox, lane);
     while (tile.next()) {
-      if (tile.rows <= half * 64) {
-        for (int k = 0; k < steps; ++k, ring.next()) {
-          barrier_wait(full + ring.stage * 8, ring.phase);
-          if (lane == 0) barrier_arrive(empty + ring.stage * 8);
-        }
-        continue;
-      }
+      // Also without rows of its own, so that blocks take equally long and find each other's loads in the cache.
       float d[128];
       uint32_t used = 0;  // barrier of the stage that the products in flight read
       for (int k = 0; k < steps; ++k, ring.next()) {

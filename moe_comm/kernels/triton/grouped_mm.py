@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
-from moe_comm.kernels.tensor_cores import multiply_rows, multiply_weights
+from moe_comm.kernels.tensor_cores import multiply_rows, multiply_weights, setting
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
     DTYPES,
@@ -271,7 +271,7 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def grouped_mm_into(
-    rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = True, native: bool = True
+    rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = True, native: bool | None = None
 ) -> None:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the CPU.
 
@@ -284,12 +284,15 @@ def grouped_mm_into(
         out_RN: [R, N] of the same dtype; dense rows.
         tma: Load 16-bit operands with TMA on sm_90 and sm_100, with the same tiles, if their strides allow it
             (``tma_supports``). False: never. The bits are the same.
-        native: With ``tma``, use the kernels in CUDA C++ where they run (``kernels/tensor_cores.py``).
+        native: With ``tma``, use the kernels in CUDA C++ where they run (``kernels/tensor_cores.py``), with the same
+            bits. None: if MOE_COMM_GEMM is ``cuda``.
     """
     _check(rows_RD, w_END, counts_E, out_RN)
     experts, columns, inner = w_END.shape
     if not out_RN.numel() or not experts:
         return
+    if native is None:
+        native = setting() == "cuda"
     if tma and native and multiply_rows(rows_RD, w_END, counts_E, out_RN):
         return
     at = capability(rows_RD)
@@ -314,14 +317,15 @@ def grouped_mm_into(
 
 
 def grouped_mm_swiglu_into(rows_RD: Tensor, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor) -> None:
-    """Write h = rows @ w13.T, gate | up, and act = silu(gate) * up, in one launch if a kernel in CUDA C++ does it.
+    """Write h = rows @ w13.T, gate | up, and act = silu(gate) * up; in one launch if MOE_COMM_GEMM is ``cuda``.
 
     The bits are those of ``grouped_mm_into`` and ``swiglu_forward``, whose arguments and errors these are. Rows beyond
     the sum of ``counts_E`` are undefined.
     """
     _check(rows_RD, w13_EGD, counts_E, h_RG)
     check_swiglu("grouped_mm_swiglu", h_RG, out=act_RF)
-    if h_RG.numel() and w13_EGD.shape[0] and multiply_rows(rows_RD, w13_EGD, counts_E, h_RG, act_RF):
+    some = h_RG.numel() and w13_EGD.shape[0]
+    if some and setting() == "cuda" and multiply_rows(rows_RD, w13_EGD, counts_E, h_RG, act_RF):
         return
     grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
     swiglu_forward(h_RG, act_RF)
