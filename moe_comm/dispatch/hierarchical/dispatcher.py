@@ -62,7 +62,7 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
 )
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.slots.sums import weighted_sum
-from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions, ExtraRoutes
 from moe_comm.dispatch.wire_dtype import (
     RowGroups,
     WireDtype,
@@ -165,6 +165,26 @@ class InsideHost:
 
         def call(dispatcher: Dispatcher) -> tuple[Tensor, Tensor | None]:
             return dispatcher._spread(grad_UD, rows_RD, weights_UK, self._handle_of(dispatcher, inside, grad_UD))
+
+        return self._run(call, inside.dispatcher, operation)
+
+    def share(
+        self, grad_UD: Tensor, weights_UK: Tensor, inside: InsideHandle, operation: Operation
+    ) -> tuple[Tensor, Tensor]:
+        """Return each row's gradient of its token, and its weight [N, 1]."""
+
+        def call(dispatcher: Dispatcher) -> tuple[Tensor, Tensor]:
+            handle = self._handle_of(dispatcher, inside, grad_UD)
+            handle.extra = ExtraRoutes(1, inside.ids_UK.reshape(-1, 1))
+            return dispatcher._spread_with(grad_UD, torch.ones_like(weights_UK), weights_UK.unsqueeze(2), handle)
+
+        return self._run(call, inside.dispatcher, operation)
+
+    def return_dots(self, dots_N1: Tensor, inside: InsideHandle, operation: Operation) -> Tensor:
+        """Return [U, K], the value of each slot's row, after ``share``."""
+
+        def call(dispatcher: Dispatcher) -> Tensor:
+            return dispatcher._sum_with(None, dots_N1, self._handle_of(dispatcher, inside, dots_N1))[1].squeeze(2)
 
         return self._run(call, inside.dispatcher, operation)
 
@@ -384,15 +404,66 @@ class HierarchicalDispatcher(Dispatcher):
         far_ND, far_dots_S = forward(far, far_weights, far_grad)
         if rows_RD is None:
             return grad_RD.index_copy_(0, far.position_N, far_ND), None
-        # Return the dot products of relayed slots to the ranks of their tokens.
-        pending_dots = self.rail.start(far_dots_S, far.slots_H, plan.slots_H, self.context.operation, "weights")
+        dots_of = self._start_dots(far_dots_S, handle)
         grad_RD.index_copy_(0, far.position_N, far_ND)
-        dots = near_dots_S.new_zeros(handle.num_tokens * handle.top_k)
-        dots[self.rail.own(plan.slot_S, plan.slots_H)] = near_dots_S
-        dots[self.rail.far(plan.slot_S, plan.slots_H)] = pending_dots()
-        return grad_RD, dots.view(handle.num_tokens, handle.top_k)
+        return grad_RD, dots_of(near_dots_S)
+
+    # --- weights and their gradients, along the routes of the rows. Other extra values have a dispatch of their own ---
+
+    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+        self._check_headers(grad_TD.device)
+        relay: RelayHandle = handle.state
+        weights = self._start_weights(words_TKX.squeeze(2), relay)
+        grads = self._start_tokens(grad_TD, relay.plan, relay.far.copies_H, relay.most_out)
+        grad_RD = warm_rows(handle.num_rows, handle.hidden, grad_TD.dtype, grad_TD.device)
+        weights_R1 = words_TKX.new_empty(handle.num_rows, 1)
+        for side, weights_at, grad_at in zip((relay.near, relay.far), weights, grads, strict=True):
+            weights_UK, grad_UD = weights_at(), grad_at(side.units.token_U)
+            with self._guard():
+                operation = side.inside_host(self.context.operation)
+                grad_ND, weights_N1 = self._inside.share(grad_UD, weights_UK, side.inside, operation)
+            grad_RD.index_copy_(0, side.position_N, grad_ND)
+            weights_R1.index_copy_(0, side.position_N, weights_N1)
+        return grad_RD, weights_R1
+
+    def _sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor | None, Tensor]:
+        if handle.extra is None or handle.extra.slots is not None:
+            return super()._sum_with(rows_RD, words_RX, handle)
+        relay: RelayHandle = handle.state
+        if rows_RD is None:
+            self._check_headers(words_RX.device)
+        y_TD = None if rows_RD is None else self._sum(rows_RD, None, handle)
+
+        def dots_of(side: RelaySide) -> Tensor:
+            """Return the values of relayed slots."""
+            with self._guard():
+                operation = side.inside_host(self.context.operation)
+                dots_UK = self._inside.return_dots(words_RX[side.position_N], side.inside, operation)
+            return dots_UK.flatten()[side.units.slot_S]
+
+        to_slots = self._start_dots(dots_of(relay.far), handle)
+        return y_TD, to_slots(dots_of(relay.near)).unsqueeze(2)
 
     # --- helpers ---
+
+    def _start_dots(self, far_S: Tensor, handle: DispatchHandle) -> Callable[[Tensor], Tensor]:
+        """Start to return values of relayed slots to the ranks of their tokens.
+
+        Returns a function that takes the values of this host's slots and returns [T, K].
+        """
+        relay: RelayHandle = handle.state
+        plan = relay.plan
+        pending = self.rail.start(far_S, relay.far.slots_H, plan.slots_H, self.context.operation, "weights")
+
+        def to_slots(near_S: Tensor) -> Tensor:
+            values = near_S.new_zeros(handle.num_tokens * handle.top_k)
+            values[self.rail.own(plan.slot_S, plan.slots_H)] = near_S
+            values[self.rail.far(plan.slot_S, plan.slots_H)] = pending()
+            return values.view(handle.num_tokens, handle.top_k)
+
+        return to_slots
 
     def _check_headers(self, device: torch.device) -> None:
         if self.options.checked:
