@@ -100,6 +100,12 @@ class SwappedAttention(Attention):
         self._modules = {NAMES.get(name, name): child for name, child in self._modules.items() if child is not None}
         self.layer_idx = attention.layer_idx
         self.sharding_of = _shardings(self)
+        names = {name for name, _ in attention.named_parameters()}
+        if other := sorted(names - self.sharding_of.keys()):
+            raise UnsupportedModel(
+                f"{type(attention).__name__} of layer {self.layer_idx} has the parameter {other[0]}, which swapped "
+                "attention does not have. Merge adapters (LoRA) of attention first, or adapt other modules"
+            )
         place, sizes = self._place()
         for name, sharding in self.sharding_of.items():
             parameter = attention.get_parameter(name)

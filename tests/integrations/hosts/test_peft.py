@@ -400,3 +400,10 @@ def test_on_one_rank_adapters_of_experts_train_as_before_the_swap(swap_first: bo
     logits = train(model, ids, ids.numel(), SGD(trainable(model)), 1)
     assert_close(logits, want_logits, "logits")
     assert_equal_state(adapters_of(model.state_dict()), adapters_of(want.state_dict()))
+
+
+def test_swap_attention_does_not_drop_adapters() -> None:
+    model = adapted(small_model(), ATTENTION)
+    with pytest.raises(MoeCommError, match=r"layer 0 has the parameter q_proj\.base_layer\.weight"):
+        moe_comm.swap_attention(model.get_base_model())
+    moe_comm.swap_attention(model.merge_and_unload())
