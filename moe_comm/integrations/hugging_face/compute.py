@@ -32,8 +32,12 @@ def start_call(
     weights_TK: Tensor,
     *,
     fp8: bool = False,
+    layout: ExpertsLayout | None = None,
 ) -> ExpertCall:
     """Dispatch the rows of a call of an experts module; see ``ExpertParallel._start_call``. Collective.
+
+    Args:
+        layout: of the weights, if ``expert_mlp`` computes the experts; else None.
 
     Raises:
         RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
@@ -42,7 +46,8 @@ def start_call(
     x_TD, ids_TK, weights_TK = dispatcher.readable(parallel.label, x=x_TD, ids=ids_TK, weights=weights_TK)
     with dispatcher.abort_on_error(parallel.label):
         ids_TK = mark_invalid(ids_TK, weights_TK)
-    return parallel._start_call(experts, x_TD, ids_TK, weights_TK, fp8=fp8)
+    device = layout is not None and not fp8 and on_device(layout, experts, x_TD)
+    return parallel._start_call(experts, x_TD, ids_TK, weights_TK, fp8=fp8, on_device=device)
 
 
 def on_device(layout: ExpertsLayout, experts: nn.Module, x_TD: Tensor) -> bool:

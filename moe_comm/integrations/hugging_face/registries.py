@@ -92,7 +92,7 @@ def experts_forward(
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, DROPPED)
     check_gemm_dtype(gemm_dtype, layout.hidden)
     x_TD = expert_input(hidden_states, self.gate_up_proj)
-    call = start_call(parallel, self, x_TD, top_k_index, top_k_weights, fp8=gemm_dtype == "fp8")
+    call = start_call(parallel, self, x_TD, top_k_index, top_k_weights, fp8=gemm_dtype == "fp8", layout=layout)
     with call.abort_on_error(), without_autocast(x_TD):
         mlp = expert_mlp(layout, self, call.rows.dtype, gemm_dtype)
         out_RD = call.compute(call.rows, call.handle.rows_per_expert, mlp)
@@ -145,7 +145,9 @@ def _ep_implementation(gemm_dtype: GemmDtype) -> type:
             if self.parallel is None or self.parallel.dispatcher is not dispatcher:
                 self.parallel = ExpertParallel(dispatcher)
             x_TD, fp8 = self._input(hidden_states), gemm_dtype == "fp8"
-            call = start_call(self.parallel, self.experts, x_TD, top_k_index, top_k_weights, fp8=fp8)
+            call = start_call(
+                self.parallel, self.experts, x_TD, top_k_index, top_k_weights, fp8=fp8, layout=self.layout
+            )
             with call.abort_on_error(), without_autocast(x_TD):
                 out_RD = self._run(call)
             y_TD = call.combine(out_RD)

@@ -230,17 +230,23 @@ def test_invalid_ids_make_results_nan_and_raise_in_the_next_call() -> None:
 
 
 @on_ranks(1)
-def test_experts_of_a_swapped_model_never_wait_for_counts() -> None:
+@pytest.mark.parametrize("swap", [True, False], ids=["swap_moe", "experts implementation"])
+def test_experts_of_hugging_face_models_never_wait_for_counts(swap: bool) -> None:
     pytest.importorskip("transformers")
-    from moe_comm.integrations.hugging_face import swap_moe
-    from moe_comm.integrations.hugging_face.swap import EPExperts
+    from moe_comm.integrations.hugging_face import register, swap_moe
     from tests.integrations.models import new_model, randomise
 
     kernels("device")
+    register()
     model = new_model("mixtral")
     randomise(model, 0)
-    experts = next(module for module in swap_moe(model.bfloat16()).modules() if isinstance(module, EPExperts))
-    x_TD = drawn(TOKENS, experts.layout.hidden, dtype=torch.bfloat16)
+    model.bfloat16()
+    if swap:
+        swap_moe(model)
+    else:
+        model.set_experts_implementation("moe_comm")
+    experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
+    x_TD = drawn(TOKENS, model.config.hidden_size, dtype=torch.bfloat16)
     ids_TK = some_ids(TOKENS, TOP_K, experts.num_experts).clamp(min=0)
 
     def work() -> list[Tensor]:
