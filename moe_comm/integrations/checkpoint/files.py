@@ -108,6 +108,8 @@ class HubFolder:
             for pickled in sorted(folder.glob("pytorch_model*.bin"))[:1]:
                 text += f". Load {pickled.name} into the unswapped model in one process, and save that as safetensors, "
                 text += "with model.save_pretrained(folder) or safetensors.torch.save_model"
+            if (folder / "adapter_model.safetensors").exists():
+                text += ". The folder has adapters (LoRA) only: load the base model, and wrap it with PEFT"
             raise ConfigError(text)
         self._file_of = dict.fromkeys(self._handle(single)[1], single)
 

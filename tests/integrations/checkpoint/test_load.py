@@ -637,6 +637,9 @@ def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "pytorch_model-00001-of-00002.bin")
     with pytest.raises(ConfigError, match=r"Load pytorch_model-00001-of-00002\.bin .*save_pretrained"):
         moe_comm.load_checkpoint(nn.Linear(2, 2), tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="load the base model, and wrap it"):
+        moe_comm.load_checkpoint(nn.Linear(2, 2), tmp_path)
 
 
 class _Table(nn.Module):
