@@ -130,10 +130,10 @@ def wrong_kernels(gemm: GpuGemm, device: torch.device) -> list[str]:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(torch.bfloat16)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(torch.bfloat16)
 
     total, experts = sum(COUNTS), len(COUNTS)
-    counts_E = torch.tensor(COUNTS, device=device)
+    counts_E = torch.tensor(COUNTS, dtype=torch.int64, device=device)
     rows_RD, w_END = random(total + 1, INNER), random(experts, WIDTH, INNER)
     parts = zip(rows_RD[:total].double().split(COUNTS), w_END.double(), strict=True)
     exact_RN = torch.cat([rows @ w.T for rows, w in parts])

@@ -176,7 +176,7 @@ def _all_see(model: Any, paths: list[str]) -> bool:
     Raises:
         CheckpointError: they exist for some ranks only, which would wait for the others in ``load_optimizer``.
     """
-    sees = torch.tensor([all(map(os.path.isfile, paths))], device=next(model.parameters()).device)
+    sees = torch.tensor([all(map(os.path.isfile, paths))], dtype=torch.bool, device=next(model.parameters()).device)
     seen = gather_values(sees, dist.group.WORLD, "looking for the optimizer's files").flatten().tolist()
     if any(seen) and not all(seen):
         without = [rank for rank, found in enumerate(seen) if not found]
