@@ -8,7 +8,8 @@
 asm(".pushsection .rodata\n"
     ".balign 64\n"
     "moe_gemm_cubin:\n"
-    ".incbin \"" MOE_GEMM_CUBIN "\"\n"
+    ".incbin \"" MOE_GEMM_CUBIN
+    "\"\n"
     "moe_gemm_cubin_end:\n"
     ".popsection\n");
 extern "C" __attribute__((visibility("hidden"))) const char moe_gemm_cubin[], moe_gemm_cubin_end[];

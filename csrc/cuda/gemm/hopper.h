@@ -37,8 +37,8 @@ MOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
 }
 MOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}\n" ::"r"(
-          barrier),
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}\n" ::
+          "r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -87,8 +87,8 @@ constexpr uint32_t kSwizzled8Rows = 1024;  // bytes of 8 rows of 128 bytes
 
 // Descriptor of a matrix in shared memory, 128-byte swizzle. In K-major tiles `group_bytes` has no effect and
 // `stride_bytes` is from 8 rows of M or N to the next 8. In MN-major tiles `group_bytes` is from 64 elements of M or N
-// to the next 64 and `stride_bytes` from 8 rows of K to the next 8. A step of 16 along K adds 32 bytes to the address of
-// a K-major tile, and 16 rows to that of an MN-major one.
+// to the next 64 and `stride_bytes` from 8 rows of K to the next 8. A step of 16 along K adds 32 bytes to the address
+// of a K-major tile, and 16 rows to that of an MN-major one.
 MOE_DEVICE uint64_t descriptor(uint32_t address, uint32_t group_bytes, uint32_t stride_bytes = kSwizzled8Rows) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(group_bytes >> 4) << 16 |
          static_cast<uint64_t>(stride_bytes >> 4) << 32 | static_cast<uint64_t>(1) << 62;
@@ -112,14 +112,15 @@ MOE_DEVICE void keep_registers(float (&d)[kCount]) {
 // The operand list of wgmma: "%0, ... %9, " and so on by tens, and d[i] by eights.
 #define MOE_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
-#define MOE_120                                                                                                 \
-  MOE_TEN() MOE_TEN(1) MOE_TEN(2) MOE_TEN(3) MOE_TEN(4) MOE_TEN(5) MOE_TEN(6) MOE_TEN(7) MOE_TEN(8) MOE_TEN(9) \
-  MOE_TEN(10) MOE_TEN(11)
-#define MOE_8(d, i)                                                                                            \
+#define MOE_120 \
+  MOE_TEN()     \
+  MOE_TEN(1)    \
+  MOE_TEN(2) MOE_TEN(3) MOE_TEN(4) MOE_TEN(5) MOE_TEN(6) MOE_TEN(7) MOE_TEN(8) MOE_TEN(9) MOE_TEN(10) MOE_TEN(11)
+#define MOE_8(d, i)                                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define MOE_64(d, i)                                                                                          \
-  MOE_8(d, i), MOE_8(d, i + 8), MOE_8(d, i + 16), MOE_8(d, i + 24), MOE_8(d, i + 32), MOE_8(d, i + 40),       \
+#define MOE_64(d, i)                                                                                    \
+  MOE_8(d, i), MOE_8(d, i + 8), MOE_8(d, i + 16), MOE_8(d, i + 24), MOE_8(d, i + 32), MOE_8(d, i + 40), \
       MOE_8(d, i + 48), MOE_8(d, i + 56)
 
 // d = a @ b + (keep ? d : 0), bf16 with fp32 sums: a [64, 16], b [256, 16]. kA, kB: 1 if MN-major.

@@ -2,22 +2,22 @@
 #include "cuda/gemm/rows.h"
 #include "cuda/gemm/weights.h"
 
-#define MOE_ROWS_KERNEL(name, transposed, swiglu)                                                                   \
-  extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1)                                         \
-      gemm_##name(const __grid_constant__ moe_comm::gemm::RowsArgs a) {                                             \
-    using namespace moe_comm::gemm;                                                                                 \
-    multiply_rows<transposed, swiglu>(a);                                      \
+#define MOE_ROWS_KERNEL(name, transposed, swiglu)                           \
+  extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1) \
+      gemm_##name(const __grid_constant__ moe_comm::gemm::RowsArgs a) {     \
+    using namespace moe_comm::gemm;                                         \
+    multiply_rows<transposed, swiglu>(a);                                   \
   }
 
 MOE_ROWS_KERNEL(rows, 0, false)
 MOE_ROWS_KERNEL(rows_transposed, 1, false)
 MOE_ROWS_KERNEL(rows_swiglu, 0, true)
 
-#define MOE_WEIGHTS_KERNEL(name, add, stages, slots)                                           \
-  extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1)                    \
-      gemm_##name(const __grid_constant__ moe_comm::gemm::WeightsArgs a) {                     \
-    using namespace moe_comm::gemm;                                                            \
-    weight_gradients<add, stages, slots>(a);                                                   \
+#define MOE_WEIGHTS_KERNEL(name, add, stages, slots)                        \
+  extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1) \
+      gemm_##name(const __grid_constant__ moe_comm::gemm::WeightsArgs a) {  \
+    using namespace moe_comm::gemm;                                         \
+    weight_gradients<add, stages, slots>(a);                                \
   }
 
 MOE_WEIGHTS_KERNEL(weights, false, kGradStages, kGradSlots)

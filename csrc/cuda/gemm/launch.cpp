@@ -14,9 +14,10 @@ namespace {
 
 // cuTensorMapEncodeTiled and its constants.
 using Encode = int (*)(void* map, int dtype, uint32_t rank, void* at, const uint64_t* sizes, const uint64_t* strides,
-                       const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill);
+                       const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion,
+                       int fill);
 constexpr int kFloat = 7, kBf16 = 9, kSwizzle128 = 3, kPromotion256 = 3;
-constexpr int kGroup = 8;      // rows of tiles that are visited together
+constexpr int kGroup = 8;  // rows of tiles that are visited together
 
 // A map of an array of three dimensions, innermost first; strides of the outer two in elements.
 void encode(uintptr_t encode, TensorMap* map, int64_t at, const std::array<int64_t, 3>& sizes,

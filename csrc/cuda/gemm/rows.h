@@ -2,7 +2,8 @@
 //
 //   block of 3 warp groups, one per multiprocessor, persistent
 //     producer    ── TMA ──▸ ring of stages: rows [128, 64] and weights [256, 64] of a tile, 128-byte swizzle
-//     consumers   ── wgmma ─▸ 64 rows x 256 columns each, fp32 sums in registers ─▸ bf16 in shared memory ── TMA ──▸ out
+//     consumers   ── wgmma ─▸ 64 rows x 256 columns each, fp32 sums in registers ─▸ bf16 in shared memory ── TMA ──▸
+//     out
 //
 // The producer loads the next tile while the consumers store. A sum has one order over K, whatever the other rows are.
 // Where a tile ends after the last row of an expert, its threads store the rows that are the expert's.
@@ -16,10 +17,10 @@ namespace gemm {
 
 // SwiGLU: h = rows @ w.T is gate | up, each `columns` wide. A tile has 128 columns of each, and those of act.
 struct alignas(64) RowsArgs {
-  TensorMap rows;  // [1, R, inner], boxes of 128 rows
-  TensorMap w;     // [E, N, inner], boxes of 256 rows (SwiGLU: 128); MN-major: [E, inner, N], boxes of 64 rows
-  TensorMap out;   // [R, parts, columns], boxes of 16 rows
-  TensorMap act;   // [R, 1, columns], SwiGLU only
+  TensorMap rows;     // [1, R, inner], boxes of 128 rows
+  TensorMap w;        // [E, N, inner], boxes of 256 rows (SwiGLU: 128); MN-major: [E, inner, N], boxes of 64 rows
+  TensorMap out;      // [R, parts, columns], boxes of 16 rows
+  TensorMap act;      // [R, 1, columns], SwiGLU only
   int64_t counts_at;  // [E] int64
   int64_t out_at, out_stride, act_at, act_stride;
   int32_t experts, columns, inner, group;
@@ -34,9 +35,7 @@ constexpr int kRowsShared = 1024 + kStages * (kBytesA + kBytesB) + 8 * kBuffers 
 
 #ifdef MOE_HOPPER
 
-MOE_DEVICE float float_of(uint32_t pair, int high) {
-  return __uint_as_float(high ? pair & 0xffff0000u : pair << 16);
-}
+MOE_DEVICE float float_of(uint32_t pair, int high) { return __uint_as_float(high ? pair & 0xffff0000u : pair << 16); }
 
 // silu(gate) * up of the 16-bit values, as kernels/triton/swiglu.py.
 MOE_DEVICE float swiglu(float gate, float up) {

@@ -11,7 +11,12 @@ namespace gemm {
 class Walk {
  public:
   MOE_HD Walk(const int64_t* counts, int experts, int tile_rows, int tiles_n, int group, int first, int step)
-      : counts_(counts), experts_(experts), tile_rows_(tile_rows), tiles_n_(tiles_n), group_(group), step_(step),
+      : counts_(counts),
+        experts_(experts),
+        tile_rows_(tile_rows),
+        tiles_n_(tiles_n),
+        group_(group),
+        step_(step),
         skip_(first) {}
 
   int expert = -1;

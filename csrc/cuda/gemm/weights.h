@@ -26,8 +26,15 @@ class WeightWalk {
  public:
   MOE_HD WeightWalk(const int64_t* counts, int experts, int tiles_m, int tiles_n, int group, bool skip_empty, int first,
                     int step)
-      : counts_(counts), experts_(experts), tiles_m_(tiles_m), tiles_n_(tiles_n), group_(group), step_(step),
-        skip_empty_(skip_empty), skip_(first), next_count_(experts ? static_cast<int>(counts[0]) : 0) {}
+      : counts_(counts),
+        experts_(experts),
+        tiles_m_(tiles_m),
+        tiles_n_(tiles_n),
+        group_(group),
+        step_(step),
+        skip_empty_(skip_empty),
+        skip_(first),
+        next_count_(experts ? static_cast<int>(counts[0]) : 0) {}
 
   int expert = -1;
   int m = 0, n = 0;              // tile
@@ -81,8 +88,8 @@ constexpr int kAddedStages = 3, kAddedSlots = 4;
 
 #ifdef MOE_HOPPER
 
-// Writes zeros over the rows of a stage from `live` to the next multiple of 16: in 64 columns of a, and in b, where both
-// warp groups do.
+// Writes zeros over the rows of a stage from `live` to the next multiple of 16: in 64 columns of a, and in b, where
+// both warp groups do.
 MOE_DEVICE void zero_rows(uint32_t a, uint32_t b, int live, int thread) {
   const int words = (-live & 15) * 40;
   for (int i = thread; i < words; i += 128) {
@@ -240,7 +247,8 @@ MOE_DEVICE void weight_gradients(const WeightsArgs& args) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) load_3d(at + i * kGradBox, &args.a, barrier, row + i * 64, tile.first_row + k, 0);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) load_3d(bt + i * kGradBox, &args.b, barrier, column + i * 64, tile.first_row + k, 0);
+        for (int i = 0; i < 4; ++i)
+          load_3d(bt + i * kGradBox, &args.b, barrier, column + i * 64, tile.first_row + k, 0);
       }
     }
     return;
