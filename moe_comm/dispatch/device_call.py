@@ -26,7 +26,13 @@ from moe_comm.dispatch.operation import dispatch_fault
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.autograd import needed_gradients, needs_autograd, once_differentiable
+from moe_comm.kernels.autograd import (
+    needed_gradients,
+    needs_autograd,
+    once_differentiable,
+    parameters_among,
+    with_main_grads,
+)
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.runtime.event_layout import Kind
@@ -186,7 +192,7 @@ class _DeviceExperts(torch.autograd.Function):
         rows = call.rows
         kept_RD = out_RD if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(x_TD, weights_TK, w13_EGD, w2_EDF, h_RG, kept_RD)
-        ctx.call = call
+        ctx.call, ctx.parameters = call, parameters_among(w13_EGD, w2_EDF)
         (y_TD,) = _programs()[2](1, (out_RD, rows.place_TK, weights_TK.contiguous()))
         return y_TD  # type: ignore[no-any-return]
 
@@ -197,6 +203,7 @@ class _DeviceExperts(torch.autograd.Function):
         rows, activation = call.rows, call.activation
         call.invalid.check()
         x_TD, weights_TK, w13, w2, h_RG, out_RD = ctx.saved_tensors
+        w13, w2 = with_main_grads((w13, w2), ctx.parameters)
         needs_x, needs_weights, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
         needs, out_RD = (needs_x, needs_w13, needs_w2), out_RD if needs_weights else None
         inputs = (

@@ -29,7 +29,13 @@ from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle, ExtraRoutes
 from moe_comm.errors import InputError
-from moe_comm.kernels.autograd import compute_dtype, needed_gradients, once_differentiable
+from moe_comm.kernels.autograd import (
+    compute_dtype,
+    needed_gradients,
+    once_differentiable,
+    parameters_among,
+    with_main_grads,
+)
 from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, Saved
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.native import TRITON_DEVICES
@@ -52,8 +58,11 @@ def sends_weights(dispatcher: Dispatcher, x_TD: Tensor, scaled: bool) -> bool:
     """Return whether experts multiply gradients by the routing weights; equal on every rank.
 
     Outputs of experts with fp8 GEMMs (``scaled``) are not those of the weights with which backward computes. Tests
-    emulate a GPU on the CPU with "cpu" in ``TRITON_DEVICES``.
+    emulate a GPU on the CPU with "cpu" in ``TRITON_DEVICES``. In fp16 the gradient of an activation could overflow
+    before it is multiplied by a small weight.
     """
+    if x_TD.dtype == torch.float16:
+        return False
     return dispatcher.sends_weights and x_TD.is_cpu and "cpu" not in TRITON_DEVICES and not scaled
 
 
@@ -95,7 +104,7 @@ class SerialRun:
         grad = torch.is_grad_enabled()
         self.needs_x, self.needs_weights = grad and x_TD.requires_grad, grad and weights_TK.requires_grad
         if grad:
-            handle.extra = ExtraRoutes(1, ids_TK.detach().reshape(-1, 1))
+            handle.extra = ExtraRoutes(1, ids_TK.detach().clone().reshape(-1, 1))  # the caller may change its tensor
 
     @property
     def rows(self) -> TokenRows:
@@ -265,7 +274,7 @@ class _Grouped(torch.autograd.Function):
             mlp_pass.all_rows()
             saved = mlp_pass.saved
         ctx.save_for_backward(*saved, *tensors)
-        ctx.call = call
+        ctx.call, ctx.parameters = call, parameters_among(*tensors)
         return out_RD
 
     @staticmethod
@@ -275,7 +284,7 @@ class _Grouped(torch.autograd.Function):
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label), call.guard():
             rows_RD, scale_RB, saved_RG, *tensors = ctx.saved_tensors
             needs_rows, _, _, _, _, *needs = needed_gradients(ctx)
-            experts = call.experts.with_tensors(tensors)
+            experts = call.experts.with_tensors(with_main_grads(tensors, ctx.parameters))
             run, trained = call.run, ctx.needs_input_grad[5:]
             gradients: Rows = grad_RD
             weights_R = dots_R = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,9 @@ class Composed(Activation):
 
     def __call__(self, h_RG: Tensor) -> Tensor:
         return self.fn(h_RG)
+
+    def __deepcopy__(self, memo: Any) -> Composed:
+        return self  # copies of a layer share its recorded launches, which are found by the activation
 
 
 class SwiGLU(Composed):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 
 from moe_comm.errors import InputError
@@ -85,6 +85,19 @@ def needed_gradients(ctx: Any) -> tuple[bool, ...]:
             except RuntimeError:  # raised for a leaf that is an input of torch.autograd.grad
                 needed[index] = True
     return tuple(needed)
+
+
+def parameters_among(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return the parameters, for ``with_main_grads``; None for other tensors."""
+    return [t if isinstance(t, nn.Parameter) else None for t in tensors]
+
+
+def with_main_grads(saved: Sequence[Any], parameters: Sequence[Tensor | None]) -> list[Any]:
+    """Return saved tensors, or the parameters that have an attribute ``main_grad``.
+
+    Activation checkpointing and other hooks of saved tensors return tensors without the attributes of parameters.
+    """
+    return [p if hasattr(p, "main_grad") else t for t, p in zip(saved, parameters, strict=True)]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

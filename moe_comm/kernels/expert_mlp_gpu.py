@@ -177,11 +177,15 @@ def backward_in_one_buffer(
     assert w2_EDF is not None
     needs_rows, needs_w13, needs_w2 = needs
     summed = grad_w13 = grad_w2 = None
+    shape = grad_RD.shape[0], w13_EGD.shape[1]
+    grad_h_RG = grad_RD.new_empty(shape) if needs_rows or needs_w13 else None
     if h_RG is None:
-        h_RG = grad_RD.new_empty(grad_RD.shape[0], w13_EGD.shape[1])
-        grouped_mm_into(rows_into(None), w13_EGD, counts_E, h_RG)
+        # A recorded program keeps all buffers at once, so the rows are copied into the memory of the gradient of h.
+        fits = grad_h_RG is not None and grad_h_RG.numel() >= grad_RD.numel()
+        to_RD = grad_h_RG.view(-1)[: grad_RD.numel()].view(grad_RD.shape) if fits else None  # type: ignore[union-attr]
+        h_RG = grad_RD.new_empty(shape)
+        grouped_mm_into(rows_into(to_RD), w13_EGD, counts_E, h_RG)
     act_RF = grad_RD.new_empty(grad_RD.shape[0], w2_EDF.shape[2])
-    grad_h_RG = torch.empty_like(h_RG) if needs_rows or needs_w13 else None
     if grad_h_RG is not None:
         grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
         mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)

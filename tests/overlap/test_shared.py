@@ -213,8 +213,8 @@ def test_all_ranks_use_chunks_with_the_same_bits_if_one_heap_is_full(rank: int, 
     group = _new_group()
     with heap_constants(INITIAL_BYTES=0, RESERVE_BYTES=64 << 20):
         shared_heap = heap_of(communicator_of(group), 60.0)
-    # The block leaves 4 MiB of the last rank's heap.
-    filler = block(shared_heap.heap, 1, 15 << 20, torch.float32) if rank == world - 1 else None
+    # The block leaves 1 MiB of the last rank's heap.
+    filler = block(shared_heap.heap, 1, 63 << 18, torch.float32) if rank == world - 1 else None
     for name in OPERATORS:
         inputs = _inputs(name, rank, world, rows=30_000)
         with _passes_in_place(2), pytest.warns(RuntimeWarning, match=r"cannot grow shared memory.*uses another method"):

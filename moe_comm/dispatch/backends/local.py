@@ -43,7 +43,7 @@ class InvalidIds:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the kernel may still write the other words
             bad, first, value = self._words.tolist()
-            self._words.zero_()
+            self._read[:] = 0  # not zero_, which fails if the words were created in inference mode
             top_k, num_experts = self._sizes
             raise earlier_routing_error(bad, first, value, top_k, num_experts)
 
@@ -53,18 +53,19 @@ class LocalDispatcher(Dispatcher):
 
     name = "local"
     checks_ids = True  # _send checks with the counts that it copies to the CPU
-    _invalid_ids: InvalidIds | None = None
+    _invalid_ids: dict[torch.device, InvalidIds] | None = None
 
     def invalid_ids(self, device: torch.device) -> InvalidIds:
         """Return the report of the kernels on ``device``."""
-        found = self._invalid_ids
-        if found is None or found.device != device:
-            self._invalid_ids = found = InvalidIds(device)
+        if self._invalid_ids is None:
+            self._invalid_ids = {}
+        found = self._invalid_ids.get(device)
+        if found is None:
+            found = self._invalid_ids[device] = InvalidIds(device)
         return found
 
     def check_ids(self) -> None:
-        found = self._invalid_ids
-        if found is not None:
+        for found in (self._invalid_ids or {}).values():
             if found.device.type == "cuda":
                 torch.cuda.synchronize(found.device)
             found.check()
@@ -82,6 +83,9 @@ class LocalDispatcher(Dispatcher):
     def _sorted(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
         """Return the flat slot of each row, and the handle."""
         check([], self.rank, self.context.operation)
+        earlier = (self._invalid_ids or {}).get(x_TD.device)
+        if earlier is not None:  # of a call whose counts stayed on the device
+            earlier.check()
         order, place_TK, counts = sums.order_and_count(ids_TK, self.num_experts)
         *rows_per_expert, num_dropped, num_bad = counts
         if num_bad:

@@ -27,7 +27,7 @@ Results = tuple[Any, ...]
 """Tensors, or None."""
 ALIGNMENT = 512
 """Alignment of buffers in a workspace, that of torch's allocator."""
-MAX_SHAPES = 256
+MAX_SHAPES = 1024
 """Maximum number of shapes that a program remembers."""
 _HARMLESS = frozenset(
     f"aten::{name}"
@@ -127,7 +127,7 @@ class Program:
             return self._body(*inputs, *constants)
         if found is None:
             if len(self._plans) >= MAX_SHAPES:
-                self._plans.clear()
+                self._plans.pop(next(iter(tuple(self._plans))), None)  # the oldest
             self._plans[shape] = True  # record the next call
             return self._body(*inputs, *constants)
         results, plan = _record(self._body, inputs, constants, operators)

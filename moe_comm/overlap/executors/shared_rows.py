@@ -97,7 +97,7 @@ class SharedDispatch(RowDispatch):
             dispatcher.record_handle(operation.span, incoming.handle)
         try:
             handle, placement = incoming.handle, dispatcher.placement
-            handle.extra = ExtraRoutes(1, ids_TK.reshape(-1, 1))
+            handle.extra = ExtraRoutes(1, ids_TK.detach().clone().reshape(-1, 1))  # the caller may change its tensor
             rows_WE = dispatcher.rows_by_source(incoming)
             row_bytes = handle.hidden * handle.dtype.itemsize
             chunks = overlap.chunks_of(max_sent_rows(rows_WE, placement) * row_bytes // EXPERT_CHUNK_FACTOR)
