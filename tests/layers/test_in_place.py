@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm import prepare_fsdp
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.moe.experts import Experts
+from moe_comm.layers.moe.router import Routing
 from moe_comm.overlap.options import Overlap
 from tests.pool import on_ranks
 
@@ -297,3 +298,32 @@ def test_a_change_in_place_before_the_experts_read_raises(rank: int, world: int,
             layer.experts.register_forward_pre_hook(change)
         with pytest.raises(PeerRaised if rank else InputError, match="replaced or changed"):
             layer(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("overlap", [None, Overlap(2, 1, executor="pipelined")], ids=["serial", "pipelined"])
+def test_callers_may_change_ids_between_forward_and_backward(rank: int, world: int, overlap: Overlap | None) -> None:
+    grads = []
+    for changed in (False, True):
+        layer = MoELayer.build(CONFIG, dist.group.WORLD, backend="shared_memory", seed=4, overlap=overlap)
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(9, HIDDEN, generator=generator).requires_grad_()
+        ids = torch.rand(9, 8, generator=generator).topk(3).indices
+        weights = torch.rand(9, 3, generator=generator).requires_grad_()
+        y: Tensor = layer(x, Routing(ids, weights))
+        if changed:
+            ids.copy_(ids.flip(0))
+        y.square().sum().backward()
+        grads.append([x.grad, weights.grad, layer.experts.w13.grad, layer.experts.w2.grad])
+    assert all(torch.equal(expected, actual) for expected, actual in zip(*grads, strict=True))
+
+
+def test_fp16_gradients_are_finite_where_weights_keep_them_small() -> None:
+    layer = MoELayer.build(MoEConfig(16, 16, RouterConfig(4, 2)), backend="local", seed=4, dtype=torch.float16)
+    with torch.no_grad():
+        layer.experts.w2.mul_(100)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+    ids = torch.arange(16).view(8, 2) % 4
+    y = layer(x, Routing(ids, torch.full((8, 2), 1e-3)))
+    y.backward(torch.full_like(y, 8000.0))
+    assert x.grad is not None and bool(x.grad.isfinite().all())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
 from moe_comm.dispatch import device_call
 from moe_comm.dispatch.backends.local import LocalDispatcher
@@ -265,3 +268,23 @@ def test_experts_of_hugging_face_models_never_wait_for_counts(swap: bool) -> Non
     assert launched[:2] == ["count_chunks_kernel", "place_slots_kernel"] and len(actual) == len(expected) == 5
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+
+
+@on_ranks(1)
+def test_main_grad_is_filled_if_backward_sees_other_tensors_than_were_saved() -> None:
+    kernels("router")
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        built = layer()
+        weights = (built.experts.w13, built.experts.w2)
+        for weight in weights:
+            weight.main_grad = torch.zeros(weight.shape)
+        for run in (lambda x_TD: checkpoint(built, x_TD, use_reentrant=False), built):
+            with saved_tensors_hooks(lambda t: t.clone(), lambda t: t) if run is built else nullcontext():
+                y_TD = run(drawn(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_())
+            y_TD.float().sum().backward()
+            for weight in weights:
+                assert weight.main_grad.any() and weight.grad is None
+                weight.main_grad.zero_()
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
