@@ -143,7 +143,7 @@ MOE_BLOCK float scale_for(uint32_t most, bool power_of_two) {
 }
 
 // Division of values by their scale. A product with the reciprocal differs from the quotient by at most 2 units in the
-// last place, so both round to the same e4m3 number unless the product is beside a rounding boundary of e4m3: then the
+// last place, so both round to the same e4m3 number unless the product is next to a rounding boundary of e4m3: then the
 // values are divided. Products with the reciprocal of a power of two are exact.
 class Divisor {
  public:
@@ -168,7 +168,7 @@ class Divisor {
 
  private:
   // Whether a number is within 2 units in the last place of the middle of two e4m3 numbers, or below 2^-6, where the
-  // spacing of e4m3 numbers is constant. Zeros are beside no boundary.
+  // spacing of e4m3 numbers is constant. Zeros are next to no boundary.
   static MOE_BLOCK bool beside_boundary(float q) {
     const uint32_t magnitude = to_bits(q) & 0x7fffffff;
     return ((magnitude + 0x80002) & 0xfffff) <= 4 || magnitude - 1 < 0x3c800010;

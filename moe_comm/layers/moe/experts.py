@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def has_any_hook(module: nn.Module) -> bool:
     """Return whether a hook, also one of torch such as FSDP's, sees the arguments or results of ``module``."""
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(module)
+    every = torch.nn.modules.module._has_any_global_hook()
+    return bool(hooks or every) or "forward" in vars(module)
 
 
 @dataclass(frozen=True)

@@ -288,3 +288,22 @@ def test_main_grad_is_filled_if_backward_sees_other_tensors_than_were_saved() ->
                 weight.main_grad.zero_()
     finally:
         native.TRITON_DEVICES.discard("cpu")
+
+
+@on_ranks(1)
+def test_hooks_of_all_modules_see_the_rows_of_experts() -> None:
+    kernels("router")
+    native.TRITON_DEVICES.add("cpu")
+    seen: list[tuple[int, ...]] = []
+
+    def hook(module: torch.nn.Module, args: Any, _: Any) -> None:
+        if isinstance(module, Experts):
+            seen.append(tuple(args[0].shape))
+
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        layer()(drawn(TOKENS, HIDDEN, dtype=torch.bfloat16))
+    finally:
+        handle.remove()
+        native.TRITON_DEVICES.discard("cpu")
+    assert seen == [(TOKENS * TOP_K, HIDDEN)]
