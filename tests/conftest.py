@@ -1,12 +1,20 @@
-"""Fixtures of all tests: one torch thread, rank pools, reproducible examples, and a check of shared memory leaks."""
+"""Fixtures of all tests: one torch thread, rank pools, reproducible examples, and a check of shared memory leaks.
+
+No test uses the network.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+
+# huggingface_hub reads it when the first test file imports it. Without it, a test of a model that does not exist tries
+# to reach the hub for 23 s.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch

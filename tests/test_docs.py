@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
 import shlex
 import tomllib
@@ -25,8 +24,6 @@ import typer
 from moe_comm import cli
 from tests.pool import RankPool
 from tests.support.recipes import run_script
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,12 +1,9 @@
-"""One pool of four ranks for this folder, because every rank imports transformers. No test uses the network."""
+"""One pool of four ranks for this folder, because every rank imports transformers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import
 
 import pytest
 

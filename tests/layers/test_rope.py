@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import
 
 import pytest
 

@@ -37,6 +37,9 @@ from moe_comm.layers.parallel.collectives import gather_values
 from moe_comm.lazy import after_import
 from moe_comm.runtime.safe_files import replacing
 
+ADAPTERS = "adapter_model.*"
+"""Files in which PEFT saves adapters."""
+
 
 class MoETrainerMixin:
     """Mixin for subclasses of ``Trainer``: ``class MyTrainer(MoETrainerMixin, Seq2SeqTrainer)``.
@@ -125,6 +128,12 @@ class MoETrainerMixin:
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         model = self.model if model is None else model
+        if has_adapters(model):
+            fault = _adapter_fault(resume_from_checkpoint)
+            if (world := dist.group.WORLD) is not None and has_distributed_experts(model):
+                agree_in([world], fault, f"loading {resume_from_checkpoint}")
+            elif fault is not None:
+                raise fault
         if not self._load_weights(resume_from_checkpoint, model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -168,6 +177,21 @@ class MoETrainerMixin:
             return
         load_optimizer(self.model, self.optimizer, Path(paths[0]), dist.group.WORLD)
         self.lr_scheduler.load_state_dict(torch.load(paths[1], map_location="cpu", weights_only=True))
+
+
+def _adapter_fault(folder: str) -> CheckpointError | None:
+    """Return the error if ``folder`` contains a full model and no adapters.
+
+    ``Trainer`` loads no weights then, logs a warning, and fails later if there is a state of the optimizer.
+    """
+    adapters = [found for pattern in (ADAPTERS, f"*/{ADAPTERS}") for found in Path(folder).glob(pattern)]
+    if adapters or not any(Path(folder, name).is_file() for name in (SINGLE, INDEX)):
+        return None
+    return CheckpointError(
+        f"{folder} contains a full model, and the model of this trainer has adapters (LoRA). Resume from a checkpoint "
+        "of a run with adapters. To train adapters of the saved model, load it with from_pretrained before "
+        "get_peft_model, and do not resume"
+    )
 
 
 def _all_see(model: Any, paths: list[str]) -> bool:

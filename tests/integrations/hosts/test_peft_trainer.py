@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import
 
 import pytest
 
@@ -18,6 +15,7 @@ from torch import Tensor
 from transformers import Trainer
 
 import moe_comm
+from moe_comm.errors import CheckpointError
 from moe_comm.integrations.hugging_face import MoETrainerMixin, prepare_accelerator, swap_moe
 from tests.integrations.loops import TrainingCase, launched, make_trainer, with_accelerate
 from tests.integrations.models import ep_group, load
@@ -100,6 +98,20 @@ def test_training_saving_and_resuming_equal_one_process(
         train(0, 1, case, target)
         for out in (ours.out, case.out):
             assert_close(files(f"{out}/final"), files(f"{one}/final"))
+
+
+def resume_from_a_full_model(rank: int, world: int, case: TrainingCase) -> str:
+    with (
+        launched(rank, world),
+        pytest.raises(CheckpointError, match=r"contains a full model.*before get_peft_model") as e,
+    ):
+        train(rank, world, case, "attention and router")
+    return str(e.value)
+
+
+def test_a_full_checkpoint_is_refused(folders: list[str], tmp_path: Path, pool2: RankPool) -> None:
+    case = TrainingCase(folders[1], out=str(tmp_path), resume=folders[1])
+    assert len({resume_from_a_full_model(0, 1, case), *pool2.run(resume_from_a_full_model, case)}) == 1
 
 
 def load_best(rank: int, world: int, case: TrainingCase) -> dict[str, Tensor]:
