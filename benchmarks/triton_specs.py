@@ -117,6 +117,10 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             "swiglu, backward", swiglu.swiglu_backward_kernel, dtype, {**element, **tile, "RECOMPUTE": True},
             exact=True,
         ),
+        _spec(
+            "swiglu, backward, times weights", swiglu.weighted_swiglu_backward_kernel, dtype,
+            {**element, "PLACED": True, "DOTTED": True, "SLOTS": swiglu.SLOTS, "STEPS": swiglu.STEPS}, exact=True,
+        ),
     )  # fmt: skip
 
 

@@ -3,8 +3,13 @@
     ids ──places, counts──▶ copies of x_TD ──w13──▶ h_RG ──activation──▶ act ──w2──▶ out_RD ──weighted sum──▶ y_TD
 
 Buffers have a row for each of the T * K slots. The kernels read the counts on the device and do not touch the rows
-beyond them. One autograd function does all of it. It saves x_TD, h_RG, the places, and out_RD for the gradients of the
-routing weights; backward copies the rows again.
+beyond them. One autograd function does all of it. It saves x_TD, h_RG and the places; backward copies the rows again:
+
+    grad_TD ──copies──▶ grad_RD ──w2──▶ grad_act ──activation, times weights──▶ grad_h, act, grad_TK
+    grad_RD, act ──▶ grad_w2      grad_h ──w13──▶ grad_rows ──sum──▶ grad_x      grad_h, copies of x_TD ──▶ grad_w13
+
+In fp16, backward multiplies by the routing weights first (``expert_call.sends_weights``), and out_RD is saved for their
+gradients.
 
 Invalid expert ids are reported in pinned memory (``InvalidIds``): results are NaN, and the next call raises.
 """
@@ -21,7 +26,7 @@ from torch import Tensor
 
 from moe_comm.comm.header import check
 from moe_comm.dispatch.backends.local import InvalidIds, LocalDispatcher
-from moe_comm.dispatch.expert_call import ExpertCall
+from moe_comm.dispatch.expert_call import ExpertCall, scales_late
 from moe_comm.dispatch.operation import dispatch_fault
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
@@ -35,6 +40,7 @@ from moe_comm.kernels.autograd import (
 )
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
+from moe_comm.kernels.row_weights import RowWeights
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 
@@ -148,20 +154,29 @@ def _backward(
     grad_TD: Tensor, place_TK: Tensor, counts: Tensor, weights_TK: Tensor, x_TD: Tensor, w13: Tensor, w2: Tensor,
     h_RG: Tensor | None, out_RD: Tensor | None, activation: Activation, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, the weights, w13 and w2. needs: whether x, w13 and w2 need theirs."""
-    from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
+    """Return the gradients of x, the weights, w13 and w2. needs: whether x, the weights, w13 and w2 need theirs."""
+    needs_x, needs_weights, *needs_experts = needs
+    mlp, weights = ExpertMLP((w13, w2, None, None), activation), None
+    if scales_late(x_TD.dtype):
+        grad_RD = _copies(grad_TD, place_TK)
+        grad_TK = torch.empty_like(weights_TK) if needs_weights else None
+        weights = RowWeights(weights_TK, place_TK, grad_TK)
+    else:
+        from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
 
-    grad_RD, grad_TK = spread(grad_TD, place_TK, weights_TK, place_TK.numel(), out_RD)
-    mlp = ExpertMLP((w13, w2, None, None), activation)
+        grad_RD, grad_TK = spread(grad_TD, place_TK, weights_TK, place_TK.numel(), out_RD)
+    moves = partial(_copies, x_TD, place_TK), lambda grad_rows_RD: _sum(grad_rows_RD, place_TK, None)[0]
     grad_x_TD, *grads = expert_mlp_gpu.backward_in_one_buffer(
-        mlp, h_RG, grad_RD, counts[:-2], needs, partial(_copies, x_TD, place_TK),
-        lambda grad_rows_RD: _sum(grad_rows_RD, place_TK, None)[0],
-    )  # fmt: skip
+        mlp, h_RG, grad_RD, counts[:-2], (needs_x, *needs_experts), moves, weights
+    )
     return grad_x_TD, grad_TK, *grads
 
 
-def _launches_of_backward(recomputes: bool, needs_x: bool, needs_w13: bool, needs_w2: bool) -> int:
-    activation = 2 if needs_x or needs_w13 else int(needs_w2)  # a product precedes its gradient
+def _launches_of_backward(late: bool, recomputes: bool, needs: tuple[bool, ...]) -> int:
+    """late: ``scales_late``. needs: as of ``_backward``."""
+    needs_x, needs_weights, needs_w13, needs_w2 = needs
+    weighted = 3 if late else 1  # the activation; the weight of each row, and their product
+    activation = 2 if needs_x or needs_w13 or (late and needs_weights) else weighted * needs_w2
     return 1 + 2 * recomputes + activation + 2 * needs_x + 2 * needs_w13 + needs_w2
 
 
@@ -190,7 +205,7 @@ class _DeviceExperts(torch.autograd.Function):
         out_RD: Tensor,
     ) -> Tensor:
         rows = call.rows
-        kept_RD = out_RD if ctx.needs_input_grad[1] else None
+        kept_RD = out_RD if ctx.needs_input_grad[1] and not scales_late(x_TD.dtype) else None
         ctx.save_for_backward(x_TD, weights_TK, w13_EGD, w2_EDF, h_RG, kept_RD)
         ctx.call, ctx.parameters = call, parameters_among(w13_EGD, w2_EDF)
         (y_TD,) = _programs()[2](1, (out_RD, rows.place_TK, weights_TK.contiguous()))
@@ -204,15 +219,15 @@ class _DeviceExperts(torch.autograd.Function):
         call.invalid.check()
         x_TD, weights_TK, w13, w2, h_RG, out_RD = ctx.saved_tensors
         w13, w2 = with_main_grads((w13, w2), ctx.parameters)
-        needs_x, needs_weights, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
-        needs, out_RD = (needs_x, needs_w13, needs_w2), out_RD if needs_weights else None
+        needs = _, needs_weights, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
+        out_RD = out_RD if needs_weights else None
         inputs = (
             _dense(grad_TD), rows.place_TK, rows.counts, weights_TK.contiguous(), _dense(x_TD), w13, w2, h_RG, out_RD
         )  # fmt: skip
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
             if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
                 return *_backward(*inputs, activation, needs), None, None, None
-            number = _launches_of_backward(h_RG is None, *needs)
+            number = _launches_of_backward(scales_late(x_TD.dtype), h_RG is None, needs)
             return *_programs()[3](number, inputs, activation, needs), None, None, None
 
 
@@ -253,7 +268,8 @@ class DeviceCall(ExpertCall):
                 return y_TD  # type: ignore[no-any-return]
             w13, w2, _, _ = mlp.tensors
             saved = _Saved(mlp.activation, placed, self._invalid, self.handle.label)
-            self.saved_bytes = (0 if h_RG is None else h_RG.nbytes) + needs_autograd(weights_TK) * rows.nbytes
+            of_outputs = needs_autograd(weights_TK) and not scales_late(rows.dtype)
+            self.saved_bytes = (0 if h_RG is None else h_RG.nbytes) + of_outputs * rows.nbytes
             return _DeviceExperts.apply(self.rows, weights_TK, w13, w2, saved, h_RG, rows)  # type: ignore[no-any-return]
 
 

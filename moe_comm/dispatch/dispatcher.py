@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import Any, ClassVar, Self, overload
@@ -74,8 +75,6 @@ class Dispatcher(Operations):
         trained: bits that the layer of the next dispatch sets: which of ``header.TRAINED`` require gradients. Compared
             between ranks.
         before_dispatch: called before each dispatch.
-        sends_weights: whether in backward, experts on the CPU multiply by the routing weights (``send_gradients``); the
-            same on every rank. It decides the bits of gradients.
         has_unknown_experts: made by ``make_dispatcher``, and no layer nor ``mark_experts`` has declared its experts.
     """
 
@@ -84,8 +83,6 @@ class Dispatcher(Operations):
     """Whether the backend encodes rows in the wire dtype. If not, it is given rows that are already rounded."""
     checks_ids: ClassVar[bool] = False
     """Whether the backend checks the range of expert ids when it counts the slots. If not, ``dispatch`` does."""
-
-    sends_weights: bool = True
 
     def __init__(
         self,
@@ -581,10 +578,12 @@ class Dispatcher(Operations):
         return self._spread(grad_TD, None, weights_TK, handle)[0], self._send_words(words_TKX, handle)
 
     def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
-        """Return the gradient of each row's token, [R, D], and the words [R, X]."""
+        """Return the gradient of each row's token, [R, D], and the routing weights as words [R, 1]."""
         wide = torch.promote_types(handle.dtype, torch.float32)
         ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
-        return self._spread_with(grad_TD, ones_TK, words_TKX, handle)
+        if self._places(handle) is None:
+            return self._spread_with(grad_TD, ones_TK, words_TKX, handle)
+        return self._spread(grad_TD, None, ones_TK, handle)[0], self._send_weights(words_TKX, handle)
 
     def _sum_with(
         self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
@@ -601,6 +600,22 @@ class Dispatcher(Operations):
         with self.running(operation):
             words_RX, extra.slots = self._send(words_NX, extra.ids_N1)
         return words_RX
+
+    def _places(self, handle: DispatchHandle) -> Tensor | None:
+        """Return the places of the slots' rows, if they are what the primitives read of ``handle.state``."""
+
+    def _send_weights(self, words_TKX: Tensor, handle: DispatchHandle) -> Tensor:
+        """Run ``_send_words`` for numbers, which may be multiplied by 1. With ``_places`` no slots are counted."""
+        place_TK = self._places(handle)
+        if place_TK is None:
+            return self._send_words(words_TKX, handle)
+        assert handle.extra is not None
+        words_NX = words_TKX.reshape(-1, words_TKX.shape[2])
+        (tokens, width), dtype = words_NX.shape, words_NX.dtype
+        slots = replace(handle, num_tokens=tokens, top_k=1, hidden=width, dtype=dtype, state=place_TK.view(-1, 1))
+        handle.extra.slots = slots
+        with self.running(self._new_operation(EXTRA, width, dtype, 1, label=handle.label, of_call=handle.call)):
+            return self._spread(words_NX, None, torch.ones_like(words_NX[:, :1]), slots)[0]
 
     def _return_words(self, words_RX: Tensor, handle: DispatchHandle) -> Tensor:
         """Return [T, K, X], after ``_send_words`` with the same X."""

@@ -39,7 +39,7 @@ from moe_comm.kernels.autograd import (
 from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, Saved
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.native import TRITON_DEVICES
-from moe_comm.kernels.row_weights import scale_
+from moe_comm.kernels.row_weights import RowWeights, scale_
 from moe_comm.kernels.token_rows import Rows, TokenRows
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
@@ -54,16 +54,18 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def sends_weights(dispatcher: Dispatcher, x_TD: Tensor, scaled: bool) -> bool:
+def scales_late(dtype: torch.dtype) -> bool:
+    """Return whether experts can multiply gradients of ``dtype`` by the routing weights. In fp16 the gradient of an
+    activation could overflow before it is multiplied by a small weight."""
+    return dtype != torch.float16
+
+
+def sends_weights(x_TD: Tensor, scaled: bool) -> bool:
     """Return whether experts multiply gradients by the routing weights; equal on every rank.
 
-    Outputs of experts with fp8 GEMMs (``scaled``) are not those of the weights with which backward computes. Tests
-    emulate a GPU on the CPU with "cpu" in ``TRITON_DEVICES``. In fp16 the gradient of an activation could overflow
-    before it is multiplied by a small weight.
+    Outputs of experts with fp8 GEMMs (``scaled``) are not those of the weights with which backward computes.
     """
-    if x_TD.dtype == torch.float16:
-        return False
-    return dispatcher.sends_weights and x_TD.is_cpu and "cpu" not in TRITON_DEVICES and not scaled
+    return scales_late(x_TD.dtype) and not scaled
 
 
 class SerialRun:
@@ -328,8 +330,10 @@ class _Grouped(torch.autograd.Function):
                 assert isinstance(experts, ExpertMLP)
                 from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
 
+                assert isinstance(gradients, Tensor)
+                weights = None if weights_R is None else RowWeights(weights_R, None, dots_R)
                 of_weights = expert_mlp_gpu.backward(
-                    experts, rows_RD, saved_RG, grad_RD, call.counts_E, grad_rows, needs
+                    experts, rows_RD, saved_RG, gradients, call.counts_E, grad_rows, needs, weights
                 )
                 grads = [*of_weights, *[None] * (len(tensors) - len(of_weights))]
             if dots_R is not None:
@@ -532,7 +536,7 @@ def serial_call(
     """
     # Backward of experts that read tokens in place is collective, and it does not run on a rank without experts.
     everywhere = min(dispatcher.placement.experts_per_rank, default=0) > 0
-    in_place = in_place and everywhere and sends_weights(dispatcher, x_TD, scaled)
+    in_place = in_place and everywhere and x_TD.device.type not in TRITON_DEVICES and sends_weights(x_TD, scaled)
     if not in_place or not dispatcher.reads_in_place(x_TD):
         dispatched = dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled)
         return call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)
@@ -547,7 +551,7 @@ def call_of(
     dispatcher: Dispatcher, dispatched: Dispatched, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, observed: bool
 ) -> ExpertCall:
     """Return the call whose rows have been dispatched; see ``serial_call``."""
-    if not sends_weights(dispatcher, x_TD, dispatched.scaled is not None):
+    if not sends_weights(x_TD, dispatched.scaled is not None):
         return ExpertCall(dispatcher, dispatched, weights_TK)
     handle = dispatched.handle
     with dispatcher.abort_on_error(handle.label):

@@ -110,7 +110,7 @@ class PendingDispatcher(Dispatcher):
     ) -> tuple[IncomingRows, Tensor]:
         """Start ``send_gradients``. The weights [R] are complete on return."""
         with self.operation("combine backward", handle, needs_weights, extra=1):
-            weights_R1 = self._send_words(weights_TK.unsqueeze(2), handle)
+            weights_R1 = self._send_weights(weights_TK.unsqueeze(2), handle)
             incoming, _ = self.start_spread(grad_TD, None, torch.ones_like(weights_TK), handle)
         return incoming, weights_R1.squeeze(1)
 
@@ -123,6 +123,6 @@ class PendingDispatcher(Dispatcher):
         return y_TD, super().return_gradients(None, dots_R, handle)[1]
 
     def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
-        words_RX = self._send_words(words_TKX, handle)
+        words_RX = self._send_weights(words_TKX, handle)
         ones_TK = torch.ones(words_TKX.shape[:2], dtype=words_TKX.dtype, device=words_TKX.device)
         return self._spread(grad_TD, None, ones_TK, handle)[0], words_RX

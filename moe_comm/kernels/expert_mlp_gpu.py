@@ -6,6 +6,10 @@
 
 Each line is one or two launches for any number of experts. None of them copies the row counts to the CPU. If w13 or w2
 is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/grouped_mm.py``).
+
+If experts multiply by the routing weights in backward (``expert_call.sends_weights``), ``grad`` is not multiplied by
+them, and grad_h and act are, after the gradient of the weight of each row, ``<act, grad_act>``. These are the formula
+and the bits of ``expert_mlp.MLPBackward``.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_comm.kernels.activations import SwiGLU
+from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
+from moe_comm.kernels.row_weights import RowWeights, scale_
 
 DTYPES = (torch.bfloat16, torch.float16)
 """fp32 uses cuBLAS, expert by expert, because these kernels multiply it without tensor cores."""
@@ -90,12 +95,14 @@ def backward(
     counts_E: Tensor,
     grad_rows_RD: Tensor | None,
     needs: Sequence[bool],
+    weights: RowWeights | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write the gradient of the rows into ``grad_rows_RD`` if it is not None. Return the gradients of w13 and w2.
 
     Args:
         h_RG: The result of ``forward``; None: it is recomputed.
         needs: whether w13 and w2 need gradients, first. If not, None is returned.
+        weights: by which the experts multiply; None if ``grad_RD`` is multiplied already.
 
     Returns:
         The gradients, as ``main_grad.weight_grad`` returns them.
@@ -106,7 +113,7 @@ def backward(
         grouped_mm_into(rows, w, counts_E, out)
 
     last = None if grad_rows_RD is None else lambda rows, w: grouped_mm_into(rows, w, counts_E, grad_rows_RD)
-    return backward_by(mlp, rows_RD, h_RG, grad_RD, counts_E, needs, (first, last))
+    return backward_by(mlp, rows_RD, h_RG, grad_RD, counts_E, needs, (first, last), weights)
 
 
 def backward_by(
@@ -117,9 +124,11 @@ def backward_by(
     counts_E: Tensor,
     needs: Sequence[bool],
     products: tuple[FirstProduct, LastProduct | None],
+    weights: RowWeights | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run ``backward`` with these products of ``grad_RD`` and of the gradient of h. The second one is None if the rows
-    need no gradient; the first one is then used only if w13 does. Weight gradients are computed last."""
+    need no gradient; the first one is then used only if w13 or routing weights do. Weight gradients are computed
+    last."""
     from moe_comm.kernels.triton.grouped_mm import (
         grouped_mm_into,  # needs Triton
         weight_grad,
@@ -134,20 +143,69 @@ def backward_by(
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
         grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-    grad_h_RG = torch.empty_like(h_RG) if last is not None or needs_w13 else None
+    needs_dots = weights is not None and weights.dots_N is not None
+    grad_h_RG = torch.empty_like(h_RG) if last is not None or needs_w13 or needs_dots else None
     if grad_h_RG is not None:
         first(grad_RD, w2_EDF.transpose(1, 2), act_RF)
-        # ``act_RF`` contains the gradient of the activation, which is read before the activation overwrites it.
-        mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
+        activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
         if last is not None:
             last(grad_h_RG, w13_EGD.transpose(1, 2))
     elif needs_w2:
-        mlp.activation.forward(h_RG, act_RF)
+        weighted_activation(mlp.activation, h_RG, act_RF, weights)
     if needs_w2:
         grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
     if grad_h_RG is not None and needs_w13:
         grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
     return grad_w13, grad_w2
+
+
+def activation_backward(
+    activation: Activation, h_RG: Tensor, grad_act_RF: Tensor, grad_h_RG: Tensor, weights: RowWeights | None
+) -> None:
+    """Write the gradient of ``h_RG``, and the activation into ``grad_act_RF``, which has its gradient."""
+    if weights is None:
+        # The gradient is read before the activation overwrites it.
+        activation.backward(h_RG, grad_act_RF, grad_h_RG, grad_act_RF)
+    elif isinstance(activation, SwiGLU):
+        from moe_comm.kernels.triton.swiglu import swiglu_backward_weighted  # needs Triton
+
+        swiglu_backward_weighted(h_RG, grad_act_RF, grad_h_RG, grad_act_RF, weights)
+    else:
+        act_RF = torch.empty_like(grad_act_RF)
+        activation.backward(h_RG, grad_act_RF, grad_h_RG, act_RF)
+        weights_R = _of_rows(weights, h_RG.shape[0])
+        dots_R = scale_(act_RF, weights_R, None if weights.dots_N is None else grad_act_RF)
+        scale_(grad_h_RG, weights_R)
+        grad_act_RF.copy_(act_RF)
+        if weights.dots_N is not None:
+            assert dots_R is not None
+            weights.dots_N.copy_(_of_slots(dots_R, weights).view_as(weights.dots_N))
+
+
+def weighted_activation(activation: Activation, h_RG: Tensor, act_RF: Tensor, weights: RowWeights | None) -> None:
+    """Write the activation, times the weights of the rows if there are any."""
+    activation.forward(h_RG, act_RF)
+    if weights is not None:
+        scale_(act_RF, _of_rows(weights, h_RG.shape[0]))
+
+
+def _of_rows(weights: RowWeights, num_rows: int) -> Tensor:
+    """Return [R], the weight of each row."""
+    weights_N, place_N, _ = weights
+    if place_N is None:
+        return weights_N.view(-1)
+    from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
+
+    return copy_rows(weights_N.view(-1, 1), place_N.view(-1, 1), num_rows).view(-1)
+
+
+def _of_slots(dots_R: Tensor, weights: RowWeights) -> Tensor:
+    """Return [N], the value of each slot's row, 0 without one."""
+    if weights.place_N is None:
+        return dots_R
+    from moe_comm.kernels.triton.weighted_sum import weighted_sum  # needs Triton
+
+    return weighted_sum(dots_R.view(-1, 1), weights.place_N.view(-1, 1), None).view(-1)
 
 
 def backward_in_one_buffer(
@@ -156,29 +214,30 @@ def backward_in_one_buffer(
     grad_RD: Tensor,
     counts_E: Tensor,
     needs: Sequence[bool],
-    rows_into: Callable[[Tensor | None], Tensor],
-    sum_rows: Callable[[Tensor], Tensor],
+    moves: tuple[Callable[[Tensor | None], Tensor], Callable[[Tensor], Tensor]],
+    weights: RowWeights | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Run ``backward`` for rows that are copied again, with one buffer for all rows of width D: that of ``grad_RD``.
 
     Args:
         grad_RD: as in ``backward``; overwritten.
         needs: whether the rows, w13 and w2 need gradients.
-        rows_into: writes the rows into a buffer, or returns new ones for None.
-        sum_rows: returns what is needed of the gradient of the rows, whose memory is then overwritten.
+        moves: the first one writes the rows into a buffer, or returns new ones for None. The second one returns what is
+            needed of the gradient of the rows, whose memory is then overwritten.
 
     Returns:
-        The result of ``sum_rows``, and the gradients of w13 and w2.
+        The result of the second one of ``moves``, and the gradients of w13 and w2.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, weight_grad  # needs Triton
 
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None
     assert w2_EDF is not None
-    needs_rows, needs_w13, needs_w2 = needs
+    (needs_rows, needs_w13, needs_w2), (rows_into, sum_rows) = needs, moves
     summed = grad_w13 = grad_w2 = None
     shape = grad_RD.shape[0], w13_EGD.shape[1]
-    grad_h_RG = grad_RD.new_empty(shape) if needs_rows or needs_w13 else None
+    needs_dots = weights is not None and weights.dots_N is not None
+    grad_h_RG = grad_RD.new_empty(shape) if needs_rows or needs_w13 or needs_dots else None
     if h_RG is None:
         # A recorded program keeps all buffers at once, so the rows are copied into the memory of the gradient of h.
         fits = grad_h_RG is not None and grad_h_RG.numel() >= grad_RD.numel()
@@ -188,9 +247,9 @@ def backward_in_one_buffer(
     act_RF = grad_RD.new_empty(grad_RD.shape[0], w2_EDF.shape[2])
     if grad_h_RG is not None:
         grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
-        mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
+        activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
     elif needs_w2:
-        mlp.activation.forward(h_RG, act_RF)
+        weighted_activation(mlp.activation, h_RG, act_RF, weights)
     if needs_w2:
         grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
     if grad_h_RG is not None and needs_rows:

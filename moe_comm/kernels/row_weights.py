@@ -8,6 +8,8 @@ The wide dtype, in which rows are multiplied and summed, is fp32, and fp64 for f
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,18 @@ from moe_comm.kernels.native import core, for_triton, on_cpu
 from moe_comm.runtime.memory import DTYPE_CODES, address
 
 LANES = 32
+
+
+class RowWeights(NamedTuple):
+    """Routing weights of rows, on a GPU.
+
+    weights_N: wide weight of each slot. place_N: int64 row of each slot, negative for slots without a row; None: slots
+    are rows. dots_N: output for the gradients of ``weights_N``, 0 for slots without a row; None if they are not needed.
+    """
+
+    weights_N: Tensor
+    place_N: Tensor | None = None
+    dots_N: Tensor | None = None
 
 
 def scale(rows_RD: Tensor, weights_R: Tensor) -> Tensor:

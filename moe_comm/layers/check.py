@@ -253,7 +253,6 @@ def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELa
         capacity=layer.capacity,
         label=layer.label,
     )
-    copied.dispatcher.sends_weights = layer.dispatcher.sends_weights
     copied.load_state_dict(state)
     copied.train(layer.training)
     return copied if dtype is None else copied.to(dtype)

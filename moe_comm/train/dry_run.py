@@ -199,6 +199,7 @@ def _activations(
         rows=1.0 if capacity is None else min(1.0, capacity.factor),
         etp=mapping.etp,
         on_cpu=parallel.backend == "shared_memory" and not config.guard.checksums,
+        outputs=architecture.moe.expert_gemm_dtype == "fp8",
     )
     stages = plan.stages_of(pp)
     contents = []

@@ -44,7 +44,8 @@ class ActivationMemory:
             the busiest rank.
         etp: number of ranks that share each expert. Each of them receives all rows of the expert.
         on_cpu: norms run in the native core and save no fp32 copy, and experts on one host read tokens and gradients in
-            place and save neither their input rows nor their outputs.
+            place and save no input rows.
+        outputs: experts have fp8 GEMMs, and save their outputs.
     """
 
     shape: ModelShape
@@ -55,6 +56,7 @@ class ActivationMemory:
     rows: float = 1.0
     etp: int = 1
     on_cpu: bool = False
+    outputs: bool = False
 
     @cached_property
     def dense(self) -> float:
@@ -119,7 +121,7 @@ class ActivationMemory:
 
     def _experts(self, save_all: bool) -> float:
         shape, c = self.shape, self.size
-        row_tensors = 0 if self.on_cpu else 2
+        row_tensors = (0 if self.on_cpu else 1) + self.outputs
         saved = row_tensors * shape.chosen * self.rows * self.etp * shape.hidden + 2 * shape.shared_ffn
         if not self.recompute_experts:
             saved += 2 * shape.chosen * self.rows * shape.ffn

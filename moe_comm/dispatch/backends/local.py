@@ -102,6 +102,9 @@ class LocalDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         return sums.spread(grad_TD, handle.state, weights_TK, handle.num_rows, rows_RD)
 
+    def _places(self, handle: DispatchHandle) -> Tensor | None:
+        return handle.state if isinstance(handle.state, Tensor) else None
+
 
 class NativeLocalDispatcher(NativeDispatcher, LocalDispatcher):
     """``local`` on the CPU: sorts rows in fp32, bf16 or fp16 into reused memory. Other rows use ``LocalDispatcher``."""

@@ -170,6 +170,10 @@ class OverlappedPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         """[W, E] int64 rows of each rank for each expert in the last dispatch, on the device, until the next one."""
         return self.memory.operations.scratch.counts_WE
 
+    def send_weights(self, weights_TK: Tensor, handle: DispatchHandle) -> Tensor:
+        """Return [R], the routing weight of each row of this rank. Collective, part of the backward of a combine."""
+        return self._send_weights(weights_TK.unsqueeze(2), handle).squeeze(1)
+
     def spread_on_side_stream(
         self,
         grad_TD: Tensor,

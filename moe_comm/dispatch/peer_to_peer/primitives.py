@@ -89,7 +89,6 @@ class PeerToPeerPrimitives(Dispatcher):
     name = "peer_to_peer"
     checks_ids = True  # the count kernel checks
     packs = True
-    sends_weights = False
 
     def __init__(
         self,
@@ -309,6 +308,10 @@ class PeerToPeerPrimitives(Dispatcher):
         return grad_RD, dots_TK
 
     # --- helpers ---
+
+    def _places(self, handle: DispatchHandle) -> Tensor | None:
+        places: Tensor = handle.state
+        return places
 
     def _move_rows(
         self,

@@ -102,3 +102,13 @@ def store_tile(acc, out_ptr, out_stride, row, valid_m, column, columns, ELEMENT:
     """Store a tile of fp32 ``acc`` to the rows ``row`` where ``valid_m``, and the columns below ``columns``."""
     to_ptrs = out_ptr + (row * out_stride)[:, None] + column[None, :]
     tl.store(to_ptrs, rounded(acc, ELEMENT), mask=valid_m[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def sum_of_lanes(lanes, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return [ROWS], the sums of [ROWS, 32] in halves. Each sum has two terms, so their order does not matter."""
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, 16)), axis=1)
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, 8)), axis=1)
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, 4)), axis=1)
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, 2)), axis=1)
+    return tl.sum(lanes, axis=1)

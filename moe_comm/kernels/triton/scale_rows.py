@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.triton.device import int64, rounded
+from moe_comm.kernels.triton.device import int64, rounded, sum_of_lanes
 from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, launch
 
 SLOTS = 16
@@ -56,12 +56,7 @@ def scale_rows_kernel(  # type: ignore[no-untyped-def]
                 grad = tl.load(from_ptr + column[None, :], mask=mask, other=0.0).to(tl.float32)
                 row = tl.load(partner_ptr + column[None, :], mask=mask, other=0.0).to(tl.float32)
                 lanes += grad * row
-        # Add lanes in halves. Each sum has two terms, so their order does not matter.
-        lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 16)), axis=1)
-        lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 8)), axis=1)
-        lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 4)), axis=1)
-        lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 2)), axis=1)
-        tl.store(dots_ptr + slot, tl.sum(lanes, axis=1), mask=live)
+        tl.store(dots_ptr + slot, sum_of_lanes(lanes, SLOTS), mask=live)
         tl.debug_barrier()  # other warps may still read elements that this one overwrites
     weight = tl.load(weights_ptr + slot, mask=valid, other=0.0)
     to_ptr = out_ptr + (place * out_stride)[:, None]

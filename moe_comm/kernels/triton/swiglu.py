@@ -2,20 +2,31 @@
 
 h_RG [R, 2F]  gate | up     act = gate * sigmoid(gate) * up, in fp32, rounded once
 
-Multiplications and additions are not fused, so that the kernels in ``quantize.py`` get the same bits.
+``swiglu_backward_weighted`` also multiplies by routing weights, and computes their gradients, with the bits of
+``swiglu_backward`` followed by ``row_weights.scale_`` of its two results. Multiplications and additions are not fused,
+so that these kernels and those in ``quantize.py`` have the same bits.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.triton.device import int64, rounded, sigmoid
+from moe_comm.kernels.triton.device import int64, rounded, sigmoid, sum_of_lanes
 from moe_comm.kernels.triton.launch import DTYPES, check_rows, check_tensors, launch, tile
 
+if TYPE_CHECKING:
+    from moe_comm.kernels.row_weights import RowWeights
+
 TILE_ELEMENTS = 1024
+SLOTS = 16
+STEPS = 4
+"""Blocks of 32 columns that a program loads at once for a dot product."""
 
 
 @triton.jit
@@ -70,6 +81,53 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(act_ptr + row * act_stride + column, rounded(silu * up, ELEMENT), mask=inside)
 
 
+@triton.jit
+def weighted_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
+    h_ptr,  # [rows, 2 * width]
+    h_stride,
+    grad_ptr,  # [rows, width]
+    grad_stride,
+    grad_h_ptr,  # [rows, 2 * width]; may be h_ptr
+    grad_h_stride,
+    act_ptr,  # [rows, width]; may be grad_ptr
+    act_stride,
+    weights_ptr,  # [slots] fp32
+    place_ptr,  # [slots] int64 row of each slot; unless PLACED any pointer, and the row is the slot
+    dots_ptr,  # [slots] fp32; any pointer unless DOTTED
+    slots, width,
+    ELEMENT: tl.constexpr, PLACED: tl.constexpr, DOTTED: tl.constexpr, SLOTS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """As ``swiglu_backward_kernel`` for the rows of SLOTS slots per program, times the weights of the slots."""
+    slot = int64(tl.program_id(0)) * SLOTS + tl.arange(0, SLOTS)
+    live = slot < slots
+    row = slot
+    if PLACED:
+        row = tl.load(place_ptr + slot, mask=live, other=-1)
+    valid = live & (row >= 0)
+    weight = tl.load(weights_ptr + slot, mask=valid, other=0.0)[:, None]
+    from_ptr, of_grad_ptr = h_ptr + (row * h_stride)[:, None], grad_ptr + (row * grad_stride)[:, None]
+    to_ptr, to_act_ptr = grad_h_ptr + (row * grad_h_stride)[:, None], act_ptr + (row * act_stride)[:, None]
+    lanes = tl.zeros((SLOTS, 32), tl.float32)
+    for first in range(0, width, 32 * STEPS):
+        for step in tl.static_range(STEPS):
+            column = (first + step * 32 + tl.arange(0, 32))[None, :]
+            mask = valid[:, None] & (column < width)
+            gate = tl.load(from_ptr + column, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(from_ptr + width + column, mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(of_grad_ptr + column, mask=mask, other=0.0).to(tl.float32)
+            silu = sigmoid(gate) * gate
+            act = rounded(silu * up, ELEMENT).to(tl.float32)
+            of_gate = rounded(gate_gradient(gate, up, grad), ELEMENT).to(tl.float32)
+            of_up = rounded(grad * silu, ELEMENT).to(tl.float32)
+            if DOTTED:
+                lanes += act * grad
+            tl.store(to_ptr + column, rounded(of_gate * weight, ELEMENT), mask=mask)
+            tl.store(to_ptr + width + column, rounded(of_up * weight, ELEMENT), mask=mask)
+            tl.store(to_act_ptr + column, rounded(act * weight, ELEMENT), mask=mask)
+    if DOTTED:
+        tl.store(dots_ptr + slot, sum_of_lanes(lanes, SLOTS), mask=live)
+
+
 def check_swiglu(operator: str, h_RG: Tensor, **rows_RX: Tensor | None) -> None:
     """Check that ``h`` is [R, 2F] and the others are [R, F] (``grad_h``: [R, 2F]) of its dtype."""
     check_tensors(operator, h_RG, *rows_RX.values())
@@ -116,5 +174,38 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
         (h_RG, h_RG.stride(0), grad_RF, grad_RF.stride(0), grad_h_RG, grad_h_RG.stride(0), act, act.stride(0),
          *grad_RF.shape),
         ELEMENT=DTYPES[h_RG.dtype], RECOMPUTE=act_RF is not None, ROWS=rows, COLUMNS=columns,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def swiglu_backward_weighted(
+    h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor, weights: RowWeights
+) -> None:
+    """Write the gradient of ``h_RG`` and the activation, times the weights of rows, and the gradients of these.
+
+    Other arguments and errors as in ``swiglu_backward``. Rows without a slot are not written.
+    """
+    operator = "swiglu_backward_weighted"
+    check_swiglu(operator, h_RG, grad=grad_RF, grad_h=grad_h_RG, act=act_RF)
+    weights_N, place_N, dots_N = weights
+    check_tensors(operator, h_RG, weights_N, place_N, dots_N)
+    slots = weights_N.numel()
+    fits = weights_N.dtype == torch.float32 and all(t.is_contiguous() for t in weights if t is not None)
+    if place_N is None:
+        fits = fits and slots == h_RG.shape[0]
+    else:
+        fits = fits and place_N.dtype == torch.int64 and place_N.numel() == slots
+    if not fits or (dots_N is not None and (dots_N.dtype, dots_N.numel()) != (torch.float32, slots)):
+        raise InputError(f"{operator} needs a contiguous fp32 weight, int64 place and fp32 gradient of each slot")
+    if not slots or not grad_RF.shape[1]:
+        if dots_N is not None:
+            dots_N.zero_()
+        return
+    launch(
+        weighted_swiglu_backward_kernel, (-(-slots // SLOTS),), h_RG,
+        (h_RG, h_RG.stride(0), grad_RF, grad_RF.stride(0), grad_h_RG, grad_h_RG.stride(0), act_RF, act_RF.stride(0),
+         weights_N, weights_N if place_N is None else place_N, weights_N if dots_N is None else dots_N,
+         slots, grad_RF.shape[1]),
+        ELEMENT=DTYPES[h_RG.dtype], PLACED=place_N is not None, DOTTED=dots_N is not None, SLOTS=SLOTS, STEPS=STEPS,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -142,8 +142,9 @@ class MoELayer(ExpertParallel):
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: dropped slots since ``take_loads``; counted in training, and once under activation checkpointing.
         saved_bytes: bytes that the last call keeps on this rank for backward: rows of the experts, inputs of their
-            activation and outputs, without the tokens. 0 without a backward pass. Experts on the CPU keep no outputs,
-            unless hooks may read them, and no rows if they read tokens in place.
+            activation and outputs, without the tokens. 0 without a backward pass. Outputs are kept in fp16, with fp8
+            GEMMs, and if hooks may read them. No rows are kept on the CPU if experts read tokens in place, and on a GPU
+            over ``local``.
         beside: work of the caller while rows, and later results, are in flight (``begin``), as widths of dense MLPs
             with the same FLOPs. With the shared expert, "auto" hides transfers behind it.
         in_flight_hook: called in each backward pass when it has started to send the gradients of the experts' outputs,

@@ -23,6 +23,7 @@ from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import ExpertLinear, ExpertMLP, LocalExperts
+from moe_comm.kernels.row_weights import RowWeights
 from moe_comm.overlap.executors.pipelined import PipelinedCall, Run, pipelined_combine, pipelined_dispatch
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
 from moe_comm.overlap.options import Overlap
@@ -84,10 +85,9 @@ class _DeviceExperts(torch.autograd.Function):
             if send is not None:
                 send.abort(error)
             raise
-        ctx.save_for_backward(
-            rows_RD, h_RG if keep_h else None, out_RD if run.returns and run.needs_weights else None, *tensors
-        )
-        ctx.run, ctx.settings, ctx.received_RD = run, settings, None
+        keep_out = run.returns and run.needs_weights and not run.unscaled
+        ctx.save_for_backward(rows_RD, h_RG if keep_h else None, out_RD if keep_out else None, *tensors)
+        ctx.run, ctx.settings, ctx.received = run, settings, None
         return token.new_empty(0) if run.returns else out_RD
 
     @staticmethod
@@ -107,25 +107,29 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
     experts, counts_E = ctx.settings.with_tensors(tensors), dispatch.tiles.counts_E
     token_grad = grad_RD.new_empty(0) if ctx.needs_input_grad[0] else None
     first, grad_rows_RD = _grouped(dispatch), None
+    weights: RowWeights | None = None
     try:
         if send is not None:
             send.start(results_RD)
-            run.weights_grad = send.start_weight_gradient(None)
             grad_RD, first = send.rows_RD, dispatch.multiply_arrived(send)
+            if send.weights_R is not None:
+                dots_R = torch.empty_like(send.weights_R) if run.needs_weights else None
+                weights = RowWeights(send.weights_R, None, dots_R)
         elif run.returns:
             # A pipeline schedule requests the gradients of the weights in a second pass. The first one has received
             # the rows.
-            grad_RD, ctx.received_RD = ctx.received_RD, None
+            (grad_RD, weights), ctx.received = ctx.received, None
+        dots_R = None if weights is None else weights.dots_N
         grad_RD, sums = grad_RD.contiguous(), run.needs_x and needs_token
 
         def last(rows: Tensor, w: Tensor) -> None:
             run.returning, _ = dispatch.multiply_and_sum("dispatch backward", rows, w)
 
         if isinstance(experts, ExpertMLP):
-            if send is not None and not (sums or needs[0]):
+            if send is not None and not (sums or needs[0] or dots_R is not None):
                 send.wait()
             products = first, last if sums else None
-            grads = expert_mlp_gpu.backward_by(experts, rows_RD, h_RG, grad_RD, counts_E, needs, products)
+            grads = expert_mlp_gpu.backward_by(experts, rows_RD, h_RG, grad_RD, counts_E, needs, products, weights)
         else:
             from moe_comm.kernels.triton.grouped_mm import weight_grad  # needs Triton
 
@@ -137,12 +141,14 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
             elif send is not None:
                 send.wait()
             grads = (weight_grad(tensors[0], grad_RD, rows_RD, counts_E) if needs[0] else None, None)
+        if send is not None:
+            run.weights_grad = send.start_weight_gradient(dots_R)
     except BaseException as error:
         if send is not None:
             send.abort(error)
         raise
     if send is not None and any(ctx.needs_input_grad[5:]) and not any(needs):
-        ctx.received_RD = grad_RD
+        ctx.received = grad_RD, None if weights is None else weights._replace(dots_N=None)
     of_tensors = [*grads, None, None][: len(tensors)]  # there are no biases
     return token_grad, grad_rows_RD, None, None, None, *of_tensors
 

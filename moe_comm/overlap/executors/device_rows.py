@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from moe_comm.dispatch.operation import Operation
@@ -134,11 +135,15 @@ class FlaggedGradients(SharedGradients):
 
     def start(self, results_RD: Tensor | None) -> None:
         dispatch, handle = self._on_device, self._on_device.handle
-        dispatcher = dispatch.dispatcher
-        operation = dispatcher.operation("combine backward", handle, results_RD is not None, flagged=True)
+        dispatcher, weights_TK = dispatch.dispatcher, self._weights_TK
+        needs = self._weights_grad if self._unscaled else results_RD is not None
+        operation = dispatcher.operation("combine backward", handle, needs, extra=int(self._unscaled), flagged=True)
         with operation:
+            if self._unscaled:
+                self.weights_R = dispatcher.send_weights(weights_TK, handle)
+                weights_TK = torch.ones_like(weights_TK)
             self.rows_RD, self._grad_TK = dispatcher.spread_on_side_stream(
-                self._grad_TD, results_RD, self._weights_TK, handle, dispatch.slots, dispatch.num_blocks
+                self._grad_TD, results_RD, weights_TK, handle, dispatch.slots, dispatch.num_blocks
             )
         self.flags, self._operation = dispatcher.row_flags(), operation
 
@@ -158,6 +163,9 @@ class FlaggedGradients(SharedGradients):
             self.close()
 
     def start_weight_gradient(self, dots_R: Tensor | None) -> Callable[[], Tensor | None]:
+        if self._unscaled:
+            return super().start_weight_gradient(dots_R)
+
         def wait() -> Tensor | None:
             self._on_device.dispatcher.wait_for_side_stream()
             return self._grad_TK

@@ -30,14 +30,14 @@ pytestmark = needs_triton
 HIDDEN, FFN, EXPERTS, TOKENS, TOP_K = 16, 16, 5, 9, 2
 FORWARD = ["linear_kernel", "route_kernel", "count_chunks_kernel", "place_slots_kernel", "take_rows_kernel",
            "grouped_mm_tma_kernel", "swiglu_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel"]  # fmt: skip
-BACKWARD = ["scale_rows_kernel", "grouped_mm_tma_kernel", "swiglu_backward_kernel", "grouped_weight_grad_kernel",
-            "grouped_mm_tma_kernel", "weighted_sum_kernel", "take_rows_kernel", "grouped_weight_grad_kernel",
-            "route_backward_kernel"]  # fmt: skip
+BACKWARD = ["take_rows_kernel", "grouped_mm_tma_kernel", "weighted_swiglu_backward_kernel",
+            "grouped_weight_grad_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel", "take_rows_kernel",
+            "grouped_weight_grad_kernel", "route_backward_kernel"]  # fmt: skip
 
 
-def layer(**settings: Any) -> MoELayer:
-    router = Router(HIDDEN, RouterConfig(EXPERTS, TOP_K), dtype=torch.bfloat16)
-    experts = Experts(EXPERTS, HIDDEN, FFN, dtype=torch.bfloat16, **settings)
+def layer(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> MoELayer:
+    router = Router(HIDDEN, RouterConfig(EXPERTS, TOP_K), dtype=dtype)
+    experts = Experts(EXPERTS, HIDDEN, FFN, dtype=dtype, **settings)
     built = MoELayer(router, experts, LocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)))
     router.reset_parameters(std=1.0, generator=torch.Generator().manual_seed(0))
     experts.reset_parameters(1, std=0.3)
@@ -50,7 +50,7 @@ def passes(built: MoELayer, x_TD: Tensor, routing: Routing | None = None) -> lis
     built.zero_grad(set_to_none=True)
     built.router.load_E.zero_()
     y_TD = built(x_TD, routing)
-    y_TD.backward(drawn(*y_TD.shape, dtype=torch.bfloat16, seed=3))
+    y_TD.backward(drawn(*y_TD.shape, dtype=y_TD.dtype, seed=3))
     grads = [x_TD.grad, *(p.grad for p in built.parameters() if p.grad is not None)]
     if routing is not None and routing.weights_TK.requires_grad:
         grads.append(routing.weights_TK.grad)
@@ -111,9 +111,33 @@ def test_a_layer_never_waits_for_counts_and_has_the_same_bits() -> None:
                 if routing is None:
                     assert recompute or launched == FORWARD + BACKWARD
                     assert saved_bytes(built, x_TD) == TOKENS * (
-                        2 * HIDDEN + TOP_K * (2 * HIDDEN + (0 if recompute else 4 * FFN))  # x, outputs, h
+                        2 * HIDDEN + TOP_K * (0 if recompute else 4 * FFN)  # x, h
                         + 4 * EXPERTS + TOP_K * (8 + 4)  # logits, ids, weights
                     )  # fmt: skip
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+
+
+@on_ranks(1)
+def test_other_activations_frozen_experts_and_fp16_have_the_same_bits() -> None:
+    kernels("device")
+    native.TRITON_DEVICES.add("cpu")
+    half, first, second = torch.float16, ("w13",), ("router.weight", "w13")
+    try:
+        for settings, frozen in (({"activation": "geglu"}, ()), ({"activation": "relu2"}, second), ({}, first),
+                                 ({}, ("w2",)), ({"dtype": half}, ()), ({}, second)):  # fmt: skip
+            built = layer(**settings)
+            for name, p in built.named_parameters():
+                p.requires_grad_(not name.endswith(frozen))
+            x_TD = drawn(TOKENS, HIDDEN, dtype=built.experts.w2.dtype)
+            for given in (None, Routing(some_ids(TOKENS, TOP_K, EXPERTS), torch.full((TOKENS, TOP_K), 0.3))):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Experts, "on_device", lambda *_: False)
+                    expected = passes(built, x_TD, given)
+                actual = passes(built, x_TD, given)
+                assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual), (settings, frozen)
+            y_TD = built(x_TD)  # no gradient of x
+            y_TD.sum().backward()
     finally:
         native.TRITON_DEVICES.discard("cpu")
 

@@ -109,6 +109,35 @@ def test_sums_scaled_rows_and_dot_products_have_the_bits_of_plain_torch(interpre
     interpreter.run(_sums, CASES[case], timeout=120)
 
 
+@on_ranks(1, timeout=60)
+def test_swiglu_times_weights_has_the_bits_of_separate_kernels() -> None:
+    swiglu, scale_rows = kernels("swiglu"), kernels("scale_rows")
+    dtypes, widths = (*DTYPES, torch.bfloat16), (33, 130, 5, 64)
+    for (tokens, top_k, experts), dtype, width in zip(CASES.values(), dtypes, widths, strict=True):
+        ids_TK = some_ids(tokens, top_k, experts)
+        place_TK, rows = plain.order_slots(ids_TK, experts)[1], int((ids_TK >= 0).sum())
+        weights_TK, live = drawn(tokens, top_k, seed=1), place_TK >= 0
+        h_RG, grad_RF = drawn(rows, 2 * width, dtype=dtype), drawn(rows, width, dtype=dtype, seed=2)
+        expected_RG, act_RF = torch.empty_like(h_RG), torch.empty_like(grad_RF)
+        swiglu.swiglu_backward(h_RG, grad_RF, expected_RG, act_RF)
+        weights_R = torch.empty(rows)
+        weights_R[place_TK[live]] = weights_TK[live]
+        dots_R = scale_rows.scale_rows_(act_RF, weights_R, grad_RF)
+        scale_rows.scale_rows_(expected_RG, weights_R)
+        dots_TK = torch.zeros(tokens, top_k).masked_scatter(live, dots_R[place_TK[live]])
+        weights_TK[~live] = float("nan")  # not read
+        for given, dots in (((weights_TK, place_TK), dots_TK), ((weights_R, None), dots_R), ((weights_R, None), None)):
+            buffer_RF, grad_h_RG = grad_RF.clone(), torch.empty_like(h_RG)
+            result = None if dots is None else torch.full_like(dots, 7)
+            weights = row_weights.RowWeights(*given, result)
+            swiglu.swiglu_backward_weighted(h_RG, buffer_RF, grad_h_RG, buffer_RF, weights)
+            assert torch.equal(grad_h_RG, expected_RG) and torch.equal(buffer_RF, act_RF), (dtype, width)
+            assert result is None or torch.equal(result, dots)
+        wrong = row_weights.RowWeights(weights_R.double())
+        with pytest.raises(InputError, match="of each slot"):
+            swiglu.swiglu_backward_weighted(h_RG, buffer_RF, grad_h_RG, buffer_RF, wrong)
+
+
 def _results_without_rows(rank: int, world: int, arg: None) -> list[Any]:
     sums, scale_rows = kernels("weighted_sum"), kernels("scale_rows")
     place_TK = torch.full((2, 3), -1)

@@ -168,8 +168,7 @@ def test_a_split_backward_saves_the_bytes_that_torch_saves(recompute: Recompute,
     model = Transformer(config, ModelPlan(recompute=recompute))
     initialize(model, seed=1)
     for layer in model.moe_layers():
-        keep_outputs(layer)
-    x, tokens = model._prepare_input(StageInput(torch.arange(256)[None], None, None))
+        x, tokens = model._prepare_input(StageInput(torch.arange(256)[None], None, None))
     expected_bytes = split_gradient_bytes(ActivationMemory(shape, 4), fused=False)
     for layer, expected in zip(model.layers.values(), expected_bytes, strict=True):
         inside = x.detach().requires_grad_()
@@ -214,16 +213,10 @@ def test_the_activation_peak_equals_the_pass_order_with_unequal_stages() -> None
     assert [one.activations for one in result] == pytest.approx(peak.tolist(), rel=0.05)
 
 
-def keep_outputs(layer: MoELayer) -> None:
-    """Let experts on the CPU save their outputs, as on a GPU."""
-    layer.experts.register_forward_hook(lambda *_: None)
-
-
 def kept_by_experts(rank: int, world: int, etp: int) -> int:
     """Return the bytes that an MoE layer saves for 512 tokens per rank."""
     groups = MoEGroups(dist.group.WORLD, etp)
     layer = MoELayer.build(MoEConfig(64, 96, RouterConfig(8, 2)), groups, backend="all_to_all", seed=0)
-    keep_outputs(layer)
     x_TD = torch.randn(512, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     layer(x_TD)
     return activation_bytes(lambda: layer(x_TD), [*layer.parameters(), *layer.buffers(), x_TD])
