@@ -48,6 +48,12 @@ def _store(path: Path, world: int) -> dist.FileStore:
     return store
 
 
+def _sends_rows(number: dict[str, int], kernel: str) -> bool:
+    """Return whether ``kernel`` is about to send rows. The first spread sends the routing weights."""
+    number[kernel] = number.get(kernel, 0) + 1
+    return number[kernel] == (2 if kernel == "spread" else 1)
+
+
 def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
     """The kernel of the last rank that sends rows starts after the other ranks have computed all rows but its own."""
     sending, path = arg
@@ -56,9 +62,10 @@ def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
     def before(kernel: str) -> None:
         if kernel == "meet":
             sources.clear()  # of the last operation
-        if kernel == sending and rank == world - 1:
+        if _sends_rows(number, kernel) and kernel == sending and rank == world - 1:
             store.wait([f"computed {other}" for other in range(world - 1)])
 
+    number: dict[str, int] = {}
     sources: list[int] = []
     orders: list[list[int]] = []
     compute_tile, rest = kernels.compute_tile, kernels.rest
@@ -126,7 +133,7 @@ def _delay_slice(rank: int, world: int, path: Path) -> None:
         patch.setattr(kernels, "compute_tile", recorded)
         actual = run_layer(dispatcher, ids, DEVICE, hidden=columns)
         assert all(map(torch.equal, actual, expected))
-    assert sums == 4, "two slices in each direction"
+    assert sums == 5, "two slices in each direction, and the gradients of weights"
     distances = [world - 1 if own == 0 else own - 1 for _, own in order]
     forward = [*zip([part for part, _ in order], distances, strict=True)][: len(order) // 2]
     assert forward == sorted(forward), "slice by slice, own rows last"
@@ -140,10 +147,10 @@ def _hang(rank: int, world: int, arg: tuple[str, Path, float]) -> str:
     """Rank 1 begins an operation, and sends its rows or results only after the others have raised."""
     kernel, path, timeout_s = arg
     store, publish = _store(path, world), interpreted("publish_mm")
-    others = [f"raised {other}" for other in range(world) if other != 1]
+    others, number = [f"raised {other}" for other in range(world) if other != 1], dict[str, int]()
 
     def before(launched: str) -> None:
-        if launched == kernel and rank == 1:
+        if _sends_rows(number, launched) and launched == kernel and rank == 1:
             store.wait(others)
 
     def late(*args: Any) -> None:
