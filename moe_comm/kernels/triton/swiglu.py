@@ -9,8 +9,6 @@ so that these kernels and those in ``quantize.py`` have the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +17,6 @@ from torch import Tensor
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64, rounded, sigmoid, sum_of_lanes
 from moe_comm.kernels.triton.launch import DTYPES, check_rows, check_tensors, launch, tile
-
-if TYPE_CHECKING:
-    from moe_comm.kernels.row_weights import RowWeights
 
 TILE_ELEMENTS = 1024
 SLOTS = 16
@@ -179,11 +174,18 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
 
 
 def swiglu_backward_weighted(
-    h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor, weights: RowWeights
+    h_RG: Tensor,
+    grad_RF: Tensor,
+    grad_h_RG: Tensor,
+    act_RF: Tensor,
+    weights: tuple[Tensor, Tensor | None, Tensor | None],
 ) -> None:
     """Write the gradient of ``h_RG`` and the activation, times the weights of rows, and the gradients of these.
 
     Other arguments and errors as in ``swiglu_backward``. Rows without a slot are not written.
+
+    Args:
+        weights: a ``row_weights.RowWeights``.
     """
     operator = "swiglu_backward_weighted"
     check_swiglu(operator, h_RG, grad=grad_RF, grad_h=grad_h_RG, act=act_RF)
