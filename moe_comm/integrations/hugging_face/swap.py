@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,13 @@ from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Sharding, Split
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Rounds(Protocol):
+    """Calls of the experts of all layers in which each rank takes part; see ``integrations/serving.py``."""
+
+    def call(self, experts: EPExperts, top_k: int, run: Callable[[], T]) -> T: ...
 
 
 class EPExperts(ExpertParallel):
@@ -57,6 +64,7 @@ class EPExperts(ExpertParallel):
     Attributes:
         adapters: the active low-rank adapters by parameter, which the caller sets during a call; see ``lora.py``.
         can_be_adapted: whether PEFT may adapt the parameters, which requires their names in the original model.
+        rounds: in which the experts are called in a ``serving`` context; else None.
     """
 
     gate_up_proj: nn.Parameter
@@ -64,6 +72,7 @@ class EPExperts(ExpertParallel):
     gemm_dtype: GemmDtype = "same"
     copies: ExpertCopies | None = None
     padding: PaddingMask | None = None
+    rounds: Rounds | None = None
     can_be_adapted = True
 
     def __init__(
@@ -111,6 +120,12 @@ class EPExperts(ExpertParallel):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
+        rounds, arguments = self.rounds, (hidden_states, top_k_index, top_k_weights)
+        if rounds is None:
+            return self._run(*arguments)
+        return rounds.call(self, top_k_index.shape[1], lambda: self._run(*arguments))
+
+    def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         fault = self._publish_if_due(self)
         if fault is not None:
             self.dispatcher.refuse(fault, label=self.label)
@@ -160,6 +175,8 @@ class EPExperts(ExpertParallel):
         (x,), fault = as_tensors(hidden_states=args[0] if args else kwargs["hidden_states"])
         if fault is None and not (x.dim() and x.is_floating_point()):
             fault = InputError(f"hidden_states must be floating-point tokens [..., D]; got {x.dtype} {tuple(x.shape)}")
+        if fault is not None and self.rounds is not None:
+            raise fault  # the other ranks may be in no call
         if fault is not None:
             self._publish_if_due(self)  # as the other ranks do before they dispatch
             self.dispatcher.refuse(fault, label=self.label)
