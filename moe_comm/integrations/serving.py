@@ -7,7 +7,8 @@ receive:
     rank 0   vote: work    layer 0 ─ experts    layer 1 ─ experts    vote: work ...
     rank 1   vote: idle              experts              experts    vote: work    layer 0 ─ experts ...
 
-A vote precedes each round. It is an all-gather of a few words: what each rank does next, with which model. Without work
+A vote precedes each round. It is an all-gather of two words: what each rank does next, and the kind of round that it
+needs, which is a model and the dtype of autocast. Ranks that need another kind take part without tokens. Without work
 on any rank there is no round, and the ranks vote again after a pause.
 
 Calls of a forward pass that skips layers, or raises, are completed without tokens. So a round always calls all experts
@@ -32,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from moe_comm.comm.agree import compare, gather_texts
 from moe_comm.comm.channel import needs_report, raised_text
 from moe_comm.comm.group_setup import channel_of
+from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, MoeCommError, PeerRaised, UnsupportedModel, known_to_peers, mark_known
 from moe_comm.integrations.hugging_face.attention import swapped_attention
 from moe_comm.integrations.hugging_face.linears import swapped_linears
@@ -41,7 +43,7 @@ T = TypeVar("T")
 IDLE, WORK, LEFT, ERROR = range(4)
 """What a rank votes for: another rank may have work; a round; it has left the context; it has failed."""
 AUTOCAST = (None, torch.bfloat16, torch.float16)
-"""Dtypes of autocast, in the order of their codes in a vote."""
+"""Dtypes of autocast."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-3, 16e-3
 """Limits of the pause between votes while no rank has work."""
 POLL_S = 10e-3
@@ -94,7 +96,7 @@ def serving(*models: nn.Module) -> Iterator[None]:
 
 def _open(models: Sequence[nn.Module]) -> Rounds | None:
     """Return the rounds of ``models``; None if they are not distributed."""
-    groups = {}
+    groups: dict[int, Dispatcher] = {}
     for model in models:
         experts = list(swapped_experts(model).values())
         if not experts:
@@ -109,8 +111,11 @@ def _open(models: Sequence[nn.Module]) -> Rounds | None:
     if dispatcher.comm is None or dispatcher.world == 1:
         return None
     channel = channel_of(dispatcher.comm.group)
+    fault = _fault(models)
+    if isinstance(fault, ConfigError):  # the other ranks may be in the context already
+        raise fault
     labels = [[one.label for one in swapped_experts(model).values()] for model in models]
-    compare(channel, "serving", {"experts of the models": labels}, fault=_fault(models))
+    compare(channel, "serving", {"experts of the models": labels}, fault=fault)
     return Rounds(models, channel)
 
 
@@ -148,10 +153,17 @@ class _Model:
 
 @dataclass(eq=False)
 class _Round:
-    """A round that the owner runs from a forward pass. next: position of the next call."""
+    """A round that the owner runs from a forward pass.
 
-    model: int
+    kind: index of the model, times the number of ``AUTOCAST``, plus the index in it. next: position of the next call.
+    """
+
+    kind: int
     next: int = 0
+
+    @property
+    def model(self) -> int:
+        return self.kind // len(AUTOCAST)
 
 
 class _Running(threading.local):
@@ -184,17 +196,16 @@ class Rounds:
         self._round: _Round | None = None
         self._closing = False
         self._report: BaseException | None = None  # an error of this rank that the others do not know
-        self._last_model = -1
+        self._last = -1  # kind of the last round
         self._ended, self._gap_s = 0.0, SHORTEST_GRACE_S  # time of the end of the last round; usual time to the next
         self._running = _Running()
         self._all_left = self._empty = False
-        self._autocast: torch.dtype | None = None  # of the round
         self._handles: list[Any] = []
         self._managers: list[Any] = []
         self._patched: list[Any] = []
         self._of: dict[int, list[int]] = {}
-        for index, model in enumerate(self._models):
-            for experts, _ in model.calls:
+        for index, one in enumerate(self._models):
+            for experts, _ in one.calls:
                 experts.rounds = self
                 self._of.setdefault(id(experts), []).append(index)
         for model in models:
@@ -242,7 +253,7 @@ class Rounds:
             self._finish()
             now = self._begin(self._of[id(experts)])
             position = self._position(now, experts)
-        self._run_empty(now.model, now.next, position)
+        self._run_empty(now.kind, now.next, position)
         with self._failing():
             self._agree_top_k(now.model, position, top_k)
             result = run()
@@ -272,6 +283,7 @@ class Rounds:
     def _begin(self, candidates: list[int]) -> _Round:
         """Wait for the thread that communicates, and vote until a round of one of the models begins."""
         autocast = _autocast_code(self._device.type)
+        kinds = [model * len(AUTOCAST) + autocast for model in candidates]
         with self._changed:
             self._waiting += 1
             try:
@@ -284,15 +296,15 @@ class Rounds:
         gap_s = time.monotonic() - self._ended
         if gap_s < LONGEST_GRACE_S:
             self._gap_s += (gap_s - self._gap_s) / 4
-        while (model := self._vote(WORK, candidates[0], autocast)) not in candidates:
-            self._run_empty(model, 0)
-        self._round = _Round(model)
+        while (kind := self._vote(WORK, kinds[0])) not in kinds:
+            self._run_empty(kind, 0)
+        self._round = _Round(kind)
         return self._round
 
     def _finish(self) -> None:
         """Complete the round of this thread without tokens."""
         if (now := self._own_round()) is not None:
-            self._run_empty(now.model, now.next)
+            self._run_empty(now.kind, now.next)
             self._release()
 
     def _release(self) -> None:
@@ -348,15 +360,15 @@ class Rounds:
                         return
                     self._owner = threading.get_ident()
                 self._look_at_managers()
-                model = self._vote(LEFT if self._closing else IDLE)
-                if model >= 0:
-                    self._run_empty(model, 0)
+                kind = self._vote(LEFT if self._closing else IDLE)
+                if kind >= 0:
+                    self._run_empty(kind, 0)
                 with self._changed:
                     self._owner = None
                     self._changed.notify_all()
-                    if model < 0 and not self._all_left:
+                    if kind < 0 and not self._all_left:
                         self._changed.wait(pause_s)
-                pause_s = SHORTEST_PAUSE_S if model >= 0 else min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = SHORTEST_PAUSE_S if kind >= 0 else min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _wait_s(self) -> float:
         """Return the seconds until the thread should look again whether it votes; 0: it votes."""
@@ -377,23 +389,21 @@ class Rounds:
 
     # --- in the owner ---
 
-    def _vote(self, state: int, model: int = -1, autocast: int = 0) -> int:
-        """Return the model of the next round; -1 if no rank has work. Collective."""
+    def _vote(self, state: int, kind: int = -1) -> int:
+        """Return the kind of the next round; -1 if no rank has work. Kinds take turns. Collective."""
         with self._failing():
             report = self._report
-            state = state if report is None else ERROR
-            votes = self._gather("a vote", [state, model, autocast])
+            votes = self._gather("a vote", [state if report is None else ERROR, kind])
             states = [vote[0] for vote in votes]
             if ERROR in states:
                 self._raise_reported(report)
             self._all_left = states.count(LEFT) == len(states)
-            working = [vote[1:] for vote in votes if vote[0] == WORK]
-            if not working:
+            wanted = [vote[1] for vote in votes if vote[0] == WORK]
+            if not wanted:
                 return -1
-            count = len(self._models)  # models take turns
-            self._last_model, code = min(working, key=lambda one: (one[0] - self._last_model - 1) % count)
-            self._autocast = AUTOCAST[code]
-        return self._last_model
+            count = len(self._models) * len(AUTOCAST)
+            self._last = min(wanted, key=lambda one: (one - self._last - 1) % count)
+        return self._last
 
     def _raise_reported(self, report: BaseException | None) -> None:
         """Raise the first error that a rank has reported. Collective."""
@@ -404,15 +414,15 @@ class Rounds:
         mark_known(error)
         raise error
 
-    def _run_empty(self, model: int, first: int, end: int | None = None) -> None:
+    def _run_empty(self, kind: int, first: int, end: int | None = None) -> None:
         """Call experts of the round without tokens: those at positions ``first`` until ``end``, or all that follow."""
+        model, autocast = divmod(kind, len(AUTOCAST))
         calls = self._models[model].calls
         end = len(calls) if end is None else end
         if first >= end:
             return
-        dtype = self._autocast
-        autocast = torch.autocast(self._device.type, dtype, enabled=dtype is not None)
-        with self._failing(), torch.no_grad(), autocast:
+        dtype = AUTOCAST[autocast]
+        with self._failing(), torch.no_grad(), torch.autocast(self._device.type, dtype, enabled=dtype is not None):
             for position in range(first, end):
                 top_k = self._agree_top_k(model, position, 0)
                 if not top_k:  # no rank calls this layer

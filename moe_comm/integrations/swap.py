@@ -93,7 +93,7 @@ def parallelize_moe(
     Saving: ``save_swapped(model, folder)`` or ``gather_state_dict(model)``, on every rank. ``model.named_parameters()``
     has the experts of this rank only.
 
-    Generation: every rank must run the same number of forward passes. Use ``model.generate(..., synced_gpus=True)``.
+    Generation: use ``moe_comm.serving(model)``. Without it, every rank must run the same number of forward passes.
 
     Args:
         model: a ``PreTrainedModel``, or any module that contains MoE blocks. Changed in place.

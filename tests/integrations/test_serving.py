@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import moe_comm
+from moe_comm.errors import ConfigError, MoeCommError, PeerRaised
 from moe_comm.integrations.hugging_face import swap_moe
-from tests.integrations.models import VOCAB, ep_group, load
+from tests.integrations.models import VOCAB, assert_close, ep_group, load
 from tests.pool import RankPool
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -45,5 +49,195 @@ def test_ranks_with_any_number_of_prompts_generate_the_tokens_of_the_unswapped_m
 ) -> None:
     results = pool4.run(generate, (saved(family), 6))
     assert [len(result) for result in results] == [0, 1, 2, 3]
-    for got, expected in sum(results, []):
+    assert all(torch.equal(got, expected) for result in results for got, expected in result)
+
+
+# --- continuous batching ---
+
+CACHE = ContinuousBatchingConfig(num_blocks=7, page_size=16, max_batch_tokens=32)
+
+
+def settings(length: int) -> GenerationConfig:
+    return GenerationConfig(do_sample=False, max_new_tokens=length, eos_token_id=-1, pad_token_id=0)
+
+
+def batched(model: Any, ids: list[Tensor], length: int) -> list[list[int]]:
+    results = model.generate_batch([one[0].tolist() for one in ids], settings(length), CACHE)
+    return [result.generated_tokens for result in results.values()]
+
+
+def continuous(rank: int, world: int, folder: str) -> None:
+    """A request arrives at rank 0 while rank 1 generates, and one of rank 1 is cancelled."""
+    store, (first, *more) = dist.distributed_c10d._get_default_store(), prompts(rank, 4)
+    plain = load(folder, attn_implementation="sdpa")
+    expected = batched(plain, [first], 6)
+    expected_batch = batched(plain, more, 5)
+    model = swap_moe(load(folder, attn_implementation="sdpa"), ep_group(world))
+    with moe_comm.serving(model):
+        manager = model.init_continuous_batching(settings(6), continuous_batching_config=CACHE)
+        manager.start()
+        if rank == 1:
+            cancelled = manager.add_request(first[0].tolist(), max_new_tokens=10_000, streaming=True)
+            for count, _ in enumerate(manager.request_id_iter(cancelled)):
+                if count == 2:
+                    store.set("rank 1 generates", "")
+                if count > 2 and store.check(["rank 0 has its tokens"]):
+                    break
+            manager.cancel_request(cancelled)
+        if rank == 0:
+            store.wait(["rank 1 generates"])
+        if rank < 2:
+            name = manager.add_request(first[0].tolist())
+            result = next(one for one in iter(manager) if one.request_id == name and one.is_finished())
+            store.set(f"rank {rank} has its tokens", "")
+            assert [result.generated_tokens] == expected
+        manager.stop()
+        assert batched(model, more[: rank + 1], 5) == expected_batch[: rank + 1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+def test_continuous_batching_serves_requests_that_arrive_at_any_rank_and_time(
+    family: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    pool4.run(continuous, saved(family))
+
+
+# --- errors ---
+
+
+class _Stop(Exception):
+    pass
+
+
+def raising(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
+    """Rank 1 raises, rank 2 generates until it raises, the others have no requests. Then all ranks serve again."""
+    folder, where = arg
+    model, errors = swap_moe(load(folder), ep_group(world)), []
+    ids, (prompt,) = tokens(load(folder), prompts(9, 1)[0], 5), prompts(9, 1)
+
+    def stop(*_: Any) -> None:
+        raise _Stop("no more")
+
+    try:
+        with moe_comm.serving(model):
+            if rank == 1:
+                tokens(model, prompt, 2)
+                handle = model.model.layers[1].self_attn.register_forward_pre_hook(stop)
+                if where == "context":
+                    handle.remove()
+                    stop()
+                with pytest.raises(_Stop):
+                    tokens(model, prompt, 3)
+                handle.remove()
+            while rank == 2:
+                tokens(model, prompt, 3)
+    except (_Stop, MoeCommError) as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    with moe_comm.serving(model):
+        assert torch.equal(tokens(model, prompt, 5), ids)
+    return errors
+
+
+@pytest.mark.parametrize("where", ["model", "context"])
+def test_an_exception_of_one_rank_ends_serving_on_all_ranks_and_they_can_serve_again(
+    where: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    results = pool4.run(raising, (saved("mixtral"), where))
+    assert results[1] == ["_Stop: no more"]
+    for rank in (0, 2, 3):
+        assert results[rank] == ["PeerRaised: rank 1 raised _Stop: no more. Serving has ended on all ranks"]
+
+
+def manager_raises(rank: int, world: int, folder: str) -> str:
+    model = swap_moe(load(folder, attn_implementation="sdpa"), ep_group(world))
+    (prompt,) = prompts(rank, 1)
+    with pytest.raises(RuntimeError) as caught, moe_comm.serving(model):  # noqa: PT012
+        if rank == 1:  # the cache is too small, which ends the thread of the manager before it calls the model
+            assert batched(model, [prompt.repeat(1, 40)], 4) == [[]]
+        while rank == 2:
+            tokens(model, prompt, 3)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_learn_of_an_error_that_the_manager_of_another_rank_hides(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    first, second, *others = pool4.run(manager_raises, saved("qwen3_moe"))
+    assert second.startswith("RuntimeError: No requests can be scheduled")
+    assert first.startswith("PeerRaised: rank 1 raised RuntimeError: No requests can be scheduled")
+    assert others == [first, first]
+
+
+# --- other kinds of generation ---
+
+
+def other_kinds(rank: int, world: int, folders: list[str]) -> None:
+    """Each rank generates in another way."""
+    plain, plain_assistant = map(load, folders)
+    model, assistant = (swap_moe(load(folder), ep_group(world)) for folder in folders)
+    (prompt,) = prompts(rank, 1)
+    prompt = prompt.repeat(2, 1) if rank < 2 else prompt
+
+    def run(model: Any, assistant: Any) -> Tensor:
+        if rank == 0:
+            return tokens(model, prompt, 6, num_beams=3)
+        if rank == 1:
+            with torch.inference_mode(), ThreadPoolExecutor() as pool:
+                return torch.cat(list(pool.map(lambda ids: tokens(model, ids, 6), prompt.split(1))))
+        if rank == 2:
+            return tokens(model, prompt, 6, assistant_model=assistant)
+        return model.model(prompt, use_cache=False).last_hidden_state  # the inner model, called directly
+
+    with torch.no_grad():
+        expected = run(plain, plain_assistant)
+        with moe_comm.serving(model, assistant):
+            got = run(model, assistant)
+    if rank == 3:
+        assert_close(got, expected, "hidden states")
+    else:
         assert torch.equal(got, expected)
+
+
+def test_beams_assistants_threads_and_inner_models_at_the_same_time(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    pool4.run(other_kinds, [saved("mixtral"), saved("qwen3_moe")])
+
+
+def in_autocast(rank: int, world: int, folder: str) -> None:
+    model, results = swap_moe(load(folder), ep_group(world)), []
+    (prompt,) = prompts(5, 1)
+    with torch.no_grad(), moe_comm.serving(model):
+        for _ in range(2 if rank else 0):
+            with torch.autocast("cpu", torch.bfloat16):
+                results.append(model(prompt, use_cache=False).logits)
+            results.append(model(prompt, use_cache=False).logits)
+    for low, full in zip(results[::2], results[1::2], strict=True):
+        assert low.dtype is torch.bfloat16
+        assert_close(low.float(), full, "logits", rtol=0.1)
+
+
+def test_ranks_without_work_follow_autocast(saved: Callable[[str], str], pool4: RankPool) -> None:
+    pool4.run(in_autocast, saved("mixtral"))
+
+
+def refused(rank: int, world: int, folder: str) -> None:
+    plain, model = load(folder), swap_moe(load(folder), ep_group(world))
+    with pytest.raises(ConfigError, match="has no experts of swap_moe"), moe_comm.serving(plain):
+        pass
+    with pytest.raises(ConfigError, match="it got no model"), moe_comm.serving():
+        pass
+    with (
+        moe_comm.serving(model),
+        pytest.raises(ConfigError, match="already in a serving context"),
+        moe_comm.serving(model),
+    ):
+        pass
+    (prompt,) = prompts(0, 1)
+    with pytest.raises((ConfigError, PeerRaised), match="gradients"), moe_comm.serving(model):  # noqa: PT012
+        if rank == 1:
+            model(prompt)
+
+
+def test_models_that_cannot_be_served_and_gradients_are_refused(saved: Callable[[str], str], pool4: RankPool) -> None:
+    pool4.run(refused, saved("mixtral"))
