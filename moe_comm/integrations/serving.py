@@ -48,9 +48,10 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-3, 16e-3
 """Limits of the pause between votes while no rank has work."""
 POLL_S = 10e-3
 """Interval at which the thread looks whether this rank still runs the model."""
-GRACE = 3.0
-"""The thread votes once the last round is this many times longer ago than the usual time between two rounds."""
-SHORTEST_GRACE_S, LONGEST_GRACE_S = 0.5e-3, 50e-3
+GRACE, MOST_ROUNDS = 2.0, 2.0
+"""The thread votes once the last round is ``GRACE`` times longer ago than the usual time between two rounds, but after at
+most ``MOST_ROUNDS`` times the duration of a round: the other ranks wait for it."""
+SHORTEST_GRACE_S = 0.5e-3
 
 
 @contextmanager
@@ -197,7 +198,8 @@ class Rounds:
         self._closing = False
         self._report: BaseException | None = None  # an error of this rank that the others do not know
         self._last = -1  # kind of the last round
-        self._ended, self._gap_s = 0.0, SHORTEST_GRACE_S  # time of the end of the last round; usual time to the next
+        self._began = self._ended = self._round_s = 0.0  # times and duration of the last round of this rank
+        self._gap_s = 0.0  # usual time to the next
         self._running = _Running()
         self._all_left = self._empty = False
         self._handles: list[Any] = []
@@ -294,11 +296,11 @@ class Rounds:
             finally:
                 self._waiting -= 1
         gap_s = time.monotonic() - self._ended
-        if gap_s < LONGEST_GRACE_S:
-            self._gap_s += (gap_s - self._gap_s) / 4
+        if gap_s < MOST_ROUNDS * self._round_s:  # else this rank was idle
+            self._gap_s = max(gap_s, 0.75 * self._gap_s + 0.25 * gap_s)
         while (kind := self._vote(WORK, kinds[0])) not in kinds:
             self._run_empty(kind, 0)
-        self._round = _Round(kind)
+        self._round, self._began = _Round(kind), time.monotonic()
         return self._round
 
     def _finish(self) -> None:
@@ -311,6 +313,7 @@ class Rounds:
         with self._changed:
             self._round = self._owner = None
             self._ended = time.monotonic()
+            self._round_s = self._ended - self._began
             if self._waiting or self._closing:
                 self._changed.notify_all()
 
@@ -378,7 +381,7 @@ class Rounds:
             return POLL_S
         if self._closing or self._report is not None:
             return 0
-        grace_s = min(max(GRACE * self._gap_s, SHORTEST_GRACE_S), LONGEST_GRACE_S)
+        grace_s = max(min(GRACE * self._gap_s, MOST_ROUNDS * self._round_s), SHORTEST_GRACE_S)
         return self._ended + grace_s - time.monotonic()
 
     def _look_at_managers(self) -> None:
