@@ -49,8 +49,8 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-3, 16e-3
 POLL_S = 10e-3
 """Interval at which the thread looks whether this rank still runs the model."""
 GRACE, MOST_ROUNDS = 2.0, 2.0
-"""The thread votes once the last round is ``GRACE`` times longer ago than the usual time between two rounds, but after at
-most ``MOST_ROUNDS`` times the duration of a round: the other ranks wait for it."""
+"""The thread votes once the last round is ``GRACE`` times longer ago than the usual time between two rounds, but after
+at most ``MOST_ROUNDS`` times the duration of a round: the other ranks wait for it."""
 SHORTEST_GRACE_S = 0.5e-3
 
 
