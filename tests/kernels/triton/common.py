@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from types import ModuleType
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor
 
 from moe_comm.kernels import native
+from tests.support.interpreter import interpret
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernels(name: str) -> ModuleType:
     """Return ``moe_comm.kernels.triton.<name>`` with interpreted kernels; only in a rank's process."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns of infinities and NaN, which tests use on purpose
     return importlib.import_module(f"moe_comm.kernels.triton.{name}")
 

@@ -1,14 +1,12 @@
 """Helpers of the tests of Triton kernels: ranks that interpret them, and the arithmetic of a tile.
 
-Triton reads TRITON_INTERPRET when it is first imported. The pytest process does not import it with this variable; ranks
-call ``interpreted`` before they import any module that imports Triton.
+Ranks call ``interpreted`` before they import any module that imports Triton.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support.interpreter import interpret
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -25,7 +25,7 @@ TILES: dict[str, Any] = {"block_m": 16, "block_n": 16, "block_k": 16, "copy": 12
 
 def interpreted(name: str) -> ModuleType:
     """Return ``moe_comm.overlap.triton.<name>`` with interpreted kernels; only in a rank's process."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     return importlib.import_module(f"moe_comm.overlap.triton.{name}")
 
 
