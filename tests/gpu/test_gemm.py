@@ -51,6 +51,7 @@ def test_nvrtc_compiles_tensor_core_and_tma_instructions(tmp_path: Path) -> None
         assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
 
 
+@pytest.mark.slow
 def test_nvcc_compiles_the_same_without_spills() -> None:
     try:
         rows = list(cuda_resources.resources(gemm.ARCH, cuda_resources.read_tree(CSRC), gemm.SOURCE))

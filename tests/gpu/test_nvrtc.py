@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import struct
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +24,9 @@ from moe_comm.gpu.operations import GroupOperations
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, GroupShape
 from tests.gpu.fake_driver import launches
 
-CSRC = Path(__file__).parents[2] / "csrc"
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
+RECORDED = ROOT / "benchmarks" / "results" / "cuda-resources.json"
 FILES = {
     "cuda/add.cu": '#include "cuda/words.h"\n'
     'extern "C" __global__ void p2p_add(const __grid_constant__ Words w) { *(long long*)w.at = w.a + w.b; }\n',
@@ -56,8 +60,14 @@ def compile_cached(folder: Path, compiler: object, files: dict[str, str] = FILES
 SLOW = pytest.mark.slow
 
 
+MOST_SPILLED, MARGIN = 16, 8
+"""Bytes of stack that NVRTC may use where nvcc uses none, and tolerance in registers."""
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=SLOW), pytest.param("sm_100a", marks=SLOW)])
-def test_our_kernels_compile_without_a_gpu(compiler: Nvrtc, arch: str, tmp_path: Path) -> None:
+def test_our_kernels_compile_without_a_gpu_and_use_as_much_as_recorded(
+    compiler: Nvrtc, arch: str, tmp_path: Path
+) -> None:
     sources = read_tree(CSRC)
     code = nvrtc.kernels(arch, compiler=compiler, sources=sources, folder=tmp_path)
     assert code.startswith(b"\x7fELF")
@@ -65,6 +75,15 @@ def test_our_kernels_compile_without_a_gpu(compiler: Nvrtc, arch: str, tmp_path:
     assert len(names) > 5
     for name in names:
         assert f"p2p_{name}\0".encode() in code, name
+    path = tmp_path / "code.cubin"
+    path.write_bytes(code)
+    command = [pytest.importorskip("triton").knobs.nvidia.cuobjdump.path, "-res-usage", path]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    used = {name: (int(a), int(b)) for name, a, b in re.findall(r"Function p2p_(\w+):\s+REG:(\d+) STACK:(\d+)", shown)}
+    recorded = {row["kernel"]: row for row in json.loads(RECORDED.read_text())["results"] if row["target"] == arch}
+    assert used.keys() == recorded.keys() == set(names)
+    for name, (registers, stack) in used.items():
+        assert registers <= recorded[name]["registers"] + MARGIN and stack <= MOST_SPILLED, (name, registers, stack)
 
 
 def test_the_native_core_contains_the_current_device_sources() -> None:

@@ -25,7 +25,9 @@ def nvcc() -> None:
         pytest.skip(str(error))
 
 
-def check_resources(target: str) -> None:
+@pytest.mark.slow  # test_nvrtc.py compares what NVRTC compiles
+@pytest.mark.parametrize("target", cuda_resources.TARGETS)
+def test_no_kernel_spills_or_exceeds_the_recorded_resources(target: str) -> None:
     recorded = json.loads(RECORDED.read_text())
     recorded_rows = {row["kernel"]: row for row in recorded["results"] if row["target"] == target}
     measured = {row["kernel"]: row for row in cuda_resources.resources(target, cuda_resources.read_tree(ROOT / "csrc"))}
@@ -37,16 +39,6 @@ def check_resources(target: str) -> None:
         assert row["registers"] <= limit["registers"] + MARGIN, advice
         assert row["shared_bytes"] <= limit["shared_bytes"], advice
         assert row["stack_bytes"] <= limit["stack_bytes"], advice
-
-
-def test_no_kernel_spills_or_exceeds_the_recorded_resources_on_hopper() -> None:
-    check_resources("sm_90a")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", [target for target in cuda_resources.TARGETS if target != "sm_90a"])
-def test_no_kernel_spills_or_exceeds_the_recorded_resources_on_other_generations(target: str) -> None:
-    check_resources(target)
 
 
 SPILLING = """
