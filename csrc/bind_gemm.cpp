@@ -45,15 +45,15 @@ void bind_gemm(py::module_& m) {
   m.def(
       "grouped_gemm",
       [](const Sizes& sizes, int dtype, int threads, RowsArgument x, std::array<int64_t, 4> w, int64_t columns,
-         std::array<int64_t, 2> bias, std::array<int64_t, 2> out) {
+         std::array<int64_t, 2> bias, std::array<int64_t, 2> out, bool accumulate) {
         const gemm::Rows rows = rows_of(std::move(x));
         py::gil_scoped_release release;
         (dtype == kFloat64 ? gemm::rows_of_doubles : gemm::rows)(
             {sizes.data(), static_cast<int64_t>(sizes.size()), dtype, threads}, rows, stack_of(w), columns,
-            {static_cast<uintptr_t>(bias[0]), bias[1], 0, 0}, static_cast<uintptr_t>(out[0]), out[1]);
+            {static_cast<uintptr_t>(bias[0]), bias[1], 0, 0}, {static_cast<uintptr_t>(out[0]), out[1], accumulate});
       },
       py::arg("sizes"), py::arg("dtype"), py::arg("threads"), py::arg("x"), py::arg("w"), py::arg("columns"),
-      py::arg("bias"), py::arg("out"));
+      py::arg("bias"), py::arg("out"), py::arg("accumulate") = false);
   m.def(
       "grouped_gemm_weights",
       [](const Sizes& sizes, int dtype, int threads, RowsArgument y, RowsArgument x, std::array<int64_t, 4> out,
@@ -69,7 +69,7 @@ void bind_gemm(py::module_& m) {
       },
       py::arg("sizes"), py::arg("dtype"), py::arg("threads"), py::arg("y"), py::arg("x"), py::arg("out"),
       py::arg("out_dtype"), py::arg("accumulate"));
-  m.attr("gemm_dtypes") = py::make_tuple(0, 1, 2, kFloat64);
+  m.attr("grouped_gemm_dtypes") = py::make_tuple(0, 1, 2, kFloat64);
   m.def("gemm_isa_names", &gemm::isa_names);
   m.def("gemm_isa", &gemm::isa);
   m.def("set_gemm_isa", &gemm::set_isa);

@@ -599,9 +599,10 @@ def grouped_gemm(
     columns: int,
     bias: Sequence[int],
     out: Sequence[int],
+    accumulate: bool = False,
 ) -> None:
-    """out[r] = x[r] @ w[e].T + bias[e]. w [E, N, K], bias [E, N] or 0, out [R, N]: address and strides in bytes, except
-    for the last one of bias and out. Raise ValueError for places out of range."""
+    """out[r] = x[r] @ w[e].T + bias[e], or that added to out. w [E, N, K], bias [E, N] or 0, out [R, N]: address and
+    strides in bytes, except for the last one of bias and out. Raise ValueError for places out of range."""
 
 def grouped_gemm_weights(
     sizes: Sequence[int],
@@ -615,7 +616,7 @@ def grouped_gemm_weights(
 ) -> None:
     """out[e] = sum over the rows of expert e of y[r]^T x[r], or added to out. out [E, N, K]: address and strides."""
 
-gemm_dtypes: tuple[int, ...]
+grouped_gemm_dtypes: tuple[int, ...]
 
 def gemm_isa_names(dtype: int, /) -> list[str]: ...
 def gemm_isa(dtype: int, /) -> str: ...

@@ -78,7 +78,7 @@ TEST(gemm_reads_and_writes_its_operands_only) {
                                      : gemm::Stack{w.base(), n * k * w.element, k * w.element, w.element};
     for (const std::string& isa : gemm::isa_names(dtype)) {
       CHECK(gemm::set_isa(dtype, isa));
-      gemm::rows(groups, x, stack, n, {}, out.base(), n * out.element);
+      gemm::rows(groups, x, stack, n, {}, {out.base(), n * out.element, false});
       std::vector<float> grad(static_cast<size_t>(experts * n * k), 7.0f);
       const gemm::Rows left{{y.base()}, {total + 1}, n * y.element, nullptr, total, n, nullptr};
       const gemm::Stack into{reinterpret_cast<uintptr_t>(grad.data()), n * k * 4, k * 4, 4};
@@ -121,7 +121,7 @@ TEST(gemm_refuses_row_lists_that_are_out_of_range) {
     bool refused = false;
     try {
       gemm::rows({sizes, 2, kFloat32, 1}, {{one.base(), two.base()}, {5, 2}, 32, place.data(), 6, 8, nullptr},
-                 {w.base(), 0, 32, 4}, 4, {}, out.base(), 16);
+                 {w.base(), 0, 32, 4}, 4, {}, {out.base(), 16, false});
     } catch (const std::invalid_argument&) {
       refused = true;
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_comm.kernels.blas import add_product, aligned, expert_mm, product_into
 from moe_comm.kernels.native import core, on_cpu
 from moe_comm.kernels.token_rows import TokenRows
-from moe_comm.runtime.memory import row_address, warm_rows
+from moe_comm.runtime.memory import row_address
 
 _CODES = {torch.float64: 3}
 
@@ -25,7 +25,7 @@ _CODES = {torch.float64: 3}
 @lru_cache(maxsize=1)
 def _native_dtypes() -> set[torch.dtype]:
     """Return the dtypes that the native core multiplies. One that was built from older sources multiplies fewer."""
-    codes = getattr(core(), "gemm_dtypes", ())
+    codes = getattr(core(), "grouped_gemm_dtypes", ())
     return {dtype for dtype, code in _CODES.items() if code in codes}
 
 
@@ -60,19 +60,8 @@ class ExpertWeights:
             sizes: number of rows of each of these experts.
         """
         if self._native:
-            dtype, count, x_RK = self._w_ENK.dtype, x_RK.shape[0], _with_dense_rows(x_RK)
-            address, expert, row, element = self._at
             bias, bias_expert = self._bias
-            core().grouped_gemm(
-                sizes,
-                _CODES[dtype],
-                torch.get_num_threads(),
-                _operand(x_RK, dtype, self._w_ENK.shape[2]),
-                (address + first * expert, expert, row, element),
-                self._w_ENK.shape[1],
-                (bias and bias + first * bias_expert, bias_expert),
-                row_address(out_RN, dtype, (count, self._w_ENK.shape[1])),
-            )
+            self._run(x_RK, out_RN, sizes, first, (bias and bias + first * bias_expert, bias_expert), False)
             return
         x_RK = _dense(x_RK)
         weights = self._w_ENK[first : first + len(sizes)].unbind(0)
@@ -82,16 +71,37 @@ class ExpertWeights:
                 expert_mm(aligned(x_rK), aligned(w_NK).t(), out_rN, bias_N)
 
     def add(self, x_RK: Tensor, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
-        """Add what ``multiply`` writes, without biases, to ``out_RN``."""
+        """Add what ``multiply`` writes, without biases, to ``out_RN``. The sums are rounded once."""
         if self._native:
-            product_RN = warm_rows(out_RN.shape[0], out_RN.shape[1], out_RN.dtype, out_RN.device)
-            self.multiply(x_RK, product_RN, sizes, first)
-            out_RN.add_(product_RN)
+            self._run(x_RK, out_RN, sizes, first, (0, 0), True)
             return
         weights = self._w_ENK[first : first + len(sizes)].unbind(0)
         for w_NK, x_rK, out_rN in zip(weights, x_RK.split(sizes), out_RN.split(sizes), strict=True):
             if x_rK.shape[0]:
                 add_product(aligned(x_rK), aligned(w_NK).t(), out_rN)
+
+    def _run(
+        self,
+        x_RK: Tensor | TokenRows,
+        out_RN: Tensor,
+        sizes: Sequence[int],
+        first: int,
+        bias: tuple[int, int],
+        accumulate: bool,
+    ) -> None:
+        dtype, count, x_RK = self._w_ENK.dtype, x_RK.shape[0], _with_dense_rows(x_RK)
+        address, expert, row, element = self._at
+        core().grouped_gemm(
+            sizes,
+            _CODES[dtype],
+            torch.get_num_threads(),
+            _operand(x_RK, dtype, self._w_ENK.shape[2]),
+            (address + first * expert, expert, row, element),
+            self._w_ENK.shape[1],
+            bias,
+            row_address(out_RN, dtype, (count, self._w_ENK.shape[1])),
+            accumulate,
+        )
 
 
 def weight_gradients(y_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, out_ENK: Tensor, sizes: Sequence[int]) -> None:

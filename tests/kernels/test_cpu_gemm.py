@@ -61,12 +61,14 @@ def product(
     place: Tensor | None = None,
     scale: Tensor | None = None,
     threads: int = 1,
+    into: Tensor | None = None,
 ) -> Tensor:
     count = sum(sizes)
-    out = torch.full((count, w.shape[1]), float("nan"), dtype=w.dtype)
+    out = torch.full((count, w.shape[1]), float("nan"), dtype=w.dtype) if into is None else into
     given = rows(sources, count, place, scale)
     biases = [0, 0] if bias is None else bytes_of(bias)[:2]
-    _C.grouped_gemm(sizes, CODES[w.dtype], threads, given, bytes_of(w), w.shape[1], biases, bytes_of(out)[:2])
+    results = bytes_of(out)[:2]
+    _C.grouped_gemm(sizes, CODES[w.dtype], threads, given, bytes_of(w), w.shape[1], biases, results, into is not None)
     return out
 
 
@@ -110,12 +112,23 @@ def test_products_are_close_to_float64_and_equal_on_all_instruction_sets(dtype: 
 
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    for n, k in ((70, 700), (300, 33)):
-        x, w = torch.randn(131, k).to(dtype), torch.randn(1, n, k).to(dtype)
+    for trial, (m, n, k) in enumerate(((131, 70, 700), (131, 300, 33), (300, 70, 1100), (300, 70, 1100))):
+        x, w = torch.randn(m, k).to(dtype), weights_with(trial % 2, 1, n, k, dtype)
         for isa in isas(dtype):
-            together = product([131], [x], w)
-            for first, last in ((0, 1), (7, 8), (3, 5), (1, 16), (50, 83), (99, 131)):
+            together = product([m], [x], w)
+            for first, last in ((0, 1), (7, 8), (3, 5), (1, 16), (50, 83), (m - 32, m)):
                 assert torch.equal(product([last - first], [x[first:last]], w), together[first:last]), isa
+
+
+def test_products_are_added_to_results(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    for m, n, k in ((5, 33, 40), (150, 70, 300)):
+        x, w, before = torch.randn(m, k).to(dtype), torch.randn(1, n, k).to(dtype), torch.randn(m, n).to(dtype)
+        exact = before.double() + x.double() @ w[0].double().t()
+        for isa in isas(dtype):
+            added = product([m], [x], w, into=before.clone())
+            torch.testing.assert_close(added.double(), exact, rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * k**0.5 * 4)
+            assert torch.equal(product([1], [x[3:4]], w, into=before[3:4].clone()), added[3:4]), isa
 
 
 def test_rows_are_gathered_from_sources_and_scaled(dtype: torch.dtype) -> None:
@@ -148,7 +161,7 @@ def test_gradients_of_weights(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     for _ in range(15):
         n, k = one_of(WIDTHS), one_of(WIDTHS)
-        sizes = [one_of(SIZES) for _ in range(3)]
+        sizes = [one_of((*SIZES, 600)) for _ in range(3)]
         y, x = torch.randn(sum(sizes), n).to(dtype), torch.randn(sum(sizes), k).to(dtype)
         parts = zip(y.split(sizes), x.split(sizes), strict=True)
         exact = torch.stack([a.double().t() @ b.double() for a, b in parts])

@@ -40,7 +40,7 @@ void add_scaled(double factor, const double* from, int64_t count, double* to) {
 }  // namespace
 
 void rows_of_doubles(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias,
-                     uintptr_t out, int64_t out_stride) {
+                     const Results& out) {
   check(x, total(groups));
   const int64_t blocks = (columns + kColumns - 1) / kColumns;
   parallel_for(blocks, 1, groups.threads, [&](int64_t first, int64_t last) {
@@ -54,10 +54,12 @@ void rows_of_doubles(const Groups& groups, const Rows& x, const Stack& w, int64_
         }
         for (const int64_t end = r + groups.sizes[e]; r < end; ++r) {
           double sums[kColumns] = {};
+          double* result = at<double>(out.base + r * out.stride) + n;
+          if (out.accumulate) std::copy_n(result, width, sums);
           const double* row = at<double>(x.base[0] + r * x.stride);
           for (int64_t k = 0; k < x.width; ++k) add_scaled(row[k], &block[k * width], width, sums);
           if (bias.base) add_scaled(1.0, at<double>(bias.base + e * bias.expert) + n, width, sums);
-          std::copy_n(sums, width, at<double>(out + r * out_stride) + n);
+          std::copy_n(sums, width, result);
         }
       }
     }

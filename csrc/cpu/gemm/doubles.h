@@ -8,7 +8,7 @@ namespace moe_comm {
 namespace gemm {
 
 void rows_of_doubles(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias,
-                     uintptr_t out, int64_t out_stride);
+                     const Results& out);
 void weights_of_doubles(const Groups& groups, const Rows& y, const Rows& x, const Stack& out, bool accumulate);
 
 }  // namespace gemm

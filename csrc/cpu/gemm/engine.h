@@ -33,8 +33,13 @@ struct Ahead {
   Lines lines{};
   int64_t line = 0, last = 0, from = 0, bytes = 0;
   int per_pack = 0;  // cache lines per four vectors of packed columns
-  int per_tile = 0;  // cache lines per four k of a tile
+  int per_tile = 0;  // cache lines per `every` times four k of a tile
+  int every = 1, wait = 0;
   const char *at = nullptr, *end = nullptr;
+  // Results that the next tile is added to.
+  const char* result = nullptr;
+  int64_t result_stride = 0;
+  int result_rows = 0;
 
   __attribute__((always_inline)) void fetch(int count) {
     for (; count > 0; --count) {

@@ -161,8 +161,7 @@ void over_experts(const Groups& groups, int64_t columns, int64_t step, bool empt
 
 }  // namespace
 
-void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias, uintptr_t out,
-          int64_t out_stride) {
+void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias, const Results& out) {
   const int64_t total = check_groups(groups), element = dtype_bytes(groups.dtype);
   check_rows("x", x, total, element);
   if (total == 0 || columns <= 0) return;
@@ -180,8 +179,9 @@ void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, 
     p.columns = task.columns;
     p.depth = x.width;
     p.bias = bias.base ? reinterpret_cast<const char*>(bias.base + task.expert * bias.expert) : nullptr;
-    p.out = reinterpret_cast<char*>(out) + task.line * out_stride;
-    p.out_stride = out_stride;
+    p.out = reinterpret_cast<char*>(out.base) + task.line * out.stride;
+    p.out_stride = out.stride;
+    p.accumulate = out.accumulate;
     Following following{};
     const char* next_b = next ? reinterpret_cast<const char*>(w.base + next->expert * w.expert) : nullptr;
     const bool known = next && matrix_in_place(next_b, w, columns, x.width, element, following.b);

@@ -33,9 +33,15 @@ struct Groups {
   int threads;
 };
 
-// out[r] = x[r] @ w[e].T + bias[e] for the rows r of each expert. out has its own row stride in bytes and x's dtype.
-void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias, uintptr_t out,
-          int64_t out_stride);
+// [R, N] results: an address, bytes between rows, and whether products are added to what is there.
+struct Results {
+  uintptr_t base;
+  int64_t stride;
+  bool accumulate;
+};
+
+// out[r] (+)= x[r] @ w[e].T + bias[e] for the rows r of each expert, in x's dtype.
+void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias, const Results& out);
 
 // out[e] (+)= sum over the rows of expert e, in order, of y[r]^T x[r]: [E, y.width, x.width]. out_dtype: dtype of x or
 // fp32. Without `accumulate`, experts without rows get zeros.

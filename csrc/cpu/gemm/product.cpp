@@ -13,12 +13,15 @@ namespace {
 constexpr int64_t kDepth = 512;  // k per block, at most
 constexpr int64_t kFewRows = 128;
 constexpr int64_t kShallow = 128;       // the least for columns whose lines run across k
+constexpr int64_t kShallowest = 32;     // the same for results in fp32
 constexpr int64_t kRowBytes = 8 << 20;  // packed rows per block
+constexpr int64_t kPiece = 32;          // lines across k that are packed over all panels before the next ones
 constexpr int64_t kSwept = 1024;        // columns of a sweep
 constexpr int64_t kLine = 64;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 int64_t parts(int64_t x, int64_t of) { return (x + of - 1) / of; }
+int64_t even(int64_t x, int64_t most) { return round_up(parts(x, parts(x, most)), 4); }  // x > 0
 
 // Packed columns per block: an eighth of L2, because the next block arrives there while this one is used.
 int64_t column_bytes() {
@@ -42,19 +45,36 @@ struct Block {
   int64_t first, count, k, depth;
 };
 
-// How columns are cut into blocks. Memory is read in long pieces, because the tables of pages are read for each one.
+// How operands are cut into blocks. Memory is read in long pieces, because the tables of pages are read for each one.
 // Lines along k are read whole, so blocks have few columns. Lines across k are read in part, so blocks have little k,
 // unless many rows use a block that has all k: results are loaded again for each block of k.
+//
+// With many rows, blocks of k are the outermost (`by_depth`). A block of rows stays in L2 while columns along k pass, a
+// panel at a time. Across k, a block of columns stays there while rows pass.
 struct Cut {
-  int64_t columns, depth;  // per block
-  int64_t fetched;         // depth of what is prefetched
+  int64_t columns, depth;         // per block
+  int64_t fetched;                // depth of what is prefetched
+  int64_t row_bytes = kRowBytes;  // of packed rows per block
+  bool by_depth;
 
-  Cut(const Engine& e, bool across, int64_t m, int64_t all_columns, int64_t all_depth) {
+  Cut(const Engine& e, const Lines& b, int64_t m, int64_t all_columns, int64_t all_depth, bool direct) {
+    const bool across = b.across;
+    by_depth = direct && e.unit == 1 && m > kFewRows;
+    if (by_depth) {
+      depth = even(std::max<int64_t>(all_depth, 1), across ? 256 : 1024);
+      const int64_t panels = parts(all_columns, e.panel_b);
+      const int64_t most = across ? std::max<int64_t>(1, 2 * column_bytes() / (depth * e.bytes_b)) : 1;
+      columns = parts(panels, parts(panels, most)) * e.panel_b;
+      fetched = depth;
+      if (!across) row_bytes = 4 * column_bytes();
+      return;
+    }
+    const int64_t least = e.unit == 1 ? kShallowest : kShallow;
     const int64_t whole = std::max<int64_t>(e.unit, round_up(all_depth, e.unit)), room = column_bytes() / e.bytes_b;
     const int64_t panels = parts(all_columns, e.panel_b);
     depth = std::min(kDepth, whole);
     if (across && (m <= kFewRows || whole > kDepth))
-      depth = std::max(std::min(depth, kShallow), std::min(depth, room / panels / kShallow * kShallow));
+      depth = std::max(std::min(depth, least), std::min(depth, room / panels / least * least));
     columns = std::max<int64_t>(1, room / (across ? depth : whole)) * e.panel_b;
     fetched = across ? depth : all_depth;
   }
@@ -79,13 +99,14 @@ class Blocks {
         p_(p),
         following_(following),
         panels_(parts(p.m, e.panel_a)),
-        cut_(e, p.b.across, p.m, p.columns, p.depth) {
-    row_bytes_ = round_up(p.depth, e.unit) * e.bytes_a;
-    direct_ = p.out_dtype == kFloat32 && p.out_stride % 4 == 0;
+        direct_(p.out_dtype == kFloat32 && p.out_stride % 4 == 0),
+        cut_(e, p.b, p.m, p.columns, p.depth, direct_) {
+    row_bytes_ = round_up(cut_.by_depth ? cut_.depth : p.depth, e.unit) * e.bytes_a;
   }
 
   void run() {
-    const int64_t most = std::max<int64_t>(1, kRowBytes / row_bytes_);
+    const int64_t most = std::max<int64_t>(1, cut_.row_bytes / row_bytes_);
+    if (cut_.by_depth) return run_by_depth(parts(panels_, parts(panels_, most)));
     for (int64_t first = 0; first < panels_; first += most) {
       first_panel_ = first;
       last_panel_ = std::min(panels_, first + most);
@@ -99,6 +120,17 @@ class Blocks {
   }
 
  private:
+  void run_by_depth(int64_t most) {
+    for (int64_t k = 0; k < p_.depth; k += cut_.depth) {
+      for (first_panel_ = 0; first_panel_ < panels_; first_panel_ += most) {
+        last_panel_ = std::min(panels_, first_panel_ + most);
+        pack_rows_at(k);
+        for (int64_t n = 0; n < p_.columns; n += cut_.columns)
+          block({n, std::min(cut_.columns, p_.columns - n), k, depth_at(k)});
+      }
+    }
+  }
+
   int64_t depth_at(int64_t k) const { return std::min(cut_.depth, p_.depth - k); }
 
   // Rows are divided evenly among the panels.
@@ -116,8 +148,22 @@ class Blocks {
     }
   }
 
+  // A block of k of all panels. Lines across k are read over all panels, a few at a time.
+  void pack_rows_at(int64_t k) {
+    packed_a_ = buffers().a.get((last_panel_ - first_panel_) * row_bytes_ + kLine);
+    const int64_t depth = depth_at(k), step = p_.a.across ? kPiece : depth;
+    Ahead none;
+    for (int64_t d = 0; d < depth; d += step) {
+      for (int64_t i = first_panel_; i < last_panel_; ++i) {
+        const int64_t first = row_of(i);
+        e_.pack_a(p_.a, p_.a_dtype, first, static_cast<int>(row_of(i + 1) - first), k + d, std::min(step, depth - d),
+                  packed_a_ + (i - first_panel_) * row_bytes_ + d * e_.bytes_a, none);
+      }
+    }
+  }
+
   char* rows_at(int64_t panel, int64_t k) const {
-    return packed_a_ + (panel - first_panel_) * row_bytes_ + k * e_.bytes_a;
+    return packed_a_ + (panel - first_panel_) * row_bytes_ + (cut_.by_depth ? 0 : k * e_.bytes_a);
   }
 
   // A panel has all its rows at once, and the memory of columns is read once.
@@ -138,10 +184,17 @@ class Blocks {
 
   // Lines along k: the whole depth of the next columns, over all blocks of these columns.
   Ahead after(const Block& b) const {
-    const int64_t element = dtype_bytes(p_.a_dtype), of = p_.b.across ? 1 : parts(p_.depth, cut_.depth);
-    const int64_t part = p_.b.across ? 0 : b.k / cut_.depth;
+    const bool by_block = p_.b.across || cut_.by_depth;
+    const int64_t element = dtype_bytes(p_.a_dtype), of = by_block ? 1 : parts(p_.depth, cut_.depth);
+    const int64_t part = by_block ? 0 : b.k / cut_.depth;
     Block next{b.first, b.count, b.k + cut_.depth, 0};
-    if (next.k >= p_.depth || !p_.b.across) {
+    if (cut_.by_depth && b.first + cut_.columns < p_.columns) {
+      next = {b.first + cut_.columns, 0, b.k, 0};
+    } else if (cut_.by_depth && last_panel_ < panels_) {
+      next = {0, 0, b.k, 0};
+    } else if (cut_.by_depth && next.k < p_.depth) {
+      next.first = 0;
+    } else if (next.k >= p_.depth || !p_.b.across) {
       next.k = 0;
       next.first += cut_.columns;
       if (next.first >= p_.columns) {
@@ -149,14 +202,14 @@ class Blocks {
         if (last_panel_ == panels_) {
           if (!following_) return {};
           const Following& f = *following_;
-          const Cut cut(e_, f.b.across, f.m, f.columns, f.depth);
+          const Cut cut(e_, f.b, f.m, f.columns, f.depth, direct_);
           const int64_t count = std::min(cut.columns, f.columns);
           return ahead_of(f.b, {f.column_first, count, 0, std::min(cut.fetched, f.depth)}, element, part, of);
         }
       }
-      next.count = std::min(cut_.columns, p_.columns - next.first);
     }
-    next.depth = p_.b.across ? depth_at(next.k) : p_.depth;
+    next.count = std::min(cut_.columns, p_.columns - next.first);
+    next.depth = by_block ? depth_at(next.k) : p_.depth;
     next.first += p_.column_first;
     return ahead_of(p_.b, next, element, part, of);
   }
@@ -169,14 +222,19 @@ class Blocks {
     // With few rows, packing takes most of the time, and prefetches most of the next block.
     const int64_t m = row_of(last_panel_) - row_of(first_panel_);
     ahead.per_pack = m <= 2 ? 3 : m <= 8 ? 2 : m <= 16 ? 1 : 0;
-    ahead.per_tile = static_cast<int>(
-        parts((ahead.last - ahead.line) * parts(ahead.bytes, kLine), rows * columns * parts(b.depth, 4)));
-    for (int64_t n = 0; n < columns; ++n) {
-      const int64_t first = n * e_.panel_b;
-      e_.pack_b(p_.b, p_.a_dtype, p_.column_first + b.first + first,
-                static_cast<int>(std::min<int64_t>(e_.panel_b, b.count - first)), b.k, b.depth,
-                packed + n * panel_bytes, ahead);
-      if (rows == 1) tile(first_panel_, b, n, packed + n * panel_bytes, whole, ahead);
+    const int64_t lines = (ahead.last - ahead.line) * parts(ahead.bytes, kLine);
+    const int64_t steps = rows * columns * parts(b.depth, 4);
+    ahead.per_tile = static_cast<int>(parts(lines, steps));
+    ahead.every = static_cast<int>(std::max<int64_t>(1, steps / std::max<int64_t>(lines, 1)));
+    const int64_t piece = p_.b.across && e_.unit == 1 && rows > 1 ? kPiece : b.depth;
+    for (int64_t k = 0; k < b.depth; k += piece) {
+      for (int64_t n = 0; n < columns; ++n) {
+        const int64_t first = n * e_.panel_b;
+        e_.pack_b(p_.b, p_.a_dtype, p_.column_first + b.first + first,
+                  static_cast<int>(std::min<int64_t>(e_.panel_b, b.count - first)), b.k + k,
+                  std::min(piece, b.depth - k), packed + n * panel_bytes + k * e_.bytes_b, ahead);
+        if (rows == 1) tile(first_panel_, b, n, packed + n * panel_bytes, whole, ahead);
+      }
     }
     for (int64_t i = first_panel_; rows > 1 && i < last_panel_; ++i) {
       for (int64_t n = 0; n < columns; ++n) tile(i, b, n, packed + n * panel_bytes, whole, ahead);
@@ -200,6 +258,17 @@ class Blocks {
       c += (row - row0) * stride + (one ? 0 : n * e_.panel_b);
       if (first && p_.accumulate) e_.start(c, stride, out, p_.out_stride, m, count, p_.out_dtype);
     }
+    if (direct_) {
+      int64_t next = column + e_.panel_b, of = panel;
+      if (next >= b.first + b.count) {
+        of = of + 1 < last_panel_ ? of + 1 : first_panel_;
+        if (of > first_panel_) next = b.first;
+      }
+      const int64_t to = row_of(of);
+      ahead.result = p_.out + to * p_.out_stride + (p_.column_first + next) * element;
+      ahead.result_stride = p_.out_stride;
+      ahead.result_rows = next < p_.columns ? static_cast<int>(row_of(of + 1) - to) : 0;
+    }
     e_.tile(static_cast<int>(m), static_cast<int>(count), rows_at(panel, b.k), packed, whole, c, stride,
             !first || p_.accumulate, ahead);
     if (last && (!direct_ || p_.bias)) {
@@ -212,11 +281,11 @@ class Blocks {
   const Product& p_;
   const Following* following_;
   const int64_t panels_;  // of rows
+  const bool direct_;     // results are accumulated in `out`
   const Cut cut_;
   int64_t row_bytes_;  // of a panel of rows, all k
   int64_t first_panel_ = 0, last_panel_ = 0;
   char* packed_a_ = nullptr;
-  bool direct_;  // results are accumulated in `out`
 };
 
 }  // namespace
