@@ -218,9 +218,15 @@ PYBIND11_MODULE(_C, m) {
       .def("abandon", &PendingSum::abandon);
 
   py::class_<SharedTokens, std::shared_ptr<SharedTokens>>(m, "SharedTokens")
-      .def_readonly("base", &SharedTokens::base)
-      .def_readonly("tokens", &SharedTokens::tokens)
-      .def_readonly("stride", &SharedTokens::stride);
+      .def_property_readonly("parts",
+                             [](const SharedTokens& shared) {
+                               py::list parts;
+                               for (const SharedTokens::Part& part : shared.parts) {
+                                 parts.append(py::make_tuple(part.base, part.stride));
+                               }
+                               return parts;
+                             })
+      .def_readonly("tokens", &SharedTokens::tokens);
 
   py::class_<Transfer>(m, "Transfer")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
@@ -295,17 +301,19 @@ PYBIND11_MODULE(_C, m) {
              return py::make_tuple(std::move(shared.tokens), std::move(shared.layout));
            })
       .def("copy_shared",
-           [](const Transfer& t, const Layout& layout, const SharedTokens& tokens, int64_t row, int64_t count,
-              uintptr_t y) {
+           [](const Transfer& t, const Layout& layout, const SharedTokens& tokens, size_t part, int64_t row,
+              int64_t count, uintptr_t y) {
              py::gil_scoped_release release;
-             t.copy_shared(layout, tokens, row, count, pointer<char>(y));
+             t.copy_shared(layout, tokens, part, row, count, pointer<char>(y));
            })
       .def("share_again",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
-              uintptr_t x, int64_t x_stride) {
+              const std::vector<std::pair<uintptr_t, int64_t>>& parts, uintptr_t words, uintptr_t word_of_row) {
              const Op op = make_op(compared, std::move(label), 0, "");
+             std::vector<Rows> rows;
+             for (const auto& [x, stride] : parts) rows.push_back({pointer<char>(x), stride});
              py::gil_scoped_release release;
-             return t.share_again(op, layout, {pointer<char>(x), x_stride});
+             return t.share_again(op, layout, rows, pointer<uint32_t>(words), pointer<uint32_t>(word_of_row));
            })
       .def(
           "start_sum",

@@ -79,16 +79,12 @@ class SharedTokens:
     """Tokens of all ranks that this rank reads in place. They are valid while this object exists on any rank."""
 
     @property
-    def base(self) -> list[int]:
-        """Address of the tokens of each rank."""
+    def parts(self) -> list[tuple[list[int], int]]:
+        """Of each part: address of the rows of the tokens of each rank, and bytes between rows."""
 
     @property
     def tokens(self) -> list[int]:
         """Number of tokens of each rank."""
-
-    @property
-    def stride(self) -> int:
-        """Bytes between tokens."""
 
 class Transfer:
     """Dispatch, combine and their backward passes. Without a communicator, this process holds all experts."""
@@ -126,11 +122,22 @@ class Transfer:
         """Dispatch without rows: experts read the tokens of all ranks in place. Arguments are those of ``send``."""
 
     def share_again(
-        self, compared: Sequence[int], label: str, layout: Layout, x: int, x_stride: int, /
+        self,
+        compared: Sequence[int],
+        label: str,
+        layout: Layout,
+        parts: Sequence[tuple[int, int]],
+        words: int,
+        word_of_row: int,
+        /,
     ) -> SharedTokens:
-        """Share tokens again, with the layout of ``share``."""
+        """Share rows of the tokens, with the layout of ``share``.
 
-    def copy_shared(self, layout: Layout, tokens: SharedTokens, row: int, count: int, y: int, /) -> None:
+        parts: address and stride of the tokens, or of their gradients. words: address of a 32-bit word for each slot,
+        [T, K]; 0 without. word_of_row: address of the result [R], the word of each row of this rank's experts.
+        """
+
+    def copy_shared(self, layout: Layout, tokens: SharedTokens, part: int, row: int, count: int, y: int, /) -> None:
         """Write rows of this rank's experts, [count, D] from ``row`` on, to the address ``y``."""
 
     def sum(

@@ -1,6 +1,7 @@
 // Rows of the tokens of all ranks, which the experts of every rank read in place.
 //
-//   a rank's block    | one flag per rank | its slots, by expert | its tokens |
+//   a rank's block    | one flag per rank | its slots, by expert | its tokens |                  of a dispatch
+//                     | one flag per rank | words of its slots   | one or two parts of T rows |  in backward
 //
 // The tokens stay valid while this object exists on any rank. Each rank raises its flag in all blocks when it releases
 // its object. The owner frees its block when all flags are raised.
@@ -22,9 +23,13 @@ class SharedTokens {
   SharedTokens(const SharedTokens&) = delete;
   SharedTokens& operator=(const SharedTokens&) = delete;
 
-  std::vector<uintptr_t> base;  // address of the first token of each rank
+  // Rows of all tokens: the tokens themselves, or their gradients.
+  struct Part {
+    std::vector<uintptr_t> base;  // address of the row of the first token of each rank
+    int64_t stride = 0;           // bytes between rows
+  };
+  std::vector<Part> parts;
   std::vector<int64_t> tokens;  // of each rank
-  int64_t stride = 0;           // bytes between tokens
 
   // --- for Transfer ---
   static int64_t flag_bytes(int world);

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
+#include <utility>
 
 #include "../layout.h"
 #include "errors.h"
@@ -243,41 +245,51 @@ void Transfer::copy_rows(Rows rows, int64_t count, int64_t row_bytes, char* to) 
                });
 }
 
-int64_t* Transfer::alloc_shared(Op& op, PendingTransfer& pending, Rows x, Shape shape, int64_t list) {
+char* Transfer::alloc_shared(Op& op, PendingTransfer& pending, const std::vector<Rows>& parts, Shape shape,
+                             int64_t extra_bytes) {
   if (!communicator_) return nullptr;
   Record& own = communicator_->record();
   const int64_t flag_bytes = SharedTokens::flag_bytes(world()), row_bytes = shape.hidden * dtype_bytes(shape.dtype);
-  const int64_t list_bytes = (list * 8 + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
+  const int64_t part_bytes = shape.tokens * row_bytes;
+  const int64_t aligned_bytes = (extra_bytes + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
+  own.rows_bytes = static_cast<int64_t>(parts.size()) * part_bytes;
   try {
-    own.block_offset = pending.alloc(flag_bytes + list_bytes + shape.tokens * row_bytes);
+    own.block_offset = pending.alloc(flag_bytes + aligned_bytes + own.rows_bytes);
   } catch (const HeapError& error) {
     if (!op.fault) op.fault_text = error.what();
     if (!op.fault) op.fault = kHeapFault;
     return nullptr;
   }
   own.extra_offset = own.block_offset + flag_bytes;
-  own.extra_bytes = list * 8;
-  own.rows_offset = own.extra_offset + list_bytes;
-  own.rows_bytes = shape.tokens * row_bytes;
+  own.extra_bytes = extra_bytes;
+  own.rows_offset = own.extra_offset + aligned_bytes;
   std::memset(heap_->base() + own.block_offset, 0, static_cast<size_t>(flag_bytes));
-  if (!op.fault) copy_rows(x, shape.tokens, row_bytes, heap_->base() + own.rows_offset);
-  return reinterpret_cast<int64_t*>(heap_->base() + own.extra_offset);
+  char* to = heap_->base() + own.rows_offset;
+  for (size_t i = 0; i < parts.size() && !op.fault; ++i, to += part_bytes) {
+    copy_rows(parts[i], shape.tokens, row_bytes, to);
+  }
+  return heap_->base() + own.extra_offset;
 }
 
-std::shared_ptr<SharedTokens> Transfer::shared_tokens(PendingTransfer& pending, Rows x, Shape shape) {
+std::shared_ptr<SharedTokens> Transfer::shared_tokens(PendingTransfer& pending, const std::vector<Rows>& parts,
+                                                      Shape shape) {
   auto shared = std::make_shared<SharedTokens>(communicator_);
   if (!communicator_) {
-    shared->base = {reinterpret_cast<uintptr_t>(x.data)};
+    for (const Rows& x : parts) shared->parts.push_back({{reinterpret_cast<uintptr_t>(x.data)}, x.stride});
     shared->tokens = {shape.tokens};
-    shared->stride = x.stride;
     return shared;
   }
-  shared->stride = shape.hidden * dtype_bytes(shape.dtype);
+  const int64_t row_bytes = shape.hidden * dtype_bytes(shape.dtype), count = static_cast<int64_t>(parts.size());
+  shared->parts.resize(parts.size(), {{}, row_bytes});
   std::vector<int64_t> blocks;
   for (int p = 0; p < world(); ++p) {
     const Record& other = communicator_->record(p);
-    shared->base.push_back(reinterpret_cast<uintptr_t>(address(p, other.rows_offset, other.rows_bytes)));
-    shared->tokens.push_back(shared->stride ? other.rows_bytes / shared->stride : 0);
+    const auto base = reinterpret_cast<uintptr_t>(address(p, other.rows_offset, other.rows_bytes));
+    const int64_t part_bytes = other.rows_bytes / count;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      shared->parts[i].base.push_back(base + i * static_cast<uintptr_t>(part_bytes));
+    }
+    shared->tokens.push_back(row_bytes ? part_bytes / row_bytes : 0);
     blocks.push_back(other.block_offset);
   }
   shared->hold(pending.release(communicator_->record().block_offset), blocks);
@@ -302,13 +314,13 @@ Shared Transfer::share(Op op, Rows x, const int64_t* ids, Shape shape) {
   count_slots(op, ids, *layout, counts);
   const int64_t slots = op.fault ? 0 : shape.tokens * shape.top_k;
   std::vector<int64_t> own_list(communicator_ ? 0 : static_cast<size_t>(slots));
-  int64_t* list = alloc_shared(op, pending, x, shape, slots);
+  auto* list = reinterpret_cast<int64_t*>(alloc_shared(op, pending, {x}, shape, slots * 8));
   if (!communicator_) list = own_list.data();
   if (!op.fault) {
     std::vector<int64_t> next(experts + 1, 0);
     for (size_t e = 0; e < experts; ++e) next[e + 1] = next[e] + counts[e];
     for (int64_t i = 0; i < slots; ++i) {
-      if (ids[i] >= 0) list[next[static_cast<size_t>(ids[i])]++] = pack_place(rank(), i / shape.top_k);
+      if (ids[i] >= 0) list[next[static_cast<size_t>(ids[i])]++] = i;
     }
   }
   pending.begin(op);
@@ -317,6 +329,7 @@ Shared Transfer::share(Op op, Rows x, const int64_t* ids, Shape shape) {
   assign_places(*layout, ids);
   // The rows of an expert are those of rank 0, then of rank 1, ...
   layout->token.resize(static_cast<size_t>(layout->rows));
+  layout->slot.resize(static_cast<size_t>(layout->rows));
   const size_t my_rank = static_cast<size_t>(rank());
   const int64_t first_expert = expert_offsets_[my_rank];
   std::vector<int64_t> next_row(layout->rows_per_expert.size(), 0);
@@ -331,29 +344,48 @@ Shared Transfer::share(Op op, Rows x, const int64_t* ids, Shape shape) {
     from += std::accumulate(sent, sent + first_expert, int64_t{0});
     for (size_t e = 0; e < next_row.size(); ++e) {
       const int64_t count = sent[static_cast<size_t>(first_expert) + e];
-      std::copy_n(from, count, layout->token.begin() + next_row[e]);
-      from += count;
-      next_row[e] += count;
+      for (int64_t i = 0; i < count; ++i, ++from) {
+        const size_t row = static_cast<size_t>(next_row[e]++);
+        layout->slot[row] = *from;
+        layout->token[row] = pack_place(p, *from / shape.top_k);
+      }
     }
   }
-  std::shared_ptr<SharedTokens> tokens = shared_tokens(pending, x, shape);
+  std::shared_ptr<SharedTokens> tokens = shared_tokens(pending, {x}, shape);
   pending.finish();
   return {layout, std::move(tokens)};
 }
 
-std::shared_ptr<SharedTokens> Transfer::share_again(Op op, const Layout& layout, Rows x) {
+std::shared_ptr<SharedTokens> Transfer::share_again(Op op, const Layout& layout, const std::vector<Rows>& parts,
+                                                    const uint32_t* words, uint32_t* word_of_row) {
   const Shape shape{layout.tokens, layout.top_k, layout.hidden, layout.dtype};
   PendingTransfer pending(communicator_, heap_);
   created_here(layout, op);
-  alloc_shared(op, pending, x, shape, 0);
+  const int64_t bytes = words ? layout.tokens * layout.top_k * 4 : 0;  // null without tokens, too
+  char* own_words = alloc_shared(op, pending, parts, shape, bytes);
+  if (own_words && bytes && !op.fault) std::memcpy(own_words, words, static_cast<size_t>(bytes));
   pending.begin(op);
-  std::shared_ptr<SharedTokens> tokens = shared_tokens(pending, x, shape);
+  if (word_of_row) {
+    std::vector<std::pair<const uint32_t*, int64_t>> of_rank(static_cast<size_t>(world()), {words, bytes});
+    for (int p = 0; p < world() && communicator_; ++p) {
+      const Record& other = communicator_->record(p);
+      const char* at = address(p, other.extra_offset, other.extra_bytes);
+      of_rank[static_cast<size_t>(p)] = {reinterpret_cast<const uint32_t*>(at), other.extra_bytes};
+    }
+    for (size_t row = 0; row < layout.slot.size(); ++row) {
+      const auto [from, limit] = of_rank[static_cast<size_t>(place_owner(layout.token[row]))];
+      if (layout.slot[row] * 4 >= limit) throw std::out_of_range("a rank shares fewer words than it has slots");
+      word_of_row[row] = from[layout.slot[row]];
+    }
+  }
+  std::shared_ptr<SharedTokens> tokens = shared_tokens(pending, parts, shape);
   pending.finish();
   return tokens;
 }
 
-void Transfer::copy_shared(const Layout& layout, const SharedTokens& tokens, int64_t row, int64_t count,
+void Transfer::copy_shared(const Layout& layout, const SharedTokens& tokens, size_t part, int64_t row, int64_t count,
                            char* y) const {
+  const SharedTokens::Part& rows = tokens.parts.at(part);
   if (row < 0 || count < 0 || row + count > layout.rows) {
     throw std::invalid_argument("rows " + std::to_string(row) + " to " + std::to_string(row + count) +
                                 " are outside the " + std::to_string(layout.rows) + " rows of the dispatch");
@@ -363,8 +395,8 @@ void Transfer::copy_shared(const Layout& layout, const SharedTokens& tokens, int
                [&](int64_t first, int64_t last) {
                  for (int64_t r = first; r < last; ++r) {
                    const int64_t place = layout.token[static_cast<size_t>(row + r)];
-                   const uintptr_t from = tokens.base[static_cast<size_t>(place_owner(place))] +
-                                          static_cast<uintptr_t>(place_row(place) * tokens.stride);
+                   const uintptr_t from = rows.base[static_cast<size_t>(place_owner(place))] +
+                                          static_cast<uintptr_t>(place_row(place) * rows.stride);
                    std::memcpy(y + r * row_bytes, reinterpret_cast<const char*>(from), static_cast<size_t>(row_bytes));
                  }
                });

@@ -35,7 +35,8 @@ struct Layout {
   int64_t rows = 0;               // number of rows in this rank's block
   int64_t dropped = 0;            // number of this rank's slots that are dropped
   int64_t own = 0;                // number of this rank's slots routed to its own experts
-  std::vector<int64_t> token;     // of `share`: [rows] packed places (source rank, token) of this rank's rows
+  // Of `share`, for each of this rank's rows: the packed place (source rank, token), and the slot at the source, [T * K].
+  std::vector<int64_t> token, slot;
 };
 
 // A [rows, hidden] matrix whose rows are `stride` bytes apart.
@@ -91,10 +92,13 @@ class Transfer {
   Sent start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra extra = {});
   // On return, the tokens of all ranks can be read.
   Shared share(Op op, Rows x, const int64_t* ids, Shape shape);
-  // Share other rows of the same tokens, such as their gradients, or the same ones again.
-  std::shared_ptr<SharedTokens> share_again(Op op, const Layout& layout, Rows x);
+  // Share other rows of the same tokens, such as their gradients, or the same ones again; one or more parts. `words`
+  // has a word for each slot, [T, K]; word_of_row [rows] gets those of this rank's rows. Both may be null on all ranks.
+  std::shared_ptr<SharedTokens> share_again(Op op, const Layout& layout, const std::vector<Rows>& parts,
+                                            const uint32_t* words, uint32_t* word_of_row);
   // y [count, hidden]: a copy of rows from `row` on that this rank's experts read in place.
-  void copy_shared(const Layout& layout, const SharedTokens& tokens, int64_t row, int64_t count, char* y) const;
+  void copy_shared(const Layout& layout, const SharedTokens& tokens, size_t part, int64_t row, int64_t count,
+                   char* y) const;
   // If `computed` is false, `rows` is in this rank's heap and the caller writes it and then raises the flags. `layout`
   // must outlive the returned object. `extra` has the words of each row, whose width the sum's caller passes again; its
   // data is null without. If rows.data is null, only these are returned.
@@ -120,10 +124,11 @@ class Transfer {
   int64_t rows_of_expert(const Layout& layout, int64_t expert) const;
   std::shared_ptr<Layout> new_layout(const Shape& shape) const;
   // Allocate this rank's block of shared tokens before the handshake; sets op.fault if there is no memory. The record
-  // gets its offsets. Return the address of its list of slots; null without a communicator.
-  int64_t* alloc_shared(Op& op, PendingTransfer& pending, Rows x, Shape shape, int64_t list);
+  // gets its offsets. Return the address of `extra_bytes` in front of the tokens; null without a communicator.
+  char* alloc_shared(Op& op, PendingTransfer& pending, const std::vector<Rows>& parts, Shape shape,
+                     int64_t extra_bytes);
   // After the handshake: return the tokens of all ranks.
-  std::shared_ptr<SharedTokens> shared_tokens(PendingTransfer& pending, Rows x, Shape shape);
+  std::shared_ptr<SharedTokens> shared_tokens(PendingTransfer& pending, const std::vector<Rows>& parts, Shape shape);
   std::string routing_fault(const int64_t* ids, const Shape& shape) const;
   // Return the offset of `rows` in this rank's heap. Rows that are outside the heap or not dense are first copied to a
   // temporary block.

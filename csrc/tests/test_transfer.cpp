@@ -99,15 +99,28 @@ TEST(shared_tokens_are_the_rows_of_a_dispatch) {
             const int64_t place = shared.layout->token[static_cast<size_t>(row)];
             const size_t source = static_cast<size_t>(place_owner(place));
             CHECK(place_row(place) < tokens.tokens[source]);
-            const auto* token = reinterpret_cast<const char*>(tokens.base[source]) + place_row(place) * tokens.stride;
-            CHECK(std::memcmp(token, plan.received[r].data() + row * plan.row_bytes(),
-                              static_cast<size_t>(plan.row_bytes())) == 0);
+            for (const SharedTokens::Part& part : tokens.parts) {
+              const auto* token = reinterpret_cast<const char*>(part.base[source]) + place_row(place) * part.stride;
+              CHECK(std::memcmp(token, plan.received[r].data() + row * plan.row_bytes(),
+                                static_cast<size_t>(plan.row_bytes())) == 0);
+            }
           }
         };
         check(*shared.tokens);
-        const auto again = transfer.share_again(op_of(plan, 1, ++call), *shared.layout, x);
+        // The word of a slot is its expert.
+        std::vector<uint32_t> words(plan.ids[r].begin(), plan.ids[r].end());
+        std::vector<uint32_t> word_of_row(static_cast<size_t>(plan.rows[r]));
+        const auto again =
+            transfer.share_again(op_of(plan, 1, ++call), *shared.layout, {x, x}, words.data(), word_of_row.data());
+        CHECK_EQ(again->parts.size(), size_t{2});
         check(*shared.tokens);
         check(*again);
+        size_t row = 0;
+        for (size_t e = 0; e < plan.per_expert[r].size(); ++e) {
+          for (int64_t n = plan.per_expert[r][e]; n > 0; --n, ++row) {
+            CHECK_EQ(static_cast<int64_t>(word_of_row[row]), plan.expert_offsets[r] + static_cast<int64_t>(e));
+          }
+        }
         kept[(i + r) % kept.size()] = i % 2 ? shared.tokens : again;
       }
     });

@@ -58,7 +58,7 @@ TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
 SHIFT = 32
 """Words with two fields have the second one above this bit."""
-PLACEMENT_SHIFT = 5
+PLACEMENT_SHIFT = 6
 """The bits of a placement's digest are above this many flags."""
 TRAINED = (
     "input weights",
@@ -138,6 +138,7 @@ class Header:
     weights_grad: whether backward sends gradients of routing weights of a dispatch in chunks.
     flagged: whether kernels of a combine, or of a backward pass, set a flag for each part of the rows.
     in_place: whether the experts of a dispatch read the tokens in place.
+    again: whether the backward of a combine also sends the tokens again.
     placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
     extra, extra_grad, extra_int: number of extra values of each slot, and whether they require gradients, or are int32.
     trained: bits of a dispatch for a layer: which of ``TRAINED`` require gradients.
@@ -162,6 +163,7 @@ class Header:
     weights_grad: bool = False
     flagged: bool = False
     in_place: bool = False
+    again: bool = False
     extra: int = 0
     extra_grad: bool = False
     extra_int: bool = False
@@ -182,6 +184,7 @@ class Header:
             | self.weights_grad << 2
             | self.flagged << 3
             | self.in_place << 4
+            | self.again << 5
             | self.placement << PLACEMENT_SHIFT,
             # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
             # dispatches in different orders.
@@ -256,6 +259,7 @@ _FIELDS: tuple[tuple[str, int, int, int, Callable[[int], object]], ...] = (
     ("whether routing weights require gradients", 6, 2, 1, bool),
     ("whether GEMMs overlap on the device", 6, 3, 1, bool),
     ("whether experts read tokens in place", 6, 4, 1, bool),
+    ("whether the tokens are sent again", 6, 5, 1, bool),
     ("the placement of experts", 6, PLACEMENT_SHIFT, -1, _placement),
 )
 """Fields of the compared words: name, word, lowest bit, mask, and the text of a value. The last word is the layer."""

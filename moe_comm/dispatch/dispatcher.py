@@ -50,7 +50,7 @@ from moe_comm.dispatch.wire_dtype import UNCHANGED, quantized, rounded
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
-from moe_comm.kernels.token_rows import Rows, TokenRows
+from moe_comm.kernels.token_rows import TokenRows
 from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, communication_span
 from moe_comm.runtime.memory import Array, as_tensors
@@ -304,6 +304,24 @@ class Dispatcher(Operations):
         """Repeat ``dispatch_in_place`` with the same tokens, for a backward pass. Collective, no autograd."""
         raise ConfigError(f"{self.name} does not dispatch in place")
 
+    def share_gradients(
+        self,
+        grad_TD: Tensor,
+        x_TD: Tensor | None,
+        weights_TK: Tensor,
+        needs_weights: bool,
+        handle: DispatchHandle,
+    ) -> tuple[TokenRows, TokenRows | None, Tensor]:
+        """Run ``send_gradients`` after ``dispatch_in_place``; with ``x_TD`` also ``dispatch_again``. One operation.
+
+        Args:
+            x_TD: The tokens; None on every rank, or on none.
+
+        Returns:
+            [R, D], each row's gradient of its token; the rows of the tokens; and [R] weights.
+        """
+        raise ConfigError(f"{self.name} does not dispatch in place")
+
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised [num_rows, width] storage that this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
@@ -343,7 +361,7 @@ class Dispatcher(Operations):
 
     def send_gradients(
         self, grad_TD: Tensor, weights_TK: Tensor, needs_weights: bool, handle: DispatchHandle
-    ) -> tuple[Rows, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Send the gradient and the weights of a combine to the experts, which multiply them.
 
         Args:
@@ -351,13 +369,13 @@ class Dispatcher(Operations):
             needs_weights: Whether the weights need a gradient; compared between ranks.
 
         Returns:
-            [R, D], each row's gradient of its token, read in place if the rows of the dispatch are; and [R] weights.
+            [R, D], each row's gradient of its token; and [R] weights.
         """
         (grad_TD,) = self._readable("combine backward", handle, gradient=grad_TD)
-        with self.operation("combine backward", handle, needs_weights, extra=1, in_place=handle.in_place):
+        with self.operation("combine backward", handle, needs_weights, extra=1):
             if self.rounds:
                 grad_TD = self._rounded(grad_TD)
-            rows_RD, weights_R1 = self._share_gradients(grad_TD, weights_TK.unsqueeze(2), handle)
+            rows_RD, weights_R1 = self._send_gradients(grad_TD, weights_TK.unsqueeze(2), handle)
         return rows_RD, weights_R1.squeeze(1)
 
     def return_gradients(
@@ -502,11 +520,11 @@ class Dispatcher(Operations):
             dispatcher=self,
         )
 
-    def _rounded(self, rows_RD: Tensor) -> Tensor:
-        """Return ``rows_RD`` rounded to the wire dtype of the current operation."""
+    def _rounded(self, rows_RD: Tensor, op: str = "") -> Tensor:
+        """Return ``rows_RD`` rounded to the wire dtype of ``op``; by default, of the current operation."""
         if self.context.operation.fault is not None:
             return rows_RD
-        wire_dtype = self.options.wire_dtypes.of(self.context.operation.op)
+        wire_dtype = self.options.wire_dtypes.of(op or self.context.operation.op)
         if wire_dtype.scales != "group":
             return rounded(rows_RD, wire_dtype)
         from moe_comm.dispatch.wire_dtype import rounded_in_groups  # an option that few calls use
@@ -577,7 +595,7 @@ class Dispatcher(Operations):
         """Return [R, D] of ``_spread``, and the words [R, X]."""
         return self._spread(grad_TD, None, weights_TK, handle)[0], self._send_words(words_TKX, handle)
 
-    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
+    def _send_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
         """Return the gradient of each row's token, [R, D], and the routing weights as words [R, 1]."""
         wide = torch.promote_types(handle.dtype, torch.float32)
         ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)

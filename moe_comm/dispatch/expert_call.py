@@ -7,8 +7,8 @@ it is still in the cache when the next GEMM reads it; backward recomputes it tog
 backward are rows_RD and h_RG, or rows_RD alone with ``recompute``.
 
 On the CPU the first GEMM reads the tokens of all ranks in place, if the dispatcher supports it. Then x_TD is saved
-instead of rows_RD, and backward dispatches the tokens again. Outputs are not saved: backward computes the gradients of
-the routing weights at the experts (``MLPBackward``).
+instead of rows_RD, and the operation of backward that sends the gradients of outputs sends the tokens again. Outputs
+are not saved: backward computes the gradients of the routing weights at the experts (``MLPBackward``).
 
 The arithmetic is in ``kernels/expert_mlp.py``. On a GPU, 16-bit experts without biases run in one launch
 (``kernels/expert_mlp_gpu.py``).
@@ -36,7 +36,7 @@ from moe_comm.kernels.autograd import (
     parameters_among,
     with_main_grads,
 )
-from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, Saved
+from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.kernels.row_weights import RowWeights, scale_
@@ -72,7 +72,7 @@ class SerialRun:
     """A call whose backward passes need no outputs of the experts, and what its autograd functions pass to each other.
 
         forward    x, weights ──dispatch──▶ rows ──experts──▶ outputs ──combine──▶ y
-        backward   grad_x, grad_weights ◀── gradients of rows, dots ◀── grad_y of each row, its weight ◀── grad_y
+        backward   grad_x, grad_weights ◀── gradients of rows, dots ◀── grad_y and x of each row, its weight ◀── grad_y
 
     Attributes:
         in_place: whether the experts read the tokens in place.
@@ -80,9 +80,12 @@ class SerialRun:
             keeps the outputs. Ranks may differ. If experts read in place, ``ExpertCall.rows`` is a copy of the rows.
         needs_x, needs_weights: whether the tokens and the routing weights need a gradient.
         outputs: of the experts, until they are combined.
+        again: whether a backward pass reads the rows, which are then sent again if they were read in place; the same
+            on every rank.
         grad_RD: the gradient of rows that are read in place, from backward of the experts to that of the dispatch.
         gradients: from backward of the combine to that of the experts: the gradient of each row's token, and its
             weight. None: the gradient of the outputs is an argument.
+        rows_again: with ``gradients``: the rows, if they were read in place.
         dots_R: the gradient of each row's weight, for backward of the dispatch.
     """
 
@@ -96,23 +99,25 @@ class SerialRun:
     ) -> None:
         x_TD, ids_TK, weights_TK = tensors
         self.dispatcher, self.handle, self.observed, self.in_place = dispatcher, handle, observed, rows is not None
-        self._shared = None if rows is None else (x_TD.detach(), rows)
-        self._version = _version(x_TD)
-        self._kept: TokenRows | None = None
+        self._x_TD = x_TD.detach() if self.in_place else None
+        self._version, self._rows = _version(x_TD), rows
+        self._trained = dispatcher.trained
+        self.again = False
         self.grad_RD: Tensor | None = None
         self.gradients: tuple[Rows, Tensor] | None = None
+        self.rows_again: TokenRows | None = None
         self.dots_R: Tensor | None = None
         self.outputs: tuple[Tensor, int] | None = None
         grad = torch.is_grad_enabled()
         self.needs_x, self.needs_weights = grad and x_TD.requires_grad, grad and weights_TK.requires_grad
-        if grad:
+        if grad and not self.in_place:
             handle.extra = ExtraRoutes(1, ids_TK.detach().clone().reshape(-1, 1))  # the caller may change its tensor
 
     @property
     def rows(self) -> TokenRows:
         """The rows of this rank's experts, until these have read them."""
-        assert self._shared is not None
-        return self._shared[1]
+        assert self._rows is not None
+        return self._rows
 
     def connected(self, x_TD: Tensor, weights_TK: Tensor, rows_RD: Tensor | None) -> Tensor:
         """Return ``ExpertCall.rows``: the rows, or what stands for them in the autograd graph."""
@@ -121,6 +126,14 @@ class SerialRun:
         if not self.needs_x and not self.needs_weights:
             return rows_RD
         return _Dispatch.apply(x_TD, weights_TK, rows_RD, self)  # type: ignore[no-any-return]
+
+    def check(self, mlp: ExpertMLP, rows_per_expert: Sequence[int]) -> None:
+        """Check the parameters of the experts that read the rows in place, before they do."""
+        mlp.check(self.rows, rows_per_expert)
+        w13_EGD = mlp.tensors[0]
+        # FSDP freezes the weights of ranks without experts.
+        trained = self._trained & 1 or (w13_EGD is not None and w13_EGD.requires_grad)
+        self.again = bool(mlp.recompute or trained)
 
     def computed(self, out_RD: Tensor) -> Tensor:
         """Store the outputs of the experts, and return them."""
@@ -138,34 +151,54 @@ class SerialRun:
 
     def take(self) -> tuple[Tensor, TokenRows]:
         """Return the tokens of this rank and the rows of its experts, for the experts."""
-        assert self._shared is not None
-        shared, self._shared = self._shared, None
-        if _version(shared[0]) != self._version:
-            raise InputError(
-                f"the tokens of layer {self.handle.label!r} were changed in place before its experts read them"
-            )
-        return shared
+        rows, self._rows = self.rows, None
+        if fault := self.changed():
+            raise fault
+        assert self._x_TD is not None
+        return self._x_TD, rows
 
-    def rows_again(self, x_TD: Tensor, needed: bool, later: bool, needs: tuple[bool, bool]) -> TokenRows:
-        """Return the rows for a backward pass; rows that cannot be read, if no pass reads them. Collective otherwise.
+    def changed(self) -> InputError | None:
+        """Return the error of tokens that were changed after the dispatch."""
+        if self._x_TD is None or _version(self._x_TD) == self._version:
+            return None
+        return InputError(
+            f"the tokens of layer {self.handle.label!r} were changed in place between its dispatch and its combine"
+        )
+
+    def tokens(self) -> Tensor | None:
+        """Return the tokens that the combine saves for backward, and release them."""
+        x_TD, self._x_TD = self._x_TD, None
+        return x_TD if self.again else None
+
+    def take_gradients(self, grad_RD: Tensor, later: bool) -> tuple[Rows, Tensor | None]:
+        """Return the gradient of each row, and its weight, for a backward pass of the experts.
 
         A pipeline schedule computes the gradients of inputs and of weights in two passes, and ranks may run the second
-        passes of their layers in different orders. So the first one keeps the rows for it.
+        passes of their layers in different orders. So the first one keeps what the backward of the combine has sent.
 
         Args:
-            x_TD: The tokens of this rank.
-            needed, later: Whether this pass, or any pass, reads the rows; the same on every rank.
-            needs: Whether this pass computes gradients of inputs, and of weights.
+            later: Whether a later pass may compute the gradients of the weights.
         """
-        needs_inputs, needs_weights = needs
-        kept, self._kept = self._kept, None
-        if kept is not None and not needs_inputs:
-            return kept
-        if not needed and not later:
-            return TokenRows.unreadable(self.handle.num_rows, self.handle.hidden, self.handle.dtype)
-        rows = self.dispatcher.dispatch_again(x_TD, self.handle)
-        if not needs_weights:
-            self._kept = rows
+        gradients, weights_R = self.gradients or (grad_RD, None)
+        if not later:
+            self.gradients = None
+        return gradients, weights_R
+
+    def take_rows(self, x_TD: Tensor | None, later: bool) -> TokenRows:
+        """Return the rows that were read in place, for a backward pass; rows that nothing reads, without ``again``.
+
+        Args:
+            x_TD: The tokens of this rank, if a pass may compute gradients of outputs that were not combined. Such a
+                pass sends the tokens in an operation of its own.
+            later: As in ``take_gradients``.
+        """
+        handle, rows = self.handle, self.rows_again
+        if not self.again:
+            return TokenRows.unreadable(handle.num_rows, handle.hidden, handle.dtype)
+        if rows is None:
+            assert x_TD is not None
+            rows = self.dispatcher.dispatch_again(x_TD, handle)
+        self.rows_again = rows if later else None
         return rows
 
 
@@ -201,13 +234,13 @@ class _Combine(torch.autograd.Function):
     """The combine of outputs that are not kept. ``rows``: of ``_Dispatch``, whose backward is collective.
 
     If other code has replaced or may have read the outputs, they are kept. The gradient of a weight is then computed
-    from the output, as ``Dispatcher.combine`` does.
+    from the output, as ``Dispatcher.combine`` does. Backward also sends the tokens that experts have read in place.
     """
 
     @staticmethod
     def forward(ctx: Any, out_RD: Tensor, rows: Tensor, weights_TK: Tensor, run: SerialRun, kept: bool) -> Tensor:
         y_TD, wide_TK = run.dispatcher.combine_forward(out_RD, weights_TK, run.handle, True)
-        ctx.save_for_backward(wide_TK, out_RD if kept else None)
+        ctx.save_for_backward(wide_TK, out_RD if kept else None, run.tokens())
         ctx.run = run
         return y_TD
 
@@ -215,11 +248,17 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         run: SerialRun = ctx.run
-        wide_TK, out_RD = ctx.saved_tensors
-        rows_RD, weights_R = run.dispatcher.send_gradients(grad_TD, wide_TK, run.needs_weights, run.handle)
+        wide_TK, out_RD, x_TD = ctx.saved_tensors
+        dispatcher, needs = run.dispatcher, run.needs_weights
+        rows_RD: Rows
+        if run.in_place:
+            sent = dispatcher.share_gradients(grad_TD, x_TD, wide_TK, needs, run.handle)
+            rows_RD, run.rows_again, weights_R = sent
+        else:
+            rows_RD, weights_R = dispatcher.send_gradients(grad_TD, wide_TK, needs, run.handle)
         run.gradients = run.dots_R = None
         if out_RD is not None:
-            with run.dispatcher.abort_on_error(run.handle.label):
+            with dispatcher.abort_on_error(run.handle.label):
                 rows_RD = rows_RD if isinstance(rows_RD, Tensor) else rows_RD.dense()
                 run.dots_R = scale_(rows_RD, weights_R, out_RD)
                 return rows_RD, None, None, None, None
@@ -257,19 +296,20 @@ class _Grouped(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> Tensor:
         mlp = experts if isinstance(experts, ExpertMLP) else None
+        saved: tuple[Rows | None, Tensor | None, Tensor | None]
         if call.counts_E is not None and mlp is not None and mlp.gemm_dtype != "fp8":
             from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
 
             rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
             out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
             h_RG = expert_mlp_gpu.forward(mlp, rows_RD, call.counts_E, out_RD)
-            saved: Saved = rows_RD, None, h_RG if keep and not mlp.recompute else None
+            saved = rows_RD, None, h_RG if keep and not mlp.recompute else None
         elif (run := call.run) is not None and run.in_place:
             x_TD, rows = run.take()
             out_RD = call.alloc(rows.shape[0], experts.columns, rows.dtype, rows.device)
             mlp_pass = experts.forward(rows, out_RD, call.sizes, keep, warm_rows)
             mlp_pass.all_rows()
-            saved = x_TD, *mlp_pass.saved[1:]
+            saved = x_TD if run.observed else None, *mlp_pass.saved[1:]
         else:
             out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
             mlp_pass = experts.forward(rows_RD if scaled is None else scaled, out_RD, call.sizes, keep, warm_rows)
@@ -290,17 +330,14 @@ class _Grouped(torch.autograd.Function):
             run, trained = call.run, ctx.needs_input_grad[5:]
             gradients: Rows = grad_RD
             weights_R = dots_R = None
-            if run is not None and run.gradients is not None:
-                gradients, weights_R = run.gradients
-                if any(needs) or not any(trained):  # a later pass may compute the gradients of the weights
-                    run.gradients = None
-            elif grad_RD.stride(-1) != 1:
-                gradients = grad_RD.contiguous()
+            later = any(trained) and not any(needs)
+            if run is not None:
+                gradients, weights_R = run.take_gradients(grad_RD, later)
+            if isinstance(gradients, Tensor) and gradients.stride(-1) != 1:
+                gradients = gradients.contiguous()
             needs_dots = weights_R is not None and needs_rows and run is not None and run.needs_weights
             if run is not None and run.in_place:
-                recomputes = saved_RG is None
-                later = any(trained) if recomputes else trained[0]
-                rows_RD = run.rows_again(rows_RD, needs[0] or recomputes, later, (needs_rows, any(needs)))
+                rows_RD = run.take_rows(rows_RD, later)
             elif isinstance(experts, ExpertMLP):
                 rows_RD, saved_RG = experts.backward_inputs(rows_RD, scale_RB, saved_RG, call.sizes, grad_RD.dtype)
             rows, width = rows_RD.shape
@@ -476,7 +513,7 @@ class ExpertCall:
                     f"a hook replaced or changed the rows of the experts of layer {label!r}, which are read in place. "
                     "Change the tokens before the layer, or the outputs of the experts"
                 )
-            mlp.check(run.rows, rows_per_expert)
+            run.check(mlp, rows_per_expert)
         # A bound method of this object would keep its rows alive as long as the autograd graph.
         guard = partial(dispatcher.abort_on_error, label)
         scaled, self._scaled = self._scaled, None  # autograd keeps what backward needs
@@ -495,6 +532,8 @@ class ExpertCall:
         rows, weights_TK = dispatcher.combinable(rows, self._weights_TK, self.handle)
         if not torch.is_grad_enabled() or not (rows.requires_grad or weights_TK.requires_grad):
             return dispatcher.combine_forward(rows, weights_TK, self.handle, False)[0]
+        if fault := run.changed():
+            dispatcher.refuse_operation("combine", self.handle, fault)
         if kept := not run.is_unchanged(rows):
             self.saved_bytes += rows.nbytes
         return _Combine.apply(rows, self.rows, weights_TK.detach(), run, kept)  # type: ignore[no-any-return]
@@ -534,9 +573,7 @@ def serial_call(
         observed: Hooks may read the rows, which are then a copy that they must not replace, or read or replace the
             outputs of the experts (``SerialRun.observed``). Ranks may differ.
     """
-    # Backward of experts that read tokens in place is collective, and it does not run on a rank without experts.
-    everywhere = min(dispatcher.placement.experts_per_rank, default=0) > 0
-    in_place = in_place and everywhere and x_TD.device.type not in TRITON_DEVICES and sends_weights(x_TD, scaled)
+    in_place = in_place and x_TD.device.type not in TRITON_DEVICES and sends_weights(x_TD, scaled)
     if not in_place or not dispatcher.reads_in_place(x_TD):
         dispatched = dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled)
         return call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)

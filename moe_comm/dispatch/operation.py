@@ -58,7 +58,10 @@ class Operation(Header):
         if dispatcher.comm is None:
             self.span = EVENTS.span(Kind.COMPUTE, self.op, layer=self.label)
         else:
-            nbytes = 0 if self.handle is None else dispatcher.sent_bytes(self.op, self.handle)
+            nbytes = 0
+            if self.handle is not None:
+                nbytes = dispatcher.sent_bytes(self.op, self.handle)
+                nbytes += dispatcher.sent_bytes(DISPATCH_AGAIN, self.handle) if self.again else 0
             group = dispatcher.comm.span_group
             self.span = EVENTS.span(KINDS[self.op], self.op, layer=self.label, group=group, nbytes=nbytes)
             self._metered = COMMUNICATION.read

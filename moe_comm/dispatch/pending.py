@@ -18,7 +18,6 @@ from torch import Tensor
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.kernels.token_rows import Rows
 
 
 class PendingTransfer(ABC):
@@ -122,7 +121,7 @@ class PendingDispatcher(Dispatcher):
         y_TD = self.dispatch_backward(rows_RD, handle)
         return y_TD, super().return_gradients(None, dots_R, handle)[1]
 
-    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
+    def _send_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
         words_RX = self._send_weights(words_TKX, handle)
         ones_TK = torch.ones(words_TKX.shape[:2], dtype=words_TKX.dtype, device=words_TKX.device)
         return self._spread(grad_TD, None, ones_TK, handle)[0], words_RX

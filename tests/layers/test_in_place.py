@@ -160,7 +160,7 @@ def test_bits_are_those_of_dispatched_rows(rank: int, world: int, group: Any, na
         if (value is None) != (other is None) or (value is not None and not torch.equal(value, other)):
             different.append(key)
     # Gradients of replicated parameters are sums over this rank's tokens, in the same order.
-    assert different == []
+    assert not different, different
 
 
 @on_ranks(2)

@@ -112,7 +112,7 @@ class AllGatherDispatcher(AllToAllDispatcher):
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
 
-    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+    def _send_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
         self.check_headers(grad_TD.device)
         grad_RD = self._gather_gradients(grad_TD, handle, describe(self.context.operation))
         return grad_RD, self._send_words(words_TKX, handle)

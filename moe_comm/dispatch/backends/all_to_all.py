@@ -133,7 +133,7 @@ class AllToAllDispatcher(Dispatcher):
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
 
-    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+    def _send_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
         self.check_headers(grad_TD.device)
         wire_dtype, description = (
             self.options.wire_dtypes.of(self.context.operation.op),

@@ -25,7 +25,7 @@ from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatc
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
-from moe_comm.kernels.token_rows import Rows, TokenRows
+from moe_comm.kernels.token_rows import TokenRows
 from moe_comm.runtime.memory import (
     DTYPE_CODES,
     address,
@@ -220,32 +220,65 @@ class NativeDispatcher(Dispatcher):
             handle = self._handle(x_TD, state.rows_per_expert, state.rows, state.dropped, state, state.own)
             handle.in_place = True
             self.record_handle(operation.span, handle)
-        return self._token_rows(shared, handle, x_TD), handle
+        return self._token_rows(shared, handle, [x_TD])[0], handle
 
     def dispatch_again(self, x_TD: Tensor, handle: DispatchHandle) -> TokenRows:
         with self.operation(DISPATCH_AGAIN, handle):
-            x_TD = self._tokens_in_place(x_TD)
-            at = row_address(x_TD, handle.dtype, (handle.num_tokens, handle.hidden))
-            shared = self._run(self._transfer.share_again, handle.state, *at)
-        return self._token_rows(shared, handle, x_TD)
+            return self._share_again([self._tokens_in_place(x_TD)], None, handle)[0][0]
 
-    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Rows, Tensor]:
-        if not self.context.operation.in_place:
-            return super()._share_gradients(grad_TD, words_TKX, handle)
-        grad_TD = _dense(grad_TD)
-        at = row_address(grad_TD, handle.dtype, (handle.num_tokens, handle.hidden))
-        shared = self._run(self._transfer.share_again, handle.state, *at)
-        return self._token_rows(shared, handle, grad_TD), self._send_words(words_TKX, handle)
+    def share_gradients(
+        self,
+        grad_TD: Tensor,
+        x_TD: Tensor | None,
+        weights_TK: Tensor,
+        needs_weights: bool,
+        handle: DispatchHandle,
+    ) -> tuple[TokenRows, TokenRows | None, Tensor]:
+        (grad_TD,) = self._readable("combine backward", handle, gradient=grad_TD)
+        again = x_TD is not None
+        with self.operation("combine backward", handle, needs_weights, extra=1, in_place=True, again=again):
+            parts = [_dense(self._rounded(grad_TD) if self.rounds else grad_TD)]
+            if x_TD is not None:
+                parts.append(self._tokens_in_place(x_TD, DISPATCH_AGAIN))
+            rows, weights_R = self._share_again(parts, weights_TK, handle)
+        assert weights_R is not None
+        return rows[0], rows[1] if again else None, weights_R
 
-    def _tokens_in_place(self, x_TD: Tensor) -> Tensor:
-        return _dense(self._rounded(x_TD.detach()) if self.rounds else x_TD.detach())
+    def _share_again(
+        self, parts: list[Tensor], weights_TK: Tensor | None, handle: DispatchHandle
+    ) -> tuple[list[TokenRows], Tensor | None]:
+        """Return the rows of each part [T, D], which experts read in place, and the weight of each row."""
+        at = [row_address(part, handle.dtype, (handle.num_tokens, handle.hidden)) for part in parts]
+        weights_R = None
+        if weights_TK is not None:
+            weights_TK = weights_TK.contiguous()
+            weights_R = torch.empty(handle.num_rows, dtype=torch.float32, device="cpu")
+        words = address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k))
+        shared = self._run(
+            self._transfer.share_again, handle.state, at, words, 0 if weights_R is None else weights_R.data_ptr()
+        )
+        return self._token_rows(shared, handle, parts), weights_R
 
-    def _token_rows(self, shared: _C.SharedTokens, handle: DispatchHandle, x_TD: Tensor) -> TokenRows:
+    def _tokens_in_place(self, x_TD: Tensor, op: str = "") -> Tensor:
+        return _dense(self._rounded(x_TD.detach(), op) if self.rounds else x_TD.detach())
+
+    def _token_rows(self, shared: _C.SharedTokens, handle: DispatchHandle, parts: list[Tensor]) -> list[TokenRows]:
         state: _C.Layout = handle.state
-        copy = partial(self._transfer.copy_shared, state, shared)
-        shape = handle.num_rows, handle.hidden
-        keep = shared, state, x_TD  # without peers, the rows are in ``x_TD``
-        return TokenRows(shared.base, shared.tokens, shared.stride, state.tokens, shape, handle.dtype, copy, keep)
+        tokens, place, shape = shared.tokens, state.tokens, (handle.num_rows, handle.hidden)
+        keep = shared, state, parts  # without peers, the rows are in ``parts``
+        return [
+            TokenRows(
+                base,
+                tokens,
+                stride,
+                place,
+                shape,
+                handle.dtype,
+                partial(self._transfer.copy_shared, state, shared, i),
+                keep,
+            )
+            for i, (base, stride) in enumerate(shared.parts)
+        ]
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> NativeOutgoingRows:
         """Start ``_sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""

@@ -410,7 +410,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     # --- weights and their gradients, along the routes of the rows. Other extra values have a dispatch of their own ---
 
-    def _share_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+    def _send_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
         self._check_headers(grad_TD.device)
         relay: RelayHandle = handle.state
         weights = self._start_weights(words_TKX.squeeze(2), relay)
