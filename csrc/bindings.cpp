@@ -77,6 +77,14 @@ py::object extra_tensor(const std::shared_ptr<Heap>& heap, int64_t block, int64_
   return block_tensor(heap, block, rows, width, kFloat32);
 }
 
+// The parts of shared tokens (address of the rows of each rank, stride), the number of tokens of each rank, and the
+// address of the packed places (rank, token) of the rows, which is valid while the layout exists.
+py::tuple located_rows(const SharedTokens& shared, const Layout& layout) {
+  py::list parts;
+  for (const SharedTokens::Part& part : shared.parts) parts.append(py::make_tuple(part.base, part.stride));
+  return py::make_tuple(std::move(parts), shared.tokens, reinterpret_cast<uintptr_t>(layout.token.data()));
+}
+
 Op make_op(const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
   Op op;
   std::copy(compared.begin(), compared.end(), op.compared);
@@ -193,8 +201,6 @@ PYBIND11_MODULE(_C, m) {
                              [](const Layout& l) {
                                return py::bytes(reinterpret_cast<const char*>(l.counts.data()), l.counts.size() * 8);
                              })
-      // Address of the places of the tokens of `share`, valid while the layout exists.
-      .def_property_readonly("tokens", [](const Layout& l) { return reinterpret_cast<uintptr_t>(l.token.data()); })
       .def_readonly("dropped", &Layout::dropped)
       .def_readonly("own", &Layout::own);
 
@@ -217,16 +223,7 @@ PYBIND11_MODULE(_C, m) {
       .def("finished", &PendingSum::finished)
       .def("abandon", &PendingSum::abandon);
 
-  py::class_<SharedTokens, std::shared_ptr<SharedTokens>>(m, "SharedTokens")
-      .def_property_readonly("parts",
-                             [](const SharedTokens& shared) {
-                               py::list parts;
-                               for (const SharedTokens::Part& part : shared.parts) {
-                                 parts.append(py::make_tuple(part.base, part.stride));
-                               }
-                               return parts;
-                             })
-      .def_readonly("tokens", &SharedTokens::tokens);
+  py::class_<SharedTokens, std::shared_ptr<SharedTokens>>(m, "SharedTokens");
 
   py::class_<Transfer>(m, "Transfer")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
@@ -252,17 +249,20 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "sum",
           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
-             uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y, const std::array<int64_t, 3>& extra) {
-            const Op op = make_op(compared, std::move(label), 0, "");
+             uintptr_t rows, int64_t rows_stride, uintptr_t weights, std::shared_ptr<Heap> results,
+             const std::array<int64_t, 3>& extra) -> py::object {
+            Op op = make_op(compared, std::move(label), 0, "");
             const auto [words, width, out] = extra;
-            py::gil_scoped_release release;
-            const std::shared_ptr<PendingSum> pending =
-                t.start_sum(op, layout, {pointer<char>(rows), rows_stride}, /*computed=*/true,
-                            {pointer<char>(static_cast<uintptr_t>(words)), width});
-            pending->sum(pointer<float>(weights), pointer<char>(y), pointer<uint32_t>(static_cast<uintptr_t>(out)),
-                         width);
-            pending->finish();
-          })
+            const ExtraRows extra_rows{pointer<char>(static_cast<uintptr_t>(words)), width};
+            auto* extra_out = pointer<uint32_t>(static_cast<uintptr_t>(out));
+            const int64_t block = without_gil([&] {
+              return t.sum(std::move(op), layout, {pointer<char>(rows), rows_stride}, pointer<float>(weights),
+                           extra_rows, extra_out, results.get());
+            });
+            if (block < 0) return py::none();
+            return block_tensor(std::move(results), block, layout.tokens, layout.hidden, layout.dtype);
+          },
+          py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg().none(true), py::arg())
       .def("spread",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
               uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride, uintptr_t weights, bool weight_grads,
@@ -298,7 +298,10 @@ PYBIND11_MODULE(_C, m) {
              const Shape sizes{tokens, top_k, hidden, static_cast<int>(dtype)};
              Shared shared =
                  without_gil([&] { return t.share(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids), sizes); });
-             return py::make_tuple(std::move(shared.tokens), std::move(shared.layout));
+             const Layout& layout = *shared.layout;
+             const py::tuple located = located_rows(*shared.tokens, layout);
+             return py::make_tuple(shared.tokens, shared.layout, py::tuple(py::cast(layout.rows_per_expert)),
+                                   layout.rows, layout.dropped, layout.own, located);
            })
       .def("copy_shared",
            [](const Transfer& t, const Layout& layout, const SharedTokens& tokens, size_t part, int64_t row,
@@ -312,8 +315,10 @@ PYBIND11_MODULE(_C, m) {
              const Op op = make_op(compared, std::move(label), 0, "");
              std::vector<Rows> rows;
              for (const auto& [x, stride] : parts) rows.push_back({pointer<char>(x), stride});
-             py::gil_scoped_release release;
-             return t.share_again(op, layout, rows, pointer<uint32_t>(words), pointer<uint32_t>(word_of_row));
+             const std::shared_ptr<SharedTokens> shared = without_gil([&] {
+               return t.share_again(op, layout, rows, pointer<uint32_t>(words), pointer<uint32_t>(word_of_row));
+             });
+             return py::make_tuple(shared, located_rows(*shared, layout));
            })
       .def(
           "start_sum",

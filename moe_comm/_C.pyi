@@ -71,20 +71,8 @@ class Layout:
     def own(self) -> int:
         """Slots of this rank that are routed to its own experts."""
 
-    @property
-    def tokens(self) -> int:
-        """Of ``Transfer.share``: address of the packed places (rank, token) of the rows, valid with this object."""
-
 class SharedTokens:
     """Tokens of all ranks that this rank reads in place. They are valid while this object exists on any rank."""
-
-    @property
-    def parts(self) -> list[tuple[list[int], int]]:
-        """Of each part: address of the rows of the tokens of each rank, and bytes between rows."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Number of tokens of each rank."""
 
 class Transfer:
     """Dispatch, combine and their backward passes. Without a communicator, this process holds all experts."""
@@ -118,8 +106,16 @@ class Transfer:
         ids: int,
         shape: tuple[int, int, int, int],
         /,
-    ) -> tuple[SharedTokens, Layout]:
-        """Dispatch without rows: experts read the tokens of all ranks in place. Arguments are those of ``send``."""
+    ) -> tuple[
+        SharedTokens, Layout, tuple[int, ...], int, int, int, tuple[list[tuple[list[int], int]], list[int], int]
+    ]:
+        """Dispatch without rows: experts read the tokens of all ranks in place. Arguments are those of ``send``.
+
+        Returns:
+            The tokens, the layout, its rows per expert, number of rows, of dropped slots and of own slots on this rank,
+            and where the rows are: for each part, address of the rows of each rank and their stride; the number of
+            tokens of each rank; and the address of the packed places (rank, token) of the rows, valid with the layout.
+        """
 
     def share_again(
         self,
@@ -130,8 +126,8 @@ class Transfer:
         words: int,
         word_of_row: int,
         /,
-    ) -> SharedTokens:
-        """Share rows of the tokens, with the layout of ``share``.
+    ) -> tuple[SharedTokens, tuple[list[tuple[list[int], int]], list[int], int]]:
+        """Share rows of the tokens, with the layout of ``share``. Return the tokens, and where the rows are.
 
         parts: address and stride of the tokens, or of their gradients. words: address of a 32-bit word for each slot,
         [T, K]; 0 without. word_of_row: address of the result [R], the word of each row of this rank's experts.
@@ -148,11 +144,14 @@ class Transfer:
         rows: int,
         rows_stride: int,
         weights: int,
-        y: int,
+        results: Heap | None,
         words: tuple[int, int, int],
         /,
-    ) -> None:
-        """Combine. y 0: move words only. words: address [R, width], width, and address of the result [T, K, width]."""
+    ) -> Any:
+        """Combine. Return the sums [T, D] in a block of ``results``; None without it, to move words only.
+
+        words: address [R, width], width, and address of the result [T, K, width].
+        """
 
     def spread(
         self,

@@ -453,6 +453,26 @@ std::shared_ptr<PendingSum> Transfer::start_sum(Op op, const Layout& layout, Row
   return pending;
 }
 
+int64_t Transfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, ExtraRows extra,
+                      uint32_t* extra_out, Heap* results) {
+  int64_t block = -1;
+  try {
+    if (results) block = results->alloc(layout.tokens * layout.hidden * dtype_bytes(layout.dtype));
+  } catch (const HeapError& error) {  // all ranks raise it
+    op.fault = kHeapFault;
+    op.fault_text = error.what();
+  }
+  try {
+    const std::shared_ptr<PendingSum> pending = start_sum(std::move(op), layout, rows, /*computed=*/true, extra);
+    pending->sum(weights, results ? results->base() + block : nullptr, extra_out, extra.width);
+    pending->finish();
+  } catch (...) {
+    if (block >= 0) results->free(block);
+    throw;
+  }
+  return block;
+}
+
 void read_extra(const Layout& layout, const std::vector<char*>& base, int64_t width, int threads, uint32_t* out) {
   for_each_slot(layout, width, threads, [&](int64_t t, int64_t k, int64_t place) {
     uint32_t* to = out + (t * layout.top_k + k) * width;

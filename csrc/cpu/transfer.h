@@ -35,7 +35,8 @@ struct Layout {
   int64_t rows = 0;               // number of rows in this rank's block
   int64_t dropped = 0;            // number of this rank's slots that are dropped
   int64_t own = 0;                // number of this rank's slots routed to its own experts
-  // Of `share`, for each of this rank's rows: the packed place (source rank, token), and the slot at the source, [T * K].
+  // Of `share`, for each of this rank's rows: the packed place (source rank, token), and the slot at the source, [T *
+  // K].
   std::vector<int64_t> token, slot;
 };
 
@@ -103,6 +104,9 @@ class Transfer {
   // must outlive the returned object. `extra` has the words of each row, whose width the sum's caller passes again; its
   // data is null without. If rows.data is null, only these are returned.
   std::shared_ptr<PendingSum> start_sum(Op op, const Layout& layout, Rows rows, bool computed, ExtraRows extra = {});
+  // All of start_sum and PendingSum::sum. Return the offset of the sums [T, hidden] in `results`; -1 if it is null.
+  int64_t sum(Op op, const Layout& layout, Rows rows, const float* weights, ExtraRows extra, uint32_t* extra_out,
+              Heap* results);
   // The returned `block` holds gradient rows. On return, this rank's gradients are written at their owners. Without
   // `weight_grads`, `rows` and `grad_weights` are unused.
   Spread start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,

@@ -501,12 +501,13 @@ class Dispatcher(Operations):
         # Mismatches of earlier rows that no caller has taken are raised here, on every rank.
         if fault is None and self.options.checksums:
             fault = self.corruption.fault()
+        x_shape, ids_shape = x_TD.shape, ids_TK.shape
         return Operation(
             op,
             self.calls.next(self._ordinal),
-            x_TD.shape[-1] if x_TD.dim() else 0,
+            x_shape[-1] if x_shape else 0,
             x_TD.dtype,
-            ids_TK.shape[-1] if ids_TK.dim() else 0,
+            ids_shape[-1] if ids_shape else 0,
             self.num_experts,
             x_TD.requires_grad and torch.is_grad_enabled(),
             label,

@@ -14,7 +14,7 @@ PLACE_BYTES = 8
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # a frozen dataclass takes longer to construct
 class TokenRows:
     """Rows [R, D], sorted by expert. Each is a token of some rank, in the memory of that rank.
 

@@ -182,6 +182,10 @@ class DispatchBench(BatchShape):
 
     backend: Backend = "auto"
     backward: Annotated[bool, typer.Option(help="Also measure both backward passes.")] = True
+    cold: Annotated[
+        bool,
+        typer.Option(help="Run other work before each call, so that code and data are not in the caches, as in decode."),
+    ] = False
     peers: Annotated[tuple[str, ...], peers_option(DISPATCH_PEERS)] = DISPATCH_PEERS
     in_a_row: int = 1
 
@@ -194,6 +198,8 @@ class DispatchBench(BatchShape):
             raise ConfigError(f"in_a_row must be at least 1; got {self.in_a_row}")
         if self.in_a_row > 1 and self.backward:
             raise ConfigError(f"in_a_row={self.in_a_row} requires backward=False: each graph has one backward pass")
+        if self.in_a_row > 1 and self.cold:
+            raise ConfigError(f"in_a_row={self.in_a_row} requires cold=False: the second call would not be cold")
 
     @property
     def rounds(self) -> int:

@@ -202,14 +202,30 @@ class TorchPeer(Contestant):
         return {"combine": error}
 
 
+class OtherWork:
+    """Work between two calls that replaces the content of the caches of a core, as other layers do in decode."""
+
+    def __init__(self, num_bytes: int = 16 << 20, width: int = 512) -> None:
+        self._values = torch.ones(num_bytes // 4, dtype=torch.float32, device="cpu")
+        self._square = torch.full((width, width), 1 / width, dtype=torch.float32, device="cpu")
+
+    def __call__(self) -> None:
+        self._values.add_(1)
+        (self._square @ self._square).softmax(1).sum().item()
+        sum(len(str(number)) for number in range(2000))  # the code and the objects of Python
+
+
 def measure(contestants: Iterable[Contestant], clock: Clock, settings: DispatchBench) -> None:
     """Time the phases of all contestants in interleaved rounds. All ranks start each phase at the same time."""
+    other_work = OtherWork() if settings.cold else None
 
     def measure_steps(contestant: Contestant, _: int) -> None:
         for phase, work in contestant.steps():
             if phase is None:
                 work()
             else:
+                if other_work is not None:
+                    other_work()
                 clock.measure(contestant.name, (phase, work), in_a_row=settings.in_a_row)
 
     run_rounds(list(contestants), measure_steps, clock, settings.warmup, settings.rounds, collect_s=math.inf)

@@ -33,6 +33,7 @@ from moe_comm.runtime.memory import (
     block,
     from_capsule,
     native,
+    private_heap,
     row_address,
     warm_rows,
 )
@@ -50,6 +51,8 @@ def supported(x: Tensor) -> bool:
 WordsArgs = tuple[int, int, int, int]
 """Address, width, and strides of the words of slots."""
 NO_WORDS = (0, 0, 0, 0)
+LocatedRows = tuple[list[tuple[list[int], int]], list[int], int]
+"""Of ``Transfer.share``: address of each rank's rows and their stride, for each part; tokens of each rank; places."""
 
 
 class _NativeTransfer(PendingTransfer):
@@ -124,7 +127,7 @@ class NativeDispatcher(Dispatcher):
         """Move rows through ``heap``. peers: of the ranks that read it; None if this process holds all experts."""
         core, self._peers = native(), peers
         self.errors = (MoeCommError, core.HandshakeFailed)
-        self.heap = heap
+        self.heap, self._results = heap, private_heap()
         offsets, threads = list(self.placement.offsets), torch.get_num_threads()
         self._transfer = core.Transfer(None if peers is None else peers.core, heap, offsets, threads=threads)
 
@@ -209,18 +212,20 @@ class NativeDispatcher(Dispatcher):
         with operation:
             if operation.fault is not None:
                 self._send(x_TD, ids_TK)  # raises on every rank
-            x_TD, ids_TK = self._tokens_in_place(x_TD), ids_TK.to(torch.int64).contiguous()
+            x_TD = self._tokens_in_place(x_TD)
+            if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
+                ids_TK = ids_TK.to(torch.int64).contiguous()
             (tokens, hidden), top_k = x_TD.shape, operation.top_k
-            shared, state = self._run(
+            shared, state, sizes, rows, dropped, own, located = self._run(
                 self._transfer.share,
                 *row_address(x_TD, operation.dtype),
                 address(ids_TK, torch.int64, (tokens, top_k)),
                 (tokens, top_k, hidden, DTYPE_CODES[operation.dtype]),
             )
-            handle = self._handle(x_TD, state.rows_per_expert, state.rows, state.dropped, state, state.own)
+            handle = self._handle(x_TD, sizes, rows, dropped, state, own)
             handle.in_place = True
             self.record_handle(operation.span, handle)
-        return self._token_rows(shared, handle, [x_TD])[0], handle
+        return self._token_rows(shared, located, handle, [x_TD])[0], handle
 
     def dispatch_again(self, x_TD: Tensor, handle: DispatchHandle) -> TokenRows:
         with self.operation(DISPATCH_AGAIN, handle):
@@ -254,17 +259,21 @@ class NativeDispatcher(Dispatcher):
             weights_TK = weights_TK.contiguous()
             weights_R = torch.empty(handle.num_rows, dtype=torch.float32, device="cpu")
         words = address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k))
-        shared = self._run(
+        shared, located = self._run(
             self._transfer.share_again, handle.state, at, words, 0 if weights_R is None else weights_R.data_ptr()
         )
-        return self._token_rows(shared, handle, parts), weights_R
+        return self._token_rows(shared, located, handle, parts), weights_R
 
     def _tokens_in_place(self, x_TD: Tensor, op: str = "") -> Tensor:
-        return _dense(self._rounded(x_TD.detach(), op) if self.rounds else x_TD.detach())
+        x_TD = x_TD.detach() if x_TD.requires_grad else x_TD
+        x_TD = self._rounded(x_TD, op) if self.rounds else x_TD
+        return x_TD if x_TD.is_contiguous() else _dense(x_TD)
 
-    def _token_rows(self, shared: _C.SharedTokens, handle: DispatchHandle, parts: list[Tensor]) -> list[TokenRows]:
+    def _token_rows(
+        self, shared: _C.SharedTokens, located: LocatedRows, handle: DispatchHandle, parts: list[Tensor]
+    ) -> list[TokenRows]:
         state: _C.Layout = handle.state
-        tokens, place, shape = shared.tokens, state.tokens, (handle.num_rows, handle.hidden)
+        (of_parts, tokens, place), shape = located, (handle.num_rows, handle.hidden)
         keep = shared, state, parts  # without peers, the rows are in ``parts``
         return [
             TokenRows(
@@ -277,7 +286,7 @@ class NativeDispatcher(Dispatcher):
                 partial(self._transfer.copy_shared, state, shared, i),
                 keep,
             )
-            for i, (base, stride) in enumerate(shared.parts)
+            for i, (base, stride) in enumerate(of_parts)
         ]
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle) -> NativeOutgoingRows:
@@ -298,42 +307,36 @@ class NativeDispatcher(Dispatcher):
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
         if weights_TK is not None and not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
-        y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
-        self._sum_into(y_TD, rows_RD, weights_TK, handle, (0, 0, 0))
-        return y_TD
+        return self._sum_rows(rows_RD, weights_TK, handle, (0, 0, 0))
 
     def _sum_with(
         self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor | None, Tensor]:
-        y_TD = None
-        if rows_RD is not None:
-            y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
         words_RX, width = words_RX.contiguous(), words_RX.shape[1]
         words_TKX = torch.empty(handle.num_tokens, handle.top_k, width, dtype=torch.float32, device="cpu")
         words = address(words_RX, torch.float32, (handle.num_rows, width)), width, address(words_TKX, torch.float32)
-        self._sum_into(y_TD, rows_RD, None, handle, words)
-        return y_TD, words_TKX
+        y_TD = self._sum_rows(rows_RD, None, handle, words)
+        return None if rows_RD is None else y_TD, words_TKX
 
-    def _sum_into(
-        self,
-        y_TD: Tensor | None,
-        rows_RD: Tensor | None,
-        weights_TK: Tensor | None,
-        handle: DispatchHandle,
-        words: tuple[int, int, int],
-    ) -> None:
-        """Write sums to ``y_TD``. words: address and width of the words of rows, and address of the words of slots."""
+    def _sum_rows(
+        self, rows_RD: Tensor | None, weights_TK: Tensor | None, handle: DispatchHandle, words: tuple[int, int, int]
+    ) -> Tensor:
+        """Return sums, empty without rows. words: address and width of those of rows, and address of those of slots."""
         if rows_RD is not None and not rows_RD.is_contiguous():
             rows_RD = _dense(rows_RD)
-        self._run(
+        empty = rows_RD is None or not handle.num_tokens or not handle.hidden
+        capsule = self._run(
             self._transfer.sum,
             handle.state,
             *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
             address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
-            0 if y_TD is None else y_TD.data_ptr(),  # allocated by the callers
+            None if empty else self._results,
             words,
             read=rows_RD,
         )
+        if empty:
+            return torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device="cpu")
+        return from_capsule(capsule)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
@@ -440,7 +443,7 @@ class SharedMemoryDispatcher(NativeDispatcher, PendingDispatcher):
         self._open(self.shared.heap, self.comm)
 
     def release(self) -> None:
-        for name in ("shared", "heap", "_transfer"):  # absent if construction failed
+        for name in ("shared", "heap", "_results", "_transfer"):  # absent if construction failed
             self.__dict__.pop(name, None)
 
     def set_step(self, step: int) -> None:
