@@ -8,7 +8,6 @@ tensors (which autograd produces as gradients), wrapper subclasses (FakeTensor, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache, reduce
 from operator import or_
 from types import ModuleType
@@ -161,12 +160,14 @@ def as_tensors(**values: Tensor | Array | None) -> tuple[list[Tensor], InputErro
     if forward_ad._current_level < 0:
         # Faster than ``in_memory`` when the code is not in the caches, as in decode. Tensors of a transform, and those
         # without strides, have no address.
-        with suppress(RuntimeError):
+        try:
             for x in tensors:
                 if type(x) not in _PLAIN or not x.data_ptr() or x.is_neg() or x.is_nested or x.dtype not in _REAL:
                     break
             else:
                 return tensors, None
+        except RuntimeError:
+            pass  # handled below
     tensors, fault = [], None
     for name, value in values.items():
         try:
@@ -239,7 +240,8 @@ def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = 
     """
     if x is None:
         return 0
-    if x.dtype is not dtype or x.device.type != device or (shape is not None and x.shape != shape):
+    on_device = x.is_cpu if device == "cpu" else x.device.type == device
+    if x.dtype is not dtype or not on_device or (shape is not None and x.shape != shape):
         raise _cannot_pass(x, dtype, shape, device)
     pointer = x.data_ptr()
     # Native code would take 0 for None, and does not negate.
@@ -254,9 +256,15 @@ def row_address(
     """Return the address and the row stride in bytes of a matrix with dense rows and any row stride; zeros for None."""
     if rows_RX is None:
         return 0, 0
-    if rows_RX.dtype is not dtype or rows_RX.device.type != device or (shape is not None and rows_RX.shape != shape):
+    if (
+        rows_RX.dtype is not dtype
+        or not (rows_RX.is_cpu if device == "cpu" else rows_RX.device.type == device)  # device.type is slower
+        or (shape is not None and rows_RX.shape != shape)
+    ):
         raise _cannot_pass(rows_RX, dtype, shape, device)
     pointer = rows_RX.data_ptr()
+    if shape is not None and len(shape) == 2 and pointer and rows_RX.is_contiguous() and not rows_RX.is_neg():
+        return pointer, shape[1] * dtype.itemsize
     strided = rows_RX.stride(-1) != 1 and rows_RX.shape[-1] > 1 and rows_RX.numel()
     if strided or (not pointer and rows_RX.numel()) or rows_RX.is_neg():
         raise _cannot_pass(rows_RX, dtype, shape, device)

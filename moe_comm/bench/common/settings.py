@@ -184,7 +184,9 @@ class DispatchBench(BatchShape):
     backward: Annotated[bool, typer.Option(help="Also measure both backward passes.")] = True
     cold: Annotated[
         bool,
-        typer.Option(help="Run other work before each call, so that code and data are not in the caches, as in decode."),
+        typer.Option(
+            help="Run other work before each call, so that code and data are not in the caches, as in decode."
+        ),
     ] = False
     peers: Annotated[tuple[str, ...], peers_option(DISPATCH_PEERS)] = DISPATCH_PEERS
     in_a_row: int = 1

@@ -169,7 +169,7 @@ class NativeDispatcher(Dispatcher):
         words_TKX, words = (None, NO_WORDS) if words_TKX is None else _words_args(words_TKX, tokens, top_k)
         capsule, state, sizes, rows, dropped, received = self._run(
             self._transfer.send,
-            *row_address(x_TD, dtype),
+            *row_address(x_TD, dtype, (tokens, hidden)),
             address(ids_TK, torch.int64, (tokens, top_k)),
             (tokens, top_k, hidden, DTYPE_CODES[dtype]),
             words,
@@ -218,7 +218,7 @@ class NativeDispatcher(Dispatcher):
             (tokens, hidden), top_k = x_TD.shape, operation.top_k
             shared, state, sizes, rows, dropped, own, located = self._run(
                 self._transfer.share,
-                *row_address(x_TD, operation.dtype),
+                *row_address(x_TD, operation.dtype, (tokens, hidden)),
                 address(ids_TK, torch.int64, (tokens, top_k)),
                 (tokens, top_k, hidden, DTYPE_CODES[operation.dtype]),
             )
