@@ -15,6 +15,7 @@ every batch, see ``kernels/row_invariant.py``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -31,6 +32,7 @@ from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear, wide_linear
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import recomputed, recomputing
+from moe_comm.runtime.memory import is_plain
 
 Score = Literal["softmax", "sigmoid", "topk_softmax"]
 GroupScore = Literal["max", "top2_sum"]
@@ -264,9 +266,10 @@ class Router(ParallelModule):
             ids_TK, weights_TK, scores_TE = routed
         else:
             scores_TE = sigmoid(logits_TE) if self.config.score == "sigmoid" else torch.softmax(logits_TE, -1)
+            regular = ids_TK is None and self._is_regular(logits_TE)
             if ids_TK is None:
-                ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
-            weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
+                ids_TK = self._choose(logits_TE.detach(), scores_TE.detach(), regular)
+            weights_TK = self._weights(logits_TE, scores_TE, ids_TK, regular)
         c = self.config
         losses = self.training and (c.balance_loss or c.z_loss)
         aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences, mask_N) if losses else None
@@ -274,11 +277,27 @@ class Router(ParallelModule):
             load_E.add_(expert_counts(ids_TK, c.num_choices))
         return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+    def _is_regular(self, logits_TE: Tensor) -> bool:
+        """Return whether every token has K experts, which a plain top-k selects; False if that is not known.
+
+        The general case takes 12 more operators, which take most of the time of a router with few tokens. Reading a
+        value from a GPU would wait for it.
+        """
+        if not logits_TE.is_cpu or self.config.top_groups < self.config.num_groups:
+            return False
+        bias = self.correction_bias
+        if torch.compiler.is_compiling() or not is_plain([logits_TE] if bias is None else [logits_TE, bias]):
+            return False
+        total = logits_TE.detach().sum()  # not finite if one logit is not
+        return math.isfinite(total if bias is None else total + bias.sum())
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, regular: bool = False) -> Tensor:
         c = self.config
         choice_TE = logits_TE if c.score == "topk_softmax" else scores_TE
         if self.correction_bias is not None:
             choice_TE = choice_TE + self.correction_bias
+        if regular:
+            return choice_TE.topk(c.top_k, dim=-1).indices
         # An expert with logit -Inf must not be selected. Its score is 0, and a bias could raise it above other scores.
         forbidden_TE = logits_TE == float("-inf")
         choice_TE = choice_TE.masked_fill(forbidden_TE, float("-inf"))
@@ -318,19 +337,23 @@ class Router(ParallelModule):
             ids_TK = self._mark_invalid(ids_TK, ids_TK[:, 0] == INVALID_LOGITS)
         return ids_TK, weights_TK, logits_TE if scores_TE is None else scores_TE
 
-    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, regular: bool = False) -> Tensor:
         c = self.config
-        empty_TK = ids_TK < 0
-        index_TK = ids_TK.clamp(min=0)
-        if c.score == "topk_softmax":
-            chosen_TK = logits_TE.gather(1, index_TK).masked_fill(empty_TK, float("-inf"))
-            # The softmax of a token without experts is NaN; replacing its logits by 0 keeps NaN out of the gradient.
-            dropped_T1 = empty_TK.all(-1, keepdim=True)
-            weights_TK = torch.softmax(chosen_TK.masked_fill(dropped_T1, 0.0), -1).masked_fill(empty_TK, 0.0)
+        if regular:
+            weights_TK = (logits_TE if c.score == "topk_softmax" else scores_TE).gather(1, ids_TK)
+            weights_TK = torch.softmax(weights_TK, -1) if c.score == "topk_softmax" else weights_TK
         else:
-            weights_TK = scores_TE.gather(1, index_TK).masked_fill(empty_TK, 0.0)
-            if c.normalize:
-                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+            empty_TK = ids_TK < 0
+            index_TK = ids_TK.clamp(min=0)
+            if c.score == "topk_softmax":
+                chosen_TK = logits_TE.gather(1, index_TK).masked_fill(empty_TK, float("-inf"))
+                # The softmax of a token without experts is NaN; logits of 0 keep NaN out of the gradient.
+                dropped_T1 = empty_TK.all(-1, keepdim=True)
+                weights_TK = torch.softmax(chosen_TK.masked_fill(dropped_T1, 0.0), -1).masked_fill(empty_TK, 0.0)
+            else:
+                weights_TK = scores_TE.gather(1, index_TK).masked_fill(empty_TK, 0.0)
+        if c.score != "topk_softmax" and c.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return weights_TK if c.scale == 1.0 else weights_TK * c.scale
 
     def _aux_loss(
