@@ -97,7 +97,7 @@ def test_several_ranks_have_the_same_bits_and_selective_repeats_no_forward_opera
         for actual, expected in zip(by_mode[mode], by_mode["none"], strict=True):
             assert_equal(actual, expected)
     layers = len(BY_WEIGHT.moe_layers)
-    # dispatch and combine, each forward and backward: routing weights, and the tokens for gradients of weights, are sent
+    # dispatch and combine, each forward and backward: routing weights, and tokens for gradients of weights, are sent
     # with the gradients of outputs. Full recomputation repeats both forwards.
     assert {mode: actual[0].operations for mode, actual in by_mode.items()} == {
         "none": 4 * layers,
