@@ -25,7 +25,7 @@ from moe_comm.integrations.hugging_face.linears import (
 )
 from moe_comm.integrations.hugging_face.state import save_swapped as save_swapped
 from moe_comm.integrations.pretrained import from_pretrained as from_pretrained
-from moe_comm.integrations.serving import serving as serving
+from moe_comm.integrations.serving import serve_experts as serve_experts, serving as serving
 from moe_comm.integrations.swap import (
     parallelize_moe as parallelize_moe,
     swap_moe as swap_moe,

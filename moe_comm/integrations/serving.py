@@ -95,6 +95,24 @@ def serving(*models: nn.Module) -> Iterator[None]:
     rounds.check()
 
 
+def serve_experts(*models: nn.Module) -> None:
+    """Compute the experts of this rank until the other ranks have left ``serving``. Collective.
+
+    For ranks that keep only experts:
+
+        model = moe_comm.swap_moe(model, experts_per_rank=[0, 0, 8])   # 2 ranks run the model, 1 has the 8 experts
+        if dist.get_rank() == 2:
+            moe_comm.serve_experts(model)
+        else:
+            with moe_comm.serving(model):
+                model.generate(prompt)
+
+    Arguments and errors are those of ``serving``, which does the same in an empty context.
+    """
+    with serving(*models):
+        pass
+
+
 def _open(models: Sequence[nn.Module]) -> Rounds | None:
     """Return the rounds of ``models``; None if they are not distributed."""
     groups: dict[int, Dispatcher] = {}

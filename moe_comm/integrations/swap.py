@@ -26,6 +26,7 @@ from moe_comm.integrations.hugging_face.state import of_peft
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts,
     guard_libraries,
+    keep_experts_only,
     load_adapter,
     names_by_weights,
     refuse_conflicts,
@@ -61,6 +62,7 @@ def parallelize_moe(
     overlap: Overlap | Literal["auto"] | None = None,
     expert_gemm_dtype: GemmDtype = "same",
     placement: Placement | None = None,
+    experts_per_rank: Sequence[int] | None = None,
 ) -> Any:
     """Make the MoE blocks of a loaded model expert-parallel over ``group``. Collective.
 
@@ -109,6 +111,8 @@ def parallelize_moe(
         expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs a hidden size
             that is a multiple of 128, and another executor than "device".
         placement: the ranks that hold each expert, the same in every block.
+        experts_per_rank: in place of ``placement``, the number of experts of each rank. If some ranks have none, the
+            others keep only their experts, and compute them for the former, see ``serve_experts``.
 
     Returns:
         ``model``.
@@ -116,8 +120,8 @@ def parallelize_moe(
     Raises:
         UnsupportedModel: the model has no MoE block, has one of an unsupported kind, or is already distributed by
             other means, or a swapped copy of a block differs from it. The model is unchanged.
-        ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or the
-            placement does not fit the model.
+        ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or
+            ``placement`` or ``experts_per_rank`` does not fit the model.
         RankMismatch: ranks pass different arguments, or models with different weights. On every rank; the model is
             unchanged.
     """
@@ -166,7 +170,12 @@ def parallelize_moe(
         for layout in (*(layout for _, layout in blocks.values()), *(plan.formula.layout for _, plan in own)):
             check_gemm_dtype(expert_gemm_dtype, layout.hidden)
             count = layout.num_experts
-            placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
+            if placement is None:
+                placements[count] = Placement.contiguous(count, world, experts_per_rank)
+            elif experts_per_rank is None:
+                placements[count] = placement.fitting(count, world)
+            else:
+                raise ConfigError("pass placement or experts_per_rank, not both")
         for block, plan in own if linear_adapters else ():
             settings = expert_gemm_dtype, overlap, placements[block.num_experts]
             _block_lora().refuse_adapters(linear_adapters, block, plan, settings)
@@ -204,6 +213,8 @@ def parallelize_moe(
         _lora().adopt(model, name)
     if adapted or linear_adapters:
         _lora().audit_without_router(model)
+    if experts_per_rank is not None and 0 in experts_per_rank and experts_per_rank[group_rank(group)]:
+        keep_experts_only(model)
     prepare_ddp(model)
     if world > 1:
         guard_libraries()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import moe_comm
-from moe_comm.errors import ConfigError, MoeCommError, PeerRaised
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.group_setup import configure_collectives
+from moe_comm.errors import ConfigError, MoeCommError, PeerRaised, RankMismatch
 from moe_comm.integrations.hugging_face import swap_moe
-from tests.integrations.models import VOCAB, assert_close, ep_group, load
+from moe_comm.topology import ExpertPlacement, Placement
+from tests.integrations.models import VOCAB, assert_close, ep_group, load, save_model
 from tests.pool import RankPool
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -33,10 +37,10 @@ def tokens(model: Any, ids: Tensor, length: int, **settings: Any) -> Tensor:
     )
 
 
-def generate(rank: int, world: int, arg: tuple[str, int]) -> list[tuple[Tensor, Tensor]]:
+def generate(rank: int, world: int, arg: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
     """Rank 0 has no prompts, and the others different numbers."""
-    folder, length = arg
-    plain, swapped = load(folder), swap_moe(load(folder), ep_group(world))
+    folder, length, *backend = arg
+    plain, swapped = load(folder), swap_moe(load(folder), ep_group(world), backend=(*backend, "auto")[0])
     expected = [tokens(plain, ids, length + rank) for ids in prompts(rank, rank)]
     with moe_comm.serving(swapped):
         got = [tokens(swapped, ids, length + rank) for ids in prompts(rank, rank)]
@@ -47,9 +51,31 @@ def generate(rank: int, world: int, arg: tuple[str, int]) -> list[tuple[Tensor, 
 def test_ranks_with_any_number_of_prompts_generate_the_tokens_of_the_unswapped_model(
     family: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
-    results = pool4.run(generate, (saved(family), 6))
+    compare(pool4.run(generate, (saved(family), 6)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_equal_up_to_200(family: str, tmp_path: Path, pool4: RankPool) -> None:
+    folder = save_model(family, tmp_path, max_position_embeddings=256)
+    compare(pool4.run(generate, (folder, 200)))
+
+
+def compare(results: list[Any]) -> None:
     assert [len(result) for result in results] == [0, 1, 2, 3]
     assert all(torch.equal(got, expected) for result in results for got, expected in result)
+
+
+def over_sockets(rank: int, world: int, folder: str) -> list[tuple[Tensor, Tensor]]:
+    configure_collectives(CollectiveOptions(shared_memory=False))
+    try:
+        return generate(rank, world, (folder, 4, "all_to_all"))
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+def test_ranks_that_share_no_memory_generate_the_same(saved: Callable[[str], str], pool4: RankPool) -> None:
+    compare(pool4.run(over_sockets, saved("qwen3_moe")))
 
 
 # --- continuous batching ---
@@ -100,6 +126,51 @@ def test_continuous_batching_serves_requests_that_arrive_at_any_rank_and_time(
     family: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
     pool4.run(continuous, saved(family))
+
+
+# --- ranks with experts only ---
+
+
+def disaggregated(rank: int, world: int, arg: tuple[str, int, int, bool]) -> int:
+    """The first ``attention`` ranks generate, each with its own prompts, and the others have the experts.
+
+    Return the bytes of this rank's parameters.
+    """
+    folder, attention, ranks, load_part = arg
+    group = dist.new_group(range(ranks))
+    if rank >= ranks:
+        return 0
+    counts = [0] * attention + list(ExpertPlacement.balanced(8, ranks - attention).experts_per_rank)
+    if load_part:
+        model = moe_comm.from_pretrained(folder, group, experts_per_rank=counts)
+    else:
+        model = swap_moe(load(folder), group, experts_per_rank=counts)
+    if rank >= attention:
+        with pytest.raises(ConfigError, match="has only experts"):
+            model(prompts(0, 1)[0])
+        moe_comm.serve_experts(model)
+    else:
+        plain = load(folder)
+        with moe_comm.serving(model):
+            for ids in prompts(rank, 2 + rank):
+                assert torch.equal(tokens(model, ids, 5), tokens(plain, ids, 5))
+    return sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "experts", "load_part"),
+    [("mixtral", 1, 1, False), ("qwen3_moe", 2, 1, True), ("deepseek_v3", 1, 2, True), ("gpt_oss", 2, 2, False)],
+)
+def test_ranks_without_experts_generate_with_those_of_ranks_that_have_nothing_else(
+    family: str, attention: int, experts: int, load_part: bool, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder = saved(family)
+    sizes = pool4.run(disaggregated, (folder, attention, attention + experts, load_part))
+    of_experts = {True: 0, False: 0}
+    for name, parameter in load(folder).named_parameters():
+        of_experts[".experts." in name] += parameter.nbytes
+    assert sizes[:attention] == [of_experts[False]] * attention
+    assert sum(sizes[attention:]) == of_experts[True]
 
 
 # --- errors ---
@@ -222,7 +293,15 @@ def test_ranks_without_work_follow_autocast(saved: Callable[[str], str], pool4: 
 
 
 def refused(rank: int, world: int, folder: str) -> None:
-    plain, model = load(folder), swap_moe(load(folder), ep_group(world))
+    plain = load(folder)
+    for counts in ([0, 8], [0, 0, 0, 7]):
+        with pytest.raises(ConfigError, match="must hold 4 counts that add up to 8"):
+            swap_moe(plain, ep_group(world), experts_per_rank=counts)
+    with pytest.raises(ConfigError, match="not both"):
+        swap_moe(plain, ep_group(world), experts_per_rank=[2] * 4, placement=Placement.contiguous(8, 4))
+    with pytest.raises(RankMismatch, match="experts"):
+        swap_moe(plain, ep_group(world), experts_per_rank=[2] * 4 if rank else [0, 2, 3, 3])
+    model = swap_moe(load(folder), ep_group(world))
     with pytest.raises(ConfigError, match="has no experts of swap_moe"), moe_comm.serving(plain):
         pass
     with pytest.raises(ConfigError, match="it got no model"), moe_comm.serving():

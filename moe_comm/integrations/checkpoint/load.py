@@ -214,23 +214,30 @@ class _Reading:
 
 @dataclass
 class _Loading:
-    """What this rank reads: per tensor of the model, the values in checkpoint tensors."""
+    """What this rank reads: per tensor of the model, the values in checkpoint tensors.
+
+    freed: tensors that this rank neither has nor reads, which are removed from ``readings``.
+    """
 
     hub: HubFolder
     held: dict[str, HeldTensor]
     readings: dict[str, list[_Reading]]
     devices: dict[str, torch.device]
+    freed: set[str]
     report: LoadReport = field(init=False)
 
     def __post_init__(self) -> None:
         kept = whole = transient = 0
         for name, readings in self.readings.items():
             tensor = self.held[name]
-            kept += tensor.local.nbytes
             whole += prod(tensor.sharding.shape) * tensor.tensor.element_size()
+            if name in self.freed:
+                continue
+            kept += tensor.local.nbytes
             for reading in readings:
                 transient = max(transient, reading.transient)
         self.report = LoadReport(kept, THREADS * transient, whole)
+        self.readings = {name: found for name, found in self.readings.items() if name not in self.freed}
 
 
 def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Loading:
@@ -270,7 +277,10 @@ def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Lo
         raise InputError(f"{hub.folder} does not fit this {type(model).__name__}: {_listed(problems)}")
     _check_complete(model, hub, held, layout, covered)
     devices = {name: device if one.tensor.is_meta else one.tensor.device for name, one in held.items()}
-    return _Loading(hub, held, {name: found for name, found in readings.items() if covered[name]}, devices)
+    freed: set[str] = set()
+    if any(getattr(module, "only_part", False) for module in model.modules()):
+        freed = {name for name, one in held.items() if one.tensor.is_meta and not one.sharding.expert}
+    return _Loading(hub, held, {name: found for name, found in readings.items() if covered[name]}, devices, freed)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -65,6 +65,7 @@ class EPExperts(ExpertParallel):
         adapters: the active low-rank adapters by parameter, which the caller sets during a call; see ``lora.py``.
         can_be_adapted: whether PEFT may adapt the parameters, which requires their names in the original model.
         rounds: in which the experts are called in a ``serving`` context; else None.
+        only_part: whether this rank has no other parameters of the model.
     """
 
     gate_up_proj: nn.Parameter
@@ -73,6 +74,7 @@ class EPExperts(ExpertParallel):
     copies: ExpertCopies | None = None
     padding: PaddingMask | None = None
     rounds: Rounds | None = None
+    only_part = False
     can_be_adapted = True
 
     def __init__(
@@ -292,6 +294,27 @@ def _settings(experts: nn.Module, layout: ExpertsLayout) -> list[Any]:
 def swapped_experts(model: nn.Module) -> dict[str, EPExperts]:
     """Return the swapped experts modules of ``model`` by module name. Empty before ``swap_moe``."""
     return {name: module for name, module in model.named_modules() if isinstance(module, EPExperts)}
+
+
+def keep_experts_only(model: nn.Module) -> None:
+    """Free the parameters of ``model`` outside its experts, which are then on "meta", and let calls raise."""
+    kept = {id(parameter) for parameter in expert_parameters(model).values()}  # with those of adapters
+    freed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept:
+                new = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                module._parameters[name] = freed.setdefault(id(parameter), new)  # ties remain
+    for experts in swapped_experts(model).values():
+        experts.only_part = True
+    model.register_forward_pre_hook(_refuse_call, prepend=True)
+
+
+def _refuse_call(model: nn.Module, _: Any) -> None:
+    raise ConfigError(
+        f"this rank has only experts of {type(model).__name__}, and computes them for the ranks without experts: call "
+        "moe_comm.serve_experts(model) here, and run the model on those"
+    )
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
