@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_SWAP = ("backend", "options", "overlap", "placement", "experts_per_rank", "expert_gemm_dtype")
+_SWAP = ("backend", "options", "overlap", "placement", "expert_gemm_dtype")
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _BUILD = ("config", "dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "device_map", "context")
 _NO_EFFECT = {"low_cpu_mem_usage": (True, None), "use_safetensors": (True, None), "weights_only": (True, None)}
@@ -88,7 +88,7 @@ def from_pretrained(
         as_transformers: of ``AutoModel.from_pretrained``: ``dtype``, ``attn_implementation``, ``config``,
             ``trust_remote_code``, ``revision``, ``subfolder``, ``cache_dir``, ``local_files_only``, ``token``, and
             settings of the configuration. Of ``swap_moe``: ``backend``, ``options``, ``overlap``, ``placement``,
-            ``experts_per_rank``, ``expert_gemm_dtype``. Of ``swap_attention``: ``context``.
+            ``expert_gemm_dtype``. Of ``swap_attention``: ``context``.
 
     Returns:
         The model, in evaluation mode.

@@ -100,7 +100,7 @@ def serve_experts(*models: nn.Module) -> None:
 
     For ranks that keep only experts:
 
-        model = moe_comm.swap_moe(model, experts_per_rank=[0, 0, 8])   # 2 ranks run the model, 1 has the 8 experts
+        model = moe_comm.swap_moe(model, placement=[0, 0, 8])   # 2 ranks run the model, 1 has the 8 experts
         if dist.get_rank() == 2:
             moe_comm.serve_experts(model)
         else:

@@ -61,8 +61,7 @@ def parallelize_moe(
     options: DispatchOptions | None = None,
     overlap: Overlap | Literal["auto"] | None = None,
     expert_gemm_dtype: GemmDtype = "same",
-    placement: Placement | None = None,
-    experts_per_rank: Sequence[int] | None = None,
+    placement: Placement | Sequence[int] | None = None,
 ) -> Any:
     """Make the MoE blocks of a loaded model expert-parallel over ``group``. Collective.
 
@@ -110,9 +109,9 @@ def parallelize_moe(
             them serially.
         expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs a hidden size
             that is a multiple of 128, and another executor than "device".
-        placement: the ranks that hold each expert, the same in every block.
-        experts_per_rank: in place of ``placement``, the number of experts of each rank. If some ranks have none, the
-            others keep only their experts, and compute them for the former, see ``serve_experts``.
+        placement: the ranks that hold each expert, the same in every block; or the number of experts of each rank. With
+            numbers of which some are 0, the other ranks keep only their experts, and compute them for the ranks without
+            experts, see ``serve_experts``.
 
     Returns:
         ``model``.
@@ -120,8 +119,8 @@ def parallelize_moe(
     Raises:
         UnsupportedModel: the model has no MoE block, has one of an unsupported kind, or is already distributed by
             other means, or a swapped copy of a block differs from it. The model is unchanged.
-        ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or
-            ``placement`` or ``experts_per_rank`` does not fit the model.
+        ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or the
+            placement does not fit the model.
         RankMismatch: ranks pass different arguments, or models with different weights. On every rank; the model is
             unchanged.
     """
@@ -170,12 +169,10 @@ def parallelize_moe(
         for layout in (*(layout for _, layout in blocks.values()), *(plan.formula.layout for _, plan in own)):
             check_gemm_dtype(expert_gemm_dtype, layout.hidden)
             count = layout.num_experts
-            if placement is None:
-                placements[count] = Placement.contiguous(count, world, experts_per_rank)
-            elif experts_per_rank is None:
+            if isinstance(placement, Placement):
                 placements[count] = placement.fitting(count, world)
             else:
-                raise ConfigError("pass placement or experts_per_rank, not both")
+                placements[count] = Placement.contiguous(count, world, placement)
         for block, plan in own if linear_adapters else ():
             settings = expert_gemm_dtype, overlap, placements[block.num_experts]
             _block_lora().refuse_adapters(linear_adapters, block, plan, settings)
@@ -213,7 +210,7 @@ def parallelize_moe(
         _lora().adopt(model, name)
     if adapted or linear_adapters:
         _lora().audit_without_router(model)
-    if experts_per_rank is not None and 0 in experts_per_rank and experts_per_rank[group_rank(group)]:
+    if not isinstance(placement, Placement | None) and 0 in placement and placement[group_rank(group)]:
         keep_experts_only(model)
     prepare_ddp(model)
     if world > 1:
