@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -32,8 +34,9 @@ def prompts(rank: int, count: int) -> list[Tensor]:
 
 
 def tokens(model: Any, ids: Tensor, length: int, **settings: Any) -> Tensor:
+    """Return greedy tokens. Zeros in the prompt are padding."""
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length, eos_token_id=None, **settings
+        ids, attention_mask=(ids != 0).long(), do_sample=False, max_new_tokens=length, eos_token_id=None, **settings
     )
 
 
@@ -192,6 +195,15 @@ def raising(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
 
     try:
         with moe_comm.serving(model):
+            if rank == 1 and where == "router":
+                router = model.model.layers[1].mlp.gate.weight
+                weight = router.detach().clone()
+                try:
+                    tokens(model, prompt, 2)
+                    router.data.fill_(torch.nan)
+                    tokens(model, prompt, 3)
+                finally:
+                    router.data.copy_(weight)
             if rank == 1:
                 tokens(model, prompt, 2)
                 handle = model.model.layers[1].self_attn.register_forward_pre_hook(stop)
@@ -210,14 +222,18 @@ def raising(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("where", ["model", "context"])
+@pytest.mark.parametrize("where", ["model", "context", "router"])
 def test_an_exception_of_one_rank_ends_serving_on_all_ranks_and_they_can_serve_again(
     where: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
-    results = pool4.run(raising, (saved("mixtral"), where))
-    assert results[1] == ["_Stop: no more"]
-    for rank in (0, 2, 3):
-        assert results[rank] == ["PeerRaised: rank 1 raised _Stop: no more. Serving has ended on all ranks"]
+    first, second, *others = pool4.run(raising, (saved("mixtral"), where))
+    assert others == [first, first]
+    if where == "router":
+        assert "RoutingError" in second[0]
+        assert "RoutingError" in first[0]
+    else:
+        assert second == ["_Stop: no more"]
+        assert first == ["PeerRaised: rank 1 raised _Stop: no more. Serving has ended on all ranks"]
 
 
 def manager_raises(rank: int, world: int, folder: str) -> str:
@@ -248,14 +264,15 @@ def other_kinds(rank: int, world: int, folders: list[str]) -> None:
     plain, plain_assistant = map(load, folders)
     model, assistant = (swap_moe(load(folder), ep_group(world)) for folder in folders)
     (prompt,) = prompts(rank, 1)
-    prompt = prompt.repeat(2, 1) if rank < 2 else prompt
+    prompt = prompt.repeat(2, 1) if rank == 0 else prompt
+    padded = [F.pad(ids, (8 - ids.shape[1], 0)) for ids in prompts(rank, 2)]
 
     def run(model: Any, assistant: Any) -> Tensor:
         if rank == 0:
             return tokens(model, prompt, 6, num_beams=3)
         if rank == 1:
             with torch.inference_mode(), ThreadPoolExecutor() as pool:
-                return torch.cat(list(pool.map(lambda ids: tokens(model, ids, 6), prompt.split(1))))
+                return torch.cat(list(pool.map(partial(tokens, model, length=6), padded)), dim=1)
         if rank == 2:
             return tokens(model, prompt, 6, assistant_model=assistant)
         return model.model(prompt, use_cache=False).last_hidden_state  # the inner model, called directly

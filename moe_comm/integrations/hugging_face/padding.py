@@ -14,6 +14,7 @@ to: nodes are numbered in the order of their creation.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, cast
@@ -34,9 +35,14 @@ class PaddingMask:
     """The real tokens of the running call of a model. Use ``of`` to create it."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, int, RealTokens | None, int]] = []  # model, tokens, real ones, first node
+        # By thread: models, tokens, real ones, first node. Not a threading.local, which cannot be copied.
+        self._of_threads: dict[int, list[tuple[str, int, RealTokens | None, int]]] = {}
         self._past: deque[tuple[int, int, int, RealTokens]] = deque(maxlen=KEPT)  # first node, end, tokens, real ones
         self._forgotten = 0  # nodes before this one may belong to a call that is no longer kept
+
+    @property
+    def _calls(self) -> list[tuple[str, int, RealTokens | None, int]]:
+        return self._of_threads.get(threading.get_ident(), [])
 
     @classmethod
     def of(cls, model: nn.Module, experts: Iterable[str]) -> tuple[PaddingMask, list[RemovableHandle]]:
@@ -67,8 +73,8 @@ class PaddingMask:
         Raises:
             InputError: the tokens are recomputed, and their forward pass is too long ago.
         """
-        if self._calls:
-            _, tokens, real, _ = self._calls[-1]
+        if calls := self._calls:
+            _, tokens, real, _ = calls[-1]
             return real if tokens == num_tokens else None
         if not self._past or not recomputing():
             return None
@@ -91,21 +97,25 @@ class PaddingMask:
         self.end(name)
         tokens, real = _real_tokens(inputs)
         # A model may pass its inner model another form of mask for the same tokens, such as one per kind of attention.
-        if real is None and self._calls and self._calls[-1][1] == tokens:
-            real = self._calls[-1][2]
-        self._calls.append((name, tokens, real, torch.autograd._get_sequence_nr()))
+        calls = self._of_threads.setdefault(threading.get_ident(), [])
+        if real is None and calls and calls[-1][1] == tokens:
+            real = calls[-1][2]
+        calls.append((name, tokens, real, torch.autograd._get_sequence_nr()))
 
     @torch._disable_dynamo
     def end(self, name: str) -> None:
         """End the call of model ``name``, and all calls inside of it."""
-        for index, (other, tokens, real, first) in enumerate(self._calls):
+        calls = self._calls
+        for index, (other, tokens, real, first) in enumerate(calls):
             if other == name:
                 end = torch.autograd._get_sequence_nr()
                 if real is not None and torch.is_grad_enabled() and end > first:
                     if len(self._past) == KEPT:
                         self._forgotten = max(self._forgotten, self._past[0][1])
                     self._past.append((first, end, tokens, real))
-                del self._calls[index:]
+                del calls[index:]
+                if not calls:  # the thread may have ended
+                    del self._of_threads[threading.get_ident()]
                 return
 
 

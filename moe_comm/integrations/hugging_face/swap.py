@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Rounds(Protocol):
-    """Calls of the experts of all layers in which each rank takes part; see ``integrations/serving.py``."""
+class ExpertRounds(Protocol):
+    """Calls of experts in which all ranks take part; see ``integrations/rounds.py``."""
 
     def call(self, experts: EPExperts, top_k: int, run: Callable[[], T]) -> T: ...
 
@@ -73,7 +73,7 @@ class EPExperts(ExpertParallel):
     gemm_dtype: GemmDtype = "same"
     copies: ExpertCopies | None = None
     padding: PaddingMask | None = None
-    rounds: Rounds | None = None
+    rounds: ExpertRounds | None = None
     only_part = False
     can_be_adapted = True
 

@@ -1,0 +1,427 @@
+"""Rounds: calls of the experts of all layers by all ranks, of which any number runs the model. See ``serving``.
+
+The experts of all layers are called in *rounds*, in which every rank takes part. A rank that runs the model calls the
+experts from its forward pass. The other ranks call them without tokens, from a thread, and compute the rows that they
+receive:
+
+    rank 0   vote: work    layer 0 ─ experts    layer 1 ─ experts    vote: work ...
+    rank 1   vote: idle              experts              experts    vote: work    layer 0 ─ experts ...
+
+A vote precedes each round. It is an all-gather of two words: what each rank does next, and the kind of round that it
+needs, which is a model and the dtype of autocast. Ranks that need another kind take part without tokens. Without work
+on any rank there is no round, and the ranks vote again after a pause.
+
+Calls of a forward pass that skips layers, or raises, are completed without tokens. So a round always calls all experts
+of the model, in the order of its modules, once each.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from moe_comm.comm.agree import gather_texts
+from moe_comm.comm.channel import needs_report, raised_text
+from moe_comm.errors import ConfigError, MoeCommError, PeerRaised, known_to_peers, mark_known
+from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
+
+T = TypeVar("T")
+IDLE, WORK, LEFT, ERROR = range(4)
+"""What a rank votes for: another rank may have work; a round; it has left the context; it has failed."""
+AUTOCAST = (None, torch.bfloat16, torch.float16)
+"""Dtypes of autocast."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-3, 16e-3
+"""Limits of the pause between votes while no rank has work."""
+POLL_S = 10e-3
+"""Interval at which the thread looks whether this rank still runs the model."""
+GRACE, MOST_ROUNDS = 2.0, 2.0
+"""The thread votes once the last round is ``GRACE`` times longer ago than the usual time between two rounds, but after
+at most ``MOST_ROUNDS`` times the duration of a round: the other ranks wait for it."""
+SHORTEST_GRACE_S = 0.5e-3
+
+
+@dataclass(eq=False)
+class _Model:
+    """The experts of a model in the order of its modules, as they are called, and the number of experts per token."""
+
+    calls: list[tuple[EPExperts, nn.Module]]
+    top_k: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Model:
+        calls = []
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, EPExperts):
+                outer = model.get_submodule(unwrapped_name(name))  # with adapters
+                calls.append((module, outer))
+        return cls(calls)
+
+
+@dataclass(eq=False)
+class _Round:
+    """A round that the owner runs from a forward pass.
+
+    kind: index of the model, times the number of ``AUTOCAST``, plus the index in it. next: position of the next call.
+    """
+
+    kind: int
+    next: int = 0
+
+    @property
+    def model(self) -> int:
+        return self.kind // len(AUTOCAST)
+
+
+class _Running(threading.local):
+    """The models whose forward pass runs in this thread, the outermost first.
+
+    handled: the exception that was handled before the first.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.handled: BaseException | None = None
+
+
+class Rounds:
+    """The rounds of the models of one group, in this process.
+
+    One thread at a time, the *owner*, communicates: it votes, and calls experts in a round.
+
+    Attributes:
+        error: why the context has ended before all ranks have left it.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], channel: Any) -> None:
+        self.error: BaseException | None = None
+        self._channel, self._models = channel, [_Model.of(model) for model in models]
+        self._device = next(self._models[0].calls[0][0].parameters()).device
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._waiting = 0  # threads that want to run a model
+        self._round: _Round | None = None
+        self._closing = False
+        self._report: BaseException | None = None  # an error of this rank that the others do not know
+        self._last = -1  # kind of the last round
+        self._began = self._ended = self._round_s = 0.0  # times and duration of the last round of this rank
+        self._gap_s = 0.0  # usual time to the next
+        self._running = _Running()
+        self._all_left = self._empty = False
+        self._handles: list[Any] = []
+        self._managers: list[Any] = []
+        self._patched: list[Any] = []
+        self._of: dict[int, list[int]] = {}
+        for index, one in enumerate(self._models):
+            for experts, _ in one.calls:
+                experts.rounds = self
+                self._of.setdefault(id(experts), []).append(index)
+        for model in models:
+            self._hook(model)
+        self._thread = threading.Thread(target=self._follow, name="moe_comm serving", daemon=True)
+        self._thread.start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # ``call`` refuses the experts of copies
+
+    def _hook(self, model: nn.Module) -> None:
+        inside = [name for name, module in model.named_modules() if isinstance(module, EPExperts)]
+        for name, module in model.named_modules():
+            # The model, and inner ones with all experts that users may call.
+            if all(one.startswith(f"{name}." if name else "") for one in inside):
+                self._handles.append(module.register_forward_pre_hook(self._before, prepend=True))
+                self._handles.append(module.register_forward_hook(self._after, always_call=True))
+            if hasattr(module, "init_continuous_batching"):
+                made: Any = module
+                made.init_continuous_batching = MethodType(self._make_manager, module)
+                self._patched.append(made)
+
+    def _make_manager(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace ``init_continuous_batching`` of a model: remember the manager, whose thread hides its errors."""
+        manager = type(model).init_continuous_batching(model, *args, **kwargs)
+        if manager not in self._managers:
+            self._managers.append(manager)
+        return manager
+
+    # --- in the threads that run a model ---
+
+    def call(self, experts: EPExperts, top_k: int, run: Callable[[], T]) -> T:
+        """Call experts from a forward pass: ``run`` dispatches their tokens. Begins a round if none has begun.
+
+        Raises:
+            ConfigError: ``experts`` are those of a copied model.
+        """
+        if self._empty and self._owner == threading.get_ident():  # from ``_run_empty``
+            return run()
+        if id(experts) not in self._of:
+            raise ConfigError("a copy of a model in a serving context cannot run in it; copy the model before")
+        now = self._own_round() or self._begin(self._of[id(experts)])
+        position = self._position(now, experts)
+        if position < 0:  # another model, or a layer again
+            self._finish()
+            now = self._begin(self._of[id(experts)])
+            position = self._position(now, experts)
+        self._run_empty(now.kind, now.next, position)
+        with self._failing():
+            self._agree_top_k(now.model, position, top_k)
+            result = run()
+        now.next = position + 1
+        if now.next == len(self._models[now.model].calls):
+            self._release()
+        elif not self._running.models:
+            self._finish()
+        return result
+
+    def check(self) -> None:
+        """Raise the error that has ended the context, if any."""
+        error = self.error
+        if isinstance(error, MoeCommError):
+            raise type(error)(*error.args) from error
+        if error is not None:
+            raise error
+
+    def _own_round(self) -> _Round | None:
+        now = self._round
+        return now if now is not None and self._owner == threading.get_ident() else None
+
+    def _position(self, now: _Round, experts: EPExperts) -> int:
+        calls = self._models[now.model].calls
+        return next((i for i in range(now.next, len(calls)) if calls[i][0] is experts), -1)
+
+    def _begin(self, candidates: list[int]) -> _Round:
+        """Wait for the thread that communicates, and vote until a round of one of the models begins."""
+        autocast = _autocast_code(self._device.type)
+        kinds = [model * len(AUTOCAST) + autocast for model in candidates]
+        with self._changed:
+            self._waiting += 1
+            try:
+                while self._owner is not None:
+                    self._changed.wait()
+                self.check()
+                self._owner = threading.get_ident()
+            finally:
+                self._waiting -= 1
+        gap_s = time.monotonic() - self._ended
+        if gap_s < MOST_ROUNDS * self._round_s:  # else this rank was idle
+            self._gap_s = max(gap_s, 0.75 * self._gap_s + 0.25 * gap_s)
+        while (kind := self._vote(WORK, kinds[0])) not in kinds:
+            self._run_empty(kind, 0)
+        self._round, self._began = _Round(kind), time.monotonic()
+        return self._round
+
+    def _finish(self) -> None:
+        """Complete the round of this thread without tokens."""
+        if (now := self._own_round()) is not None:
+            self._run_empty(now.kind, now.next)
+            self._release()
+
+    def _release(self) -> None:
+        with self._changed:
+            self._round = self._owner = None
+            self._ended = time.monotonic()
+            self._round_s = self._ended - self._began
+            if self._waiting or self._closing:
+                self._changed.notify_all()
+
+    @torch._disable_dynamo
+    def _before(self, model: nn.Module, _: Any) -> None:
+        """Forward pre-hook. A call of the same model that has not ended was interrupted."""
+        models = self._running.models
+        if model in models:
+            del models[models.index(model) :]
+        if not models:
+            self._running.handled = sys.exc_info()[1]
+        models.append(model)
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError("gradients are enabled in a serving context; run the model under torch.no_grad()")
+
+    @torch._disable_dynamo
+    def _after(self, model: nn.Module, *_: Any) -> None:
+        """Forward hook, also called after an exception."""
+        models = self._running.models
+        if model in models:
+            del models[models.index(model) :]
+        if models:
+            return
+        self._finish()
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._running.handled:
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the thread report an error of this rank to the others, unless they know it."""
+        with self._changed:
+            if self.error is None and self._report is None and not known_to_peers(error):
+                self._report = error
+                self._changed.notify_all()
+
+    # --- in the thread of the context ---
+
+    def _follow(self) -> None:
+        """Take part in rounds of other ranks while no thread of this rank runs a model."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        pause_s = SHORTEST_PAUSE_S
+        with suppress(BaseException):  # kept in ``error``
+            while not self._all_left:
+                with self._changed:
+                    while (wait_s := self._wait_s()) > 0:
+                        self._changed.wait(wait_s)
+                    if self.error is not None:
+                        return
+                    self._owner = threading.get_ident()
+                self._look_at_managers()
+                kind = self._vote(LEFT if self._closing else IDLE)
+                if kind >= 0:
+                    self._run_empty(kind, 0)
+                with self._changed:
+                    self._owner = None
+                    self._changed.notify_all()
+                    if kind < 0 and not self._all_left:
+                        self._changed.wait(pause_s)
+                pause_s = SHORTEST_PAUSE_S if kind >= 0 else min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _wait_s(self) -> float:
+        """Return the seconds until the thread should look again whether it votes; 0: it votes."""
+        if self.error is not None:
+            return 0
+        if self._owner is not None or self._waiting:
+            return POLL_S
+        if self._closing or self._report is not None:
+            return 0
+        grace_s = max(min(GRACE * self._gap_s, MOST_ROUNDS * self._round_s), SHORTEST_GRACE_S)
+        return self._ended + grace_s - time.monotonic()
+
+    def _look_at_managers(self) -> None:
+        for manager in self._managers:
+            error = getattr(getattr(manager, "background_thread_status", None), "fatal_error", None)
+            if error is not None:
+                self._tell(error)
+
+    # --- in the owner ---
+
+    def _vote(self, state: int, kind: int = -1) -> int:
+        """Return the kind of the next round; -1 if no rank has work. Kinds take turns. Collective."""
+        with self._failing():
+            report = self._report
+            votes = self._gather("a vote", [state if report is None else ERROR, kind])
+            states = [vote[0] for vote in votes]
+            if ERROR in states:
+                self._raise_reported(report)
+            self._all_left = states.count(LEFT) == len(states)
+            wanted = [vote[1] for vote in votes if vote[0] == WORK]
+            if not wanted:
+                return -1
+            count = len(self._models) * len(AUTOCAST)
+            self._last = min(wanted, key=lambda one: (one - self._last - 1) % count)
+        return self._last
+
+    def _raise_reported(self, report: BaseException | None) -> None:
+        """Raise the first error that a rank has reported. Collective."""
+        text = "" if report is None else f"raised {type(report).__name__}: {report}"
+        texts = gather_texts(self._channel, "the errors of ranks that serve", text)
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        error = report or PeerRaised(f"rank {rank} {text}. Serving has ended on all ranks")
+        mark_known(error)
+        raise error
+
+    def _run_empty(self, kind: int, first: int, end: int | None = None) -> None:
+        """Call experts of the round without tokens: those at positions ``first`` until ``end``, or all that follow."""
+        model, autocast = divmod(kind, len(AUTOCAST))
+        calls = self._models[model].calls
+        end = len(calls) if end is None else end
+        if first >= end:
+            return
+        dtype = AUTOCAST[autocast]
+        with self._failing(), torch.no_grad(), torch.autocast(self._device.type, dtype, enabled=dtype is not None):
+            for position in range(first, end):
+                top_k = self._agree_top_k(model, position, 0)
+                if not top_k:  # no rank calls this layer
+                    continue
+                experts, outer = calls[position]
+                weight = next(experts.parameters(recurse=False))
+                x_TD = torch.zeros(0, experts.layout.hidden, dtype=weight.dtype, device=weight.device)
+                ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=weight.device)
+                weights_TK = torch.zeros(0, top_k, dtype=torch.float32, device=weight.device)
+                self._empty = True
+                try:
+                    # Hooks of the caller on experts do not run, but those of adapters.
+                    (experts.forward if outer is experts else outer)(x_TD, ids_TK, weights_TK)
+                finally:
+                    self._empty = False
+
+    def _agree_top_k(self, model: int, position: int, top_k: int) -> int:
+        """Return the number of experts per token of a layer; 0 if no rank calls it. Collective until it is known.
+
+        top_k: of this rank's call; 0 without tokens.
+        """
+        known = self._models[model].top_k
+        if position not in known:
+            agreed = max(row[0] for row in self._gather("the number of experts per token", [top_k]))
+            if not agreed:
+                return 0
+            known[position] = agreed
+        return known[position]
+
+    def _gather(self, what: str, words: list[int]) -> list[list[int]]:
+        sent = torch.tensor(words, dtype=torch.int64, device=self._channel.control_device)
+        rows: list[list[int]] = self._channel.all_gather(sent, f"{what} of ranks that serve").tolist()
+        return rows
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Context of what all ranks do: an exception ends the context."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception) and needs_report(error, self._channel.comm):
+                self._channel.give_up(f"rank {self._channel.rank} {raised_text(error, '')}")
+            with self._changed:
+                self.error = self.error or error
+                self._round = self._owner = None
+                self._changed.notify_all()
+            raise
+
+    # --- the end of the context ---
+
+    def close(self, error: BaseException | None) -> None:
+        """Take part until all ranks have left the context, or until an error. ``error``: that has left it here."""
+        with suppress(Exception):
+            self._finish()  # of a call that Ctrl-C has interrupted
+        if error is not None:
+            self._tell(error)
+        try:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._thread.join()
+        except BaseException as interrupt:
+            self._tell(interrupt)
+            self._thread.join()
+            raise
+        finally:
+            self._detach()
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for model in self._patched:
+            vars(model).pop("init_continuous_batching", None)
+        for one in self._models:
+            for experts, _ in one.calls:
+                experts.rounds = None
+
+
+def _autocast_code(device_type: str) -> int:
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if dtype not in AUTOCAST:
+        raise ConfigError(f"autocast in a serving context must be to bfloat16 or float16; got {dtype}")
+    return AUTOCAST.index(dtype)
