@@ -159,7 +159,7 @@ class Rounds:
         Raises:
             ConfigError: ``experts`` are those of a copied model.
         """
-        if self._empty and self._owner == threading.get_ident():  # from ``_run_empty``
+        if self._runs_empty():
             return run()
         if id(experts) not in self._of:
             raise ConfigError("a copy of a model in a serving context cannot run in it; copy the model before")
@@ -187,6 +187,10 @@ class Rounds:
             raise type(error)(*error.args) from error
         if error is not None:
             raise error
+
+    def _runs_empty(self) -> bool:
+        """Return whether this thread is in ``_run_empty``."""
+        return self._empty and self._owner == threading.get_ident()
 
     def _own_round(self) -> _Round | None:
         now = self._round
@@ -234,6 +238,8 @@ class Rounds:
     @torch._disable_dynamo
     def _before(self, model: nn.Module, _: Any) -> None:
         """Forward pre-hook. A call of the same model that has not ended was interrupted."""
+        if self._runs_empty():  # of an adapter around experts
+            return
         models = self._running.models
         if model in models:
             del models[models.index(model) :]
@@ -246,6 +252,8 @@ class Rounds:
     @torch._disable_dynamo
     def _after(self, model: nn.Module, *_: Any) -> None:
         """Forward hook, also called after an exception."""
+        if self._runs_empty():
+            return
         models = self._running.models
         if model in models:
             del models[models.index(model) :]
