@@ -404,3 +404,16 @@ def test_swap_attention_does_not_drop_adapters() -> None:
     with pytest.raises(MoeCommError, match=r"layer 0 has the parameter q_proj\.base_layer\.weight"):
         moe_comm.swap_attention(model.get_base_model())
     moe_comm.swap_attention(model.merge_and_unload())
+
+
+def served(rank: int, world: int, settings: dict[str, Any]) -> None:
+    """Rank 0 has no prompt."""
+    models = adapted(small_model(num_hidden_layers=1), settings), swapped(settings, True, num_hidden_layers=1)
+    ids, how = batch()[1], {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+    with moe_comm.serving(models[1]):
+        got = [model.generate(ids, attention_mask=torch.ones_like(ids), **how) for model in models if rank]
+    assert all(torch.equal(one, got[0]) for one in got)
+
+
+def test_ranks_without_prompts_serve_adapted_experts(pool2: RankPool) -> None:
+    pool2.run(served, EXPERTS["both, and attention"])
