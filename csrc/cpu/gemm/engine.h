@@ -54,6 +54,9 @@ struct Ahead {
   }
 };
 
+struct Product;
+struct Following;
+
 struct Engine {
   const char* name;
   int panel_a, panel_b;  // rows and columns of a tile, at most
@@ -82,6 +85,8 @@ struct Engine {
   // Called on each thread around all of the above.
   uint64_t (*enter)();
   void (*leave)(uint64_t);
+  // The whole product, instead of the functions for packing and tiles; or null.
+  void (*product)(const Product&, const Following*) = nullptr;
 };
 
 }  // namespace gemm

@@ -5,10 +5,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
+#include "product.h"
 #include "select.h"
 
 namespace moe_comm {
@@ -19,11 +22,9 @@ namespace {
 #include "../vectors.inc"
 #include "floats.inc"
 #include "words.inc"
+#include "words_amx.inc"
 
-constexpr int kSide = 16;          // rows and columns of a tile register
-constexpr int kPanel = 2 * kSide;  // rows and columns of a tile of this file: 2 x 2 registers
-constexpr int kUnit = 32;
-constexpr int64_t kTileBytes = 1024;
+#define MOE_INLINE_MEMBER inline __attribute__((always_inline))
 
 struct alignas(64) Config {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -39,127 +40,327 @@ uint64_t enter() {
 
 void leave(uint64_t before) {
   __asm__ volatile("tilerelease" ::: "memory");
+  _mm_sfence();  // results that were written around the caches
   leave_flushing(before);
 }
 
 // Not the compiler's intrinsics: those of gcc 12 do not say that they read and write memory.
 #define MOE_TILE_LOAD(tile, address, stride) \
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(address), "r"(stride) : "memory")
-#define MOE_TILE_STORE(tile, address, stride) \
-  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(address), "r"(stride) : "memory")
+#define MOE_TILE_STORE(tile, address) \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(address), "r"(int64_t{64}) : "memory")
 #define MOE_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
 #define MOE_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 
-// A: [k / 32][2][16 rows][32 k]. Rows from count on hold arbitrary values.
-void pack_a(const Lines& lines, int, int64_t first, int count, int64_t k0, int64_t depth, char* panel, Ahead& ahead) {
-  if (lines.across) {
-    alignas(64) char words[kUnit / 2][kSide * 4];
-    const char* from[kSide];
-    for (int i = 0; i < kSide; ++i) from[i] = words[i];
-    for (int64_t k = 0; k < depth; k += kUnit) {
-      const int64_t valid = depth - k < kUnit ? depth - k : kUnit;
-      for (int r = 0; r < count; r += kSide) {
-        const int some = count - r < kSide ? count - r : kSide;
-        words_across<kSide>(lines, first + r, some, k0 + k, valid, kUnit, words[0], ahead);
-        float* to = reinterpret_cast<float*>(panel + (k / kUnit * 2 + r / kSide) * kTileBytes);
-        Vec columns[kSide];
-        transpose(from, 0, columns);
-#pragma GCC unroll 16
-        for (int i = 0; i < kSide; ++i) F32::store(to + i * kSide, columns[i]);
-      }
-    }
-    return;
-  }
-  for (int r = 0; r < count; ++r) {
-    const char* from = lines.line(first + r) + k0 * 2;
-    char* to = panel + r / kSide * kTileBytes + r % kSide * 64;
-    int64_t k = 0;
-    for (; k + kUnit <= depth; k += kUnit, to += 2 * kTileBytes) {
-      _mm512_store_si512(to, _mm512_loadu_si512(from + k * 2));
-    }
-    if (k < depth) {
-      std::memset(to, 0, 64);
-      std::memcpy(to, from + k * 2, static_cast<size_t>(depth - k) * 2);
-    }
-  }
-}
+// A panel of left operands: in tiles, or where the matrix lies.
+struct Left {
+  const char* at;
+  int64_t stride, half, step;  // bytes between rows, between the two registers of rows, and per 32 k
+};
 
-// Tile registers: 0 to 3 results, 4 and 5 rows, 6 and 7 columns. `both`: two registers of rows.
-template <bool both>
-MOE_INLINE void multiply(const char* a, const char* b, int64_t depth, float* c, int64_t stride, bool load,
-                         Ahead& ahead) {
-  constexpr int64_t b_stride = kPanel * 4;
-  const int64_t c_stride = stride * 4;
-  char* c0 = reinterpret_cast<char*>(c);
-  char* c1 = c0 + kSide * c_stride;
+// What runs between the instructions for tiles, which leave the other units of the core idle: prefetching the next
+// block, packing the next panel and rounding the results before.
+struct Side {
+  Ahead ahead;
+  Packing packing;
+  int pairs = 0;  // to pack per 32 k
+  Finishing finishing;
+  int parts = 0;                            // to finish per 32 k
+  char *out = nullptr, *out_end = nullptr;  // results of this tile, to prefetch
+  int64_t out_stride = 0;
+  int out_lines = 0;
+
+  void prefetch_results(const TileResults& to, int64_t steps) {
+    out = to.out;
+    out_end = to.out + to.rows * to.stride;
+    out_stride = to.stride;
+    out_lines = static_cast<int>((to.rows + steps - 1) / steps);
+  }
+  MOE_INLINE_MEMBER void step() {
+    ahead.fetch(ahead.per_tile);
+    for (int i = 0; i < out_lines && out < out_end; ++i, out += out_stride) __builtin_prefetch(out, 1);
+    if (packing.at < packing.end) packing.some(pairs);
+    if (finishing.left > 0) finishing.some(parts);
+  }
+};
+
+// Tile registers: 0 to 3 results, 4 and 5 the left operand, 6 and 7 the right one. rows, columns: registers of them.
+template <int rows, int columns>
+MOE_INLINE void multiply(const Left& left, const char* right, int64_t steps, char* c, bool load, Side& side) {
+  const char *a = left.at, *b = right;
+  const int64_t stride = left.stride, half = left.half, step = left.step, b_stride = kRightStride;
   if (load) {
-    MOE_TILE_LOAD(0, c0, c_stride);
-    MOE_TILE_LOAD(1, c0 + 64, c_stride);
-    if (both) {
-      MOE_TILE_LOAD(2, c1, c_stride);
-      MOE_TILE_LOAD(3, c1 + 64, c_stride);
-    }
+    MOE_TILE_LOAD(0, c, int64_t{64});
+    if (columns == 2) MOE_TILE_LOAD(1, c + kTileBytes, int64_t{64});
+    if (rows == 2) MOE_TILE_LOAD(2, c + 2 * kTileBytes, int64_t{64});
+    if (rows == 2 && columns == 2) MOE_TILE_LOAD(3, c + 3 * kTileBytes, int64_t{64});
   } else {
     MOE_TILE_ZERO(0);
-    MOE_TILE_ZERO(1);
-    if (both) {
-      MOE_TILE_ZERO(2);
-      MOE_TILE_ZERO(3);
-    }
+    if (columns == 2) MOE_TILE_ZERO(1);
+    if (rows == 2) MOE_TILE_ZERO(2);
+    if (rows == 2 && columns == 2) MOE_TILE_ZERO(3);
   }
-  for (int64_t k = 0; k < depth; k += kUnit, a += 2 * kTileBytes, b += 2 * kTileBytes) {
-    ahead.fetch(8 * ahead.per_tile);
+  for (; steps > 0; --steps, a += step, b += 2 * kTileBytes) {
+    side.step();
     MOE_TILE_LOAD(6, b, b_stride);
-    MOE_TILE_LOAD(4, a, int64_t{64});
-    MOE_TILE_LOAD(7, b + 64, b_stride);
+    MOE_TILE_LOAD(4, a, stride);
+    if (columns == 2) MOE_TILE_LOAD(7, b + 64, b_stride);
     MOE_TILE_DOT(0, 4, 6);
-    MOE_TILE_DOT(1, 4, 7);
-    if (both) {
-      MOE_TILE_LOAD(5, a + kTileBytes, int64_t{64});
+    if (columns == 2) MOE_TILE_DOT(1, 4, 7);
+    if (rows == 2) {
+      MOE_TILE_LOAD(5, a + half, stride);
       MOE_TILE_DOT(2, 5, 6);
-      MOE_TILE_DOT(3, 5, 7);
+      if (columns == 2) MOE_TILE_DOT(3, 5, 7);
     }
   }
-  MOE_TILE_STORE(0, c0, c_stride);
-  MOE_TILE_STORE(1, c0 + 64, c_stride);
-  if (both) {
-    MOE_TILE_STORE(2, c1, c_stride);
-    MOE_TILE_STORE(3, c1 + 64, c_stride);
+  MOE_TILE_STORE(0, c);
+  if (columns == 2) MOE_TILE_STORE(1, c + kTileBytes);
+  if (rows == 2) MOE_TILE_STORE(2, c + 2 * kTileBytes);
+  if (rows == 2 && columns == 2) MOE_TILE_STORE(3, c + 3 * kTileBytes);
+}
+
+void multiply_panels(int rows, int columns, const Left& left, const char* right, int64_t steps, char* c, bool load,
+                     Side& side) {
+  if (rows > kSide) {
+    if (columns > kSide) {
+      multiply<2, 2>(left, right, steps, c, load, side);
+    } else {
+      multiply<2, 1>(left, right, steps, c, load, side);
+    }
+  } else if (columns > kSide) {
+    multiply<1, 2>(left, right, steps, c, load, side);
+  } else {
+    multiply<1, 1>(left, right, steps, c, load, side);
   }
 }
 
-void tile(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t stride, bool load,
-          Ahead& ahead) {
-  if (n == kPanel && (m == kPanel || m == kSide)) {
-    if (m == kPanel) {
-      multiply<true>(a, b, depth, c, stride, load, ahead);
-    } else {
-      multiply<false>(a, b, depth, c, stride, load, ahead);
-    }
-    return;
-  }
-  alignas(64) float whole[kPanel * kPanel];
-  const size_t bytes = static_cast<size_t>(n) * sizeof(float);
-  for (int i = 0; load && i < m; ++i) std::memcpy(whole + i * kPanel, c + i * stride, bytes);
-  if (m > kSide) {
-    multiply<true>(a, b, depth, whole, kPanel, load, ahead);
-  } else {
-    multiply<false>(a, b, depth, whole, kPanel, load, ahead);
-  }
-  for (int i = 0; i < m; ++i) std::memcpy(c + i * stride, whole + i * kPanel, bytes);
+constexpr int64_t kBlockBytes = 128 << 10;    // of columns; the next block is prefetched while this one is used
+constexpr int64_t kResultsBytes = 768 << 10;  // of a block
+constexpr int64_t kMostDepth = 4096;          // of a block, if lines run along k
+constexpr int64_t kLeastDepth = 64, kAcrossDepth = 256;  // and across k
+constexpr int64_t kRowBytes = 1 << 20;                   // packed rows
+constexpr int64_t kLeastRows = 128, kMostRows = 512;
+constexpr int64_t kAroundBytes = 1 << 20;  // results of an expert that are written around the caches
+constexpr int64_t kMostPanels = 64;
+
+struct Buffers {
+  Scratch rows, columns, results;
+};
+Buffers& buffers() {
+  static thread_local Buffers all;
+  return all;
 }
+
+int64_t parts(int64_t x, int64_t of) { return (x + of - 1) / of; }
+
+// The right operand is packed in pairs of k, and the left one is not, if its lines run along k. So weights whose lines
+// run along k are the left operand, and results are transposed; otherwise rows are the left operand.
+class Blocks {
+ public:
+  Blocks(const Product& p, const Following* following) : p_(p), following_(following), swapped_(!p.b.across) {
+    const int64_t whole = parts(p.depth, kUnit) * kUnit;
+    const int64_t rows = std::min<int64_t>(std::max<int64_t>(kRowBytes / (whole * 2), kLeastRows), kMostRows);
+    rows_ = parts(parts(p.m, parts(p.m, rows)), kPanel) * kPanel;
+    // Lines along k are read whole, over a few columns, and lines across k over many columns and a few k, because each
+    // piece of a page needs a translation.
+    if (swapped_) {
+      depth_ = parts(parts(whole, parts(whole, kMostDepth)), kUnit) * kUnit;
+      panels_ = kBlockBytes / (depth_ * kPanel * 2);
+    } else {
+      panels_ = std::min(parts(p.columns, kPanel), kResultsBytes / (rows_ * kPanel * 4));
+      depth_ = std::min(kAcrossDepth, kBlockBytes / (std::max<int64_t>(panels_, 1) * kPanel * 2)) / kUnit * kUnit;
+      depth_ = std::min(whole, std::max(depth_, kLeastDepth));
+      if (whole <= 2 * kAcrossDepth) depth_ = whole;
+    }
+    panels_ = std::min(std::max<int64_t>(panels_, 1), kMostPanels);
+    row_bytes_ = whole * kPanel * 2;
+    in_place_ = swapped_ && !p.b.place;
+    around_ = p.out_dtype == kBFloat16 && !p.accumulate && p.m * p.columns * 2 >= kAroundBytes && !swapped_ &&
+              p.a.across && reinterpret_cast<uintptr_t>(p.out) % 64 == 0 && p.out_stride % 64 == 0 &&
+              p.column_first % kPanel == 0;
+  }
+
+  void run() {
+    Ahead none;
+    for (first_row_ = 0; first_row_ < p_.m; first_row_ += rows_) {
+      last_row_ = std::min(p_.m, first_row_ + rows_);
+      packed_rows_ = buffers().rows.get(parts(last_row_ - first_row_, kPanel) * row_bytes_);
+      for (int64_t r = first_row_; r < last_row_; r += kPanel) {
+        (swapped_ ? pack_right : pack_left)(p_.a, r, count(r, last_row_), 0, p_.depth, rows_at(r, 0), none);
+      }
+      for (int64_t n = 0; n < p_.columns; n += panels_ * kPanel) {
+        for (int64_t k = 0; k < p_.depth; k += depth_) block(n, k);
+      }
+      side_.finishing.rest();
+      packed_ = nullptr;
+    }
+  }
+
+ private:
+  static int count(int64_t at, int64_t last) { return static_cast<int>(std::min<int64_t>(kPanel, last - at)); }
+  char* rows_at(int64_t row, int64_t k) const {
+    return packed_rows_ + (row - first_row_) / kPanel * row_bytes_ + k * kPanel * 2;
+  }
+
+  // What the block after (n, k) reads.
+  Ahead after(int64_t n, int64_t k) const {
+    Ahead ahead;
+    const Lines* lines = &p_.b;
+    int64_t column = p_.column_first, columns = p_.columns, depth = p_.depth;
+    k += depth_;
+    if (k >= p_.depth) {
+      k = 0;
+      n += panels_ * kPanel;
+    }
+    if (n >= p_.columns) {
+      n = 0;
+      if (last_row_ == p_.m) {
+        if (!following_) return ahead;
+        lines = &following_->b;
+        column = following_->column_first;
+        columns = following_->columns;
+        depth = following_->depth;
+      }
+    }
+    const int64_t wide = std::min(panels_ * kPanel, columns - n), deep = std::min(depth_, depth - k);
+    ahead.lines = *lines;
+    ahead.line = swapped_ ? column + n : k;
+    ahead.last = ahead.line + (swapped_ ? wide : deep);
+    ahead.from = (swapped_ ? k : column + n) * 2;
+    ahead.bytes = (swapped_ ? deep : wide) * 2;
+    return ahead;
+  }
+
+  // Start to pack columns [n + j panels] and k from k0.
+  void pack(int64_t n, int64_t k0, int64_t j) {
+    const int64_t first = n + j * kPanel, depth = std::min(depth_, p_.depth - k0);
+    const int64_t bytes = depth_padded() * kPanel * 2;
+    char* memory = buffers().columns.get(2 * bytes);
+    packed_ = memory + (packed_ == memory ? bytes : 0);
+    side_.packing.start(p_.b, p_.column_first + first, count(first, p_.columns), k0, depth, packed_);
+  }
+  int64_t depth_padded() const { return parts(depth_, kUnit) * kUnit; }
+
+  // Columns from n and k from k0, for all packed rows.
+  void block(int64_t n, int64_t k0) {
+    const int64_t last = std::min(p_.columns, n + panels_ * kPanel), depth = std::min(depth_, p_.depth - k0);
+    const int64_t steps = parts(depth, kUnit), panels = parts(last - n, kPanel);
+    const int64_t row_panels = parts(last_row_ - first_row_, kPanel);
+    whole_ = depth == p_.depth;
+    results_ = buffers().results.get((whole_ ? 2 : row_panels * panels) * kResultBytes);
+    side_.ahead = after(n, k0);
+    side_.ahead.per_tile = static_cast<int>(
+        parts((side_.ahead.last - side_.ahead.line) * parts(side_.ahead.bytes, 64), row_panels * panels * steps));
+    if (swapped_) {
+      in_rows_first(n, k0, last, depth);
+      return;
+    }
+    // Of a tile that is finished at once: not the memory of the tile before.
+    const auto result = [&](int64_t i, int64_t j) {
+      return results_ + (whole_ ? ++tiles_ % 2 : i * panels + j) * kResultBytes;
+    };
+    for (int64_t j = 0; j < panels; ++j) {
+      if (!packed_) {
+        pack(n, k0, j);
+        side_.packing.rest();
+      }
+      const char* right = packed_;
+      // The panel after this one.
+      int64_t next_n = n, next_k = k0, next_j = j + 1;
+      if (next_j == panels) {
+        next_j = 0;
+        next_k += depth_;
+        if (next_k >= p_.depth) {
+          next_k = 0;
+          next_n += panels_ * kPanel;
+        }
+      }
+      if (next_n < p_.columns) {
+        pack(next_n, next_k, next_j);
+        side_.pairs = static_cast<int>(parts((side_.packing.end - side_.packing.at) / 2, row_panels * steps));
+      } else {
+        packed_ = nullptr;
+      }
+      for (int64_t i = 0; i < row_panels; ++i) {
+        const Left left{rows_at(first_row_ + i * kPanel, k0), 64, kTileBytes, 2 * kTileBytes};
+        tile(first_row_ + i * kPanel, n + j * kPanel, k0, steps, left, right, result(i, j));
+      }
+      side_.packing.rest();
+    }
+  }
+
+  void in_rows_first(int64_t n, int64_t k0, int64_t last, int64_t depth) {
+    const int64_t steps = parts(depth, kUnit), panel_bytes = steps * 2 * kTileBytes, panels = parts(last - n, kPanel);
+    char* packed = buffers().columns.get(panels * panel_bytes);
+    Left columns[kMostPanels];
+    for (int64_t j = 0; j < panels; ++j) {
+      const int64_t first = p_.column_first + n + j * kPanel;
+      char* to = packed + j * panel_bytes;
+      if (in_place_ && depth % kUnit == 0 && n + (j + 1) * kPanel <= last) {
+        columns[j] = {p_.b.line(first) + k0 * 2, p_.b.stride, p_.b.stride * kSide, 64};
+      } else {
+        pack_left(p_.b, first, count(n + j * kPanel, last), k0, depth, to, side_.ahead);
+        columns[j] = {to, 64, kTileBytes, 2 * kTileBytes};
+      }
+    }
+    for (int64_t row = first_row_, i = 0; row < last_row_; row += kPanel, ++i) {
+      for (int64_t j = 0; j < panels; ++j) {
+        const int64_t at = whole_ ? ++tiles_ % 2 : i * panels + j;
+        tile(row, n + j * kPanel, k0, steps, columns[j], rows_at(row, k0), results_ + at * kResultBytes);
+      }
+    }
+  }
+
+  void tile(int64_t row, int64_t column, int64_t k0, int64_t steps, const Left& left, const char* right,
+            char* results) {
+    const int m = count(row, last_row_), n = count(column, p_.columns);
+    const int64_t element = dtype_bytes(p_.out_dtype), at = (p_.column_first + column) * element;
+    const TileResults to{p_.out + row * p_.out_stride + at,
+                         p_.out_stride,
+                         p_.bias ? p_.bias + at : nullptr,
+                         m,
+                         n,
+                         p_.out_dtype,
+                         around_};
+    float* c = reinterpret_cast<float*>(results);
+    if (k0 == 0 && p_.accumulate) (swapped_ ? start_columns_of : start_rows_of)(to, c);
+    const bool last = k0 + steps * kUnit >= p_.depth;
+    side_.out_lines = 0;
+    if (last && !around_) side_.prefetch_results(to, steps);
+    side_.parts = static_cast<int>(parts(side_.finishing.left, steps));
+    multiply_panels(swapped_ ? n : m, swapped_ ? m : kPanel, left, right, steps, results, k0 > 0 || p_.accumulate,
+                    side_);
+    side_.finishing.rest();
+    if (last) side_.finishing.start(c, to, swapped_);
+  }
+
+  const Product& p_;
+  const Following* following_;
+  const bool swapped_;
+  bool in_place_, around_;
+  int64_t depth_, panels_, rows_, row_bytes_;
+  int64_t first_row_ = 0, last_row_ = 0;
+  char* packed_rows_ = nullptr;
+  char* packed_ = nullptr;  // the next panel of columns
+  char* results_ = nullptr;
+  bool whole_ = false;
+  int64_t tiles_ = 0;
+  Side side_;
+};
+
+void product(const Product& p, const Following* following) { Blocks(p, following).run(); }
 
 }  // namespace
 
 const Engine& in_pairs() {
-  static const Engine table = {
-      "amx", kPanel,  kPanel, kSide, kUnit, kPanel * 2, kPanel * 2, pack_a, pack_words<kPanel, kUnit>,
-      tile,  nullptr, finish, start, enter, leave};
+  static const Engine table = {"amx",   kPanel,  kPanel,  1,      kUnit, 0,     0,     nullptr,
+                               nullptr, nullptr, nullptr, finish, start, enter, leave, product};
   return table;
 }
 
 bool permitted() {
-  constexpr long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, for all threads of the process
+  constexpr long request = 0x1023,
+                 tile_data = 18;  // ARCH_REQ_XCOMP_PERM, for all threads of the process
   return syscall(SYS_arch_prctl, request, tile_data) == 0;
 }
 

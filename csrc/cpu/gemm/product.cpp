@@ -304,7 +304,9 @@ char* Scratch::get(int64_t bytes) {
 
 void multiply(const Engine& e, const Product& p, const Following* following) {
   if (p.m == 0 || p.columns == 0) return;
-  if (p.depth > 0) {
+  if (p.depth > 0 && e.product) {
+    e.product(p, following);
+  } else if (p.depth > 0) {
     Blocks(e, p, following).run();
   } else if (!p.accumulate) {
     float* zeros = reinterpret_cast<float*>(buffers().c.get(p.columns * 4));

@@ -16,7 +16,7 @@ std::vector<const Engine*> usable(bool bf16) {
   std::vector<const Engine*> all;
 #if defined(__x86_64__)
   const CpuFeatures cpu = cpu_features();
-  if (bf16 && cpu.avx512 && cpu.amx_bf16 && amx::permitted()) all.push_back(&amx::in_pairs());
+  if (bf16 && cpu.avx512 && cpu.avx512_bf16 && cpu.amx_bf16 && amx::permitted()) all.push_back(&amx::in_pairs());
   if (cpu.avx512) all.push_back(bf16 ? &avx512::in_pairs() : &avx512::in_sequence());
   if (cpu.avx2) all.push_back(bf16 ? &avx2::in_pairs() : &avx2::in_sequence());
 #elif defined(__aarch64__)
