@@ -15,7 +15,7 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
-from moe_comm.layers.moe.experts import has_any_hook
+from moe_comm.layers.moe.experts import has_hooks
 from moe_comm.layers.moe.formula import ExpertsLayout
 
 
@@ -58,7 +58,7 @@ def on_device(layout: ExpertsLayout, experts: nn.Module, x_TD: Tensor) -> bool:
     return (
         all(type(w) is nn.Parameter and w.dtype == x_TD.dtype and w.shape[0] > 0 for w in weights)
         and isinstance(layout.activation, Composed)
-        and not has_any_hook(experts)
+        and not has_hooks(experts)
     )
 
 

@@ -33,24 +33,6 @@ if TYPE_CHECKING:
     from moe_comm.overlap.options import Overlap
 
 
-def has_hooks(experts: nn.Module) -> bool:
-    """Return whether other code than that of this library and of torch may read the rows or outputs of ``experts``."""
-    if "forward" in vars(experts):
-        return True
-    every = torch.nn.modules.module  # hooks of all modules of the process
-    hooks = (
-        *experts._forward_pre_hooks.values(),
-        *experts._forward_hooks.values(),
-        *experts._backward_hooks.values(),
-        *experts._backward_pre_hooks.values(),
-        *every._global_forward_pre_hooks.values(),
-        *every._global_forward_hooks.values(),
-        *every._global_backward_hooks.values(),
-        *every._global_backward_pre_hooks.values(),
-    )
-    return any(not (getattr(hook, "__module__", None) or "").startswith(("moe_comm.", "torch.")) for hook in hooks)
-
-
 def overlap_of(overlap: Overlap | Literal["auto"] | None) -> Overlap | None:
     """Return ``Overlap.of(overlap)``; a layer without overlap does not load the settings."""
     if overlap is None:

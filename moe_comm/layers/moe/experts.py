@@ -23,11 +23,28 @@ if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
 
 
-def has_any_hook(module: nn.Module) -> bool:
-    """Return whether a hook, also one of torch such as FSDP's, sees the arguments or results of ``module``."""
-    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    every = torch.nn.modules.module._has_any_global_hook()
-    return bool(hooks or every) or "forward" in vars(module)
+def has_hooks(module: nn.Module, *, foreign: bool = False) -> bool:
+    """Return whether a hook, of ``module`` or of all modules, or a replaced ``forward`` sees its arguments or results.
+
+    Args:
+        foreign: ignore hooks of this library and of torch, such as FSDP's.
+    """
+    if "forward" in vars(module):
+        return True
+    every = torch.nn.modules.module
+    hooks = (
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *every._global_forward_pre_hooks.values(),
+        *every._global_forward_hooks.values(),
+        *every._global_backward_hooks.values(),
+        *every._global_backward_pre_hooks.values(),
+    )
+    if not foreign:
+        return bool(hooks)
+    return any(not (getattr(hook, "__module__", None) or "").startswith(("moe_comm.", "torch.")) for hook in hooks)
 
 
 @dataclass(frozen=True)
@@ -210,7 +227,7 @@ class Experts(nn.Module):
             and self.num_experts > 0
             and (w13.dtype == x_TD.dtype or torch.is_autocast_enabled(x_TD.device.type))
             and isinstance(self.activation, Composed)
-            and not has_any_hook(self)
+            and not has_hooks(self)
         )
 
     def mlp_for(self, rows: Tensor, slots: int = 0) -> ExpertMLP:

@@ -47,8 +47,8 @@ from moe_comm.layers.moe.config import (
     build_modules,
     check_parts,
 )
-from moe_comm.layers.moe.expert_parallel import ExpertParallel, has_hooks, overlap_of
-from moe_comm.layers.moe.experts import Experts, ExpertSlice
+from moe_comm.layers.moe.expert_parallel import ExpertParallel, overlap_of
+from moe_comm.layers.moe.experts import Experts, ExpertSlice, has_hooks
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
 from moe_comm.layers.parallel.collectives import channel_of, group_size
 from moe_comm.layers.parallel.recompute import recomputing
@@ -518,7 +518,7 @@ class MoELayer(ExpertParallel):
             beside=(width + self.beside[0], self.beside[1]),
             in_place=own,
             on_device=own and self.experts.on_device(x_TD),
-            observed=not own or has_hooks(self.experts),
+            observed=not own or has_hooks(self.experts, foreign=True),
         )
         etp, handle = self.sizes["etp"], call.handle
         slots = handle.num_tokens * handle.top_k // etp
