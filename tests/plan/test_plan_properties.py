@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from moe_plan.model.load import Workload
 from moe_plan.model.mapping import OverlapMode
 from moe_plan.search.plan_json import plan_json
 from moe_plan.search.request import PlanRequest
-from moe_plan.search.search import search
+from moe_plan.search.search import SearchResult, search
 from moe_plan.search.space import PartialMapping, SearchSpace
 
 ODD = ModelShape("odd", 15, 960, 15, 5, 64, 5001, 12, 3, 352, shared_ffn=176)
@@ -37,6 +38,11 @@ CASES: list[tuple[ModelShape, str, int, int, Workload, int, OverlapMode]] = [
 def request(case: tuple[Any, ...]) -> PlanRequest:
     shape, hardware, gpus, host, load, batch, _ = case
     return PlanRequest(shape, cluster_named(hardware, gpus, host), load, batch)
+
+
+@cache
+def found(case: tuple[Any, ...]) -> SearchResult:
+    return search(request(case), SearchSpace.of(overlap=case[-1]), keep=3)
 
 
 def flops_a_token(shape: ModelShape, seq: int) -> float:
@@ -62,8 +68,7 @@ def flops_a_token(shape: ModelShape, seq: int) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_a_prediction_is_consistent_and_reproduced_by_its_mapping_option(case: tuple[Any, ...]) -> None:
-    plan_request, overlap = request(case), case[-1]
-    result = search(plan_request, SearchSpace.of(overlap=overlap), keep=3)
+    plan_request, result = request(case), found(case)
     for one in result.best:
         output = plan_json(plan_request, one, result)
         json.dumps(output, allow_nan=False)
@@ -88,15 +93,16 @@ def test_better_hardware_is_never_slower(case: tuple[Any, ...]) -> None:
     cluster = plan_request.cluster
     gpu, inside, between = cluster.accelerator, cluster.inside, cluster.between
     faster = {name: 1.7 * rate for name, rate in gpu.flops.items()}
-    before = search(plan_request, space, keep=1).best[0].step.seconds
-    for better in (
+    before = found(case).best[0].step.seconds
+    improved = (
         replace(cluster, accelerator=replace(gpu, memory_bytes=2 * gpu.memory_bytes)),
         replace(cluster, accelerator=replace(gpu, memory_bytes_per_s=1.5 * gpu.memory_bytes_per_s)),
         replace(cluster, accelerator=replace(gpu, flops=faster)),
         replace(cluster, inside=replace(inside, bytes_per_s=2 * inside.bytes_per_s)),
         replace(cluster, between=replace(between, bytes_per_s=1.3 * between.bytes_per_s)),
         replace(cluster, inside=replace(inside, latency_s=0), between=replace(between, latency_s=0)),
-    ):
+    )
+    for better in improved[CASES.index(case) % 2 :: 2]:  # each for half of the cases
         assert search(replace(plan_request, cluster=better), space, keep=1).best[0].step.seconds <= before * (1 + 1e-12)
 
 
@@ -105,5 +111,4 @@ def test_folded_mappings_are_never_slower_than_coupled_ones(case: tuple[Any, ...
     plan_request, overlap = request(case), case[-1]
     folded = search(plan_request, SearchSpace.of(overlap=overlap, folded=True), keep=1).best[0].step.seconds
     coupled = search(plan_request, SearchSpace.of(overlap=overlap, folded=False), keep=1).best[0].step.seconds
-    both = search(plan_request, SearchSpace.of(overlap=overlap), keep=1).best[0].step.seconds
-    assert folded == both <= coupled
+    assert folded == found(case).best[0].step.seconds <= coupled

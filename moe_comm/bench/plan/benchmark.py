@@ -134,8 +134,8 @@ def _rank(bench: PlanBench, cases: tuple[PlanCase, ...], folder: str) -> list[Me
         return measured
 
 
-TOLERATED, REGRET = 0.15, 0.05
-"""Targets of the prediction error and of the regret."""
+TOLERATED = 0.15
+"""Target of the prediction error."""
 
 
 def predict(bench: PlanBench, case: PlanCase, cluster: Cluster, slots_LE: Sequence[Sequence[int]]) -> StepPrediction:
