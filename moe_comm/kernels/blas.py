@@ -1,4 +1,4 @@
-"""GEMMs of BLAS whose rows have the same bits in every batch, for dtypes that the native core does not multiply.
+"""GEMMs of BLAS whose rows have the same bits in every batch, for what the native core does not multiply.
 
 BLAS uses another kernel, with another order of additions, for few rows, for the last rows of a tile, and for rows at
 unaligned addresses. (Measured with MKL: 1 to 3 rows differ from 4 and more; with 7 outputs, rows differ by their index

@@ -2,7 +2,7 @@
 
 Otherwise a token's logits, and so its experts, could change with the number of ranks. BLAS uses other kernels, with
 other orders of additions, for few rows, for the last rows of a tile, and for rows at unaligned addresses. So on the CPU
-the products run in the native core (``cpu_gemm.py``).
+the products run in the native core (``cpu_gemm.py``), or in BLAS with padded rows (``blas.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> T
     Args:
         out: An [M, N] with dense rows for the result, or None.
     """
-    if not is_native(a_MK, b_KN):
+    # fp32 runs in BLAS, which is faster with thousands of rows: linear layers are multiplied in slices of columns too,
+    # whose bits must not depend on the size of the matrix.
+    if a_MK.dtype is torch.float32 or not is_native(a_MK, b_KN):
         return blas.row_invariant_mm(a_MK, b_KN, out)
     out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
     ExpertWeights(b_KN.t()[None]).multiply(a_MK, out_MN, (a_MK.shape[0],))
