@@ -32,9 +32,14 @@ KEPT = 64
 
 
 class PaddingMask:
-    """The real tokens of the running call of a model. Use ``of`` to create it."""
+    """The real tokens of the running call of a model. Use ``of`` to create it.
+
+    Attributes:
+        traced: while ``torch.compile`` traces, the mask of the running call, if it has one value for each token.
+    """
 
     def __init__(self) -> None:
+        self.traced: Tensor | None = None
         # By thread: models, tokens, real ones, first node. Not a threading.local, which cannot be copied.
         self._of_threads: dict[int, list[tuple[str, int, RealTokens | None, int]]] = {}
         self._past: deque[tuple[int, int, int, RealTokens]] = deque(maxlen=KEPT)  # first node, end, tokens, real ones
@@ -126,7 +131,11 @@ class _Before:
         self._mask, self._name, self._parameters = mask, name, parameters
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._mask.begin(self._name, {**dict(zip(self._parameters, args, strict=False)), **kwargs})
+        inputs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        if not torch.compiler.is_dynamo_compiling():
+            self._mask.begin(self._name, inputs)
+        elif (mask := _traced_mask(inputs)) is not None:
+            self._mask.traced = mask
 
 
 class _After:
@@ -136,7 +145,19 @@ class _After:
         self._mask, self._name = mask, name
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._mask.end(self._name)
+        if torch.compiler.is_dynamo_compiling():
+            self._mask.traced = None
+        else:
+            self._mask.end(self._name)
+
+
+def _traced_mask(inputs: dict[str, Any]) -> Tensor | None:
+    """Return a 2-D mask of the tokens of a call without a key-value cache."""
+    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    return mask if mask.shape == tokens.shape[:2] else None
 
 
 def _ends(name: str) -> list[int]:

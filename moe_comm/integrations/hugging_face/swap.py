@@ -37,6 +37,7 @@ from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.moe.formula import ExpertsLayout
+from moe_comm.layers.moe.padding import RealTokens
 from moe_comm.layers.parallel.hooks import CALL_HOOKS, refuse_hooks, take_call_hooks
 from moe_comm.layers.parallel.module import state_key
 from moe_comm.overlap.options import Overlap
@@ -107,7 +108,6 @@ class EPExperts(ExpertParallel):
         """Whether weights are [E, in, out]. PEFT reads it."""
         return self.layout.transposed
 
-    @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the expert outputs of each token. Collective.
 
@@ -122,12 +122,26 @@ class EPExperts(ExpertParallel):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
-        rounds, arguments = self.rounds, (hidden_states, top_k_index, top_k_weights)
-        if rounds is None:
-            return self._run(*arguments)
-        return rounds.call(self, top_k_index.shape[1], lambda: self._run(*arguments))
+        if self._is_traced(self.copies) and self.rounds is None and not self.adapters:
+            from moe_comm.layers.moe.compiled import call_layer  # few programs compile
 
-    def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            mask = None if self.padding is None else self.padding.traced
+            return call_layer(self, (hidden_states, top_k_index, top_k_weights, mask), hidden_states.dtype)
+        return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, mask: Tensor | None) -> Tensor:
+        real = None if mask is None or mask.numel() != hidden_states.shape[0] else RealTokens.of(mask != 0)
+        return self._run(hidden_states, top_k_index, top_k_weights, real)
+
+    @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
+    def _forward(self, *arguments: Tensor) -> Tensor:
+        if self.rounds is None:
+            return self._run(*arguments)
+        return self.rounds.call(self, arguments[1].shape[1], lambda: self._run(*arguments))
+
+    def _run(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, real: RealTokens | None = None
+    ) -> Tensor:
         fault = self._publish_if_due(self)
         if fault is not None:
             self.dispatcher.refuse(fault, label=self.label)
@@ -136,7 +150,8 @@ class EPExperts(ExpertParallel):
         )
         fp8 = self.gemm_dtype == "fp8"
         try:
-            real = None if self.padding is None else self.padding.real_tokens(hidden_states.shape[0])
+            if real is None and self.padding is not None:
+                real = self.padding.real_tokens(hidden_states.shape[0])
             if real is not None:
                 top_k_index, top_k_weights = real.take(top_k_index), real.take(top_k_weights)
             x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)

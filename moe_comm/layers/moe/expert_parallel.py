@@ -12,8 +12,10 @@ transformers keep an instance for each experts module.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +109,15 @@ class SlotTable:
                 slots_NP[rows] = slots_P
 
 
+_layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
+_numbers = count()
+
+
+def layer_with(number: int) -> ExpertParallel:
+    """Return the layer whose ``compiled_id`` has the value ``number``."""
+    return _layers[number]
+
+
 class ExpertParallel(ParallelModule):
     """Dispatcher, placement, slots, copies and shards of the experts of one layer.
 
@@ -123,7 +134,11 @@ class ExpertParallel(ParallelModule):
         sizes: sizes of these axes.
         slots: ids of slots by id of an expert; None if they are equal.
         in_flight_hook: see ``MoELayer``.
+        compiled_id: the layer's number in the graphs of ``torch.compile`` (``compiled.py``). A tensor, which is an
+            input of a graph, so layers of equal modules use one graph.
     """
+
+    compiled_id: Tensor
 
     def __init__(
         self,
@@ -140,6 +155,39 @@ class ExpertParallel(ParallelModule):
         self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
         self._use_placement(dispatcher.expert_placement or Placement.of_layout(layout))
         self.in_flight_hook: Callable[[], None] | None = None
+        self._number()
+
+    def _number(self) -> None:
+        number = next(_numbers)
+        _layers[number] = self
+        self.compiled_id = torch.tensor(number, dtype=torch.int64, device="cpu")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = super().__deepcopy__(memo)
+        copied._number()
+        return copied
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied._number()
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number()
+
+    def _is_traced(self, copies: ExpertCopies | None) -> bool:
+        """Return whether ``torch.compile`` traces this call, and ``compiled.py`` supports the parameters.
+
+        FSDP replaces sharded parameters inside the call, and copies of experts have no parameters of their own.
+        """
+        if not torch.compiler.is_dynamo_compiling() or copies is not None:
+            return False
+        return all(type(p) is nn.Parameter for p in self.parameters())
+
+    def _eager(self, *inputs: Any) -> Tensor:
+        """Run the forward pass. The inputs are those of ``compiled.call_layer``."""
+        raise NotImplementedError
 
     @property
     def local_experts(self) -> tuple[int, ...]:

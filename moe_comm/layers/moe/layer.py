@@ -408,10 +408,6 @@ class MoELayer(ExpertParallel):
         place = f"rank {self.dispatcher.rank} of {self.dispatcher.world}"
         return f"label={self.label!r}, dispatcher={self.dispatcher.name}, {place}"
 
-    # A graph break for torch.compile: collectives and varying row counts cannot be traced, and a compiler that fuses or
-    # reorders sums would change bits. Unlike torch.compiler.disable, this decorator does not import the compiler, which
-    # takes a second, with this module.
-    @torch._disable_dynamo
     def forward(
         self,
         x: Tensor,
@@ -438,6 +434,32 @@ class MoELayer(ExpertParallel):
             InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
+        if self._is_traced(self.copies):
+            from moe_comm.layers.moe.compiled import call_layer  # few programs compile
+
+            given = (None, None, None) if routing is None else (routing.ids_TK, routing.weights_TK, routing.aux_loss)
+            return call_layer(self, (x, token_index, mask, *given), compute_dtype(x))
+        return self._forward(x, routing, token_index, mask)
+
+    def _eager(
+        self,
+        x: Tensor,
+        token_index: Tensor | None,
+        mask: Tensor | None,
+        ids_TK: Tensor | None,
+        weights_TK: Tensor | None,
+        aux_loss: Tensor | None,
+    ) -> Tensor:
+        routing = None
+        if ids_TK is not None and weights_TK is not None:
+            routing = Routing(ids_TK, weights_TK, None, aux_loss)
+        return self._forward(x, routing, token_index, mask)
+
+    # A graph break for torch.compile: collectives and varying row counts cannot be traced, and a compiler that fuses or
+    # reorders sums would change bits. Unlike torch.compiler.disable, this decorator does not import the compiler, which
+    # takes a second, with this module.
+    @torch._disable_dynamo
+    def _forward(self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None) -> Tensor:
         try:
             tokens = self._route(x, routing, token_index, mask)
         except Exception as error:  # the other ranks would wait in dispatch

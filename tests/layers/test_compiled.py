@@ -1,0 +1,112 @@
+"""``torch.compile(fullgraph=True)`` of models with layers has the bits of eager; collectives run inside operators."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm.errors import RoutingError
+from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
+from moe_comm.layers.moe import compiled
+from moe_comm.layers.moe.router import Routing
+from tests.layers.reference import draw
+from tests.pool import on_ranks
+
+CONFIG = MoEConfig(16, 12, RouterConfig(4, 2, balance_loss=0.01), shared_ffn=8)
+
+
+class Block(nn.Module):
+    def __init__(self, recompute: bool, group: Any = None, **settings: Any) -> None:
+        super().__init__()
+        self.recompute, self.norm = recompute, nn.LayerNorm(16)
+        self.layers = nn.ModuleList(MoELayer.build(CONFIG, group, seed=seed, **settings) for seed in (0, 1))
+
+    def one(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x + layer(self.norm(x), mask=mask)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            if self.recompute:
+                x = checkpoint(self.one, layer, x, mask, use_reentrant=False)
+            else:
+                x = self.one(layer, x, mask)
+        return x
+
+
+def step(model: nn.Module, block: nn.Module, x: Tensor, autocast: bool = False, **inputs: Any) -> list[Tensor]:
+    """Return output, gradients and loads."""
+    block.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(x, **inputs)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    loads = [layer.router.take_load() for layer in block.layers]
+    return [y.detach(), x.grad, *(p.grad for p in block.parameters() if p.grad is not None), *loads]
+
+
+def check_blocks(recompute: bool, autocast: bool, group: Any = None, **settings: Any) -> None:
+    torch._dynamo.reset()
+    block = Block(recompute, group, **settings)
+    model = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for tokens in (5, 7):
+        mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(0)) < 0.7
+        for inputs in ({}, {"mask": mask}):
+            x = draw(2, tokens, 16, seed=tokens)
+            eager, actual = (step(one, block, x, autocast, **inputs) for one in (block, model))
+            assert len(eager) == len(actual) and all(map(torch.equal, eager, actual))
+    assert not compiled._GRAPHS
+
+
+@pytest.mark.parametrize(("recompute", "autocast"), [(False, False), (True, True)])
+def test_a_model_is_one_graph_with_the_bits_of_eager(recompute: bool, autocast: bool) -> None:
+    check_blocks(recompute, autocast)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["shared_memory", "all_to_all"])
+def test_ranks_have_the_bits_of_eager_and_raise_the_same_errors(backend: str) -> None:
+    import torch.distributed as dist
+
+    check_blocks(backend == "all_to_all", False, dist.group.WORLD, backend=backend)
+    layer = MoELayer.build(CONFIG, dist.group.WORLD, backend=backend, seed=0)
+    model = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, weights_TK = draw(3, 16), torch.full((3, 2), 0.5).requires_grad_()
+    ids_TK = torch.tensor([[0, 1], [2, 3], [1, 2]])
+    results = []
+    for one in (layer, model):
+        y = one(x, Routing(ids_TK, weights_TK))
+        results.append((y, *torch.autograd.grad(y.sum(), (weights_TK, layer.experts.w2))))
+    assert all(map(torch.equal, *results))
+    ids_TK[dist.get_rank(), 0] = 9 if dist.get_rank() else 0
+    with pytest.raises(RoutingError, match="expert id 9"):
+        model(x, Routing(ids_TK, weights_TK))
+    model(x)  # the group can be used again
+
+
+def test_layers_and_their_copies_share_a_graph_and_keep_none_of_their_own() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    layers = nn.ModuleList(MoELayer.build(CONFIG, seed=seed) for seed in range(9))  # more than the limit of recompiles
+    layers.append(copy.deepcopy(layers[0]))
+    with torch.no_grad():
+        layers[-1].experts.w2.mul_(2)
+    x = draw(5, 16)
+    for layer in layers:
+        model = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert torch.equal(model(x), layer(x))
+    assert counters["stats"]["unique_graphs"] == 1
+    y = model(x)
+    assert len(compiled._GRAPHS) == 1
+    del y  # without a backward pass
+    assert not compiled._GRAPHS
+    layers.requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(model(x), layers[-1](x))
+    assert not compiled._GRAPHS
