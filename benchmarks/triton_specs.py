@@ -17,6 +17,7 @@ from moe_comm.kernels.triton import (
     grouped_mm,
     grouped_mm_fp8,
     linear,
+    linear_backward,
     quantize,
     router,
     scale_rows,
@@ -183,6 +184,22 @@ def _router_specs() -> tuple[KernelSpec, ...]:
     constants = {"ELEMENT": DTYPES[FP32], "WHOLE": True, **linear.TILING.blocks, "w_stride_inner": 1}
     logits = _spec("logits", linear.linear_kernel, BF16, constants, linear.TILING.warps, linear.TILING.stages)
     specs.append(replace(logits, types={**logits.types, "out_ptr": "*fp32"}))
+    tiling = linear_backward.ROWS_TILING
+    constants = {"ELEMENT": DTYPES[BF16], **tiling.blocks, "w_stride_column": 1}
+    rows = _spec(
+        "logits, gradient of tokens", linear_backward.linear_rows_kernel, BF16, constants, tiling.warps, tiling.stages
+    )
+    specs.append(replace(rows, types={**rows.types, "grad_ptr": "*fp32"}))
+    tiling = linear_backward.WEIGHTS_TILING
+    constants = {"PART": linear_backward.PART, **tiling.blocks}
+    weights = _spec(
+        "logits, gradient of weights", linear_backward.linear_weights_kernel, BF16, constants, tiling.warps,
+        tiling.stages,
+    )  # fmt: skip
+    specs.append(replace(weights, types={**weights.types, "grad_ptr": "*fp32", "out_ptr": "*fp32"}))
+    constants = {"ELEMENT": DTYPES[BF16], "COLUMNS": linear_backward.SUM_ELEMENTS}
+    parts = _spec("logits, sum of parts", linear_backward.sum_parts_kernel, BF16, constants)
+    specs.append(replace(parts, types={**parts.types, "parts_ptr": "*fp32"}))
     return tuple(specs)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.dispatcher import Dispatcher
-from moe_comm.dispatch.types import DispatchHandle, ExtraRoutes
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -68,7 +68,7 @@ class SerialRun:
         grad = torch.is_grad_enabled()
         self.needs_x, self.needs_weights = grad and x_TD.requires_grad, grad and weights_TK.requires_grad
         if grad and not self.in_place:
-            handle.extra = ExtraRoutes(1, ids_TK.detach().clone().reshape(-1, 1))  # the caller may change its tensor
+            handle.extra = dispatcher.extra_routes(ids_TK, handle)
 
     @property
     def rows(self) -> TokenRows:

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_comm.kernels import blas
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable, without_autocast
 from moe_comm.kernels.cpu_gemm import ExpertWeights, is_native
+from moe_comm.kernels.native import for_triton
 
 
 def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
@@ -65,8 +66,12 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        from moe_comm.kernels.triton.linear_backward import repeated_backward, takes  # needs Triton
+
         x_TD, w_ED = ctx.saved_tensors
         needs_x, needs_w = needed_gradients(ctx)
+        if takes(grad_TE, x_TD, w_ED) and for_triton(grad_TE, x_TD, w_ED):
+            return repeated_backward(grad_TE, x_TD, w_ED, needs_x, needs_w)
         with without_autocast(x_TD):
             return (
                 row_invariant_mm(grad_TE, w_ED.float()).to(x_TD.dtype) if needs_x else None,
@@ -77,8 +82,8 @@ class _WideLinear(torch.autograd.Function):
 def wide_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     """Return ``row_invariant_linear`` of 16-bit tokens on a GPU in fp32, with gradients in the dtypes of the operands.
 
-    16-bit weights are multiplied by tensor cores, with exact products. Backward converts the operands to fp32, so that
-    no fp32 copy of the tokens is kept.
+    16-bit weights are multiplied by tensor cores, with exact products, and so are gradients. No fp32 copy of the tokens
+    is kept.
     """
     return _WideLinear.apply(x_TD, w_ED)  # type: ignore[no-any-return]
 

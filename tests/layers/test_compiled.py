@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from moe_comm.errors import RoutingError
+from moe_comm.errors import InputError, RoutingError
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.moe import compiled
 from moe_comm.layers.moe.router import Routing
@@ -110,3 +110,12 @@ def test_layers_and_their_copies_share_a_graph_and_keep_none_of_their_own() -> N
     with torch.no_grad():
         assert torch.equal(model(x), layers[-1](x))
     assert not compiled._GRAPHS
+
+
+def test_hooks_that_copy_saved_tensors_are_an_error() -> None:
+    torch._dynamo.reset()
+    layer = MoELayer.build(CONFIG, seed=0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = torch.compile(layer, fullgraph=True, backend="aot_eager")(draw(5, 16))
+    with pytest.raises(InputError, match="save_on_cpu"):
+        y.sum().backward()

@@ -7,22 +7,21 @@ So collectives and row counts, which a compiler cannot trace, run as without ``t
 first operator keeps the autograd graph of the eager layer as long as the memory of the tensor ``call`` exists, which
 the compiled graph saves for backward. Activation checkpointing does not save it and runs the operator again.
 
-The layer computes with aliases of its parameters, so hooks of parameters run once, in the compiled graph. The compiler
-may reuse the memory of inputs after the operator, so tokens are copied.
+Hooks of parameters run in the backward pass of the compiled graph, and not in that of the operator. The compiler may
+reuse the memory of inputs after the operator, so tokens are copied.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import stateless
 
 from moe_comm.errors import InputError
 from moe_comm.layers.moe.expert_parallel import ExpertParallel, layer_with
@@ -67,23 +66,19 @@ def _layer(
     autocast: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     module, given = layer_with(int(layer)), []
+    own, records = list(module.parameters()), any(needs)
     number = np.array([next(_numbers)])
     with _with_autograd():
-        for index, (t, need) in enumerate(zip((*inputs, *parameters), needs, strict=True)):
-            alias = t.detach()
-            if index < len(inputs) and any(needs):
-                alias = alias.clone()
-            given.append(alias.requires_grad_(need))
-        names = [name for name, _ in module.named_parameters()]
-        weights = dict(zip(names, given[len(inputs) :], strict=True))
+        for t, need in zip(inputs, needs, strict=False):
+            given.append((t.detach().clone() if records else t.detach()).requires_grad_(need))
         cast: AbstractContextManager[Any] = nullcontext()
         if autocast is not None:
             cast = torch.autocast(given[0].device.type, autocast)
-        with cast, torch.set_grad_enabled(any(needs)), stateless._reparametrize_module(module, weights):
+        with cast, torch.set_grad_enabled(records):
             arguments = iter(given)
             y = module._eager(*[next(arguments) if one else None for one in present])
         result = y.detach().contiguous()
-        if any(t.untyped_storage().data_ptr() == result.untyped_storage().data_ptr() for t in given):
+        if any(t.untyped_storage().data_ptr() == result.untyped_storage().data_ptr() for t in (*given, *own)):
             result = result.clone()
     if result.dtype != dtype or result.shape != given[0].shape:
         raise InputError(
@@ -91,7 +86,7 @@ def _layer(
             f"{tuple(given[0].shape)}"
         )
     if y.requires_grad:
-        _GRAPHS[int(number[0])] = y, [t for t, need in zip(given, needs, strict=True) if need]
+        _GRAPHS[int(number[0])] = y, [t for t, need in zip((*given, *own), needs, strict=True) if need]
         weakref.finalize(number, _GRAPHS.pop, int(number[0]), None)
     return result, torch.from_numpy(number)
 
@@ -119,9 +114,14 @@ def _layer_backward(
     dtypes: Sequence[torch.dtype],
     parameters: Sequence[Tensor],
 ) -> list[Tensor]:
+    if int(call) not in _GRAPHS:
+        raise InputError(
+            "the autograd graph of a compiled layer is gone. Hooks of saved tensors that copy, such as save_on_cpu, "
+            "do not work around a compiled model: use them without torch.compile"
+        )
     y, wanted = _GRAPHS[int(call)]
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    with _with_autograd():
+    with _with_autograd(), _without_hooks(wanted):
         grads = torch.autograd.grad(y, wanted, grad.contiguous(), retain_graph=keep, allow_unused=True)
     if not keep:
         del _GRAPHS[int(call)]
@@ -181,6 +181,20 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 _layer.register_autograd(_backward, setup_context=_setup)
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Return a context in which hooks of leaf tensors do not run."""
+    hooks = [t._backward_hooks for t in tensors if t._backward_hooks]
+    kept = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, again in zip(hooks, kept, strict=True):
+            one.update(again)
 
 
 def _with_autograd() -> AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
-from moe_comm.dispatch.types import Dispatched, DispatchHandle, ExtraRoutes
+from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import WireDtype, quantized, rounded
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows
@@ -97,7 +97,7 @@ class SharedDispatch(RowDispatch):
             dispatcher.record_handle(operation.span, incoming.handle)
         try:
             handle, placement = incoming.handle, dispatcher.placement
-            handle.extra = ExtraRoutes(1, ids_TK.detach().clone().reshape(-1, 1))  # the caller may change its tensor
+            handle.extra = dispatcher.extra_routes(ids_TK, handle)
             rows_WE = dispatcher.rows_by_source(incoming)
             row_bytes = handle.hidden * handle.dtype.itemsize
             chunks = overlap.chunks_of(max_sent_rows(rows_WE, placement) * row_bytes // EXPERT_CHUNK_FACTOR)

@@ -32,7 +32,8 @@ FORWARD = ["linear_kernel", "route_kernel", "count_chunks_kernel", "place_slots_
            "grouped_mm_tma_kernel", "swiglu_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel"]  # fmt: skip
 BACKWARD = ["take_rows_kernel", "grouped_mm_tma_kernel", "weighted_swiglu_backward_kernel",
             "grouped_weight_grad_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel", "take_rows_kernel",
-            "grouped_weight_grad_kernel", "route_backward_kernel"]  # fmt: skip
+            "grouped_weight_grad_kernel", "route_backward_kernel", "linear_rows_kernel", "linear_weights_kernel",
+            "sum_parts_kernel"]  # fmt: skip
 
 
 def layer(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> MoELayer:
@@ -70,6 +71,24 @@ def test_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
             assert torch.equal(linear(rows_RD[2:4], w_ND), out_RN[2:4])
     with pytest.raises(InputError, match="needs 16-bit rows"):
         linear(drawn(2, 3), drawn(4, 3))
+
+
+@on_ranks(1)
+def test_gradients_of_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
+    module = kernels("linear_backward")
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows, experts, hidden in ((150, 33, 40), (5, 16, 64), (0, 3, 8), (3, 5, 0)):
+            grad_TE = drawn(rows, experts + 2)[:, :experts] * 1e-3
+            w_ED = drawn(hidden, experts, dtype=dtype, seed=1).t()
+            x_TD = drawn(rows, hidden + 3, dtype=dtype, seed=2)[:, :hidden]
+            grad_x_TD, grad_ED = module.grad_of_rows(grad_TE, w_ED), module.grad_of_weights(grad_TE, x_TD)
+            # As the products of fp32 operands, rounded once; one unit in the last place for sums in another order.
+            tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-7}
+            torch.testing.assert_close(grad_x_TD, (grad_TE.double() @ w_ED.double()).to(dtype), **tolerance)
+            torch.testing.assert_close(grad_ED, (grad_TE.double().T @ x_TD.double()).to(dtype), **tolerance)
+            assert torch.equal(module.grad_of_rows(grad_TE[2:4], w_ED), grad_x_TD[2:4])
+    with pytest.raises(InputError, match="needs a 16-bit operand"):
+        module.grad_of_rows(drawn(2, 3), drawn(4, 3))
 
 
 def saved_bytes(built: MoELayer, x_TD: Tensor) -> int:
@@ -169,7 +188,8 @@ def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
     launches, program = kernels("launch"), kernels("program")
     repeated = [0]
     device_call._programs.cache_clear()
-    for other in (kernels("linear")._PROGRAM, kernels("router")._FORWARD, kernels("router")._BACKWARD):
+    routers = kernels("router")._FORWARD, kernels("router")._BACKWARD
+    for other in (kernels("linear")._PROGRAM, kernels("linear_backward")._BACKWARD, *routers):
         other._plans.clear()
 
     def launch(kernel: Any, grid: Sequence[int], on: Tensor, args: Sequence[Any], **settings: Any) -> None:
@@ -185,8 +205,8 @@ def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
     native.TRITON_DEVICES.add("cpu")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("grouped_mm", "linear", "router", "scale_rows", "slot_order", "swiglu", "take_rows",
-                         "weighted_sum"):  # fmt: skip
+            for name in ("grouped_mm", "linear", "linear_backward", "router", "scale_rows", "slot_order", "swiglu",
+                         "take_rows", "weighted_sum"):  # fmt: skip
                 patch.setattr(kernels(name), "launch", launch)
             patch.setattr(launches, "repeats", lambda device: True)
             patch.setattr(launches, "index_of", lambda device: 0)
@@ -198,8 +218,8 @@ def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
                 x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=seed)
                 repeated[0] = 0
                 actual = passes(built, x_TD)
-                # Logits, routing, places, experts, sum; the backward passes of all these and of routing.
-                assert repeated[0] == (7 if seed > 1 else 0), (seed, repeated)
+                # Logits, routing, places, experts, sum; the backward passes of these, of routing and of logits.
+                assert repeated[0] == (8 if seed > 1 else 0), (seed, repeated)
                 with pytest.MonkeyPatch.context() as without:
                     without.setattr(Experts, "on_device", lambda *_: False)
                     without.setattr(launches, "repeats", lambda device: False)
@@ -210,9 +230,9 @@ def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
             buffers = [rows * HIDDEN, rows * FFN, rows * 2 * FFN]  # gradients and then rows, activation, gradient of h
             buffers += [rows * 2 * FFN] if frozen else []  # h, which is recomputed; rows are in the gradient of h
             assert plan.workspace == sum(-(-2 * size // program.ALIGNMENT) * program.ALIGNMENT for size in buffers)
-            repeated[0] = 7
+            repeated[0] = 8
             with torch.no_grad():
-                assert torch.equal(built(x_TD), expected[0]) and repeated[0] == 7 + 5
+                assert torch.equal(built(x_TD), expected[0]) and repeated[0] == 8 + 5
             # Other operators than launches, and other numbers of launches, are not left out.
             for body, number in ((lambda x: (x + 1,), 0), (lambda x: (launches.DTYPES and torch.empty_like(x),), 1)):
                 other = program.Program(body)

@@ -26,7 +26,7 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.overlap.options import Overlap
-from moe_comm.topology import Placement
+from moe_comm.topology import ExpertPlacement, Placement
 from tests.layers.reference import draw
 from tests.overlap.triton.common import interpreted, needs_triton
 from tests.overlap.triton.device_layer import (
@@ -44,6 +44,7 @@ from tests.overlap.triton.device_layer import (
 from tests.pool import on_ranks
 
 pytestmark = needs_triton
+SWIGLU = activation_of("swiglu")
 
 
 # --- the list of tiles ---
@@ -139,6 +140,24 @@ def test_output_and_gradients_have_the_bits_of_serial_execution(
         for settings in ({"recompute": True}, {"complete": True}) if kind == "random" and not options else ({},):
             actual = run_layer(dispatcher, ids, DEVICE, dtype, **settings)
             assert all(map(torch.equal, actual, expected)), settings
+        if not options and ids.numel():
+            assert all(map(torch.equal, one_rank(rank, world, experts, ids, dtype), expected))
+
+
+def one_rank(rank: int, world: int, experts: int, ids: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return the output of ``run_layer``, and the gradients of x and of the routing weights, with all experts over
+    ``local``."""
+    from moe_comm.dispatch.backends.local import LocalDispatcher
+    from moe_comm.dispatch.device_call import device_call
+
+    counts = ExpertPlacement.of(experts, world).experts_per_rank
+    stacks = [leaves_of(other, count, ids, dtype)[2:] for other, count in enumerate(counts)]
+    w13, w2 = (torch.cat(parts).detach() for parts in zip(*stacks, strict=True))
+    x, weights, *_ = leaves_of(rank, counts[rank], ids, dtype)
+    call = device_call(LocalDispatcher(ExpertPlacement.of(experts, 1)), x, ids, weights)
+    assert call is not None
+    y = call.combine(call.compute(call.rows, call.handle.rows_per_expert, ExpertMLP((w13, w2, None, None), SWIGLU)))
+    return [y.detach(), *torch.autograd.grad(y, (x, weights), draw(*y.shape, seed=99 + rank, dtype=dtype))]
 
 
 @on_ranks(3)
@@ -167,7 +186,7 @@ def test_gradients_can_be_computed_again_and_in_two_steps(rank: int, world: int)
 
         def run(leaves: list[Tensor]) -> Tensor:
             call = dispatch_rows(dispatcher, leaves[0], ids, leaves[1], DEVICE, width=F)
-            mlp = ExpertMLP((leaves[2], leaves[3], None, None), activation_of("swiglu"))
+            mlp = ExpertMLP((leaves[2], leaves[3], None, None), SWIGLU)
             return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
         leaves = leaves_of(rank, len(dispatcher.local_experts), ids, torch.bfloat16)
