@@ -15,7 +15,28 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Stage number and phase of a ring of kStages buffers.
+template <int kStages>
+struct Ring {
+  uint32_t stage = 0, phase = 0;
+  MOE_HD void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+constexpr uint32_t kSwizzled8Rows = 1024;  // bytes of 8 rows of 128 bytes
+
+#if defined(MOE_GEMM_MODEL)
+}  // namespace gemm
+}  // namespace moe_comm
+#include "cuda/gemm/model.h"  // the same functions on a CPU
+namespace moe_comm {
+namespace gemm {
+#define MOE_HOPPER 1
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define MOE_HOPPER 1
 #define MOE_DEVICE __device__ __forceinline__
 
@@ -42,18 +63,6 @@ MOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-
-// Stage number and phase of a ring of kStages buffers.
-template <int kStages>
-struct Ring {
-  uint32_t stage = 0, phase = 0;
-  MOE_DEVICE void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 // --- TMA ---
 
@@ -82,8 +91,6 @@ MOE_DEVICE void wait_stores_read() {
 MOE_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- Products of a warp group ---
-
-constexpr uint32_t kSwizzled8Rows = 1024;  // bytes of 8 rows of 128 bytes
 
 // Descriptor of a matrix in shared memory, 128-byte swizzle. In K-major tiles `group_bytes` has no effect and
 // `stride_bytes` is from 8 rows of M or N to the next 8. In MN-major tiles `group_bytes` is from 64 elements of M or N
@@ -158,6 +165,37 @@ MOE_DEVICE void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, 
                "r"(d)
                : "memory");
 }
+
+// --- Other accesses to memory, and functions ---
+
+MOE_DEVICE void prefetch_line(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+MOE_DEVICE void load_shared(uint32_t from, uint32_t (&v)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
+}
+MOE_DEVICE void store_global(int64_t to, const uint32_t (&v)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+MOE_DEVICE void store_shared_zeros(uint32_t to) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+// Adds to two floats in shared memory.
+MOE_DEVICE void add_shared(uint32_t at, float a, float b) {
+  float x, y;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(at) : "memory");
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x + a), "f"(y + b) : "memory");
+}
+// Synchronizes a warp group.
+MOE_DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory"); }
+
+// silu(gate) * up, as kernels/triton/swiglu.py.
+MOE_DEVICE float swiglu(float gate, float up) {
+  float power, s;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, 1.4426950408889634f)));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(__fadd_rn(1.0f, power)));
+  return __fmul_rn(__fmul_rn(s, gate), up);
+}
+MOE_DEVICE float float_of(uint32_t pair, int high) { return __uint_as_float(high ? pair & 0xffff0000u : pair << 16); }
 
 #endif  // MOE_HOPPER
 

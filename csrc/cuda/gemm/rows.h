@@ -35,16 +35,6 @@ constexpr int kRowsShared = 1024 + kStages * (kBytesA + kBytesB) + 8 * kBuffers 
 
 #ifdef MOE_HOPPER
 
-MOE_DEVICE float float_of(uint32_t pair, int high) { return __uint_as_float(high ? pair & 0xffff0000u : pair << 16); }
-
-// silu(gate) * up of the 16-bit values, as kernels/triton/swiglu.py.
-MOE_DEVICE float swiglu(float gate, float up) {
-  float power, s;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, 1.4426950408889634f)));
-  asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(__fadd_rn(1.0f, power)));
-  return __fmul_rn(__fmul_rn(s, gate), up);
-}
-
 // Stores 16 rows of a warp, 64 columns at a time, through `kBuffers` buffers of its own.
 class RowStore {
  public:
@@ -75,12 +65,8 @@ class RowStore {
         const int row = i * 4 + lane_ / 8, word = lane_ % 8, first = column + word * 8;
         if (row < rows && first < columns) {
           uint32_t v[4];
-          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                       : "r"(buffer + row * 128 + ((word ^ (row & 7)) << 4)));
-          const int64_t to = at + 2 * ((first_row + row) * stride + static_cast<int64_t>(part) * columns + first);
-          asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                       : "memory");
+          load_shared(buffer + row * 128 + ((word ^ (row & 7)) << 4), v);
+          store_global(at + 2 * ((first_row + row) * stride + static_cast<int64_t>(part) * columns + first), v);
         }
       }
       __syncwarp();
@@ -118,7 +104,7 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
   }
   // The walk reads the counts one after the other; bring their lines to the cache at once.
   for (int e = static_cast<int>(threadIdx.x) * 16; e < a.experts; e += kThreads * 16) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(counts + e));
+    prefetch_line(counts + e);
   }
   __syncthreads();
 

@@ -95,12 +95,9 @@ MOE_DEVICE void zero_rows(uint32_t a, uint32_t b, int live, int thread) {
   for (int i = thread; i < words; i += 128) {
     const int row = live + i / 40, box = i % 40 / 8, word = i % 8;
     const uint32_t to = (box == 0 ? a : b + (box - 1) * kGradBox) + row * 128 + word * 16;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    store_shared_zeros(to);
   }
 }
-
-// Synchronizes a warp group.
-MOE_DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory"); }
 
 // The part of a warp group in the tiles of out: 64 rows, 128 bytes of them in a slot.
 struct GradTile {
@@ -166,9 +163,7 @@ class GradAdd {
         const int row = thread_ / 32 * 16 + lane / 4 + i / 4 * 8, word = i % 4 * 2 + lane % 4 / 2;
         const uint32_t at = slot + row * 128 + ((word ^ (row & 7)) << 4) + lane % 2 * 8;
         const float* v = d + (box * 4 + i % 4) * 4 + i / 4 * 2;
-        float x, y;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(at) : "memory");
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x + v[0]), "f"(y + v[1]) : "memory");
+        add_shared(at, v[0], v[1]);
       }
       fence_async();
       group_sync(group_);

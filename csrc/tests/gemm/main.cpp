@@ -1,0 +1,224 @@
+// Runs the kernels of csrc/cuda/gemm in the model of Hopper's instructions (cuda/gemm/model.h) against float64.
+//
+//   c++ -std=c++17 -O2 -DMOE_GEMM_MODEL -I csrc csrc/tests/gemm/main.cpp csrc/cuda/gemm/launch.cpp -o gemm_model
+//
+// Operands are small whole numbers, so sums are exact and results have to be equal. Rows beyond those of all experts
+// are NaN and must not be read as numbers; memory beyond the results must not change.
+#include <cstdio>
+#include <string>
+
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/rows.h"
+#include "cuda/gemm/weights.h"
+
+namespace moe_comm {
+namespace gemm {
+namespace {
+
+int encode_map(void* map, int dtype, uint32_t, void* at, const uint64_t* sizes, const uint64_t* strides,
+               const uint32_t* box, const uint32_t*, int, int, int, int) {
+  ModelMap m{};
+  m.at = reinterpret_cast<uint64_t>(at);
+  for (int i = 0; i < 3; ++i) {
+    m.sizes[i] = sizes[i];
+    m.box[i] = box[i];
+  }
+  m.strides[0] = strides[0];
+  m.strides[1] = strides[1];
+  m.bytes = dtype == 7 ? 4 : 2;
+  if (m.at % 16 || m.strides[0] % 16 || m.strides[1] % 16) return 1;
+  std::memcpy(map, &m, sizeof m);
+  return 0;
+}
+
+class ModelStarter : public p2p::Starter {
+ public:
+  explicit ModelStarter(unsigned seed) : seed_(seed) {}
+
+  void start(int kernel, const p2p::Launch& how, const void* args) override {
+    check(how.threads == kModelThreads, "another number of threads");
+    check(how.shared_bytes <= static_cast<int64_t>(sizeof block_shared), "too much shared memory");
+    gridDim.x = static_cast<unsigned>(how.blocks);
+    for (unsigned block = 0; block < gridDim.x; ++block) {
+      blockIdx.x = block;
+      ModelBlock(
+          [&] {
+            const auto& rows = *static_cast<const RowsArgs*>(args);
+            const auto& weights = *static_cast<const WeightsArgs*>(args);
+            if (kernel == k_rows) multiply_rows<0, false>(rows);
+            if (kernel == k_rows_transposed) multiply_rows<1, false>(rows);
+            if (kernel == k_rows_swiglu) multiply_rows<0, true>(rows);
+            if (kernel == k_weights) weight_gradients<false, kGradStages, kGradSlots>(weights);
+            if (kernel == k_weights_added) weight_gradients<true, kAddedStages, kAddedSlots>(weights);
+          },
+          seed_ + block)
+          .run();
+    }
+  }
+
+ private:
+  const unsigned seed_;
+};
+
+// A matrix of 16-bit numbers for each expert, with rows that are further apart than they are wide.
+struct Numbers {
+  Numbers(int64_t experts, int64_t rows, int64_t columns, std::mt19937* random)
+      : rows(rows), columns(columns), stride(columns + 8) {
+    values.assign(static_cast<size_t>(experts * rows * stride + 8), 0x7fc1);
+    start = (16 - reinterpret_cast<uintptr_t>(values.data()) % 16) % 16 / 2;
+    for (int64_t e = 0; random != nullptr && e < experts; ++e) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < columns; ++c) at(e, r, c) = to_bits(static_cast<int>((*random)() % 9) - 4);
+      }
+    }
+  }
+  static uint16_t to_bits(double x) { return static_cast<uint16_t>(bf16_bits(static_cast<float>(x))); }
+  uint16_t& at(int64_t e, int64_t r, int64_t c) {
+    return values[start + static_cast<size_t>((e * rows + r) * stride + c)];
+  }
+  double number(int64_t e, int64_t r, int64_t c) { return float_of(at(e, r, c), 0); }
+  Matrices matrices() {
+    return {reinterpret_cast<int64_t>(values.data() + start), rows, columns, stride, rows * stride};
+  }
+
+  const int64_t rows, columns, stride;
+  std::vector<uint16_t> values;
+  size_t start = 0;
+};
+
+int failures = 0;
+
+void expect(bool ok, const std::string& what) {
+  if (ok) return;
+  ++failures;
+  if (failures < 10) std::printf("FAILED %s\n", what.c_str());
+}
+
+struct Case {
+  std::vector<int64_t> counts;
+  int64_t columns, inner, blocks;
+  int64_t total() const {
+    int64_t sum = 0;
+    for (const int64_t n : counts) sum += n;
+    return sum;
+  }
+  int64_t experts() const { return static_cast<int64_t>(counts.size()); }
+};
+
+// kind: 0 plain, 1 transposed, 2 SwiGLU
+void test_rows(const Case& c, int kind, unsigned seed) {
+  std::mt19937 random(seed);
+  const int64_t rows = c.total(), beyond = 5, width = c.columns, all = kind == 2 ? 2 * width : width;
+  Numbers x(1, rows, c.inner, &random), out(1, rows + beyond, all, nullptr), act(1, rows + beyond, width, nullptr);
+  Numbers w(c.experts(), kind == 1 ? c.inner : all, kind == 1 ? all : c.inner, &random);
+  RowsProduct p;
+  p.rows = x.matrices();
+  p.w = w.matrices();
+  p.out = out.matrices();
+  p.out.rows = rows;
+  if (kind == 2) {
+    p.act = act.matrices();
+    p.act.rows = rows;
+  }
+  p.counts_at = reinterpret_cast<int64_t>(c.counts.data());
+  p.experts = c.experts();
+  p.transposed = kind == 1;
+  Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks).rows(p, 0);
+  const std::string name = "rows, kind " + std::to_string(kind) + ", " + std::to_string(rows) + " x " +
+                           std::to_string(width) + " x " + std::to_string(c.inner);
+  int64_t row = 0;
+  for (int64_t e = 0; e < c.experts(); ++e) {
+    for (int64_t r = 0; r < c.counts[static_cast<size_t>(e)]; ++r, ++row) {
+      for (int64_t n = 0; n < all; ++n) {
+        double sum = 0;
+        for (int64_t k = 0; k < c.inner; ++k) {
+          sum += x.number(0, row, k) * (kind == 1 ? w.number(e, k, n) : w.number(e, n, k));
+        }
+        expect(out.at(0, row, n) == Numbers::to_bits(sum), name);
+      }
+      for (int64_t n = 0; kind == 2 && n < width; ++n) {
+        const auto gate = static_cast<float>(out.number(0, row, n));
+        const auto up = static_cast<float>(out.number(0, row, width + n));
+        expect(act.at(0, row, n) == Numbers::to_bits(swiglu(gate, up)), name + ", act");
+      }
+    }
+  }
+  for (int64_t r = rows; r < rows + beyond; ++r) {
+    for (int64_t n = 0; n < out.stride; ++n) expect(out.at(0, r, n) == 0x7fc1, name + ", beyond the rows");
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t n = all; n < out.stride; ++n) expect(out.at(0, r, n) == 0x7fc1, name + ", beyond the columns");
+  }
+}
+
+void test_weights(const Case& c, bool add, unsigned seed) {
+  std::mt19937 random(seed);
+  const int64_t rows = c.total(), experts = c.experts(), m = c.columns, n = c.inner, beyond = 7;
+  Numbers a(1, rows, m, &random), b(1, rows, n, &random), out(experts, m, n, nullptr);
+  Numbers more_a(1, rows + beyond, m, nullptr), more_b(1, rows + beyond, n, nullptr);  // NaN beyond the rows
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < m; ++i) more_a.at(0, r, i) = a.at(0, r, i);
+    for (int64_t i = 0; i < n; ++i) more_b.at(0, r, i) = b.at(0, r, i);
+  }
+  std::vector<float> sums(static_cast<size_t>(experts * m * n) + 4);
+  for (size_t i = 0; i < sums.size(); ++i) sums[i] = static_cast<float>(i % 7);
+  WeightsProduct p;
+  p.a = more_a.matrices();
+  p.b = more_b.matrices();
+  p.out = out.matrices();
+  if (add) p.out = {reinterpret_cast<int64_t>(sums.data()), m, n, n, m * n};
+  p.counts_at = reinterpret_cast<int64_t>(c.counts.data());
+  p.experts = experts;
+  p.add = add;
+  Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks).weights(p, 0);
+  const std::string name = std::string("weights") + (add ? ", added, " : ", ") + std::to_string(m) + " x " +
+                           std::to_string(n) + " from " + std::to_string(rows) + " rows";
+  int64_t first = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t count = c.counts[static_cast<size_t>(e)];
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        double sum = 0;
+        for (int64_t r = first; r < first + count; ++r) sum += a.number(0, r, i) * b.number(0, r, j);
+        const auto index = static_cast<size_t>((e * m + i) * n + j);
+        if (add) {
+          expect(sums[index] == static_cast<float>(sum + static_cast<double>(index % 7)), name);
+        } else {
+          expect(out.at(e, i, j) == Numbers::to_bits(sum), name);
+        }
+      }
+    }
+    first += count;
+  }
+}
+
+int run() {
+  // Empty experts, one row, ends of tiles and of groups of 16 rows; widths that end inside a tile.
+  const std::vector<Case> cases = {
+      {{0, 1, 130, 0, 17, 0}, 72, 136, 2},
+      {{70, 0, 64, 5}, 264, 64, 3},
+      {{0, 0}, 64, 64, 1},
+      {{129}, 136, 200, 1},
+  };
+  unsigned seed = 1;
+  for (const Case& c : cases) {
+    for (int kind = 0; kind < 3; ++kind) test_rows(c, kind, ++seed);
+    for (const bool add : {false, true}) test_weights(c, add, ++seed);
+  }
+  return failures;
+}
+
+}  // namespace
+}  // namespace gemm
+}  // namespace moe_comm
+
+int main() {
+  try {
+    const int failures = moe_comm::gemm::run();
+    std::printf("%d failures\n", failures);
+    return failures != 0;
+  } catch (const std::exception& error) {
+    std::printf("FAILED %s\n", error.what());
+    return 1;
+  }
+}
