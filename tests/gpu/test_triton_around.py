@@ -81,6 +81,41 @@ def test_gathers_sums_and_dot_products_have_the_cpus_bits(dtype: torch.dtype, wi
     assert torch.equal(scaled_TD.cpu(), row_weights.scale(x_TD, factor_T))
 
 
+@pytest.mark.parametrize("width", [768, 2048, 999])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_times_weights_has_the_bits_of_separate_kernels(dtype: torch.dtype, width: int) -> None:
+    from moe_comm.kernels.triton.scale_rows import scale_rows_
+    from moe_comm.kernels.triton.swiglu import swiglu_backward, swiglu_backward_weighted
+
+    place_TK = torch.randperm(TOKENS * TOP_K, generator=torch.Generator().manual_seed(0)).view(TOKENS, TOP_K).to(DEVICE)
+    weights_TK, rows = _drawn(TOKENS, TOP_K, seed=1).to(DEVICE), TOKENS * TOP_K
+    h_RG, grad_RF = _drawn(rows, 2 * width, dtype=dtype).to(DEVICE), _drawn(rows, width, dtype=dtype, seed=2).to(DEVICE)
+    expected_RG, act_RF, actual_RG = torch.empty_like(h_RG), torch.empty_like(grad_RF), torch.empty_like(h_RG)
+    swiglu_backward(h_RG, grad_RF, expected_RG, act_RF)
+    weights_R = torch.empty(rows, device=DEVICE).scatter_(0, place_TK.flatten(), weights_TK.flatten())
+    dots_R = scale_rows_(act_RF, weights_R, grad_RF)
+    scale_rows_(expected_RG, weights_R)
+    dots_TK = torch.empty_like(weights_TK)
+    swiglu_backward_weighted(h_RG, grad_RF, actual_RG, grad_RF, (weights_TK, place_TK, dots_TK))
+    assert dots_R is not None and torch.equal(dots_TK, dots_R[place_TK])
+    assert torch.equal(actual_RG, expected_RG) and torch.equal(grad_RF, act_RF)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_gradients_of_logits_agree_with_float64_and_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    from moe_comm.kernels.triton.linear_backward import grad_of_rows, grad_of_weights
+
+    for tokens, experts, hidden in ((3000, 128, 2048), (100, 33, 200)):
+        grad_TE = (_drawn(tokens, experts) * 1e-3).to(DEVICE)
+        w_ED = _drawn(experts, hidden, dtype=dtype, seed=1).to(DEVICE)
+        x_TD = _drawn(tokens, hidden, dtype=dtype, seed=2).to(DEVICE)
+        grad_x_TD, tolerance = grad_of_rows(grad_TE, w_ED), {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+        torch.testing.assert_close(grad_x_TD, (grad_TE.double() @ w_ED.double()).to(dtype), **tolerance)
+        exact_ED = (grad_TE.double().T @ x_TD.double()).to(dtype)
+        torch.testing.assert_close(grad_of_weights(grad_TE, x_TD), exact_ED, **tolerance)
+        assert torch.equal(grad_of_rows(grad_TE[5:70], w_ED), grad_x_TD[5:70])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtype) -> None:
     from moe_comm.kernels.swiglu import swiglu
