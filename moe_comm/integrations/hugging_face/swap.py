@@ -134,10 +134,11 @@ class EPExperts(ExpertParallel):
         return self._run(hidden_states, top_k_index, top_k_weights, real)
 
     @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
-    def _forward(self, *arguments: Tensor) -> Tensor:
-        if self.rounds is None:
+    def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        rounds, arguments = self.rounds, (hidden_states, top_k_index, top_k_weights)
+        if rounds is None:
             return self._run(*arguments)
-        return self.rounds.call(self, arguments[1].shape[1], lambda: self._run(*arguments))
+        return rounds.call(self, top_k_index.shape[1], lambda: self._run(*arguments))
 
     def _run(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, real: RealTokens | None = None
