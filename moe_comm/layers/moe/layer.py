@@ -545,9 +545,10 @@ class MoELayer(ExpertParallel):
         etp, handle = self.sizes["etp"], call.handle
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
-        self._stats = partial(_stats_of, etp, slots, handle, dropped)
+        stats = partial(_stats_of, etp, slots, handle, dropped)
         if isinstance(handle, DispatchHandle):  # else reading the counts would wait for the device
-            self._stats = partial(DispatchStats, slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+            stats = partial(DispatchStats, slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+        self._stats = stats  # once: attributes of modules are slow to set
         if self.in_flight_hook is not None:
             self._call_in_backward(call.rows)
         return call
