@@ -136,7 +136,7 @@ class RowOperations(Operations):
     def extra_routes(self, ids_TK: Tensor, handle: DispatchHandle) -> ExtraRoutes:
         """Return the routes on which ``send_gradients`` sends the weights of a dispatch with these ids."""
         ids_TK = ids_TK.detach()
-        if self.places(handle) is None:
+        if self._places(handle) is None:
             ids_TK = ids_TK.clone()  # they are dispatched again, and the caller may change its tensor
         return ExtraRoutes(1, ids_TK.reshape(-1, 1))
 
@@ -169,7 +169,7 @@ class RowOperations(Operations):
         """Return the gradient of each row's token, [R, D], and the routing weights as words [R, 1]."""
         wide = torch.promote_types(handle.dtype, torch.float32)
         ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
-        if self.places(handle) is None:
+        if self._places(handle) is None:
             return self._spread_with(grad_TD, ones_TK, words_TKX, handle)
         return self._spread(grad_TD, None, ones_TK, handle)[0], self._send_weights(words_TKX, handle)
 
@@ -189,12 +189,12 @@ class RowOperations(Operations):
             words_RX, extra.slots = self._send(words_NX, extra.ids_N1)
         return words_RX
 
-    def places(self, handle: DispatchHandle) -> Tensor | None:
+    def _places(self, handle: DispatchHandle) -> Tensor | None:
         """Return the places of the slots' rows, if they are what the primitives read of ``handle.state``."""
 
     def _send_weights(self, words_TKX: Tensor, handle: DispatchHandle) -> Tensor:
         """Run ``_send_words`` for numbers, which may be multiplied by 1. With ``_places`` no slots are counted."""
-        place_TK = self.places(handle)
+        place_TK = self._places(handle)
         if place_TK is None:
             return self._send_words(words_TKX, handle)
         assert handle.extra is not None

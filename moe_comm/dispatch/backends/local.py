@@ -102,7 +102,7 @@ class LocalDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         return sums.spread(grad_TD, handle.state, weights_TK, handle.num_rows, rows_RD)
 
-    def places(self, handle: DispatchHandle) -> Tensor | None:
+    def _places(self, handle: DispatchHandle) -> Tensor | None:
         return handle.state if isinstance(handle.state, Tensor) else None
 
 

@@ -309,7 +309,7 @@ class PeerToPeerPrimitives(Dispatcher):
 
     # --- helpers ---
 
-    def places(self, handle: DispatchHandle) -> Tensor | None:
+    def _places(self, handle: DispatchHandle) -> Tensor | None:
         places: Tensor = handle.state
         return places
 
