@@ -19,7 +19,7 @@ from moe_comm.kernels.native import core, on_cpu
 from moe_comm.kernels.token_rows import TokenRows
 from moe_comm.runtime.memory import row_address
 
-_CODES = {torch.float32: 0, torch.float64: 3}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 3}
 FP32_ELEMENTS = 2**22
 """Elements of an fp32 matrix from which torch multiplies it: there MKL is up to 10% faster with 1024 rows. The choice
 depends on the matrix alone, so a row has the same bits in every batch."""

@@ -172,6 +172,8 @@ def _bf16(report: DoctorReport) -> None:
 
 def _row_bits(report: DoctorReport) -> None:
     """Test whether rows of products have the same bits for every number of rows, with the settings of this process."""
+    from moe_comm.runtime.memory import native_is_built  # imports torch
+
     strict = cpu_guard.strict_mode(cpu_guard.read_cpuinfo()) or cpu_guard.STRICT_MODES["avx512f"]
     advice = {
         "float32": f"export {cpu_guard.MKL_VARIABLE}={strict}, or import moe_comm before the first matmul",
@@ -179,7 +181,9 @@ def _row_bits(report: DoctorReport) -> None:
     }
     if platform.machine() != "x86_64":
         advice = dict.fromkeys(advice, "")  # these settings are for MKL and for AMX
-    equal = {name: _rows_are_invariant(name) for name in advice if name == "float32" or _bf16_works(report)}
+    # The native core multiplies rows in bf16.
+    in_torch = ["float32"] if native_is_built() or not _bf16_works(report) else list(advice)
+    equal = {name: _rows_are_invariant(name) for name in in_torch}
     report.data["row_bits"] = equal
     for name, same in equal.items():
         if same:
