@@ -340,7 +340,7 @@ class AbortOnError:
             self._abort(error)
 
 
-def needs_report(error: Exception, comm: object = ANY) -> bool:
+def needs_report(error: BaseException, comm: object = ANY) -> bool:
     """Return whether the ranks of communicator ``comm`` must learn of ``error``, which they may have raised too.
 
     Activation checkpointing ends a forward pass early with _StopRecomputationError, on all ranks.
@@ -348,7 +348,7 @@ def needs_report(error: Exception, comm: object = ANY) -> bool:
     return not isinstance(error, _StopRecomputationError) and not known_to_peers(error, comm)
 
 
-def raised_text(error: Exception, label: str) -> str:
+def raised_text(error: BaseException, label: str) -> str:
     """Return the text with which the other ranks raise. label: name of the layer."""
     where = f" in layer {label!r}" if label else ""
     text = " ".join(str(error).split())[:MESSAGE_CHARS]

@@ -20,14 +20,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import MethodType
+from functools import partial
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_comm.comm.agree import gather_texts
 from moe_comm.comm.channel import needs_report, raised_text
@@ -99,6 +100,7 @@ class Rounds:
 
     Attributes:
         error: why the context has ended before all ranks have left it.
+        ended: whether this rank has left the context; copies of its models still refer to it.
     """
 
     def __init__(self, models: Sequence[nn.Module], channel: Any) -> None:
@@ -115,7 +117,7 @@ class Rounds:
         self._began = self._ended = self._round_s = 0.0  # times and duration of the last round of this rank
         self._gap_s = 0.0  # usual time to the next
         self._running = _Running()
-        self._all_left = self._empty = False
+        self._all_left = self._empty = self.ended = False
         self._handles: list[Any] = []
         self._managers: list[Any] = []
         self._patched: list[Any] = []
@@ -134,35 +136,53 @@ class Rounds:
 
     def _hook(self, model: nn.Module) -> None:
         inside = [name for name, module in model.named_modules() if isinstance(module, EPExperts)]
+        made: Any
         for name, module in model.named_modules():
             # The model, and inner ones with all experts that users may call.
             if all(one.startswith(f"{name}." if name else "") for one in inside):
                 self._handles.append(module.register_forward_pre_hook(self._before, prepend=True))
                 self._handles.append(module.register_forward_hook(self._after, always_call=True))
+                made = module
+                made._call_impl = partial(self._interruptible, module)
+                self._patched.append((made, "_call_impl"))
             if hasattr(module, "init_continuous_batching"):
-                made: Any = module
-                made.init_continuous_batching = MethodType(self._make_manager, module)
-                self._patched.append(made)
+                made = module
+                # A bound method of the model inside adapters, if ``module`` is PEFT's wrapper of it.
+                made.init_continuous_batching = partial(self._make_manager, made.init_continuous_batching)
+                self._patched.append((made, "init_continuous_batching"))
 
-    def _make_manager(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _interruptible(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace ``_call_impl`` of a model: after Ctrl-C, torch runs no hooks, and the round would not end."""
+        try:
+            return type(model)._call_impl(model, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self._after(model)
+            raise
+
+    def _make_manager(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace ``init_continuous_batching`` of a model: remember the manager, whose thread hides its errors."""
-        manager = type(model).init_continuous_batching(model, *args, **kwargs)
+        manager = make(*args, **kwargs)
         if manager not in self._managers:
             self._managers.append(manager)
         return manager
 
     # --- in the threads that run a model ---
 
-    def call(self, experts: EPExperts, top_k: int, run: Callable[[], T]) -> T:
+    def call(self, experts: EPExperts, run: Callable[..., T], arguments: tuple[Tensor, Tensor, Tensor]) -> T:
         """Call experts from a forward pass: ``run`` dispatches their tokens. Begins a round if none has begun.
 
+        arguments: of ``experts`` and ``run``.
+
         Raises:
-            ConfigError: ``experts`` are those of a copied model.
+            ConfigError: ``experts`` are those of a copied model, or gradients are enabled.
         """
-        if self._runs_empty():
-            return run()
+        if self._runs_empty() or self.ended:  # a copy of a model, after the context
+            return run(*arguments)
         if id(experts) not in self._of:
             raise ConfigError("a copy of a model in a serving context cannot run in it; copy the model before")
+        _check_no_gradients(chain(arguments, experts.parameters()))
         now = self._own_round() or self._begin(self._of[id(experts)])
         position = self._position(now, experts)
         if position < 0:  # another model, or a layer again
@@ -171,8 +191,8 @@ class Rounds:
             position = self._position(now, experts)
         self._run_empty(now.kind, now.next, position)
         with self._failing():
-            self._agree_top_k(now.model, position, top_k)
-            result = run()
+            self._agree_top_k(now.model, position, arguments[1].shape[1])
+            result = run(*arguments)
         now.next = position + 1
         if now.next == len(self._models[now.model].calls):
             self._release()
@@ -204,6 +224,24 @@ class Rounds:
         """Wait for the thread that communicates, and vote until a round of one of the models begins."""
         autocast = _autocast_code(self._device.type)
         kinds = [model * len(AUTOCAST) + autocast for model in candidates]
+        try:
+            self._own()
+            gap_s = time.monotonic() - self._ended
+            if gap_s < MOST_ROUNDS * self._round_s:  # else this rank was idle
+                self._gap_s = max(gap_s, 0.75 * self._gap_s + 0.25 * gap_s)
+            while (kind := self._vote(WORK, kinds[0])) not in kinds:
+                self._run_empty(kind, 0)
+            self._round = _Round(kind)
+        except BaseException:
+            if self._owner != threading.get_ident():
+                raise
+            with self._failing():  # Ctrl-C between these steps: the other ranks may be in the round
+                raise
+        self._began = time.monotonic()
+        return self._round
+
+    def _own(self) -> None:
+        """Make this thread the owner, after the one that is."""
         with self._changed:
             self._waiting += 1
             try:
@@ -213,13 +251,6 @@ class Rounds:
                 self._owner = threading.get_ident()
             finally:
                 self._waiting -= 1
-        gap_s = time.monotonic() - self._ended
-        if gap_s < MOST_ROUNDS * self._round_s:  # else this rank was idle
-            self._gap_s = max(gap_s, 0.75 * self._gap_s + 0.25 * gap_s)
-        while (kind := self._vote(WORK, kinds[0])) not in kinds:
-            self._run_empty(kind, 0)
-        self._round, self._began = _Round(kind), time.monotonic()
-        return self._round
 
     def _finish(self) -> None:
         """Complete the round of this thread without tokens."""
@@ -238,7 +269,7 @@ class Rounds:
     @torch._disable_dynamo
     def _before(self, model: nn.Module, _: Any) -> None:
         """Forward pre-hook. A call of the same model that has not ended was interrupted."""
-        if self._runs_empty():  # of an adapter around experts
+        if self._runs_empty() or self.ended:  # of an adapter around experts; of a copy, after the context
             return
         models = self._running.models
         if model in models:
@@ -246,13 +277,12 @@ class Rounds:
         if not models:
             self._running.handled = sys.exc_info()[1]
         models.append(model)
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError("gradients are enabled in a serving context; run the model under torch.no_grad()")
+        _check_no_gradients(model.parameters())
 
     @torch._disable_dynamo
     def _after(self, model: nn.Module, *_: Any) -> None:
         """Forward hook, also called after an exception."""
-        if self._runs_empty():
+        if self._runs_empty() or self.ended:
             return
         models = self._running.models
         if model in models:
@@ -261,6 +291,7 @@ class Rounds:
             return
         self._finish()
         error = sys.exc_info()[1]
+        # One that was handled before the call, in whose ``except`` block the caller runs the model, is not of the call.
         if error is not None and error is not self._running.handled:
             self._tell(error)
 
@@ -310,7 +341,10 @@ class Rounds:
 
     def _look_at_managers(self) -> None:
         for manager in self._managers:
-            error = getattr(getattr(manager, "background_thread_status", None), "fatal_error", None)
+            try:
+                error = getattr(getattr(manager, "background_thread_status", None), "fatal_error", None)
+            except Exception as raised:
+                error = raised
             if error is not None:
                 self._tell(error)
 
@@ -359,12 +393,14 @@ class Rounds:
                 x_TD = torch.zeros(0, experts.layout.hidden, dtype=weight.dtype, device=weight.device)
                 ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=weight.device)
                 weights_TK = torch.zeros(0, top_k, dtype=torch.float32, device=weight.device)
-                self._empty = True
+                # Hooks of the caller on experts do not run, but those of adapters: around experts, or of their layers.
+                call = outer if outer is not experts or experts._modules else experts.forward
+                self._empty, active = True, experts.adapters  # of a call of these experts that waits for this one
+                experts.adapters = {}
                 try:
-                    # Hooks of the caller on experts do not run, but those of adapters.
-                    (experts.forward if outer is experts else outer)(x_TD, ids_TK, weights_TK)
+                    call(x_TD, ids_TK, weights_TK)
                 finally:
-                    self._empty = False
+                    self._empty, experts.adapters = False, active
 
     def _agree_top_k(self, model: int, position: int, top_k: int) -> int:
         """Return the number of experts per token of a layer; 0 if no rank calls it. Collective until it is known.
@@ -390,7 +426,7 @@ class Rounds:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Exception) and needs_report(error, self._channel.comm):
+            if needs_report(error, self._channel.comm):  # Ctrl-C, too: the other ranks would wait until their deadline
                 self._channel.give_up(f"rank {self._channel.rank} {raised_text(error, '')}")
             with self._changed:
                 self.error = self.error or error
@@ -407,6 +443,7 @@ class Rounds:
         if error is not None:
             self._tell(error)
         try:
+            self._stop_managers()
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
@@ -418,14 +455,27 @@ class Rounds:
         finally:
             self._detach()
 
+    def _stop_managers(self) -> None:
+        """Stop the managers that still run: after the context, their calls of experts would be in no round."""
+        for manager in self._managers:
+            with suppress(Exception):
+                if manager.is_running():
+                    manager.stop(block=True, hard_stop=True)
+
     def _detach(self) -> None:
+        self.ended = True
         for handle in self._handles:
             handle.remove()
-        for model in self._patched:
-            vars(model).pop("init_continuous_batching", None)
+        for model, name in self._patched:
+            vars(model).pop(name, None)
         for one in self._models:
             for experts, _ in one.calls:
                 experts.rounds = None
+
+
+def _check_no_gradients(tensors: Iterable[Tensor]) -> None:
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        raise ConfigError("gradients are enabled in a serving context; run the model under torch.no_grad()")
 
 
 def _autocast_code(device_type: str) -> int:

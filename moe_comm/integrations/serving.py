@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_comm.comm.agree import compare
 from moe_comm.comm.group_setup import channel_of
@@ -29,7 +30,7 @@ def serving(*models: nn.Module) -> Iterator[None]:
     Inside the context, a rank never waits for one that does not run a model: a thread of that rank takes part in the
     communication of the experts. ``generate`` needs no ``synced_gpus``, and ``generate_batch`` and
     ``init_continuous_batching`` work with the requests of each rank. At its end, a rank takes part until all ranks have
-    reached theirs. Stop managers of continuous batching before.
+    reached theirs. Managers of continuous batching that still run at its end are stopped, without their requests.
 
     If a rank raises in a model, in a manager or in the context, the context ends on all ranks: their next forward pass,
     or the end of the context, raises ``PeerRaised``.
@@ -41,9 +42,11 @@ def serving(*models: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: a model is not swapped or already in such a context, models have different groups, or gradients are
             enabled in a call.
-        UnsupportedModel: a model is also sharded by FSDP2, ``swap_attention`` or ``swap_linears``.
+        UnsupportedModel: a model is also sharded by FSDP2, ``swap_attention`` or ``swap_linears``, or is in
+            DistributedDataParallel with ``broadcast_buffers``.
         RankMismatch: ranks pass different models.
         PeerRaised: another rank raised, as above.
+        PeerError: Ctrl-C has interrupted an operation on another rank.
         PeerDied, PeerTimeout: another rank failed.
     """
     rounds = _open(models)
@@ -105,8 +108,13 @@ def _open(models: Sequence[nn.Module]) -> Rounds | None:
 def _fault(models: Sequence[nn.Module]) -> MoeCommError | None:
     for model in models:
         name = type(model).__name__
-        if any(one.rounds is not None for one in swapped_experts(model).values()):
+        if any(one.rounds is not None and not one.rounds.ended for one in swapped_experts(model).values()):
             return ConfigError(f"this {name} is already in a serving context; pass all models to one context")
+        if any(isinstance(one, DistributedDataParallel) and one.broadcast_buffers for one in model.modules()):
+            return UnsupportedModel(
+                "serving cannot take DistributedDataParallel, which broadcasts buffers in each forward pass; pass its "
+                "module, and run that"
+            )
         sharded = swapped_attention(model) or swapped_linears(model)
         if sharded or any(isinstance(module, FSDPModule) for module in model.modules()):
             by = "swap_attention or swap_linears" if sharded else "fully_shard"

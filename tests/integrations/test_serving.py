@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from copy import deepcopy
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import moe_comm
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
-from moe_comm.errors import ConfigError, MoeCommError, PeerRaised, RankMismatch
+from moe_comm.errors import ConfigError, MoeCommError, PeerRaised, RankMismatch, UnsupportedModel
 from moe_comm.integrations.hugging_face import swap_moe
 from moe_comm.topology import ExpertPlacement
 from tests.integrations.models import VOCAB, assert_close, ep_group, load, save_model
@@ -187,7 +192,8 @@ class _Stop(Exception):
 def raising(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
     """Rank 1 raises, rank 2 generates until it raises, the others have no requests. Then all ranks serve again."""
     folder, where = arg
-    model, errors = swap_moe(load(folder), ep_group(world)), []
+    model, errors = swap_moe(load(folder, attn_implementation="sdpa"), ep_group(world)), []
+    manager = None
     ids, (prompt,) = tokens(load(folder), prompts(9, 1)[0], 5), prompts(9, 1)
 
     def stop(*_: Any) -> None:
@@ -204,6 +210,17 @@ def raising(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
                     tokens(model, prompt, 3)
                 finally:
                     router.data.copy_(weight)
+            if rank == 1 and where in ("manager", "status"):
+                manager = model.init_continuous_batching(settings(10_000), continuous_batching_config=CACHE)
+                if where == "manager":  # which generates on
+                    manager.start()
+                    manager.add_request(prompt[0].tolist(), max_new_tokens=60, streaming=True)
+                    next(iter(manager))
+                    stop()
+                broken = {"background_thread_status": property(stop, lambda *_: None)}
+                manager.__class__ = type("Broken", (type(manager),), broken)
+                while True:
+                    tokens(model, prompt, 3)
             if rank == 1:
                 tokens(model, prompt, 2)
                 handle = model.model.layers[1].self_attn.register_forward_pre_hook(stop)
@@ -217,12 +234,13 @@ def raising(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
                 tokens(model, prompt, 3)
     except (_Stop, MoeCommError) as error:
         errors.append(f"{type(error).__name__}: {error}")
+    assert where != "manager" or manager is None or not manager.is_running()
     with moe_comm.serving(model):
         assert torch.equal(tokens(model, prompt, 5), ids)
     return errors
 
 
-@pytest.mark.parametrize("where", ["model", "context", "router"])
+@pytest.mark.parametrize("where", ["model", "context", "router", "manager", "status"])
 def test_an_exception_of_one_rank_ends_serving_on_all_ranks_and_they_can_serve_again(
     where: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
@@ -234,6 +252,66 @@ def test_an_exception_of_one_rank_ends_serving_on_all_ranks_and_they_can_serve_a
     else:
         assert second == ["_Stop: no more"]
         assert first == ["PeerRaised: rank 1 raised _Stop: no more. Serving has ended on all ranks"]
+
+
+def interrupted(rank: int, world: int, arg: tuple[str, str]) -> str:
+    """Ctrl-C at rank 1, whose caller catches it and stays in the context. Rank 2 generates until it raises."""
+    folder, where = arg
+    store, group = dist.distributed_c10d._get_default_store(), dist.new_group(range(world))
+    model, (prompt,), told = swap_moe(load(folder), group), prompts(0, 1), f"rank 2 knows of Ctrl-C, {where}"
+    layer = model.model.layers[1]
+
+    def interrupting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return run(*args, **kwargs)
+
+        return call
+
+    try:
+        with moe_comm.serving(model):
+            if rank == 1:
+                tokens(model, prompt, 2)
+                at = {
+                    "between layers": (layer.self_attn, "forward"),
+                    "in an operation": (layer.mlp.experts, "_run"),
+                    "before a vote": (layer.mlp.experts.rounds, "_vote"),
+                }
+                target, name = at[where]
+                with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+                    patch.setattr(target, name, interrupting(getattr(target, name)))
+                    tokens(model, prompt, 2)
+                store.wait([told], timedelta(seconds=10))
+            try:
+                while rank == 2:
+                    tokens(model, prompt, 3)
+            finally:
+                if rank == 2:
+                    store.set(told, "")
+    except (KeyboardInterrupt, MoeCommError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group(group)
+    raise AssertionError("the context ended without an error")
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("between layers", "PeerRaised: rank 1 raised KeyboardInterrupt"),
+        ("in an operation", "PeerError"),
+        ("before a vote", "PeerError"),
+    ],
+)
+def test_ranks_learn_of_an_interrupt_that_the_caller_of_another_rank_catches(
+    where: str, text: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    first, second, *others = pool4.run(interrupted, (saved("mixtral"), where), timeout=40)
+    assert second.startswith("KeyboardInterrupt")
+    for error in (first, *others):
+        assert error.startswith(text)
+        assert "rank 1" in error
 
 
 def manager_raises(rank: int, world: int, folder: str) -> str:
@@ -310,6 +388,21 @@ def test_ranks_without_work_follow_autocast(saved: Callable[[str], str], pool4: 
     pool4.run(in_autocast, saved("mixtral"))
 
 
+def copied(rank: int, world: int, folder: str) -> None:
+    model, (prompt,) = swap_moe(load(folder), ep_group(world)), prompts(0, 1)
+    expected = tokens(load(folder), prompt, 3)
+    with moe_comm.serving(model):
+        copy = deepcopy(model)
+    assert torch.equal(tokens(copy, prompt, 3), expected)
+    copy(prompt).logits.sum().backward()
+    with moe_comm.serving(copy):
+        assert rank == 0 or torch.equal(tokens(copy, prompt, 3), expected)
+
+
+def test_a_copy_that_is_made_in_a_context_runs_after_it(saved: Callable[[str], str], pool4: RankPool) -> None:
+    pool4.run(copied, saved("mixtral"), timeout=60)
+
+
 def refused(rank: int, world: int, folder: str) -> None:
     plain = load(folder)
     for counts in ([0, 8], [0, 0, 0, 7]):
@@ -328,10 +421,18 @@ def refused(rank: int, world: int, folder: str) -> None:
         moe_comm.serving(model),
     ):
         pass
+    replicated = DistributedDataParallel(model, process_group=ep_group(world))
+    with pytest.raises(UnsupportedModel, match="broadcasts buffers"), moe_comm.serving(replicated):
+        pass
     (prompt,) = prompts(0, 1)
-    with pytest.raises((ConfigError, PeerRaised), match="gradients"), moe_comm.serving(model):  # noqa: PT012
-        if rank == 1:
-            model(prompt)
+    embedded = model.get_input_embeddings()(prompt).detach().requires_grad_()
+    for given in ({"input_ids": prompt}, {"inputs_embeds": embedded}):
+        model.requires_grad_("input_ids" in given)
+        expected = ConfigError if rank == 1 else PeerRaised
+        with pytest.raises(expected, match="gradients") as caught, moe_comm.serving(model):  # noqa: PT012
+            if rank == 1:
+                model(**given)
+        assert type(caught.value) is expected
 
 
 def test_models_that_cannot_be_served_and_gradients_are_refused(saved: Callable[[str], str], pool4: RankPool) -> None:

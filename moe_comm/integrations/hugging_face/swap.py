@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -51,7 +52,9 @@ T = TypeVar("T")
 class ExpertRounds(Protocol):
     """Calls of experts in which all ranks take part; see ``integrations/rounds.py``."""
 
-    def call(self, experts: EPExperts, top_k: int, run: Callable[[], T]) -> T: ...
+    ended: bool
+
+    def call(self, experts: EPExperts, run: Callable[..., T], arguments: tuple[Tensor, Tensor, Tensor]) -> T: ...
 
 
 class EPExperts(ExpertParallel):
@@ -63,7 +66,8 @@ class EPExperts(ExpertParallel):
     after ``moe_comm.sync_gradients``.
 
     Attributes:
-        adapters: the active low-rank adapters by parameter, which the caller sets during a call; see ``lora.py``.
+        adapters: the active low-rank adapters by parameter, which the caller sets during a call in its thread; see
+            ``lora.py``.
         can_be_adapted: whether PEFT may adapt the parameters, which requires their names in the original model.
         rounds: in which the experts are called in a ``serving`` context; else None.
         only_part: whether this rank has no other parameters of the model.
@@ -89,7 +93,7 @@ class EPExperts(ExpertParallel):
     ) -> None:
         super().__init__(dispatcher, overlap, label)
         self.layout = layout
-        self.adapters: Mapping[str, Sequence[LowRank]] = {}
+        self._adapters: dict[int, Mapping[str, Sequence[LowRank]]] = {}  # by thread
         self.num_experts = layout.num_experts
         homes = self.placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
@@ -102,6 +106,17 @@ class EPExperts(ExpertParallel):
 
     def _local_parameter(self, experts: Any, name: str, homes: Sequence[int]) -> nn.Parameter:
         return _local_slice(getattr(experts, name), homes, self.dispatcher.world)
+
+    @property
+    def adapters(self) -> Mapping[str, Sequence[LowRank]]:
+        return self._adapters.get(threading.get_ident(), {})
+
+    @adapters.setter
+    def adapters(self, value: Mapping[str, Sequence[LowRank]]) -> None:
+        if value:
+            self._adapters[threading.get_ident()] = value
+        else:  # the thread may have ended
+            self._adapters.pop(threading.get_ident(), None)
 
     @property
     def is_transposed(self) -> bool:
@@ -122,7 +137,7 @@ class EPExperts(ExpertParallel):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
-        if self._is_traced(self.copies) and self.rounds is None and not self.adapters:
+        if self._is_traced(self.copies) and self.rounds is None and not self._adapters:
             from moe_comm.layers.moe.compiled import call_layer  # few programs compile
 
             mask = None if self.padding is None else self.padding.traced
@@ -135,10 +150,9 @@ class EPExperts(ExpertParallel):
 
     @torch._disable_dynamo  # one graph break, as in MoELayer: collectives and varying row counts cannot be traced
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        rounds, arguments = self.rounds, (hidden_states, top_k_index, top_k_weights)
-        if rounds is None:
-            return self._run(*arguments)
-        return rounds.call(self, top_k_index.shape[1], lambda: self._run(*arguments))
+        if self.rounds is None:
+            return self._run(hidden_states, top_k_index, top_k_weights)
+        return self.rounds.call(self, self._run, (hidden_states, top_k_index, top_k_weights))
 
     def _run(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, real: RealTokens | None = None
@@ -193,7 +207,7 @@ class EPExperts(ExpertParallel):
         (x,), fault = as_tensors(hidden_states=args[0] if args else kwargs["hidden_states"])
         if fault is None and not (x.dim() and x.is_floating_point()):
             fault = InputError(f"hidden_states must be floating-point tokens [..., D]; got {x.dtype} {tuple(x.shape)}")
-        if fault is not None and self.rounds is not None:
+        if fault is not None and self.rounds is not None and not self.rounds.ended:
             raise fault  # the other ranks may be in no call
         if fault is not None:
             self._publish_if_due(self)  # as the other ranks do before they dispatch

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import moe_comm
 from moe_comm.errors import ConfigError, MoeCommError
@@ -407,13 +408,54 @@ def test_swap_attention_does_not_drop_adapters() -> None:
 
 
 def served(rank: int, world: int, settings: dict[str, Any]) -> None:
-    """Rank 0 has no prompt."""
-    models = adapted(small_model(num_hidden_layers=1), settings), swapped(settings, True, num_hidden_layers=1)
-    ids, how = batch()[1], {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
-    with moe_comm.serving(models[1]):
-        got = [model.generate(ids, attention_mask=torch.ones_like(ids), **how) for model in models if rank]
-    assert all(torch.equal(one, got[0]) for one in got)
+    """Calls without tokens of adapted experts while this rank is in a call of the same experts."""
+    plain, model = (one.eval() for one in (adapted(small_model(), settings), swapped(settings, True)))
+    store, ids = dist.distributed_c10d._get_default_store(), batch()[1]
+    how = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    tokens = plain.generate(ids, max_new_tokens=8, **how)
+    block, plain_block = (one.get_base_model().model.layers[1] for one in (model, plain))
+    x = torch.randn(1, 5, plain.config.hidden_size)
+
+    def meet(*_: Any) -> None:
+        store.set("rank 0 is at layer 1", "")
+        store.wait(["rank 1 is in layer 1"])
+
+    with torch.no_grad(), moe_comm.serving(model):
+        # In turns, each rank generates with the adapted experts, and calls them for the other one.
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
+            got = model.generate(ids, max_new_tokens=8, **how)
+        assert rank == 0 or torch.equal(got, tokens)
+        # The thread of rank 1 is in layer 1, for rank 0, when a forward pass begins there.
+        if rank == 0:
+            store.wait(["rank 1 has its tokens"])
+            handle = block.self_attn.register_forward_pre_hook(meet)
+            assert torch.equal(model.generate(ids, max_new_tokens=8, **how), tokens)
+            handle.remove()
+        else:
+            store.set("rank 1 has its tokens", "")
+            store.wait(["rank 0 is at layer 1"])
+            handle = block.mlp.gate.register_forward_hook(lambda *_: store.set("rank 1 is in layer 1", ""))
+            assert_close(block.mlp(x), plain_block.mlp(x), "output of layer 1")
+            handle.remove()
+        assert torch.equal(model.generate(ids, max_new_tokens=8, **how), tokens)
 
 
-def test_ranks_without_prompts_serve_adapted_experts(pool2: RankPool) -> None:
-    pool2.run(served, EXPERTS["both, and attention"])
+def test_ranks_serve_adapted_experts_at_the_same_time(pool2: RankPool) -> None:
+    pool2.run(served, EXPERTS["both, and attention"], timeout=60)
+
+
+def with_manager(rank: int, world: int, arg: None) -> None:
+    model = swapped(BOTH, True).eval()
+    model.get_base_model().set_attn_implementation("sdpa")
+    ids, limits = batch()[1][:1], {"max_new_tokens": 4, "eos_token_id": -1, "pad_token_id": 0}
+    cache = ContinuousBatchingConfig(num_blocks=7, page_size=16, max_batch_tokens=32)
+    with moe_comm.serving(model):
+        if rank:
+            manager = model.init_continuous_batching(GenerationConfig(**limits), continuous_batching_config=cache)
+            manager.start()
+            manager.add_request(ids[0].tolist())
+            assert len(next(iter(manager)).generated_tokens) == 4
+
+
+def test_adapted_models_make_managers_of_continuous_batching(pool2: RankPool) -> None:
+    pool2.run(with_manager, None, timeout=60)

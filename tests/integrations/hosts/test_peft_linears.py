@@ -382,6 +382,19 @@ def several_adapters(rank: int, world: int, _: None) -> list[Tensor]:
     return outputs
 
 
+def served(rank: int, world: int, arg: None) -> None:
+    """Rank 0 has no inputs."""
+    (style, settings), x = CASES["three layers"], inputs(2)[1]
+    want, model = adapted(new_model(style), settings), swapped(style, settings, True, dist.group.WORLD)
+    with torch.no_grad(), moe_comm.serving(model):
+        for _ in range(rank):
+            assert_close(model(x)[0], want(x)[0], "logits")
+
+
+def test_ranks_without_inputs_serve_adapted_layers(pool2: RankPool) -> None:
+    pool2.run(served, None, timeout=60)
+
+
 def test_several_adapters_compute_as_in_one_process(pool2: RankPool) -> None:
     want = several_adapters(0, 1, None)
     for got, expected in zip(zip(*pool2.run(several_adapters, None, timeout=120), strict=True), want, strict=True):
