@@ -109,14 +109,14 @@ class EPExperts(ExpertParallel):
 
     @property
     def adapters(self) -> Mapping[str, Sequence[LowRank]]:
-        return self._adapters.get(threading.get_ident(), {})
+        return self._adapters.get(_this_thread(), {})
 
     @adapters.setter
     def adapters(self, value: Mapping[str, Sequence[LowRank]]) -> None:
         if value:
-            self._adapters[threading.get_ident()] = value
+            self._adapters[_this_thread()] = value
         else:  # the thread may have ended
-            self._adapters.pop(threading.get_ident(), None)
+            self._adapters.pop(_this_thread(), None)
 
     @property
     def is_transposed(self) -> bool:
@@ -226,6 +226,11 @@ class EPExperts(ExpertParallel):
             f"{experts} of {self.num_experts}, hidden={self.layout.hidden}, ffn={self.layout.ffn}, "
             f"dispatcher={self.dispatcher.name}, rank {self.dispatcher.rank} of {self.dispatcher.world}"
         )
+
+
+@torch._disable_dynamo
+def _this_thread() -> int:
+    return threading.get_ident()
 
 
 def _local_slice(full: nn.Parameter, experts: Sequence[int], world: int) -> nn.Parameter:
