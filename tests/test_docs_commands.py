@@ -49,6 +49,7 @@ NOT_RUN_PYTHON = {
     "docs/reference/api.md": "signatures, which benchmarks/signatures.py writes",
     "docs/reliability.md": "an own loop of 1000 steps; tests/runtime/watch runs it",
     "docs/own-loop.md": "needs several ranks; tests/training_loops runs these calls",
+    "docs/serve.md": "needs several ranks; tests/integrations/test_serving.py runs these calls",
 }
 """Page with ``python no-run`` blocks: why they are not run."""
 PRINTED = ("moe-comm mesh small",)
