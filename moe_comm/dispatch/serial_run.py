@@ -209,8 +209,9 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         run: SerialRun = ctx.run
-        wide_TK, out_RD, x_TD = ctx.saved_tensors
         dispatcher, needs = run.dispatcher, run.needs_weights
+        with dispatcher.abort_on_error(run.handle.label):  # the caller may have changed the tokens in place
+            wide_TK, out_RD, x_TD = ctx.saved_tensors
         rows_RD: Rows
         if run.in_place:
             sent = dispatcher.share_gradients(grad_TD, x_TD, wide_TK, needs, run.handle)

@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
 
 def test_products_are_added_to_results(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
-    for m, n, k in ((5, 33, 40), (150, 70, 300)):
+    for m, n, k in ((5, 33, 40), (150, 70, 300), (17, 70, 4200)):
         x, w, before = torch.randn(m, k).to(dtype), torch.randn(1, n, k).to(dtype), torch.randn(m, n).to(dtype)
         exact = before.double() + x.double() @ w[0].double().t()
         for isa in isas(dtype):

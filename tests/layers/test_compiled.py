@@ -113,6 +113,48 @@ def test_layers_and_their_copies_share_a_graph_and_keep_none_of_their_own() -> N
     assert not compiled._GRAPHS
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = MoELayer.build(CONFIG, seed=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 2 * self.layer(x)
+
+
+def test_equal_calls_are_not_merged() -> None:
+    torch._dynamo.reset()
+    twice, results = Twice(), []
+    for one in (twice, torch.compile(twice, fullgraph=True, backend="aot_eager")):
+        twice.zero_grad(set_to_none=True)
+        y = one(draw(5, 16))
+        y.sum().backward()
+        results.append([y, twice.layer.experts.w2.grad, twice.layer.router.take_load()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_router_without_use_has_no_gradient() -> None:
+    torch._dynamo.reset()
+    layer = MoELayer.build(CONFIG, seed=0)
+    routing = Routing(torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5))
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(draw(5, 16), routing).sum().backward()
+    assert all(p.grad is None for p in layer.router.parameters())
+    assert layer.experts.w2.grad is not None
+
+
+def test_other_parameters_and_exports_are_errors() -> None:
+    torch._dynamo.reset()
+    layer, other = (MoELayer.build(CONFIG, seed=seed) for seed in (0, 1))
+
+    def with_other(x: Tensor, parameters: dict[str, Tensor]) -> Any:
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    with pytest.raises(InputError, match="functional_call"):
+        torch.compile(with_other, fullgraph=True, backend="aot_eager")(draw(5, 16), dict(other.named_parameters()))
+    with pytest.raises(Exception, match="exported program cannot hold"):
+        torch.export.export(layer, (draw(5, 16),), strict=True)
+
+
 def test_hooks_that_copy_saved_tensors_are_an_error() -> None:
     torch._dynamo.reset()
     layer = MoELayer.build(CONFIG, seed=0)

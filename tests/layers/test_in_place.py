@@ -301,6 +301,20 @@ def test_a_change_in_place_before_the_experts_read_raises(rank: int, world: int,
 
 
 @on_ranks(2)
+def test_a_change_in_place_before_backward_raises_on_every_rank(rank: int, world: int, group: Any) -> None:
+    from moe_comm.errors import PeerRaised
+
+    layer = build(group, "shared_memory")
+    x = torch.ones(4, HIDDEN, requires_grad=True) * 1.0
+    y = layer(x)
+    if rank == 0:
+        with torch.no_grad():
+            x.mul_(2)
+    with pytest.raises(PeerRaised if rank else RuntimeError, match="inplace operation"):
+        y.sum().backward()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("overlap", [None, Overlap(2, 1, executor="pipelined")], ids=["serial", "pipelined"])
 def test_callers_may_change_ids_between_forward_and_backward(rank: int, world: int, overlap: Overlap | None) -> None:
     grads = []

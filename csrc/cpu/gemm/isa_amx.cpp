@@ -323,7 +323,10 @@ class Blocks {
                          p_.out_dtype,
                          around_};
     float* c = reinterpret_cast<float*>(results);
-    if (k0 == 0 && p_.accumulate) (swapped_ ? start_columns_of : start_rows_of)(to, c);
+    if (k0 == 0 && p_.accumulate) {
+      if (side_.finishing.c == c) side_.finishing.rest();  // blocks of one tile share their memory
+      (swapped_ ? start_columns_of : start_rows_of)(to, c);
+    }
     const bool last = k0 + steps * kUnit >= p_.depth;
     side_.out_lines = 0;
     if (last && !around_) side_.prefetch_results(to, steps);

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_comm.errors import InputError
 from moe_comm.layers.moe.expert_parallel import ExpertParallel, layer_with
@@ -29,21 +29,33 @@ from moe_comm.layers.moe.expert_parallel import ExpertParallel, layer_with
 _GRAPHS: dict[int, tuple[Tensor, list[Tensor]]] = {}
 """Calls whose backward pass has not run, by the value of ``call``: the output, and what needs a gradient."""
 _numbers = count(1)
+_places = count()
 _SCHEMA = (
     "(Tensor[] inputs, bool[] present, Tensor[] parameters, Tensor layer, bool[] needs, ScalarType dtype, "
-    "ScalarType? autocast) -> (Tensor, Tensor)"
+    "ScalarType? autocast, int place) -> (Tensor, Tensor)"
 )
 _SCHEMA_BACKWARD = (
     "(Tensor grad, Tensor call, SymInt[] sizes, int[] dims, ScalarType[] dtypes, Tensor[] parameters) -> Tensor[]"
 )
 
 
-def call_layer(layer: ExpertParallel, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _place() -> int:
+    """Return another number for each call in a graph, because compilers merge equal calls of an operator."""
+    return next(_places)
+
+
+def call_layer(
+    layer: ExpertParallel, inputs: Sequence[Tensor | None], dtype: torch.dtype, unused: nn.Module | None = None
+) -> Tensor:
     """Return the output of ``layer._eager(*inputs)``, in the shape of the first input; while a compiler traces.
 
     Args:
         dtype: of the output.
+        unused: module of the layer whose parameters get no gradients.
     """
+    if torch.compiler.is_exporting():
+        raise InputError("an exported program cannot hold a layer with experts: it would refer to this process's layer")
     first = inputs[0]
     assert first is not None
     parameters, kind, autocast = list(layer.parameters()), first.device.type, None
@@ -51,7 +63,12 @@ def call_layer(layer: ExpertParallel, inputs: Sequence[Tensor | None], dtype: to
         autocast = torch.get_autocast_dtype(kind)
     present, given = [t is not None for t in inputs], [t for t in inputs if t is not None]
     needs = [t.requires_grad and torch.is_grad_enabled() for t in (*given, *parameters)]
-    y, _ = torch.ops.moe_comm.layer(given, present, parameters, layer.compiled_id, needs, dtype, autocast)
+    if unused is not None:
+        without = list(unused.parameters())
+        needs[len(given) :] = [
+            need and all(p is not u for u in without) for p, need in zip(parameters, needs[len(given) :], strict=True)
+        ]
+    y, _ = torch.ops.moe_comm.layer(given, present, parameters, layer.compiled_id, needs, dtype, autocast, _place())
     return y  # type: ignore[no-any-return]
 
 
@@ -64,9 +81,17 @@ def _layer(
     needs: Sequence[bool],
     dtype: torch.dtype,
     autocast: torch.dtype | None,
+    place: int,
 ) -> tuple[Tensor, Tensor]:
     module, given = layer_with(int(layer)), []
     own, records = list(module.parameters()), any(needs)
+    if [p.data_ptr() for p in own] != [p.data_ptr() for p in parameters]:
+        fault = InputError(
+            f"the compiled graph replaces parameters of layer {module.label!r}, as torch.func.functional_call does; "
+            "call the layer with its own parameters, or without torch.compile"
+        )
+        module.dispatcher.abort(fault, label=module.label)
+        raise fault
     number = np.array([next(_numbers)])
     with _with_autograd():
         for t, need in zip(inputs, needs, strict=False):
@@ -100,6 +125,7 @@ def _(
     needs: Sequence[bool],
     dtype: torch.dtype,
     autocast: torch.dtype | None,
+    place: int,
 ) -> tuple[Tensor, Tensor]:
     first = inputs[0]
     return torch.empty(first.shape, dtype=dtype, device=first.device), torch.empty(1, dtype=torch.int64, device="cpu")
@@ -164,7 +190,7 @@ def _like(expected: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    given, _, parameters, _, needs, _, _ = inputs
+    given, _, parameters, _, needs, *_ = inputs
     ctx.needs, ctx.num_inputs = needs, len(given)
     wanted = [t for t, need in zip(given, needs, strict=False) if need]
     ctx.shapes, ctx.dtypes = [t.shape for t in wanted], [t.dtype for t in wanted]
@@ -177,7 +203,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     sizes, dims = [size for shape in ctx.shapes for size in shape], [len(shape) for shape in ctx.shapes]
     grads = iter(torch.ops.moe_comm.layer_backward(grad, call, sizes, dims, ctx.dtypes, parameters))
     each = [next(grads) if need else None for need in ctx.needs]
-    return each[: ctx.num_inputs], None, each[ctx.num_inputs :], None, None, None, None
+    return each[: ctx.num_inputs], None, each[ctx.num_inputs :], None, None, None, None, None
 
 
 _layer.register_autograd(_backward, setup_context=_setup)

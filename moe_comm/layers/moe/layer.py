@@ -438,7 +438,8 @@ class MoELayer(ExpertParallel):
             from moe_comm.layers.moe.compiled import call_layer  # few programs compile
 
             given = (None, None, None) if routing is None else (routing.ids_TK, routing.weights_TK, routing.aux_loss)
-            return call_layer(self, (x, token_index, mask, *given), compute_dtype(x))
+            unused = None if routing is None else self.router
+            return call_layer(self, (x, token_index, mask, *given), compute_dtype(x), unused)
         return self._forward(x, routing, token_index, mask)
 
     def _eager(
