@@ -23,7 +23,7 @@ from moe_plan.model.memory import MemoryPolicy
 from moe_plan.search.request import PlanRequest
 from moe_plan.search.space import SearchSpace
 
-POLICY = MemoryPolicy(cut_shared=True, reshard=True)
+POLICY = MemoryPolicy(cut_shared=True, reshard=True, outputs=True)
 
 
 def predict_step(case: StepCase) -> float | OutOfMemory:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_comm.kernels.blas import add_product, aligned, expert_mm, product_into
 from moe_comm.kernels.native import core, on_cpu
 from moe_comm.kernels.token_rows import TokenRows
-from moe_comm.runtime.memory import row_address
+from moe_comm.runtime.memory import in_memory, row_address
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 3}
 FP32_ELEMENTS = 2**22
@@ -149,6 +149,8 @@ def _with_dense_rows(x_RK: Tensor | TokenRows) -> Tensor | TokenRows:
     """Return rows that ``_operand`` takes. The caller keeps them until the native core has read them."""
     if not isinstance(x_RK, Tensor):
         return x_RK
+    if not in_memory(x_RK):  # a negative view, or zeros without memory
+        return x_RK.clone(memory_format=torch.contiguous_format)
     row, element = x_RK.stride()
     return x_RK if element == 1 and (row >= x_RK.shape[1] or row == 0) else x_RK.contiguous()
 

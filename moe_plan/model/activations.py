@@ -45,7 +45,7 @@ class ActivationMemory:
         etp: number of ranks that share each expert. Each of them receives all rows of the expert.
         on_cpu: norms run in the native core and save no fp32 copy, and experts on one host read tokens and gradients in
             place and save no input rows.
-        outputs: experts have fp8 GEMMs, and save their outputs.
+        outputs: experts save their outputs, as those with fp8 GEMMs and those of other systems do.
     """
 
     shape: ModelShape

@@ -45,12 +45,14 @@ class MemoryPolicy:
     the gradients of several micro-batches and the weights of pipeline stages until the last pass of the step.
     cut_shared: tensor-parallel ranks shard the shared experts, as in Megatron. In the bundled trainer each rank holds
     all shared experts and runs them on its own tokens.
+    outputs: experts save their outputs for backward, as in Megatron.
     """
 
     optimizer: Optimizer = "adamw"
     momentum: bool = False
     reshard: bool = False
     cut_shared: bool = False
+    outputs: bool = False
 
 
 DEFAULT_POLICY = MemoryPolicy()
@@ -122,7 +124,15 @@ def memory(
     fixed = fixed_parts(shape, memory_model)
     # Bytes per token of activations, of the loss and of the gradients between the halves of a split backward pass.
     tokens = _tokens(mapping, load)
-    estimate = _estimate(shape, size, parallel.tp, mapping.recompute, rows=load.busiest(parallel.ep), etp=parallel.etp)
+    estimate = _estimate(
+        shape,
+        size,
+        parallel.tp,
+        mapping.recompute,
+        rows=load.busiest(parallel.ep),
+        etp=parallel.etp,
+        outputs=policy.outputs,
+    )
     halfway = split_gradient_bytes(estimate, mapping.fuses or mapping.overlap == "chunks") if split else (0.0, 0.0)
     losses = estimate.loss(math.ceil(tokens)) * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size, host)

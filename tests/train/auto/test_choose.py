@@ -135,7 +135,7 @@ def test_given_keys_are_kept(given: tuple[str, ...]) -> None:
 
 
 def test_copies_of_experts_exclude_mappings_that_do_not_support_them() -> None:
-    small = replace(two_hosts(GBIT), accelerator=replace(CORE, memory_bytes=600 << 20))
+    small = replace(two_hosts(GBIT), accelerator=replace(CORE, memory_bytes=520 << 20))
     config = config_of("comm")
     assert choose(config, shape_of(config), small).settings["sharding"] == "fsdp"
     config = config_of("comm", "placement.kind=replicate", "placement.slots=1")
