@@ -109,6 +109,7 @@ class EPExperts(ExpertParallel):
 
     @property
     def adapters(self) -> Mapping[str, Sequence[LowRank]]:
+        """The active low-rank adapters of this thread, by parameter."""
         return self._adapters.get(_this_thread(), {})
 
     @adapters.setter
