@@ -25,7 +25,6 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError, MoeCommError, PeerRaised, RankMismatch, UnsupportedModel
 from moe_comm.integrations.hugging_face import swap_moe
-from moe_comm.topology import ExpertPlacement
 from tests.integrations.models import VOCAB, assert_close, ep_group, load, save_model
 from tests.pool import RankPool
 
@@ -134,52 +133,6 @@ def test_continuous_batching_serves_requests_that_arrive_at_any_rank_and_time(
     family: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
     pool4.run(continuous, saved(family))
-
-
-# --- ranks with experts only ---
-
-
-def disaggregated(rank: int, world: int, arg: tuple[str, int, int, bool]) -> int:
-    """The first ``attention`` ranks generate, each with its own prompts, and the others have the experts.
-
-    Return the bytes of this rank's parameters.
-    """
-    folder, attention, ranks, load_part = arg
-    group = dist.new_group(range(ranks))
-    if rank >= ranks:
-        return 0
-    counts = [0] * attention + list(ExpertPlacement.balanced(8, ranks - attention).experts_per_rank)
-    if load_part:
-        model = moe_comm.from_pretrained(folder, group, placement=counts)
-    else:
-        model = swap_moe(load(folder), group, placement=counts)
-    if rank >= attention:
-        with pytest.raises(ConfigError, match="has only experts"):
-            model(prompts(0, 1)[0])
-        moe_comm.serve_experts(model)
-    else:
-        plain = load(folder)
-        with moe_comm.serving(model):
-            for ids in prompts(rank, 2 + rank):
-                assert torch.equal(tokens(model, ids, 5), tokens(plain, ids, 5))
-    dist.destroy_process_group(group)  # the names of some groups of torch depend on the number of groups of a rank
-    return sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-
-
-@pytest.mark.parametrize(
-    ("family", "attention", "experts", "load_part"),
-    [("mixtral", 1, 1, False), ("qwen3_moe", 2, 1, True), ("deepseek_v3", 1, 2, True), ("gpt_oss", 2, 2, False)],
-)
-def test_ranks_without_experts_generate_with_those_of_ranks_that_have_nothing_else(
-    family: str, attention: int, experts: int, load_part: bool, saved: Callable[[str], str], pool4: RankPool
-) -> None:
-    folder = saved(family)
-    sizes = pool4.run(disaggregated, (folder, attention, attention + experts, load_part))
-    of_experts = {True: 0, False: 0}
-    for name, parameter in load(folder).named_parameters():
-        of_experts[".experts." in name] += parameter.nbytes
-    assert sizes[:attention] == [of_experts[False]] * attention
-    assert sum(sizes[attention:]) == of_experts[True]
 
 
 # --- errors ---

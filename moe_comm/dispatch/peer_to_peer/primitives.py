@@ -199,9 +199,8 @@ class PeerToPeerPrimitives(Dispatcher):
             if self._stream.is_separate:
                 tensors = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows,)
                 self._stream.use_by_caller(*tensors, place_TK)
-        handle = self._handle(
-            x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK, ids_TK.numel() // self.world
-        )
+        about_own = ids_TK.numel() * len(self.local_experts) // self.num_experts  # exact without experts
+        handle = self._handle(x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK, about_own)
         return rows, handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
