@@ -128,3 +128,94 @@ TEST(gemm_refuses_row_lists_that_are_out_of_range) {
     CHECK(refused != valid);
   }
 }
+
+namespace {
+
+// Elements with all bits of the mantissa, so that each order of additions has its own result. Those of line 0 are so
+// small that results are denormals.
+std::vector<uint16_t> mixed(int64_t lines, int64_t width, int dtype, test::Random& random) {
+  std::vector<uint16_t> words;
+  for (int64_t i = 0; i < lines * width; ++i) {
+    const uint64_t bits = random.next();
+    const bool zero = random.below(16) == 0;
+    const uint32_t sign = static_cast<uint32_t>(bits >> 63), exponent = static_cast<uint32_t>(bits >> 32) % 12;
+    const uint32_t mantissa = static_cast<uint32_t>(bits) & 0x7fffff;
+    if (dtype == kFloat16) {
+      words.push_back(static_cast<uint16_t>(zero ? 0 : sign << 15 | (8 + exponent) << 10 | mantissa >> 13));
+      continue;
+    }
+    const uint32_t u = zero ? 0 : sign << 31 | ((i < width ? 0 : 121) + exponent) << 23 | mantissa;
+    if (dtype == kFloat32) words.push_back(static_cast<uint16_t>(u));
+    words.push_back(static_cast<uint16_t>(u >> 16));
+  }
+  return words;
+}
+
+uint64_t hashed(uint64_t hash, const void* data, size_t bytes) {  // FNV-1a
+  const auto* at = static_cast<const unsigned char*>(data);
+  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ at[i]) * 0x100000001b3ull;
+  return hash;
+}
+
+template <class T>
+uintptr_t address(T& values) {
+  return reinterpret_cast<uintptr_t>(values.data());
+}
+
+// A hash of products and gradients of weights in many shapes.
+uint64_t hash_of_results(int dtype) {
+  test::Random random(3);
+  uint64_t hash = 0xcbf29ce484222325ull;
+  const int64_t element = dtype == kFloat32 ? 4 : 2;
+  const std::vector<int64_t> batches[] = {{1, 0, 37}, {2, 5, 14}, {300, 9}};
+  const std::pair<int64_t, int64_t> widths[] = {{45, 70}, {33, 1100}, {513, 31}, {64, 64}};
+  for (const std::vector<int64_t>& sizes : batches) {
+    for (const auto& [n, k] : widths) {
+      const auto experts = static_cast<int64_t>(sizes.size());
+      int64_t total = 0;
+      for (int64_t s : sizes) total += s;
+      const auto x = mixed(total, k, dtype, random), y = mixed(total, n, dtype, random);
+      const auto w = mixed(experts * n, k, dtype, random), bias = mixed(experts, n, dtype, random);
+      std::vector<int64_t> place;
+      std::vector<float> scale;
+      for (int64_t i = 0; i < total; ++i) place.push_back(pack_place(0, i > 0 ? random.below(total) : 0));
+      for (int64_t i = 0; i < total; ++i) scale.push_back(static_cast<float>(random.unit()));
+      const gemm::Groups groups{sizes.data(), experts, dtype, 1};
+      const gemm::Rows in_order{{address(x)}, {total}, k * element, nullptr, total, k, nullptr};
+      const gemm::Rows listed{{address(x)}, {total}, k * element, place.data(), total, k, scale.data()};
+      const gemm::Rows left{{address(y)}, {total}, n * element, nullptr, total, n, nullptr};
+      for (const gemm::Rows& rows : {in_order, listed}) {
+        for (bool across : {false, true}) {
+          auto out = mixed(total, n, dtype, random);
+          const gemm::Stack stack = across ? gemm::Stack{address(w), n * k * element, element, n * element}
+                                           : gemm::Stack{address(w), n * k * element, k * element, element};
+          const gemm::Stack added{address(bias), n * element, 0, element};
+          gemm::rows(groups, rows, stack, n, across ? gemm::Stack{} : added, {address(out), n * element, across});
+          hash = hashed(hash, out.data(), out.size() * 2);
+        }
+        for (bool accumulate : {false, true}) {
+          auto sums = mixed(experts * n, k, kFloat32, random);
+          gemm::weights(groups, left, rows, {address(sums), n * k * 4, k * 4, 4}, kFloat32, accumulate);
+          hash = hashed(hash, sums.data(), sums.size() * 2);
+        }
+      }
+    }
+  }
+  return hash;
+}
+
+}  // namespace
+
+// `make neon` and `make sanitize` compare the results on aarch64 and x86-64 with the same numbers.
+TEST(gemm_bits_are_those_of_every_other_processor) {
+  const std::pair<int, uint64_t> expected[] = {
+      {kFloat32, 14306214906491322504ull}, {kFloat16, 3152036703115237969ull}, {kBFloat16, 4106715706814136730ull}};
+  for (const auto& [dtype, hash] : expected) {
+    for (const std::string& isa : gemm::isa_names(dtype)) {
+      if (isa == "avx512_bf16") continue;  // has an order of its own
+      CHECK(gemm::set_isa(dtype, isa));
+      CHECK_EQ(hash_of_results(dtype), hash);
+    }
+    CHECK(gemm::set_isa(dtype, gemm::isa_names(dtype).front()));
+  }
+}
