@@ -172,6 +172,10 @@ sanitize: $(STAMP)
 	  fixed=; if setarch -R true 2> /dev/null; then fixed="setarch -R"; fi; \
 	  ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	    $$fixed build/sanitize-$$kind/moe_comm_tests; \
+	done; \
+	echo "== thread, GEMMs in the model of Hopper's instructions"; \
+	for seed in 1 2 3; do \
+	  TSAN_OPTIONS=halt_on_error=1 $$fixed build/sanitize-thread/moe_comm_gemm_model $$seed; \
 	done
 
 ARM_CXX ?= aarch64-linux-gnu-g++

@@ -1,11 +1,13 @@
 // Runs the kernels of csrc/cuda/gemm in the model of Hopper's instructions (cuda/gemm/model.h) against float64.
 //
 //   c++ -std=c++17 -O2 -DMOE_GEMM_MODEL -I csrc csrc/tests/gemm/main.cpp csrc/cuda/gemm/launch.cpp -o gemm_model
+//   gemm_model [seed of routings that are drawn; 0: one case]
 //
 // Operands are small whole numbers, so sums are exact and results have to be equal. Rows beyond those of all experts
 // are NaN and must not be read as numbers; memory beyond the results must not change.
 #include <cstdio>
 #include <string>
+#include <thread>
 
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/rows.h"
@@ -38,25 +40,37 @@ class ModelStarter : public p2p::Starter {
   void start(int kernel, const p2p::Launch& how, const void* args) override {
     check(how.threads == kModelThreads, "another number of threads");
     check(how.shared_bytes <= static_cast<int64_t>(sizeof block_shared), "too much shared memory");
-    gridDim.x = static_cast<unsigned>(how.blocks);
-    for (unsigned block = 0; block < gridDim.x; ++block) {
-      blockIdx.x = block;
-      ModelBlock(
-          [&] {
-            const auto& rows = *static_cast<const RowsArgs*>(args);
-            const auto& weights = *static_cast<const WeightsArgs*>(args);
-            if (kernel == k_rows) multiply_rows<0, false>(rows);
-            if (kernel == k_rows_transposed) multiply_rows<1, false>(rows);
-            if (kernel == k_rows_swiglu) multiply_rows<0, true>(rows);
-            if (kernel == k_weights) weight_gradients<false, kGradStages, kGradSlots>(weights);
-            if (kernel == k_weights_added) weight_gradients<true, kAddedStages, kAddedSlots>(weights);
-          },
-          seed_ + block)
-          .run();
+    const auto blocks = static_cast<unsigned>(how.blocks);
+    std::vector<std::exception_ptr> errors(blocks);
+    std::vector<std::thread> threads;
+    for (unsigned block = 0; block < blocks; ++block) {
+      threads.emplace_back([=, &errors] {
+        gridDim.x = blocks;
+        blockIdx.x = block;
+        try {
+          ModelBlock([=] { run(kernel, args); }, seed_ + block, block).run();
+        } catch (...) {
+          errors[block] = std::current_exception();
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    for (const auto& error : errors) {
+      if (error) std::rethrow_exception(error);
     }
   }
 
  private:
+  static void run(int kernel, const void* args) {
+    const auto& rows = *static_cast<const RowsArgs*>(args);
+    const auto& weights = *static_cast<const WeightsArgs*>(args);
+    if (kernel == k_rows) multiply_rows<0, false>(rows);
+    if (kernel == k_rows_transposed) multiply_rows<1, false>(rows);
+    if (kernel == k_rows_swiglu) multiply_rows<0, true>(rows);
+    if (kernel == k_weights) weight_gradients<false, kGradStages, kGradSlots>(weights);
+    if (kernel == k_weights_added) weight_gradients<true, kAddedStages, kAddedSlots>(weights);
+  }
+
   const unsigned seed_;
 };
 
@@ -192,15 +206,30 @@ void test_weights(const Case& c, bool add, unsigned seed) {
   }
 }
 
-int run() {
+// Routing and widths that are drawn: empty experts, few rows, some more, or all rows of one expert.
+Case random_case(std::mt19937& random) {
+  const auto below = [&](unsigned n) { return static_cast<int64_t>(random() % n); };
+  Case c{{}, 8 * (1 + below(40)), 8 * (1 + below(24)), 1 + below(3)};
+  const int64_t experts = 1 + below(6), only = below(4) ? -1 : below(static_cast<unsigned>(experts));
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t rows = only < 0 ? below(3) * below(80) : e == only ? below(300) : 0;
+    c.counts.push_back(rows);
+  }
+  return c;
+}
+
+// seed 0: one case, for ThreadSanitizer in tests.
+int run(unsigned seed) {
   // Empty experts, one row, ends of tiles and of groups of 16 rows; widths that end inside a tile.
-  const std::vector<Case> cases = {
+  std::vector<Case> cases = {
       {{0, 1, 130, 0, 17, 0}, 72, 136, 2},
       {{70, 0, 64, 5}, 264, 64, 3},
       {{0, 0}, 64, 64, 1},
       {{129}, 136, 200, 1},
   };
-  unsigned seed = 1;
+  std::mt19937 random(seed);
+  if (seed == 0) cases = {{{0, 1, 150, 0, 17}, 72, 264, 2}};
+  for (int i = 0; i < 3 && seed > 0; ++i) cases.push_back(random_case(random));
   for (const Case& c : cases) {
     for (int kind = 0; kind < 3; ++kind) test_rows(c, kind, ++seed);
     for (const bool add : {false, true}) test_weights(c, add, ++seed);
@@ -212,9 +241,9 @@ int run() {
 }  // namespace gemm
 }  // namespace moe_comm
 
-int main() {
+int main(int count, char** words) {
   try {
-    const int failures = moe_comm::gemm::run();
+    const int failures = moe_comm::gemm::run(count > 1 ? static_cast<unsigned>(std::stoul(words[1])) : 1);
     std::printf("%d failures\n", failures);
     return failures != 0;
   } catch (const std::exception& error) {
