@@ -31,6 +31,7 @@ NOT_RUN = {
     r"moe-comm train (?!.*--dry-run)": TRAINS,
     r"moe-comm train deepseek-v3 --dry-run": "takes 10 s; tests/train/test_dry_run.py runs it",
     r"moe-comm train small parallel=auto parallel.machine=h100 --dry-run": "takes 10 s; see tests/train/auto",
+    r"(moe-comm serve|curl) ": "serves until a signal; tests/integrations/test_serve_command.py runs both",
     r"moe-comm export ": "needs a checkpoint; tests/train/loop/test_run.py exports one",
     r"moe-comm data ": "tokenizes for 10 s; tests/train/data prepares smaller text",
     r"moe-comm bench .*--hosts ": "needs root to simulate hosts, and takes minutes",

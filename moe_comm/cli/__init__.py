@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import moe_comm
-from moe_comm.cli import bench, check, place, plan, records, train
+from moe_comm.cli import bench, check, place, plan, records, serve, train
 from moe_comm.cli.options import echo
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
@@ -65,6 +65,7 @@ def _options_of_all_commands(
 
 app.add_typer(check.app)
 app.add_typer(train.app)
+app.add_typer(serve.app)
 app.add_typer(bench.bench, name="bench")
 app.add_typer(plan.app)
 app.add_typer(bench.app)

@@ -1,0 +1,60 @@
+"""``moe-comm serve``: an OpenAI-compatible server over ranks with attention and ranks with experts."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moe_comm.cli.options import load
+from moe_comm.runtime.launch import Interrupted, launch, ranks_to_use
+
+if TYPE_CHECKING:
+    from moe_comm.integrations.serve_ranks import ServeConfig
+
+app = typer.Typer()
+LOADED = ("torch", "transformers", "moe_comm.integrations.serve_ranks")
+"""Slow modules, imported once for all ranks."""
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with safetensors, or a name on the hub.")],
+    attention: Annotated[
+        int, typer.Option(min=1, help="Ranks that run the model, each with its own requests and KV cache.")
+    ] = 1,
+    experts: Annotated[
+        int, typer.Option(min=0, help="Ranks that have only experts; 0: the attention ranks have them.")
+    ] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one, which is printed.")
+    ] = 8000,
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters; auto: the checkpoint's.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.  [default: cuda if each rank has its own GPU]")
+    ] = None,
+    continuous_batching: Annotated[
+        bool,
+        typer.Option("--continuous-batching", help="Run the requests of a rank together, not one after the other."),
+    ] = False,
+    kv_tokens: Annotated[
+        int, typer.Option(min=256, help="With continuous batching: tokens in the KV cache of an attention rank.")
+    ] = 16384,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="With continuous batching: most tokens of a rank in a forward pass.")
+    ] = 512,
+) -> None:
+    """Serve a model over ranks with attention and ranks with experts, with transformers' OpenAI-compatible server."""
+    module = load("moe_comm.integrations.serve_ranks", "serve")
+    batching = module.Batching(kv_tokens, batch_tokens) if continuous_batching else None
+    config = module.ServeConfig(model, attention, experts, host, port, dtype, device, batching)
+    ranks = ranks_to_use(attention + experts)
+    if signal.SIGINT in launch(serve_rank, (config,), ranks, preload=LOADED):
+        raise Interrupted(signal.SIGINT)
+
+
+def serve_rank(config: ServeConfig) -> int:
+    """Run a rank, see ``moe_comm.integrations.serve_ranks.serve_rank``."""
+    return int(load("moe_comm.integrations.serve_ranks", "serve").serve_rank(config))
