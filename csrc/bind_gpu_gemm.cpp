@@ -41,11 +41,20 @@ void bind_gpu_gemm(py::module_& m) {
            py::arg("calls"), py::arg("context"), py::arg("functions"), py::arg("blocks"))
       .def("rows",
            [](const gemm::Launcher& self, const Words& rows, const Words& w, bool transposed, int64_t counts_at,
-              int64_t experts, const Words& out, const Words& act, uintptr_t stream) {
+              int64_t experts, const Words& out, const Words& act, std::array<int64_t, 2> slots, uintptr_t stream) {
              py::gil_scoped_release release;
              self.rows({matrices_of(rows), matrices_of(w), matrices_of(out), matrices_of(act), counts_at, experts,
-                        transposed},
+                        transposed, slots[0], slots[1]},
                        stream);
+           })
+      .def("swiglu_gradient",
+           [](const gemm::Launcher& self, const Words& grad, const Words& w, int64_t counts_at, int64_t experts,
+              const std::array<Words, 3>& matrices, std::array<int64_t, 3> weights, uintptr_t stream) {
+             py::gil_scoped_release release;
+             const auto& [h, grad_h, act] = matrices;
+             self.swiglu_gradient({matrices_of(grad), matrices_of(w), matrices_of(h), matrices_of(grad_h),
+                                   matrices_of(act), counts_at, experts, weights[0], weights[1], weights[2]},
+                                  stream);
            })
       .def("weights", [](const gemm::Launcher& self, const Words& a, const Words& b, int64_t counts_at, int64_t experts,
                          const Words& out, bool add, uintptr_t stream) {

@@ -372,6 +372,18 @@ class GpuGemm:
         experts: int,
         out: Sequence[int],
         act: Sequence[int],
+        slots: tuple[int, int],
+        stream: int,
+        /,
+    ) -> None: ...
+    def swiglu_gradient(
+        self,
+        grad: Sequence[int],
+        w: Sequence[int],
+        counts_at: int,
+        experts: int,
+        matrices: Sequence[Sequence[int]],
+        weights: Sequence[int],
         stream: int,
         /,
     ) -> None: ...

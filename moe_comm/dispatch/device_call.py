@@ -29,7 +29,8 @@ from moe_comm.dispatch.backends.local import InvalidIds, LocalDispatcher
 from moe_comm.dispatch.expert_call import ExpertCall, scales_late
 from moe_comm.dispatch.operation import dispatch_fault
 from moe_comm.dispatch.wire_dtype import UNCHANGED
-from moe_comm.kernels import expert_mlp_gpu
+from moe_comm.gpu.gemm import TakenRows
+from moe_comm.kernels import expert_mlp_gpu, tensor_cores
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.autograd import (
     needed_gradients,
@@ -108,10 +109,11 @@ class DeviceHandle:
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """The places of a call's rows. place_TK: of each slot. counts: [E + 2] rows of each expert, dropped and invalid
-    slots."""
+    slots. order: [T * K] slot of each row, if a kernel reads it."""
 
     place_TK: Tensor
     counts: Tensor
+    order: Tensor | None
 
 
 @lru_cache(maxsize=1)
@@ -122,10 +124,10 @@ def _programs() -> tuple[Program, Program, Program, Program]:
     return Program(_place), Program(_forward), Program(_sum), Program(_backward)
 
 
-def _place(ids_TK: Tensor, fault: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _place(ids_TK: Tensor, fault: Tensor, num_experts: int, ordered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     from moe_comm.kernels.triton.slot_order import place_slots  # needs Triton
 
-    return place_slots(ids_TK, num_experts, fault)
+    return place_slots(ids_TK, num_experts, fault, ordered=ordered)
 
 
 def _copies(x_TD: Tensor, place_TK: Tensor, out_RD: Tensor | None = None) -> Tensor:
@@ -135,12 +137,18 @@ def _copies(x_TD: Tensor, place_TK: Tensor, out_RD: Tensor | None = None) -> Ten
 
 
 def _forward(
-    x_TD: Tensor, place_TK: Tensor, counts: Tensor, w13: Tensor, w2: Tensor, activation: Activation
-) -> tuple[Tensor, Tensor]:
+    x_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, w13: Tensor, w2: Tensor,
+    activation: Activation,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return h_RG and out_RD."""
-    rows_RD = _copies(x_TD, place_TK)
-    out_RD = torch.empty_like(rows_RD)
+    out_RD = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
     mlp = ExpertMLP((w13, w2, None, None), activation)
+    if order is not None:
+        taken = TakenRows(x_TD, order, place_TK.shape[1])
+        h_RG = expert_mlp_gpu.forward_taken(mlp, taken, counts[:-2], out_RD)
+        if h_RG is not None:
+            return h_RG, out_RD
+    rows_RD = _copies(x_TD, place_TK)
     return expert_mlp_gpu.forward(mlp, rows_RD, counts[:-2], out_RD), out_RD
 
 
@@ -151,8 +159,9 @@ def _sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> tuple[
 
 
 def _backward(
-    grad_TD: Tensor, place_TK: Tensor, counts: Tensor, weights_TK: Tensor, x_TD: Tensor, w13: Tensor, w2: Tensor,
-    h_RG: Tensor | None, out_RD: Tensor | None, activation: Activation, needs: tuple[bool, ...],
+    grad_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, weights_TK: Tensor, x_TD: Tensor,
+    w13: Tensor, w2: Tensor, h_RG: Tensor | None, out_RD: Tensor | None, activation: Activation,
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, the weights, w13 and w2. needs: whether x, the weights, w13 and w2 need theirs."""
     needs_x, needs_weights, *needs_experts = needs
@@ -160,7 +169,7 @@ def _backward(
     if scales_late(x_TD.dtype):
         grad_RD = _copies(grad_TD, place_TK)
         grad_TK = torch.empty_like(weights_TK) if needs_weights else None
-        weights = RowWeights(weights_TK, place_TK, grad_TK)
+        weights = RowWeights(weights_TK, place_TK, grad_TK, order)
     else:
         from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
 
@@ -222,7 +231,8 @@ class _DeviceExperts(torch.autograd.Function):
         needs = _, needs_weights, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
         out_RD = out_RD if needs_weights else None
         inputs = (
-            _dense(grad_TD), rows.place_TK, rows.counts, weights_TK.contiguous(), _dense(x_TD), w13, w2, h_RG, out_RD
+            _dense(grad_TD), rows.place_TK, rows.counts, rows.order, weights_TK.contiguous(), _dense(x_TD), w13, w2,
+            h_RG, out_RD,
         )  # fmt: skip
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
             if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
@@ -251,7 +261,7 @@ class DeviceCall(ExpertCall):
         w13, w2, _, _ = mlp.tensors
         recording = needs_autograd(x_TD, self._weights_TK, w13, w2)
         with torch.no_grad():
-            inputs = _dense(x_TD), placed.place_TK, placed.counts, w13, w2
+            inputs = _dense(x_TD), placed.place_TK, placed.counts, placed.order, w13, w2
             h_RG, out_RD = _programs()[1](4, inputs, mlp.activation)
         self._h_RG = h_RG if recording and not mlp.recompute else None
         self._mlp = mlp if recording else None
@@ -299,11 +309,11 @@ def device_call(
     with operation:
         check([], 0, operation)
         inputs = ids_TK.contiguous(), invalid.report(ids_TK.shape[1], experts)
-        place_TK, counts = _programs()[0](2, inputs, experts)
+        place_TK, counts, order = _programs()[0](2, inputs, experts, tensor_cores.takes_slots(x_TD))
     handle = DeviceHandle(
         tokens, ids_TK.shape[1], hidden, x_TD.dtype, x_TD.device, DeviceCounts(counts, invalid.check), operation.label
     )
-    return DeviceCall(dispatcher, x_TD, weights_TK, _Rows(place_TK, counts), handle)
+    return DeviceCall(dispatcher, x_TD, weights_TK, _Rows(place_TK, counts, order), handle)
 
 
 def _dense(rows_TD: Tensor) -> Tensor:

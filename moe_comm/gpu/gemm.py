@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,37 @@ Repeated = Callable[[Sequence[int], int], None]
 """Launches a kernel on tensors at these addresses, on a stream."""
 
 
+class TakenRows(NamedTuple):
+    """Rows of experts that are rows of other tensors: row r is ``x_TD[slot_R[r] // top_k]``.
+
+    slot_R: [R] int64, on the device. Those of rows beyond the experts' are not read.
+    """
+
+    x_TD: Tensor
+    slot_R: Tensor
+    top_k: int
+
+
+class SwigluGradient(NamedTuple):
+    """What ``GpuGemm.swiglu_gradient`` reads and writes besides a product.
+
+    h_RG: gate | up. grad_h_RG, act_RF: outputs, multiplied by the weights. weights_N: fp32 weight of each slot, or
+    None. slot_R: int64 slot of each row; None: rows are slots. sections_SR: fp32 output, the sums of <act, grad_act>
+    over each section of ``SECTION`` columns; or None.
+    """
+
+    h_RG: Tensor
+    grad_h_RG: Tensor
+    act_RF: Tensor
+    weights_N: Tensor | None = None
+    slot_R: Tensor | None = None
+    sections_SR: Tensor | None = None
+
+
+SECTION = 256
+"""Columns of a section of a dot product."""
+
+
 class GpuGemm:
     """Launches the kernels on one device. Any thread may launch.
 
@@ -45,32 +77,58 @@ class GpuGemm:
         self._native = core.GpuGemm(addresses, module.context, module.functions, blocks)
 
     def rows(
-        self, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None, stream: int
-    ) -> None:
+        self, rows: Tensor | TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None,
+        stream: int,
+    ) -> None:  # fmt: skip
         """Write out[r] = rows[r] @ w[e].T for each row r of expert e, for matrices that ``takes_rows`` accepts.
 
         Args:
+            rows: [R, D]; ``TakenRows`` only with ``act_RF``.
             act_RF: if given, out is gate | up, and silu(gate) * up of the rounded values is written as well.
             stream: handle of a stream of the device.
         """
-        addresses = [0 if t is None else t.data_ptr() for t in (rows_RD, w_END, counts_E, out_RN, act_RF)]
-        self.repeated_rows(rows_RD, w_END, out_RN, act_RF)(addresses, stream)
+        rows_RD, slot_R, _ = rows if isinstance(rows, TakenRows) else (rows, None, 1)
+        addresses = _addresses(rows_RD, w_END, counts_E, out_RN, act_RF, slot_R)
+        self.repeated_rows(rows, w_END, out_RN, act_RF)(addresses, stream)
 
-    def repeated_rows(self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None) -> Repeated:
-        """Return ``rows`` for matrices of these shapes and strides, from the addresses of its tensors and a stream."""
+    def repeated_rows(self, rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None) -> Repeated:
+        """Return ``rows`` for matrices of these shapes and strides, from the addresses of its tensors (last the slots
+        or 0) and a stream."""
+        rows_RD, _, top_k = rows if isinstance(rows, TakenRows) else (rows, None, 1)
         transposed = w_END.stride(2) != 1
         experts, columns, inner = w_END.shape
         sizes = (inner, columns, w_END.stride(2)) if transposed else (columns, inner, w_END.stride(1))
         by_expert = w_END.stride(0) if experts > 1 else sizes[0] * sizes[2]
-        rows, out, act = _form(rows_RD), _form(out_RN), (0,) * 4 if act_RF is None else _form(act_RF)
+        of_x, out, act = _form(rows_RD), _form(out_RN), (0,) * 4 if act_RF is None else _form(act_RF)
         launch = self._native.rows
 
         def repeated(addresses: Sequence[int], stream: int) -> None:
-            of_rows, of_w, of_counts, of_out, of_act = addresses
+            of_rows, of_w, of_counts, of_out, of_act, of_slots = addresses
             launch(
-                (of_rows, *rows), (of_w, *sizes, by_expert), transposed, of_counts, experts, (of_out, *out),
-                (of_act or 0, *act), stream,
+                (of_rows, *of_x), (of_w, *sizes, by_expert), transposed, of_counts, experts, (of_out, *out),
+                (of_act or 0, *act), (of_slots or 0, top_k), stream,
             )  # fmt: skip
+
+        return repeated
+
+    def swiglu_gradient(
+        self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient, stream: int
+    ) -> None:
+        """Write the gradient of h, and the activation, for the gradient grad[r] @ w2[e] of the activation of each row r
+        of expert e, rounded to bf16; for matrices that ``takes_gradient`` accepts."""
+        self.repeated_gradient(grad_RD, w2_EDF, of)(_addresses(grad_RD, w2_EDF, counts_E, *of), stream)
+
+    def repeated_gradient(self, grad_RD: Tensor, w2_EDF: Tensor, of: SwigluGradient) -> Repeated:
+        """Return ``swiglu_gradient`` for matrices of these shapes and strides, as ``repeated_rows`` does."""
+        experts, inner, columns = w2_EDF.shape
+        by_expert = w2_EDF.stride(0) if experts > 1 else inner * w2_EDF.stride(1)
+        w = (inner, columns, w2_EDF.stride(1), by_expert)
+        grad, forms, launch = _form(grad_RD), [_form(t) for t in of[:3]], self._native.swiglu_gradient
+
+        def repeated(addresses: Sequence[int], stream: int) -> None:
+            of_grad, of_w, of_counts, *others = (address or 0 for address in addresses)
+            matrices = [(at, *form) for at, form in zip(others[:3], forms, strict=True)]
+            launch((of_grad, *grad), (of_w, *w), of_counts, experts, matrices, others[3:], stream)
 
         return repeated
 
@@ -79,7 +137,7 @@ class GpuGemm:
 
         If out is fp32, add to it.
         """
-        addresses = [t.data_ptr() for t in (grad_RN, rows_RD, counts_E, out_END)]
+        addresses = _addresses(grad_RN, rows_RD, counts_E, out_END)
         self.repeated_weights(grad_RN, rows_RD, out_END)(addresses, stream)
 
     def repeated_weights(self, grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor) -> Repeated:
@@ -102,6 +160,10 @@ class GpuGemm:
         return repeated
 
 
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
 def _form(rows_RD: Tensor) -> tuple[int, int, int, int]:
     return (*rows_RD.shape, rows_RD.stride(0), 0)
 
@@ -118,11 +180,24 @@ def gpu_gemm(index: int) -> GpuGemm:
     return GpuGemm(index, torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def takes_rows(rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None = None) -> bool:
+def takes_rows(rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None = None) -> bool:
     """Return whether ``GpuGemm.rows`` takes these matrices, whose shapes match: bf16, D and N multiples of 8.
 
-    The answer does not depend on the number of rows, so that all ranks of a group get the same.
+    The answer does not depend on the number of rows, so that all ranks of a group get the same. ``TakenRows`` are at
+    most 2³² slots of 64 GiB.
     """
+    if isinstance(rows, TakenRows):
+        rows_RD, slot_R, _ = rows
+        limit = 2**32
+        fits = (
+            slot_R.is_contiguous()
+            and slot_R.numel() < limit
+            and rows_RD.shape[0] * rows_RD.stride(0) // MULTIPLE < limit
+        )
+        if act_RF is None or not fits:
+            return False
+    else:
+        rows_RD = rows
     experts, columns, inner = w_END.shape
     _, by_column, by_inner = w_END.stride()
     plain = by_inner == 1 and by_column >= inner
@@ -141,6 +216,29 @@ def takes_rows(rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | 
         and by_expert >= stride * size
         and all(rows.stride(0) % MULTIPLE == 0 and rows.stride(0) >= rows.shape[1] for rows in matrices)
         and all(tensor.data_ptr() % (2 * MULTIPLE) == 0 for tensor in (*matrices, w_END))
+    )
+
+
+def takes_gradient(grad_RD: Tensor, w2_EDF: Tensor, of: SwigluGradient) -> bool:
+    """Return whether ``GpuGemm.swiglu_gradient`` takes these matrices, whose shapes match: bf16, D and F multiples of
+    8, F dense. As in ``takes_rows``, the answer does not depend on the number of rows."""
+    experts, inner, columns = w2_EDF.shape
+    by_expert, by_inner, by_column = w2_EDF.stride()
+    matrices = (grad_RD, *of[:3])
+    others = [t for t in of[3:] if t is not None]
+    return (
+        grad_RD.dtype == torch.bfloat16
+        and inner > 0
+        and inner % MULTIPLE == 0
+        and columns % MULTIPLE == 0
+        and by_column == 1
+        and by_inner >= columns
+        and by_inner % MULTIPLE == 0
+        and (experts == 1 or (by_expert >= inner * by_inner and by_expert % by_inner == 0))
+        and all(h.stride(0) % columns == 0 for h in (of.h_RG, of.grad_h_RG))
+        and all(rows.stride(0) % MULTIPLE == 0 and rows.stride(0) >= rows.shape[1] for rows in matrices)
+        and all(t.data_ptr() % (2 * MULTIPLE) == 0 for t in (*matrices, w2_EDF))
+        and all(t.is_contiguous() for t in others)
     )
 
 

@@ -20,6 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from moe_comm.gpu.gemm import TakenRows
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
@@ -75,6 +76,23 @@ def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -
     return h_RG
 
 
+def forward_taken(mlp: ExpertMLP, rows: TakenRows, counts_E: Tensor, out_RD: Tensor) -> Tensor | None:
+    """Run ``forward`` on tokens that are not copied, if a kernel does it. Otherwise return None: copy them."""
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, taken_mm_swiglu_into  # needs Triton
+
+    w13_EGD, w2_EDF, _, _ = mlp.tensors
+    assert w13_EGD is not None
+    assert w2_EDF is not None
+    if not isinstance(mlp.activation, SwiGLU):
+        return None
+    h_RG = out_RD.new_empty(out_RD.shape[0], w13_EGD.shape[1])
+    act_RF = out_RD.new_empty(out_RD.shape[0], w2_EDF.shape[2])
+    if not taken_mm_swiglu_into(rows, w13_EGD, counts_E, h_RG, act_RF):
+        return None
+    grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
+    return h_RG
+
+
 def hidden(mlp: ExpertMLP, rows_RD: Tensor, first: FirstProduct) -> tuple[Tensor, Tensor, Tensor]:
     """Return h_RG, the activations [R, F], and w2, which they are multiplied by."""
     w13_EGD, w2_EDF, _, _ = mlp.tensors
@@ -109,11 +127,8 @@ def backward(
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
 
-    def first(rows: Tensor, w: Tensor, out: Tensor) -> None:
-        grouped_mm_into(rows, w, counts_E, out)
-
     last = None if grad_rows_RD is None else lambda rows, w: grouped_mm_into(rows, w, counts_E, grad_rows_RD)
-    return backward_by(mlp, rows_RD, h_RG, grad_RD, counts_E, needs, (first, last), weights)
+    return backward_by(mlp, rows_RD, h_RG, grad_RD, counts_E, needs, (None, last), weights)
 
 
 def backward_by(
@@ -123,12 +138,12 @@ def backward_by(
     grad_RD: Tensor,
     counts_E: Tensor,
     needs: Sequence[bool],
-    products: tuple[FirstProduct, LastProduct | None],
+    products: tuple[FirstProduct | None, LastProduct | None],
     weights: RowWeights | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run ``backward`` with these products of ``grad_RD`` and of the gradient of h. The second one is None if the rows
-    need no gradient; the first one is then used only if w13 or routing weights do. Weight gradients are computed
-    last."""
+    need no gradient; the first one is then used only if w13 or routing weights do, and is None for ``grouped_mm_into``.
+    Weight gradients are computed last."""
     from moe_comm.kernels.triton.grouped_mm import (
         grouped_mm_into,  # needs Triton
         weight_grad,
@@ -146,8 +161,11 @@ def backward_by(
     needs_dots = weights is not None and weights.dots_N is not None
     grad_h_RG = torch.empty_like(h_RG) if last is not None or needs_w13 or needs_dots else None
     if grad_h_RG is not None:
-        first(grad_RD, w2_EDF.transpose(1, 2), act_RF)
-        activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
+        if first is None:
+            gradient_of_h(mlp, grad_RD, counts_E, h_RG, grad_h_RG, act_RF, weights)
+        else:
+            first(grad_RD, w2_EDF.transpose(1, 2), act_RF)
+            activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
         if last is not None:
             last(grad_h_RG, w13_EGD.transpose(1, 2))
     elif needs_w2:
@@ -157,6 +175,28 @@ def backward_by(
     if grad_h_RG is not None and needs_w13:
         grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
     return grad_w13, grad_w2
+
+
+def gradient_of_h(
+    mlp: ExpertMLP,
+    grad_RD: Tensor,
+    counts_E: Tensor,
+    h_RG: Tensor,
+    grad_h_RG: Tensor,
+    act_RF: Tensor,
+    weights: RowWeights | None,
+) -> None:
+    """Multiply gradients by w2, and write the gradient of ``h_RG`` and the activation."""
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
+    from moe_comm.kernels.triton.swiglu_gradient import swiglu_gradient_into
+
+    w2_EDF = mlp.tensors[1]
+    assert w2_EDF is not None
+    if isinstance(mlp.activation, SwiGLU):
+        swiglu_gradient_into(grad_RD, w2_EDF, counts_E, h_RG, grad_h_RG, act_RF, weights)
+    else:
+        grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
+        activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
 
 
 def activation_backward(
@@ -191,7 +231,7 @@ def weighted_activation(activation: Activation, h_RG: Tensor, act_RF: Tensor, we
 
 def _of_rows(weights: RowWeights, num_rows: int) -> Tensor:
     """Return [R], the weight of each row."""
-    weights_N, place_N, _ = weights
+    weights_N, place_N, _, _ = weights
     if place_N is None:
         return weights_N.view(-1)
     from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
@@ -246,8 +286,7 @@ def backward_in_one_buffer(
         grouped_mm_into(rows_into(to_RD), w13_EGD, counts_E, h_RG)
     act_RF = grad_RD.new_empty(grad_RD.shape[0], w2_EDF.shape[2])
     if grad_h_RG is not None:
-        grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
-        activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
+        gradient_of_h(mlp, grad_RD, counts_E, h_RG, grad_h_RG, act_RF, weights)
     elif needs_w2:
         weighted_activation(mlp.activation, h_RG, act_RF, weights)
     if needs_w2:

@@ -26,11 +26,13 @@ class RowWeights(NamedTuple):
 
     weights_N: wide weight of each slot. place_N: int64 row of each slot, negative for slots without a row; None: slots
     are rows. dots_N: output for the gradients of ``weights_N``, 0 for slots without a row; None if they are not needed.
+    slot_R: with ``place_N``, int64 slot of each row, or None if it is not known.
     """
 
     weights_N: Tensor
     place_N: Tensor | None = None
     dots_N: Tensor | None = None
+    slot_R: Tensor | None = None
 
 
 def scale(rows_RD: Tensor, weights_R: Tensor) -> Tensor:

@@ -101,13 +101,22 @@ def test_the_report_names_the_source_of_a_gpus_kernels(
 
 
 def test_the_report_says_which_kernels_compute_grouped_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [(object(), "checked"), (None, "this GPU is sm_80"), (None, f"{tensor_cores.FAILED}do not run")]
+    failed = tensor_cores.FAILED
+    answers = [
+        tensor_cores.Choice(object(), "checked", frozenset({"weights"})),  # type: ignore[arg-type]
+        tensor_cores.Choice(None, "this GPU is sm_80"),
+        tensor_cores.Choice(None, f"{failed}do not run"),
+        tensor_cores.Choice(object(), f"others; {failed}give wrong results: rows", frozenset({"weights"})),  # type: ignore[arg-type]
+    ]
     monkeypatch.setattr(tensor_cores, "choice", lambda index: answers[index])
-    notes, findings = examine([gpu_facts(i, []) for i in range(3)])
-    lines = [findings[f"grouped GEMM, cuda:{i}"] for i in range(3)]
-    assert [line.status for line in lines] == ["ok", "ok", "note"]
-    assert [line.value for line in lines] == [answers[0][1], *(f"in Triton: {reason}" for _, reason in answers[1:])]
-    assert [notes.data["gemm"][i]["kernels"] for i in range(3)] == ["cuda", "triton", "triton"]
+    notes, findings = examine([gpu_facts(i, []) for i in range(4)])
+    lines = [findings[f"grouped GEMM, cuda:{i}"] for i in range(4)]
+    assert [line.status for line in lines] == ["ok", "ok", "note", "note"]
+    assert [line.value for line in lines] == [
+        "checked", "in Triton: this GPU is sm_80", f"in Triton: {failed}do not run", answers[3].reason
+    ]  # fmt: skip
+    assert [notes.data["gemm"][i]["kernels"] for i in range(4)] == ["cuda", "triton", "triton", "cuda"]
+    assert notes.data["gemm"][0]["in_cuda"] == ["weights"]
 
 
 def test_missing_compilers_and_gpus_are_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

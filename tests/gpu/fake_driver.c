@@ -8,7 +8,7 @@
 
 struct launch {
   int64_t function, grid, block, shared, stream, context;
-  unsigned char words[640];
+  unsigned char words[768];
 };
 
 static _Thread_local int64_t current;
@@ -57,8 +57,8 @@ API int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned 
   struct launch* launch = &launches[num_launches++];
   launch->function = (intptr_t)function, launch->grid = grid, launch->block = block, launch->shared = shared;
   launch->stream = (intptr_t)stream, launch->context = current;
-  // The kernels of the tests have 10 words, and GEMMs, with blocks of 384 threads, 80.
-  memcpy(launch->words, arguments[0], (block == 384 ? 80 : 10) * 8);
+  // The kernels of the tests have 10 words, and GEMMs, with blocks of 384 threads, up to 96.
+  memcpy(launch->words, arguments[0], (block == 384 ? 96 : 10) * 8);
   return 0;
 }
 // Writes the matrix as 16 words: address, dtype, rank, 3 sizes, 2 strides, 3 sides of the box, and the options.

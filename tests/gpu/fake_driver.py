@@ -8,7 +8,7 @@ import ctypes
 class Launched(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("function", "grid", "block", "shared", "stream", "context")),
-        ("words", ctypes.c_ubyte * 640),
+        ("words", ctypes.c_ubyte * 768),
     )
 
 

@@ -22,7 +22,7 @@ from tests.gpu.fake_driver import launches
 
 CSRC = Path(__file__).parents[2] / "csrc"
 BF16 = torch.bfloat16
-MN_MAJOR = {"rows_transposed", "weights", "weights_added"}
+MN_MAJOR = {"rows_transposed", "swiglu_gradient", "weights", "weights_added"}
 """Kernels whose second operand is dense along the columns of the result."""
 MAX_REGISTERS = 168
 """Registers per thread with which a block of 384 threads fits."""
@@ -41,7 +41,9 @@ def disassembled(code: bytes, folder: Path) -> dict[str, str]:
 def test_nvrtc_compiles_tensor_core_and_tma_instructions(tmp_path: Path) -> None:
     code = nvrtc.kernels(gemm.ARCH, sources=cuda_resources.read_tree(CSRC), source=gemm.SOURCE, folder=tmp_path)
     kernels = disassembled(code, tmp_path)
-    assert kernels.keys() == {"rows", "rows_transposed", "rows_swiglu", "weights", "weights_added"}
+    assert kernels.keys() == {*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS}
+    assert "LDGSTS.E.BYPASS.128" in kernels["taken_swiglu"], "copies of 16 bytes"
+    assert "LDSM.16.M88.4" in kernels["swiglu_gradient"], "gate and up in the layout of the sums"
     for name, text in kernels.items():
         products = re.findall(r"HGMMA\.64x256x16\.F32\.BF16 .*", text)
         assert products and all(("tnspB" in line) == (name in MN_MAJOR) for line in products), name
@@ -57,7 +59,7 @@ def test_nvcc_compiles_the_same_without_spills() -> None:
         rows = list(cuda_resources.resources(gemm.ARCH, cuda_resources.read_tree(CSRC), gemm.SOURCE))
     except MissingDependency as error:
         pytest.skip(str(error))
-    assert len(rows) == 5
+    assert len(rows) == 7
     for row in rows:
         assert row["spill_bytes"] == row["stack_bytes"] == 0, row
         assert row["registers"] <= MAX_REGISTERS, row
@@ -68,9 +70,10 @@ class Launch:
 
     def __init__(self, words: bytes) -> None:
         self.maps = [struct.unpack("16q", words[128 * i : 128 * i + 128]) for i in range(4)]
-        numbers = struct.unpack("5q4i", words[512 : 512 + 56])
+        numbers = struct.unpack("5q4i3qI", words[512 : 512 + 84])
         self.counts_at, self.out_at, self.out_stride, self.act_at, self.act_stride = numbers[:5]
-        self.experts, self.columns, self.inner, self.group = numbers[5:]
+        self.experts, self.columns, self.inner, self.group = numbers[5:9]
+        self.taken = numbers[9:]
 
     def matrix(self, index: int) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         words = self.maps[index]
@@ -120,9 +123,41 @@ def test_a_launch_describes_its_matrices(fake_driver: tuple[launch.Driver, ctype
     assert given.matrix(1) == (w.data_ptr(), (64, 96, 3), (128, 96 * 128), (64, 64, 1))
     assert (given.columns, given.inner) == (64, 96)
 
+    slots = torch.zeros(50, dtype=torch.int64)
+    kernels.rows(gemm.TakenRows(narrow, slots, 4), torch.cat([w, w], 2)[:, :, :96], counts, out, act, 5)
+    taken = launches(library)[3]
+    given = Launch(bytes(taken.words))
+    assert (taken.function, taken.stream, given.taken) == (ord("u"), 5, (narrow.data_ptr(), 400, slots.data_ptr(), 4))
+    assert given.matrix(1)[1:] == ((96, 96, 3), (256, 96 * 256), (64, 128, 1))
+
     library.fake_refuse_next()
     with pytest.raises(KernelError, match="cuLaunchKernel with error 700"):
         kernels.rows(rows, w, counts, out, None, 7)
+
+
+def test_a_launch_of_the_gradient_describes_its_matrices(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:
+    driver_api, library = fake_driver
+    kernels = gemm.GpuGemm(3, 132, code=b"code!", driver=driver_api)
+    grad, w2, counts, act = matrices(50, 96, 64)
+    w2 = w2.transpose(1, 2).contiguous()
+    h, grad_h = torch.zeros(50, 192, dtype=BF16)[:, :128], torch.zeros(50, 128, dtype=BF16)
+    weights, slots, sections = torch.zeros(50), torch.zeros(50, dtype=torch.int64), torch.zeros(1, 50)
+    kernels.swiglu_gradient(grad, w2, counts, gemm.SwigluGradient(h, grad_h, act, weights, slots, sections), 9)
+    kernels.swiglu_gradient(grad, w2, counts, gemm.SwigluGradient(h, grad_h, act), 0)
+    weighted, plain = launches(library)
+    assert (chr(weighted.function), weighted.grid, weighted.block, weighted.stream) == ("t", 132, 384, 9)
+    assert 200_000 < weighted.shared <= 227 << 10
+    words = bytes(weighted.words)
+    maps = [struct.unpack("16q", words[128 * i : 128 * i + 128])[:11] for i in range(5)]
+    assert maps[0] == (grad.data_ptr(), 9, 3, 96, 50, 1, 192, 9600, 64, 128, 1)
+    assert maps[1] == (w2.data_ptr(), 9, 3, 64, 96, 3, 128, 96 * 128, 64, 64, 1)
+    assert maps[2] == (h.data_ptr(), 9, 3, 64, 2, 50, 128, 384, 64, 1, 16)
+    assert maps[3] == (grad_h.data_ptr(), 9, 3, 64, 2, 50, 128, 256, 64, 1, 16)
+    assert maps[4] == (act.data_ptr(), 9, 3, 64, 1, 50, 128, 128, 64, 1, 16)
+    numbers = struct.unpack("9q4i", words[640:728])
+    assert numbers[:5] == (counts.data_ptr(), grad_h.data_ptr(), 128, act.data_ptr(), 64)
+    assert numbers[5:] == (weights.data_ptr(), slots.data_ptr(), sections.data_ptr(), 50, 3, 64, 96, 8)
+    assert struct.unpack("3q", bytes(plain.words)[680:704]) == (0, 0, 0)
 
 
 def test_matrices_that_tma_cannot_describe_are_left_to_triton() -> None:
@@ -148,6 +183,25 @@ def test_matrices_that_tma_cannot_describe_are_left_to_triton() -> None:
     assert not gemm.takes_rows(rows, w[:, :88], out[:, :88], act[:, :44]), "gate of 44 columns"
 
 
+def test_matrices_of_fused_forms_that_the_kernels_cannot_read_are_left_to_triton() -> None:
+    x, w, _, h = matrices(20, 64, 96)
+    slots, act = torch.zeros(20, dtype=torch.int64), torch.zeros(20, 48, dtype=BF16)
+    assert gemm.takes_rows(gemm.TakenRows(x[:7], slots, 3), w, h, act)
+    assert not gemm.takes_rows(gemm.TakenRows(x[:7], slots, 3), w, h), "without an activation"
+    assert not gemm.takes_rows(gemm.TakenRows(x[:7], slots.repeat(2)[::2], 3), w, h, act)
+    assert not gemm.takes_rows(gemm.TakenRows(x.half(), slots, 3), w, h, act)
+    grad, w2, grad_h = torch.zeros(20, 64, dtype=BF16), torch.zeros(3, 64, 48, dtype=BF16), torch.zeros_like(h)
+    weights, of = torch.zeros(20), gemm.SwigluGradient(h, grad_h, act)
+    assert gemm.takes_gradient(grad, w2, of)
+    assert gemm.takes_gradient(grad[:0], w2, of)
+    assert gemm.takes_gradient(grad, w2, of._replace(weights_N=weights))
+    assert not gemm.takes_gradient(grad, w2, of._replace(weights_N=weights.repeat(2)[::2]))
+    assert not gemm.takes_gradient(grad, w2.transpose(1, 2).contiguous().transpose(1, 2), of), "dense along D"
+    assert not gemm.takes_gradient(grad, w2[:1].expand(3, -1, -1), of)
+    assert not gemm.takes_gradient(grad.half(), w2, of)
+    assert not gemm.takes_gradient(grad, w2, of._replace(h_RG=torch.zeros(20, 104, dtype=BF16)[:, :96])), "h's stride"
+
+
 class Emulated(gemm.GpuGemm):
     """A device that computes in plain torch, with a fault."""
 
@@ -155,9 +209,13 @@ class Emulated(gemm.GpuGemm):
         self.fault, self.calls = fault, 0
 
     def rows(
-        self, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None, stream: int
-    ) -> None:
+        self, rows: Tensor | gemm.TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None,
+        stream: int,
+    ) -> None:  # fmt: skip
         self.calls += 1
+        rows_RD = rows
+        if isinstance(rows, gemm.TakenRows):
+            rows_RD = rows.x_TD[rows.slot_R // (1 if self.fault == "slots" else rows.top_k)]
         if self.fault == "raises":
             raise KernelError("cuLaunchKernel failed")
         sizes = counts_E.tolist()
@@ -172,6 +230,23 @@ class Emulated(gemm.GpuGemm):
             gate, up = out_RN[:total].float().chunk(2, dim=1)
             act_RF[:total] = (gate * gate.sigmoid() * up * (1.1 if self.fault == "act" else 1)).to(BF16)
 
+    def swiglu_gradient(
+        self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: gemm.SwigluGradient, stream: int
+    ) -> None:
+        grad_RF = torch.zeros_like(of.act_RF)
+        self.rows(grad_RD, w2_EDF.transpose(1, 2), counts_E, grad_RF, None, stream)
+        total = int(counts_E.sum())
+        h_RG, grad = of.h_RG[:total].float().requires_grad_(), grad_RF[:total].float()
+        gate, up = h_RG.chunk(2, dim=1)
+        act = gate * gate.sigmoid() * up
+        (grad_h,) = torch.autograd.grad(act, h_RG, grad)
+        assert of.weights_N is not None and of.slot_R is not None and of.sections_SR is not None
+        weight = of.weights_N[of.slot_R[:total]].unsqueeze(1)
+        of.grad_h_RG[:total] = (grad_h * weight).to(BF16)
+        of.act_RF[:total] = (act.detach() * (1 if self.fault == "unweighted" else weight)).to(BF16)
+        of.sections_SR.zero_()
+        of.sections_SR[0, :total] = (act.detach() * grad).sum(1) * (1.1 if self.fault == "dots" else 1)
+
     def weights(self, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, stream: int) -> None:
         start = 0
         for e, count in enumerate(counts_E.tolist()):
@@ -185,21 +260,28 @@ class Emulated(gemm.GpuGemm):
     ("fault", "wrong"),
     [
         ("", []),
-        ("transposed", ["rows_transposed"]),
-        ("act", ["rows_swiglu"]),
-        ("outside", ["rows", "rows_transposed", "rows_swiglu"]),
+        ("transposed", ["rows_transposed", "swiglu_gradient"]),
+        ("act", ["rows_swiglu", "taken_swiglu"]),
+        ("slots", ["taken_swiglu"]),
+        ("outside", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
+        ("unweighted", ["swiglu_gradient"]),
+        ("dots", ["swiglu_gradient"]),
         ("beyond", ["weights", "weights_added"]),
     ],
 )
 def test_the_check_finds_kernels_with_wrong_results(fault: str, wrong: list[str]) -> None:
-    assert tensor_cores.wrong_kernels(Emulated(fault), torch.device("cpu")) == wrong
+    names = [*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS]
+    assert tensor_cores.wrong_kernels(Emulated(fault), torch.device("cpu"), names) == wrong
+    assert tensor_cores.wrong_kernels(Emulated("raises"), torch.device("cpu"), tensor_cores.GRADIENTS) == []
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Emulate a GPU of compute capability 9.0, whose checks run on the CPU."""
     check = tensor_cores.wrong_kernels
-    monkeypatch.setattr(tensor_cores, "wrong_kernels", lambda kernels, device: check(kernels, torch.device("cpu")))
+    monkeypatch.setattr(
+        tensor_cores, "wrong_kernels", lambda kernels, device, names: check(kernels, torch.device("cpu"), names)
+    )
     monkeypatch.setattr(tensor_cores, "_known", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -213,24 +295,35 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     tensor_cores.choice.cache_clear()
 
 
-def test_a_right_device_is_used_after_one_check(hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_right_device_is_used_after_one_check(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     device = hopper(Emulated())
-    assert tensor_cores.launcher(0) is device
-    assert tensor_cores.launcher(0) is device
-    assert device.calls == 3
+    monkeypatch.setenv(tensor_cores.GEMM, "cuda")
+    for name in (*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS):
+        assert tensor_cores.launcher(0, name) is device
+    assert device.calls == 5
     assert "checked on this GPU" in tensor_cores.choice(0)[1]
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("act", "give wrong results: rows_swiglu"), ("raises", "do not run: cuLaunchKernel failed")]
+    ("fault", "reason", "others"),
+    [
+        ("act", "give wrong results: rows_swiglu, taken_swiglu", True),
+        ("slots", "give wrong results: taken_swiglu", True),
+        ("raises", "do not run: cuLaunchKernel failed", False),
+    ],
 )
-def test_a_wrong_device_is_left_to_triton_with_one_warning(
-    fault: str, reason: str, hopper: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    hopper(Emulated(fault))
-    assert tensor_cores.launcher(0) is None
-    assert tensor_cores.launcher(0) is None
+def test_a_wrong_kernel_is_left_to_triton_with_one_warning(
+    fault: str, reason: str, others: bool, hopper: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    device = hopper(Emulated(fault))
+    monkeypatch.setenv(tensor_cores.GEMM, "cuda")
+    assert tensor_cores.launcher(0, "taken_swiglu") is None
+    assert tensor_cores.launcher(0, "taken_swiglu") is None
+    assert tensor_cores.launcher(0, "weights") is (device if others else None)
     (record,) = caplog.records
     assert reason in record.getMessage() and "in Triton" in record.getMessage()
 
@@ -240,13 +333,13 @@ def test_other_devices_and_the_setting_use_triton_without_a_warning(
 ) -> None:
     device = hopper(Emulated())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert tensor_cores.launcher(0) is None, "the check cannot be captured; a later call makes it"
+    assert tensor_cores.launcher(0, "weights") is None, "the check cannot be captured; a later call makes it"
     assert device.calls == 0
     monkeypatch.setenv(tensor_cores.GEMM, "triton")
-    assert tensor_cores.choice(1) == (None, "MOE_COMM_GEMM=triton")
+    assert tensor_cores.choice(1) == (None, "MOE_COMM_GEMM=triton", frozenset())
     monkeypatch.delenv(tensor_cores.GEMM)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
-    assert tensor_cores.launcher(2) is None
+    assert tensor_cores.launcher(2, "weights") is None
     assert "this GPU is sm_100" in tensor_cores.choice(2)[1]
     assert not caplog.records
 
@@ -254,11 +347,13 @@ def test_other_devices_and_the_setting_use_triton_without_a_warning(
 def test_products_of_rows_are_in_triton_unless_the_setting_says_otherwise(
     hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hopper(Emulated())
+    hopper(Emulated("act"))  # products are not even checked
     assert tensor_cores.setting() == ""
-    assert tensor_cores.choice(0)[1].startswith("gradients of weights in bf16")
+    assert tensor_cores.choice(0).reason.startswith("gradients of weights, gradients of weights in fp32 in bf16")
+    assert tensor_cores.choice(0).kernels == {"weights", "weights_added"}
+    hopper(Emulated())
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
-    assert tensor_cores.choice(1)[1].startswith("products of rows and gradients of weights in bf16")
+    assert tensor_cores.choice(1).reason.startswith("products of rows, products of gradients of rows, products with")
     monkeypatch.setenv(tensor_cores.GEMM, "cudnn")
     with pytest.raises(ConfigError, match="MOE_COMM_GEMM must be cuda or triton, or not set; got 'cudnn'"):
         tensor_cores.setting()
@@ -279,9 +374,9 @@ def test_results_have_the_bits_of_triton(inner: int, width: int, counts: list[in
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
     from moe_comm.kernels.triton.swiglu import swiglu_forward
 
-    kernels, reason = tensor_cores.choice(0)
+    kernels, reason, _ = tensor_cores.choice(0)
+    assert tensor_cores.FAILED not in reason, reason
     if kernels is None:
-        assert not reason.startswith(tensor_cores.FAILED), reason
         pytest.skip(reason)
     generator, device = torch.Generator("cuda").manual_seed(0), torch.device("cuda", 0)
     total, counts_E = sum(counts), torch.tensor(counts, device=device)

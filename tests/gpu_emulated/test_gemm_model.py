@@ -9,9 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-SOURCES = Path(__file__).parents[2] / "csrc"
-COMPILER = shutil.which("c++")
+from moe_comm.kernels import tensor_cores
+from tests.support.gemm_model import COMPILER, CSRC, compiled, model_gemm
+
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 THREAD = ("-fsanitize=thread", "-g")
 WRONG_RESULTS = {
@@ -21,15 +23,34 @@ WRONG_RESULTS = {
         "descriptor(bt + i * 2048, 4096)",
     ),
     "rows of the next expert": ("weights.h", "if (live % 16 != 0)", "if (false)"),
+    "copies of rows that wgmma does not see": ("take.h", "    fence_async();\n", ""),
+    "copies of rows that are not waited for": ("take.h", "copies_wait<kTakeLag>();", ""),
+    "columns beyond the rows": ("take.h", "inside ? live : 0", "live"),
+    "another token's row": ("take.h", " / taken.top_k", ""),
+    "order of a dot product": (
+        "gradient.h",
+        "__fadd_rn(__fadd_rn(v[0], v[4]), __fadd_rn(v[2], v[6]))",
+        "__fadd_rn(__fadd_rn(v[0], v[2]), __fadd_rn(v[4], v[6]))",
+    ),
+    "weights of other slots": ("gradient.h", "if (args_.slots_at != 0) slot =", "if (false) slot ="),
+    "gates of the next columns": ("gradient.h", "next_box_ * 64, row", "(next_box_ + 1) * 64, row"),
     "arrivals of a barrier": ("rows.h", "barrier_init(empty + s * 8, 8);", "barrier_init(empty + s * 8, 9);"),
 }
 """Changes of the kernels that the model must find: file, text, new text."""
 RACES = {
-    "stage read after its release": ("rows.h", "products_wait<1>();", ""),
+    "stage read after its release": ("tile.h", "products_wait<1>();", ""),
     "stage loaded before its release": ("rows.h", "barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);", ""),
-    "rows read before they are loaded": ("rows.h", "        barrier_wait(full + ring.stage * 8, ring.phase);", ""),
-    "buffer overwritten before its store": ("rows.h", "if (lane_ == 0) wait_stores_read<kBuffers - 1>();", ""),
-    "buffer stored before it is written": ("rows.h", "fence_async();\n      __syncwarp();", "fence_async();"),
+    "rows read before they are loaded": ("tile.h", "barrier_wait(stages.full + ring.stage * 8, ring.phase);", ""),
+    "buffer overwritten before its store": ("tile.h", "if (lane_ == 0) wait_stores_read<kBuffers - 1>();", ""),
+    "buffer stored before it is written": ("tile.h", "fence_async();\n  __syncwarp();", "fence_async();"),
+    "rows copied over a stage that is read": (
+        "take.h",
+        "barrier_wait(stages.empty + ring.stage * 8, ring.phase ^ 1);",
+        "",
+    ),
+    "gates overwritten before their store": ("gradient.h", "wait_stores_read<0>();  // the", "// the"),
+    "gates read before they are loaded": ("gradient.h", "barrier_wait(loaded_ + ring_.stage * 8, ring_.phase);", ""),
+    "gates loaded while they are read": ("gradient.h", "wait_stores_read<0>();  // the", "load();  // the"),
     "rows read before they are zero": ("weights.h", "        fence_async();\n        group_sync(group);", ""),
     "sums added before they are loaded": ("weights.h", "barrier_wait(loaded_ + ring_.stage * 8, ring_.phase);", ""),
 }
@@ -39,19 +60,15 @@ RACES = {
 def result(
     sources: Path, folder: Path, *options: str, seed: int = 1, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    assert COMPILER is not None
-    files = [str(sources / "tests/gemm/main.cpp"), str(sources / "cuda/gemm/launch.cpp")]
-    program = str(folder / "gemm_model")
-    command = [COMPILER, "-std=c++17", "-O1", "-w", "-DMOE_GEMM_MODEL", *options, f"-I{sources}", *files]
-    subprocess.run([*command, "-lpthread", "-o", program], check=True, timeout=200)
+    program = compiled("main.cpp", folder, sources, *options)
     environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
-    command = [*launcher, program, str(seed)]
+    command = [*launcher, str(program), str(seed)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 def changed(folder: Path, name: str, text: str, new: str) -> Path:
     """Copy the sources to a folder, with ``new`` for ``text`` in a file, and return their new path."""
-    shutil.copytree(SOURCES, folder / "csrc")
+    shutil.copytree(CSRC, folder / "csrc")
     path = folder / "csrc/cuda/gemm" / name
     source = path.read_text()
     assert text in source
@@ -70,7 +87,7 @@ def fixed_addresses() -> tuple[str, ...]:
 
 
 def test_kernels_have_the_results_of_float64(tmp_path: Path) -> None:
-    run = result(SOURCES, tmp_path)
+    run = result(CSRC, tmp_path)
     assert run.returncode == 0, run.stdout
     assert run.stdout == "0 failures\n"
 
@@ -83,7 +100,7 @@ def test_the_model_finds_faults(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_barriers_order_all_accesses(fixed_addresses: tuple[str, ...], tmp_path: Path) -> None:
-    run = result(SOURCES, tmp_path, *THREAD, seed=2, launcher=fixed_addresses)
+    run = result(CSRC, tmp_path, *THREAD, seed=2, launcher=fixed_addresses)
     assert (run.returncode, run.stdout) == (0, "0 failures\n"), run.stdout + run.stderr
 
 
@@ -92,3 +109,8 @@ def test_barriers_order_all_accesses(fixed_addresses: tuple[str, ...], tmp_path:
 def test_a_missing_barrier_is_a_data_race(race: str, fixed_addresses: tuple[str, ...], tmp_path: Path) -> None:
     run = result(changed(tmp_path, *RACES[race]), tmp_path, *THREAD, seed=0, launcher=fixed_addresses)
     assert run.returncode and "ThreadSanitizer: data race" in run.stderr, run.stdout + run.stderr
+
+
+def test_the_check_at_first_use_accepts_the_kernels(tmp_path: Path) -> None:
+    names = [*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS]
+    assert tensor_cores.wrong_kernels(model_gemm(tmp_path), torch.device("cpu"), names) == []

@@ -90,6 +90,20 @@ MOE_DEVICE void wait_stores_read() {
 // Order this thread's accesses to shared memory before later ones by TMA and wgmma.
 MOE_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// --- Copies of 16 bytes by each thread ---
+
+// Copies the first `bytes` (0 or 16) of 16 bytes at the address `from`, and zeros behind them.
+MOE_DEVICE void copy_16(uint32_t to, int64_t from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+MOE_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until all but the last `kPending` committed groups of this thread are in shared memory. fence_async follows
+// where wgmma reads them.
+template <int kPending>
+MOE_DEVICE void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // --- Products of a warp group ---
 
 // Descriptor of a matrix in shared memory, 128-byte swizzle. In K-major tiles `group_bytes` has no effect and
@@ -165,6 +179,13 @@ MOE_DEVICE void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, 
                "r"(d)
                : "memory");
 }
+// Loads four such matrices, by the same addresses, into the registers from which store_matrices stores them.
+MOE_DEVICE void load_matrices(uint32_t from, uint32_t (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from)
+               : "memory");
+}
 
 // --- Other accesses to memory, and functions ---
 
@@ -188,12 +209,12 @@ MOE_DEVICE void add_shared(uint32_t at, float a, float b) {
 // Synchronizes a warp group.
 MOE_DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory"); }
 
-// silu(gate) * up, as kernels/triton/swiglu.py.
-MOE_DEVICE float swiglu(float gate, float up) {
+// 1 / (1 + exp(-x)), as in Triton: with the GPU's approximations of 2^x and of quotients.
+MOE_DEVICE float sigmoid(float x) {
   float power, s;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, 1.4426950408889634f)));
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-x, 1.4426950408889634f)));
   asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(__fadd_rn(1.0f, power)));
-  return __fmul_rn(__fmul_rn(s, gate), up);
+  return s;
 }
 MOE_DEVICE float float_of(uint32_t pair, int high) { return __uint_as_float(high ? pair & 0xffff0000u : pair << 16); }
 

@@ -1,17 +1,19 @@
 // The GEMMs of this folder, for sm_90a only. Compiled by nvcc for the wheel, or by NVRTC.
+#include "cuda/gemm/gradient.h"
 #include "cuda/gemm/rows.h"
 #include "cuda/gemm/weights.h"
 
-#define MOE_ROWS_KERNEL(name, transposed, swiglu)                           \
+#define MOE_ROWS_KERNEL(name, transposed, swiglu, taken)                    \
   extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1) \
       gemm_##name(const __grid_constant__ moe_comm::gemm::RowsArgs a) {     \
     using namespace moe_comm::gemm;                                         \
-    multiply_rows<transposed, swiglu>(a);                                   \
+    multiply_rows<transposed, swiglu, taken>(a);                            \
   }
 
-MOE_ROWS_KERNEL(rows, 0, false)
-MOE_ROWS_KERNEL(rows_transposed, 1, false)
-MOE_ROWS_KERNEL(rows_swiglu, 0, true)
+MOE_ROWS_KERNEL(rows, 0, false, false)
+MOE_ROWS_KERNEL(rows_transposed, 1, false, false)
+MOE_ROWS_KERNEL(rows_swiglu, 0, true, false)
+MOE_ROWS_KERNEL(taken_swiglu, 0, true, true)
 
 #define MOE_WEIGHTS_KERNEL(name, add, stages, slots)                        \
   extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1) \
@@ -22,3 +24,8 @@ MOE_ROWS_KERNEL(rows_swiglu, 0, true)
 
 MOE_WEIGHTS_KERNEL(weights, false, kGradStages, kGradSlots)
 MOE_WEIGHTS_KERNEL(weights_added, true, kAddedStages, kAddedSlots)
+
+extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1)
+    gemm_swiglu_gradient(const __grid_constant__ moe_comm::gemm::GradientArgs a) {
+  moe_comm::gemm::activation_gradient(a);
+}

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda/gemm/gradient.h"
 #include "cuda/gemm/rows.h"
 #include "cuda/gemm/weights.h"
 
@@ -36,6 +37,16 @@ void encode(uintptr_t encode, TensorMap* map, int64_t at, const std::array<int64
   }
 }
 
+// A map of a matrix in boxes of 128 rows and 64 columns.
+void encode_rows(uintptr_t at, TensorMap* map, const Matrices& m) {
+  encode(at, map, m.at, {m.columns, m.rows, 1}, {m.stride, m.rows * m.stride}, {64, 128, 1});
+}
+
+// A map of a matrix whose rows have `parts` parts of `width` columns, in boxes of 16 rows and 64 columns.
+void encode_parts(uintptr_t at, TensorMap* map, const Matrices& m, int64_t parts, int64_t width) {
+  encode(at, map, m.at, {width, parts, m.rows}, {parts > 1 ? width : m.stride, m.stride}, {64, 1, 16});
+}
+
 }  // namespace
 
 std::vector<const char*> kernel_names() {
@@ -50,13 +61,16 @@ void Launcher::rows(const RowsProduct& p, uintptr_t stream) const {
   const bool swiglu = p.act.at != 0;
   const int64_t parts = swiglu ? 2 : 1, width = p.out.columns / parts, inner = p.rows.columns;
   RowsArgs a{};
-  encode(encode_, &a.rows, p.rows.at, {inner, p.rows.rows, 1}, {p.rows.stride, p.rows.rows * p.rows.stride},
-         {64, 128, 1});
+  const bool taken = p.slots_at != 0;
+  if (taken) {
+    a.taken = {p.rows.at, 2 * p.rows.stride, p.slots_at, static_cast<uint32_t>(p.top_k)};
+  } else {
+    encode_rows(encode_, &a.rows, p.rows);
+  }
   const uint32_t box = p.transposed ? 64 : swiglu ? 128 : 256;
   encode(encode_, &a.w, p.w.at, {p.w.columns, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride}, {64, box, 1});
-  encode(encode_, &a.out, p.out.at, {width, parts, p.out.rows}, {swiglu ? width : p.out.stride, p.out.stride},
-         {64, 1, 16});
-  if (swiglu) encode(encode_, &a.act, p.act.at, {width, 1, p.act.rows}, {p.act.stride, p.act.stride}, {64, 1, 16});
+  encode_parts(encode_, &a.out, p.out, parts, width);
+  if (swiglu) encode_parts(encode_, &a.act, p.act, 1, width);
   a.counts_at = p.counts_at;
   a.out_at = p.out.at;
   a.out_stride = p.out.stride;
@@ -66,8 +80,32 @@ void Launcher::rows(const RowsProduct& p, uintptr_t stream) const {
   a.columns = static_cast<int32_t>(width);
   a.inner = static_cast<int32_t>(inner);
   a.group = kGroup;
-  const int kernel = p.transposed ? k_rows_transposed : swiglu ? k_rows_swiglu : k_rows;
+  const int kernel = p.transposed ? k_rows_transposed : taken ? k_taken_swiglu : swiglu ? k_rows_swiglu : k_rows;
   starter_->start(kernel, {blocks_, kThreads, kRowsShared, stream, -1}, &a);
+}
+
+void Launcher::swiglu_gradient(const GradientProduct& p, uintptr_t stream) const {
+  GradientArgs a{};
+  const int64_t width = p.act.columns;
+  encode_rows(encode_, &a.grad, p.grad);
+  encode(encode_, &a.w, p.w.at, {p.w.columns, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride}, {64, 64, 1});
+  encode_parts(encode_, &a.h, p.h, 2, width);
+  encode_parts(encode_, &a.grad_h, p.grad_h, 2, width);
+  encode_parts(encode_, &a.act, p.act, 1, width);
+  a.counts_at = p.counts_at;
+  a.grad_h_at = p.grad_h.at;
+  a.grad_h_stride = p.grad_h.stride;
+  a.act_at = p.act.at;
+  a.act_stride = p.act.stride;
+  a.weights_at = p.weights_at;
+  a.slots_at = p.slots_at;
+  a.sections_at = p.sections_at;
+  a.rows = p.grad.rows;
+  a.experts = static_cast<int32_t>(p.experts);
+  a.columns = static_cast<int32_t>(width);
+  a.inner = static_cast<int32_t>(p.grad.columns);
+  a.group = kGroup;
+  starter_->start(k_swiglu_gradient, {blocks_, kThreads, kGradientShared, stream, -1}, &a);
 }
 
 void Launcher::weights(const WeightsProduct& p, uintptr_t stream) const {

@@ -11,8 +11,10 @@
 namespace moe_comm {
 namespace gemm {
 
-#define MOE_GEMM_KERNELS(KERNEL) \
-  KERNEL(rows) KERNEL(rows_transposed) KERNEL(rows_swiglu) KERNEL(weights) KERNEL(weights_added)
+#define MOE_GEMM_KERNELS(KERNEL)                                                                           \
+  KERNEL(rows)                                                                                             \
+  KERNEL(rows_transposed) KERNEL(rows_swiglu) KERNEL(taken_swiglu) KERNEL(swiglu_gradient) KERNEL(weights) \
+      KERNEL(weights_added)
 #define MOE_GEMM_NUMBER(name) k_##name,
 enum Kernel : int { MOE_GEMM_KERNELS(MOE_GEMM_NUMBER) kKernels };
 
@@ -26,12 +28,22 @@ struct Matrices {
 };
 
 // out[r] = rows[r] @ w[e].T for the rows r of each expert e, in bf16. w: [E, N, K], or transposed: [E, K, N].
-// act.at != 0: out is gate | up, and act = silu(gate) * up is stored as well. Addresses and strides are multiples of 16
-// bytes, and so are N and K (SwiGLU: N / 2).
+// act.at != 0: out is gate | up, and act = silu(gate) * up is stored as well. slots_at != 0, only with act: row r is
+// row slots[r] / top_k of `rows`. Addresses and strides are multiples of 16 bytes, and so are N and K (SwiGLU: N / 2).
 struct RowsProduct {
   Matrices rows, w, out, act;
   int64_t counts_at = 0, experts = 0;
   bool transposed = false;
+  int64_t slots_at = 0, top_k = 1;
+};
+
+// grad_act[r] = grad[r] @ w[e], for w [E, K, N] and the rows r of each expert e, rounded to bf16; then grad_h, the
+// gradient of h = gate | up, and act = silu(gate) * up, which are multiplied by weights[slots[r]]. The sections of
+// <act, grad_act> before that are sections[s, r]. Sizes and strides as in RowsProduct.
+struct GradientProduct {
+  Matrices grad, w, h, grad_h, act;
+  int64_t counts_at = 0, experts = 0;
+  int64_t weights_at = 0, slots_at = 0, sections_at = 0;  // 0: without them; see GradientArgs
 };
 
 // out[e] = a[rows of e].T @ b[rows of e], zeros without rows; or, if `add`, added to out, which is fp32. a: [R, M],
@@ -48,6 +60,7 @@ class Launcher {
   Launcher(std::shared_ptr<p2p::Starter> starter, uintptr_t encode, int64_t blocks);
   // Throws LaunchError if the kernel was not launched.
   void rows(const RowsProduct& product, uintptr_t stream) const;
+  void swiglu_gradient(const GradientProduct& product, uintptr_t stream) const;
   void weights(const WeightsProduct& product, uintptr_t stream) const;
 
  private:

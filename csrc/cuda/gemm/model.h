@@ -9,7 +9,7 @@
 // Under ThreadSanitizer each fiber and each copy is a thread (model_order.h), which only mbarriers, bar.sync,
 // __syncwarp and waits for copies order. It then finds accesses without such an order in any schedule.
 //
-// Not modelled: proxies (fence_async, barriers_ready), registers (setmaxnreg, wgmma.fence).
+// Not modelled: proxies except for copy_16 (fence_async, barriers_ready), registers (setmaxnreg, wgmma.fence).
 #pragma once
 
 #include <ucontext.h>
@@ -55,6 +55,11 @@ static_assert(sizeof(ModelMap) <= sizeof(TensorMap), "a map has room for its des
 inline void check(bool ok, const char* what) {
   if (!ok) throw std::runtime_error(what);
 }
+
+// What a thread copies to an address in shared memory.
+struct Copy16 {
+  uint32_t to, words[4];
+};
 
 constexpr int kMeetBlock = 0, kMeetGroup = 1, kMeetWarp = 16;
 
@@ -204,6 +209,13 @@ class ModelBlock {
     const Hidden hidden;
     stores[now_].groups.pop_front();
   }
+
+  // Copies of 16 bytes that a thread has started, by group, and those that it has waited for.
+  struct Copies {
+    std::vector<Copy16> open, waited;
+    std::deque<std::vector<Copy16>> groups;
+  };
+  Copies copies[kModelThreads];
 
   // Products that a thread has started, by group.
   struct Products {
@@ -363,6 +375,17 @@ inline int __shfl_sync(unsigned, int value, int lane) {
   const Hidden hidden;
   return static_cast<int>(exchanged(static_cast<uint32_t>(value))[lane]);
 }
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline float __shfl_xor_sync(unsigned, float value, int lanes) {
+  const Hidden hidden;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return __uint_as_float(exchanged(bits)[(model().thread() % 32) ^ lanes]);
+}
 inline bool __any_sync(unsigned, bool value) {
   const Hidden hidden;
   const uint32_t* words = exchanged(value);
@@ -370,11 +393,6 @@ inline bool __any_sync(unsigned, bool value) {
     if (words[i]) return true;
   }
   return false;
-}
-inline float __uint_as_float(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
 }
 
 // --- Shared memory ---
@@ -559,7 +577,36 @@ inline void wait_stores_read() {
     model().forget_stores();
   }
 }
-inline void fence_async() {}
+
+// --- Copies of 16 bytes by each thread ---
+
+// wgmma sees a copy when its thread has waited for it and called fence_async, or at once: both may happen.
+inline void copy_16(uint32_t to, int64_t from, uint32_t bytes) {
+  Copy16 copy{to, {}};
+  if (bytes) copy_words(copy.words, reinterpret_cast<const void*>(from));
+  if (model().coin()) {
+    copy_words(shared(to, 16), copy.words);
+  } else {
+    model().copies[model().thread()].open.push_back(copy);
+  }
+}
+inline void copies_commit() {
+  auto& copies = model().copies[model().thread()];
+  copies.groups.push_back(std::move(copies.open));
+  copies.open.clear();
+}
+template <int kPending>
+inline void copies_wait() {
+  auto& copies = model().copies[model().thread()];
+  for (; copies.groups.size() > kPending; copies.groups.pop_front()) {
+    for (const Copy16& copy : copies.groups.front()) copies.waited.push_back(copy);
+  }
+}
+inline void fence_async() {
+  auto& waited = model().copies[model().thread()].waited;
+  for (const Copy16& copy : waited) copy_words(shared(copy.to, 16), copy.words);
+  waited.clear();
+}
 
 // --- Products ---
 
@@ -653,7 +700,22 @@ inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint
     *reinterpret_cast<Word*>(shared(rows[q] + static_cast<uint32_t>(lane % 4 * 4), 4)) = values[q];
   }
 }
-inline float swiglu(float gate, float up) { return gate / (1.0f + std::exp(-gate)) * up; }
+inline void load_matrices(uint32_t from, uint32_t (&v)[4]) {
+  const int lane = model().thread() % 32;
+  uint32_t rows[4];
+  {
+    const Hidden hidden;
+    const uint32_t* addresses = exchanged(from);
+    for (int q = 0; q < 4; ++q) rows[q] = addresses[q * 8 + lane / 4];
+  }
+  for (int q = 0; q < 4; ++q) {
+    shared(rows[q], 16);  // aligned
+    v[q] = *reinterpret_cast<Word*>(shared(rows[q] + static_cast<uint32_t>(lane % 4 * 4), 4));
+  }
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float float_of(uint32_t pair, int high) { return __uint_as_float(high ? pair & 0xffff0000u : pair << 16); }
 
 }  // namespace gemm

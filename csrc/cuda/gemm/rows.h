@@ -9,7 +9,9 @@
 // Where a tile ends after the last row of an expert, its threads store the rows that are the expert's.
 #pragma once
 
-#include "cuda/gemm/hopper.h"
+#include "cuda/gemm/swiglu.h"
+#include "cuda/gemm/take.h"
+#include "cuda/gemm/tile.h"
 #include "cuda/gemm/walk.h"
 
 namespace moe_comm {
@@ -24,69 +26,23 @@ struct alignas(64) RowsArgs {
   int64_t counts_at;  // [E] int64
   int64_t out_at, out_stride, act_at, act_stride;
   int32_t experts, columns, inner, group;
+  TakenRows taken;  // instead of `rows`
 };
-
-constexpr int kTileRows = 128, kTileColumns = 256, kTileInner = 64;
-constexpr int kThreads = 384;
-constexpr int kBytesA = kTileRows * 128, kBytesB = kTileColumns * 128, kBytesBox = 16 * 128;
 
 constexpr int kStages = 4, kBuffers = 2;  // fewer stages and more buffers were slower on an H200
 constexpr int kRowsShared = 1024 + kStages * (kBytesA + kBytesB) + 8 * kBuffers * kBytesBox + 2 * kStages * 8;
 
 #ifdef MOE_HOPPER
 
-// Stores 16 rows of a warp, 64 columns at a time, through `kBuffers` buffers of its own.
-class RowStore {
- public:
-  MOE_DEVICE RowStore(uint32_t buffers, int lane) : buffers_(buffers), lane_(lane) {}
-
-  // pair(j, h): elements of columns 8 * j + {0, 1} + lane % 4 * 2 and row lane / 4 + 8 * h. rows: those to store.
-  template <class Pair>
-  MOE_DEVICE void box(const TensorMap* map, int64_t at, int64_t stride, int64_t first_row, int rows, int part,
-                      int column, int columns, Pair pair) {
-    const uint32_t buffer = buffers_ + next_ * kBytesBox;
-    next_ = next_ + 1 == kBuffers ? 0 : next_ + 1;
-    if (lane_ == 0) wait_stores_read<kBuffers - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      const int row = lane_ % 16, word = j + lane_ / 16;
-      store_matrices(buffer + row * 128 + ((word ^ (row & 7)) << 4), pair(j, 0), pair(j, 1), pair(j + 1, 0),
-                     pair(j + 1, 1));
-    }
-    if (rows >= 16) {
-      fence_async();
-      __syncwarp();
-      if (lane_ == 0) store_3d(map, buffer, column, part, static_cast<int32_t>(first_row));
-    } else {
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = i * 4 + lane_ / 8, word = lane_ % 8, first = column + word * 8;
-        if (row < rows && first < columns) {
-          uint32_t v[4];
-          load_shared(buffer + row * 128 + ((word ^ (row & 7)) << 4), v);
-          store_global(at + 2 * ((first_row + row) * stride + static_cast<int64_t>(part) * columns + first), v);
-        }
-      }
-      __syncwarp();
-    }
-    if (lane_ == 0) commit_stores();  // also without a store, so that the last groups are those of the other buffers
-  }
-
- private:
-  const uint32_t buffers_;
-  const int lane_;
-  int next_ = 0;
-};
-
-// kMajorB: 1 if w is [E, inner, N], dense along N.
-template <int kMajorB, bool kSwiglu>
+// kMajorB: 1 if w is [E, inner, N], dense along N. kTaken: rows are
+// `taken`.
+template <int kMajorB, bool kSwiglu, bool kTaken>
 MOE_DEVICE void multiply_rows(const RowsArgs& a) {
   extern __shared__ unsigned char block_shared[];
   const uint32_t a_tiles = (shared_address(block_shared) + 1023) & ~1023u, b_tiles = a_tiles + kStages * kBytesA;
   const uint32_t buffers = b_tiles + kStages * kBytesB, full = buffers + 8 * kBuffers * kBytesBox;
   const uint32_t empty = full + kStages * 8;
+  const Stages stages = {a_tiles, b_tiles, full, empty};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const auto* counts = reinterpret_cast<const int64_t*>(a.counts_at);
   constexpr int kColumns = kSwiglu ? kTileColumns / 2 : kTileColumns;  // of `columns`, per tile
@@ -94,7 +50,7 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      barrier_init(full + s * 8, 1);
+      barrier_init(full + s * 8, kTaken ? 1 + kTakingWarps : 1);
       barrier_init(empty + s * 8, 8);  // a warp may be behind the others of its group
     }
     barriers_ready();
@@ -112,6 +68,10 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
   Ring<kStages> ring;
   if (warp < 4) {
     fewer_registers<40>();
+    if constexpr (kTaken) {
+      take_rows<kStages, kSwiglu>(a.taken, a.w, tile, a.columns, a.inner, stages);
+      return;
+    }
     while (threadIdx.x == 0 && tile.next()) {
       const int row = static_cast<int>(tile.first_row), column = tile.n * kColumns;
       for (int k = 0; k < steps; ++k, ring.next()) {
@@ -136,30 +96,11 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
   } else {
     more_registers<232>();
     const int half = warp / 4 - 1, first = half * 64 + warp % 4 * 16;  // row of this warp in a tile
-    RowStore store(buffers + (warp - 4) * kBuffers * kBytesBox, lane);
+    RowStore<kBuffers> store(buffers + (warp - 4) * kBuffers * kBytesBox, lane);
     while (tile.next()) {
       // Also without rows of its own, so that blocks take equally long and find each other's loads in the cache.
       float d[128];
-      uint32_t used = 0;  // barrier of the stage that the products in flight read
-      for (int k = 0; k < steps; ++k, ring.next()) {
-        barrier_wait(full + ring.stage * 8, ring.phase);
-        const uint32_t at = a_tiles + ring.stage * kBytesA + half * (kBytesA / 2), bt = b_tiles + ring.stage * kBytesB;
-        keep_registers(d);
-        products_begin();
-#pragma unroll
-        for (int i = 0; i < kTileInner / 16; ++i) {
-          const uint64_t b = kMajorB ? descriptor(bt + i * 2048, kBytesB / 4) : descriptor(bt + i * 32, 0);
-          multiply<0, kMajorB>(d, descriptor(at + i * 32, 0), b, k > 0 || i > 0);
-        }
-        products_commit();
-        keep_registers(d);
-        products_wait<1>();
-        if (k > 0 && lane == 0) barrier_arrive(used);
-        used = empty + ring.stage * 8;
-      }
-      products_wait<0>();
-      keep_registers(d);
-      if (lane == 0) barrier_arrive(used);
+      multiply_stages<kMajorB>(d, ring, steps, stages, half, lane);
 
       const int64_t first_row = tile.first_row + first;
       const int rows = tile.rows - first, column = tile.n * kColumns;
@@ -167,13 +108,13 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
 #pragma unroll
       for (int box = 0; box < 4; ++box) {
         const int part = kSwiglu ? box / 2 : 0, in_part = column + (kSwiglu ? box % 2 : box) * 64;
-        store.box(&a.out, a.out_at, a.out_stride, first_row, rows, part, in_part, a.columns,
+        store.box({&a.out, a.out_at, a.out_stride}, first_row, rows, part, in_part, a.columns,
                   [&](int j, int h) { return of(box * 8 + j, h); });
       }
       if (kSwiglu) {
 #pragma unroll
         for (int box = 0; box < 2; ++box) {
-          store.box(&a.act, a.act_at, a.act_stride, first_row, rows, 0, column + box * 64, a.columns,
+          store.box({&a.act, a.act_at, a.act_stride}, first_row, rows, 0, column + box * 64, a.columns,
                     [&](int j, int h) {
                       const uint32_t gate = of(box * 8 + j, h), up = of(16 + box * 8 + j, h);
                       return bf16_pair(swiglu(float_of(gate, 0), float_of(up, 0)),

@@ -5,79 +5,33 @@
 //
 // Operands are small whole numbers, so sums are exact and results have to be equal. Rows beyond those of all experts
 // are NaN and must not be read as numbers; memory beyond the results must not change.
+#include <algorithm>
 #include <cstdio>
 #include <string>
-#include <thread>
 
-#include "cuda/gemm/launch.h"
-#include "cuda/gemm/rows.h"
-#include "cuda/gemm/weights.h"
+#include "tests/gemm/kernels.h"
 
 namespace moe_comm {
 namespace gemm {
 namespace {
-
-int encode_map(void* map, int dtype, uint32_t, void* at, const uint64_t* sizes, const uint64_t* strides,
-               const uint32_t* box, const uint32_t*, int, int, int, int) {
-  ModelMap m{};
-  m.at = reinterpret_cast<uint64_t>(at);
-  for (int i = 0; i < 3; ++i) {
-    m.sizes[i] = sizes[i];
-    m.box[i] = box[i];
-  }
-  m.strides[0] = strides[0];
-  m.strides[1] = strides[1];
-  m.bytes = dtype == 7 ? 4 : 2;
-  if (m.at % 16 || m.strides[0] % 16 || m.strides[1] % 16) return 1;
-  std::memcpy(map, &m, sizeof m);
-  return 0;
-}
 
 class ModelStarter : public p2p::Starter {
  public:
   explicit ModelStarter(unsigned seed) : seed_(seed) {}
 
   void start(int kernel, const p2p::Launch& how, const void* args) override {
-    check(how.threads == kModelThreads, "another number of threads");
-    check(how.shared_bytes <= static_cast<int64_t>(sizeof block_shared), "too much shared memory");
-    const auto blocks = static_cast<unsigned>(how.blocks);
-    std::vector<std::exception_ptr> errors(blocks);
-    std::vector<std::thread> threads;
-    for (unsigned block = 0; block < blocks; ++block) {
-      threads.emplace_back([=, &errors] {
-        gridDim.x = blocks;
-        blockIdx.x = block;
-        try {
-          ModelBlock([=] { run(kernel, args); }, seed_ + block, block).run();
-        } catch (...) {
-          errors[block] = std::current_exception();
-        }
-      });
-    }
-    for (auto& thread : threads) thread.join();
-    for (const auto& error : errors) {
-      if (error) std::rethrow_exception(error);
-    }
+    run_kernel(kernel, args, how.blocks, how.threads, how.shared_bytes, seed_);
   }
 
  private:
-  static void run(int kernel, const void* args) {
-    const auto& rows = *static_cast<const RowsArgs*>(args);
-    const auto& weights = *static_cast<const WeightsArgs*>(args);
-    if (kernel == k_rows) multiply_rows<0, false>(rows);
-    if (kernel == k_rows_transposed) multiply_rows<1, false>(rows);
-    if (kernel == k_rows_swiglu) multiply_rows<0, true>(rows);
-    if (kernel == k_weights) weight_gradients<false, kGradStages, kGradSlots>(weights);
-    if (kernel == k_weights_added) weight_gradients<true, kAddedStages, kAddedSlots>(weights);
-  }
-
   const unsigned seed_;
 };
 
 // A matrix of 16-bit numbers for each expert, with rows that are further apart than they are wide.
 struct Numbers {
-  Numbers(int64_t experts, int64_t rows, int64_t columns, std::mt19937* random)
-      : rows(rows), columns(columns), stride(columns + 8) {
+  // parts: of a row. TMA describes them if they are as far apart as a row is long, or a fraction of it.
+  Numbers(int64_t experts, int64_t rows, int64_t columns, std::mt19937* random, int64_t parts = 1)
+      : rows(rows), columns(columns), stride(parts > 1 ? columns / parts * (parts + 1) : columns + 8) {
     values.assign(static_cast<size_t>(experts * rows * stride + 8), 0x7fc1);
     start = (16 - reinterpret_cast<uintptr_t>(values.data()) % 16) % 16 / 2;
     for (int64_t e = 0; random != nullptr && e < experts; ++e) {
@@ -119,20 +73,28 @@ struct Case {
   int64_t experts() const { return static_cast<int64_t>(counts.size()); }
 };
 
-// kind: 0 plain, 1 transposed, 2 SwiGLU
+// kind: 0 plain, 1 transposed, 2 SwiGLU, 3 SwiGLU of taken rows
 void test_rows(const Case& c, int kind, unsigned seed) {
   std::mt19937 random(seed);
-  const int64_t rows = c.total(), beyond = 5, width = c.columns, all = kind == 2 ? 2 * width : width;
-  Numbers x(1, rows, c.inner, &random), out(1, rows + beyond, all, nullptr), act(1, rows + beyond, width, nullptr);
+  const int64_t rows = c.total(), beyond = 5, width = c.columns, all = kind >= 2 ? 2 * width : width;
+  const int64_t top_k = kind == 3 ? 3 : 1;
+  Numbers x(1, rows, c.inner, &random), out(1, rows + beyond, all, nullptr, all / width),
+      act(1, rows + beyond, width, nullptr);
   Numbers w(c.experts(), kind == 1 ? c.inner : all, kind == 1 ? all : c.inner, &random);
   RowsProduct p;
   p.rows = x.matrices();
   p.w = w.matrices();
   p.out = out.matrices();
   p.out.rows = rows;
-  if (kind == 2) {
+  if (kind >= 2) {
     p.act = act.matrices();
     p.act.rows = rows;
+  }
+  std::vector<int64_t> slots;
+  for (int64_t r = 0; r < rows; ++r) slots.push_back(kind == 3 ? static_cast<int64_t>(random() % (rows * top_k)) : r);
+  if (kind == 3) {
+    p.slots_at = reinterpret_cast<int64_t>(slots.data());
+    p.top_k = top_k;
   }
   p.counts_at = reinterpret_cast<int64_t>(c.counts.data());
   p.experts = c.experts();
@@ -146,11 +108,12 @@ void test_rows(const Case& c, int kind, unsigned seed) {
       for (int64_t n = 0; n < all; ++n) {
         double sum = 0;
         for (int64_t k = 0; k < c.inner; ++k) {
-          sum += x.number(0, row, k) * (kind == 1 ? w.number(e, k, n) : w.number(e, n, k));
+          sum += x.number(0, slots[static_cast<size_t>(row)] / top_k, k) *
+                 (kind == 1 ? w.number(e, k, n) : w.number(e, n, k));
         }
         expect(out.at(0, row, n) == Numbers::to_bits(sum), name);
       }
-      for (int64_t n = 0; kind == 2 && n < width; ++n) {
+      for (int64_t n = 0; kind >= 2 && n < width; ++n) {
         const auto gate = static_cast<float>(out.number(0, row, n));
         const auto up = static_cast<float>(out.number(0, row, width + n));
         expect(act.at(0, row, n) == Numbers::to_bits(swiglu(gate, up)), name + ", act");
@@ -162,6 +125,81 @@ void test_rows(const Case& c, int kind, unsigned seed) {
   }
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t n = all; n < out.stride; ++n) expect(out.at(0, r, n) == 0x7fc1, name + ", beyond the columns");
+  }
+}
+
+// The sum of a row over a section of 256 columns, in the order of the contract.
+float sum_of_section(const std::vector<float>& products, int64_t section) {
+  float lanes[32] = {};
+  for (int64_t n = section * 256; n < std::min<int64_t>(section * 256 + 256, products.size()); ++n) {
+    lanes[n % 32] += products[static_cast<size_t>(n)];
+  }
+  for (int half = 16; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// weighted: by routing weights, whose gradients are computed as well. placed: rows are in another order than slots.
+void test_gradient(const Case& c, bool weighted, bool placed, unsigned seed) {
+  std::mt19937 random(seed);
+  const int64_t rows = c.total(), beyond = 5, width = c.columns, sections = (width + 255) / 256;
+  Numbers grad(1, rows, c.inner, &random), w(c.experts(), c.inner, width, &random), h(1, rows, 2 * width, &random, 2);
+  Numbers grad_h(1, rows + beyond, 2 * width, nullptr, 2), act(1, rows + beyond, width, nullptr);
+  std::vector<int64_t> slots(static_cast<size_t>(rows));
+  std::vector<float> weights(static_cast<size_t>(rows)), sums(static_cast<size_t>(sections * rows) + 1, -7.0f);
+  for (size_t r = 0; r < slots.size(); ++r) {
+    slots[r] = placed ? static_cast<int64_t>(slots.size() - 1 - r) : static_cast<int64_t>(r);
+    weights[r] = static_cast<float>(random() % 1000) / 1000;
+  }
+  GradientProduct p;
+  p.grad = grad.matrices();
+  p.w = w.matrices();
+  p.h = h.matrices();
+  p.grad_h = grad_h.matrices();
+  p.act = act.matrices();
+  p.grad_h.rows = p.act.rows = rows;
+  p.counts_at = reinterpret_cast<int64_t>(c.counts.data());
+  p.experts = c.experts();
+  if (weighted) p.weights_at = reinterpret_cast<int64_t>(weights.data());
+  if (weighted) p.sections_at = reinterpret_cast<int64_t>(sums.data());
+  if (placed) p.slots_at = reinterpret_cast<int64_t>(slots.data());
+  Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks)
+      .swiglu_gradient(p, 0);
+  const std::string name = std::string("gradient of SwiGLU") + (weighted ? ", weighted, " : ", ") +
+                           std::to_string(rows) + " x " + std::to_string(width) + " x " + std::to_string(c.inner);
+  const auto round = [](double x) { return static_cast<float>(float_of(Numbers::to_bits(x), 0)); };
+  int64_t row = 0;
+  for (int64_t e = 0; e < c.experts(); ++e) {
+    for (int64_t r = 0; r < c.counts[static_cast<size_t>(e)]; ++r, ++row) {
+      const float weight = weighted ? weights[static_cast<size_t>(slots[static_cast<size_t>(row)])] : 1.0f;
+      std::vector<float> products;
+      for (int64_t n = 0; n < width; ++n) {
+        double sum = 0;
+        for (int64_t k = 0; k < c.inner; ++k) sum += grad.number(0, row, k) * w.number(e, k, n);
+        const auto gate = static_cast<float>(h.number(0, row, n)), up = static_cast<float>(h.number(0, row, width + n));
+        const SwigluGradient v = swiglu_gradient(gate, up, round(sum));
+        products.push_back(round(v.act) * round(sum));
+        expect(act.at(0, row, n) == Numbers::to_bits(round(v.act) * weight), name + ", act");
+        expect(grad_h.at(0, row, n) == Numbers::to_bits(round(v.gate) * weight), name + ", gate");
+        expect(grad_h.at(0, row, width + n) == Numbers::to_bits(round(v.up) * weight), name + ", up");
+        // The formula itself, in float64.
+        const double s = 1 / (1 + std::exp(-static_cast<double>(gate))), exact = sum * up * s * (1 + gate * (1 - s));
+        expect(std::abs(v.gate - exact) <= std::abs(exact) * 0.01 + 1e-4, name + ", formula");
+      }
+      for (int64_t s = 0; weighted && s < sections; ++s) {
+        expect(sums[static_cast<size_t>(s * rows + row)] == sum_of_section(products, s), name + ", sums");
+      }
+    }
+  }
+  expect(sums.back() == -7.0f && (weighted || sums.front() == -7.0f), name + ", beyond the sums");
+  for (int64_t r = 0; r < rows + beyond; ++r) {
+    for (int64_t n = r < rows ? 2 * width : 0; n < grad_h.stride; ++n) {
+      expect(grad_h.at(0, r, n) == 0x7fc1, name + ", grad_h outside");
+    }
+    for (int64_t n = r < rows ? width : 0; n < act.stride; ++n) {
+      expect(act.at(0, r, n) == 0x7fc1, name + ", act outside");
+    }
   }
 }
 
@@ -231,7 +269,8 @@ int run(unsigned seed) {
   if (seed == 0) cases = {{{0, 1, 150, 0, 17}, 72, 264, 2}};
   for (int i = 0; i < 3 && seed > 0; ++i) cases.push_back(random_case(random));
   for (const Case& c : cases) {
-    for (int kind = 0; kind < 3; ++kind) test_rows(c, kind, ++seed);
+    for (int kind = 0; kind < 4; ++kind) test_rows(c, kind, ++seed);
+    for (int kind = 0; kind < 3; ++kind) test_gradient(c, kind > 0, kind > 1, ++seed);
     for (const bool add : {false, true}) test_weights(c, add, ++seed);
   }
   return failures;

@@ -88,14 +88,14 @@ def _gemms(notes: DoctorReport) -> None:
     """Report which kernels compute the grouped GEMMs of each GPU. Those in CUDA C++ run a small problem."""
     notes.data["gemm"] = {}
     for device in notes.data["gpus"]:
-        gemm, reason = tensor_cores.choice(device["index"])
-        notes.data["gemm"][device["index"]] = {"kernels": "cuda" if gemm else "triton", "why": reason}
+        gemm, reason, kernels = tensor_cores.choice(device["index"])
+        notes.data["gemm"][device["index"]] = {
+            "kernels": "cuda" if gemm else "triton", "in_cuda": sorted(kernels), "why": reason
+        }  # fmt: skip
+        failed = tensor_cores.FAILED in reason
+        where = reason if gemm else f"in Triton: {reason}"
         name = f"grouped GEMM, cuda:{device['index']}"
-        if gemm is not None:
-            notes.add("gpu", name, "ok", reason)
-        else:
-            failed = reason.startswith(tensor_cores.FAILED)
-            notes.add("gpu", name, "note" if failed else "ok", f"in Triton: {reason}", _SLOWER if failed else "")
+        notes.add("gpu", name, "note" if failed else "ok", where, _SLOWER if failed else "")
 
 
 def _kernel_source(capability: str, archs: Sequence[str], compiler: Mapping[str, Any] | None) -> tuple[str, str]:

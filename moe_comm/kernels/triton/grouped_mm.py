@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
+from moe_comm.gpu.gemm import TakenRows
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.tensor_cores import multiply_rows, multiply_weights, setting
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
@@ -314,6 +315,19 @@ def grouped_mm_into(
         ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
+
+
+def taken_mm_swiglu_into(rows: TakenRows, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor) -> bool:
+    """Write the results of ``grouped_mm_swiglu_into`` for rows that are not copied, if a kernel in CUDA C++ does it.
+
+    Returns:
+        Whether the results were written. If not, copy the rows. The bits are the same.
+    """
+    if setting() != "cuda" or not h_RG.numel() or not w13_EGD.shape[0]:
+        return False
+    check_index("grouped_mm", "slots", rows.slot_R, h_RG.shape[:1])
+    check_swiglu("grouped_mm_swiglu", h_RG, out=act_RF)
+    return multiply_rows(rows, w13_EGD, counts_E, h_RG, act_RF)
 
 
 def grouped_mm_swiglu_into(rows_RD: Tensor, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor) -> None:

@@ -141,15 +141,19 @@ def order_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     return order, place_TK, counts
 
 
-def place_slots(ids_TK: Tensor, num_experts: int, fault: Tensor) -> tuple[Tensor, Tensor]:
-    """Return place_TK and counts of ``order_slots``. The kernel reports invalid ids in ``fault``.
+def place_slots(
+    ids_TK: Tensor, num_experts: int, fault: Tensor, *, ordered: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return place_TK and counts of ``order_slots``, and the order if ``ordered``. The kernel reports invalid ids in
+    ``fault``.
 
     Args:
         fault: [``FAULT_WORDS``] int64 in pinned memory. It is written only if an id is invalid. The places of these
             slots are ``INVALID``.
     """
     check_tensors("place_slots", ids_TK)
-    return _place(ids_TK, num_experts, None, fault)
+    order = torch.empty(ids_TK.numel(), dtype=torch.int64, device=ids_TK.device) if ordered else None
+    return *_place(ids_TK, num_experts, order, fault), order
 
 
 def _place(ids_TK: Tensor, num_experts: int, order: Tensor | None, fault: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.row_weights import RowWeights
 from moe_comm.kernels.triton.device import int64, rounded, sigmoid, sum_of_lanes
 from moe_comm.kernels.triton.launch import DTYPES, check_rows, check_tensors, launch, tile
 
@@ -178,21 +179,21 @@ def swiglu_backward_weighted(
     grad_RF: Tensor,
     grad_h_RG: Tensor,
     act_RF: Tensor,
-    weights: tuple[Tensor, Tensor | None, Tensor | None],
+    weights: RowWeights,
 ) -> None:
     """Write the gradient of ``h_RG`` and the activation, times the weights of rows, and the gradients of these.
 
     Other arguments and errors as in ``swiglu_backward``. Rows without a slot are not written.
 
     Args:
-        weights: a ``row_weights.RowWeights``.
+        weights: weights, places and gradients of slots.
     """
     operator = "swiglu_backward_weighted"
     check_swiglu(operator, h_RG, grad=grad_RF, grad_h=grad_h_RG, act=act_RF)
-    weights_N, place_N, dots_N = weights
+    weights_N, place_N, dots_N, _ = weights
     check_tensors(operator, h_RG, weights_N, place_N, dots_N)
     slots = weights_N.numel()
-    fits = weights_N.dtype == torch.float32 and all(t.is_contiguous() for t in weights if t is not None)
+    fits = weights_N.dtype == torch.float32 and all(t.is_contiguous() for t in weights[:3] if t is not None)
     if place_N is None:
         fits = fits and slots == h_RG.shape[0]
     else:

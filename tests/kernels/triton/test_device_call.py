@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.dispatch import device_call
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.errors import InputError, RoutingError
-from moe_comm.kernels import native, recording
+from moe_comm.kernels import native, recording, tensor_cores
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
@@ -25,6 +26,7 @@ from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, needed_kernels, some_ids
 from tests.overlap.triton.common import needs_triton
 from tests.pool import on_ranks
+from tests.support.gemm_model import COMPILER, model_gemm
 
 pytestmark = needs_triton
 HIDDEN, FFN, EXPERTS, TOKENS, TOP_K = 16, 16, 5, 9, 2
@@ -159,6 +161,44 @@ def test_other_activations_frozen_experts_and_fp16_have_the_same_bits() -> None:
             y_TD.sum().backward()
     finally:
         native.TRITON_DEVICES.discard("cpu")
+
+
+FUSED_FORWARD = ["linear_kernel", "route_kernel", "count_chunks_kernel", "place_slots_kernel", "weighted_sum_kernel"]
+FUSED_BACKWARD = ["take_rows_kernel", "add_sections_kernel", "weighted_sum_kernel", "take_rows_kernel",
+                  "route_backward_kernel", "linear_rows_kernel", "linear_weights_kernel",
+                  "sum_parts_kernel"]  # fmt: skip
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@on_ranks(1)
+def test_a_layer_runs_on_the_fused_kernels_for_hopper_in_their_model(tmp_path: Path) -> None:
+    kernels("device")
+    built, x_TD = layer(), drawn(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    weights_TK = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    given = Routing(some_ids(TOKENS, TOP_K, EXPERTS), weights_TK)
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        expected = [passes(built, x_TD, routing) for routing in (None, given)]
+        with pytest.MonkeyPatch.context() as patch:
+            model = model_gemm(tmp_path)
+            patch.setenv(tensor_cores.GEMM, "cuda")
+            patch.setattr(tensor_cores, "launcher_for", lambda rows_RD, kernel: model)
+            actual, launched = needed_kernels(lambda: [passes(built, x_TD, routing) for routing in (None, given)], stop)
+            assert launched[: len(FUSED_FORWARD + FUSED_BACKWARD)] == FUSED_FORWARD + FUSED_BACKWARD
+            for built.experts.recompute, frozen in ((True, ()), (False, ("w2",)), (False, ("w13", "router.weight"))):
+                for name, p in built.named_parameters():
+                    p.requires_grad_(not name.endswith(frozen))
+                actual.append(passes(built, x_TD, given))
+                patch.setattr(tensor_cores, "launcher_for", lambda rows_RD, kernel: None)
+                expected.append(passes(built, x_TD, given))
+                patch.setattr(tensor_cores, "launcher_for", lambda rows_RD, kernel: model)
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.double() - b.double()).abs().max() <= 0.02 * b.double().abs().max()
+            assert a.dtype == b.dtype and a.any() == b.any()
 
 
 class Interpreted:

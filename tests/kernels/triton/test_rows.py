@@ -53,7 +53,8 @@ def test_slots_are_ordered_as_by_a_stable_sort() -> None:
             assert torch.equal(order[:num_rows], plain_order[:num_rows]), (tokens, dtype)
             assert torch.equal(order.sort().values, torch.arange(tokens * top_k))
             fault = torch.zeros(3, dtype=torch.int64)
-            reported_TK, actual = slot_order.place_slots(ids_TK.to(dtype), experts, fault)
+            reported_TK, actual, ordered = slot_order.place_slots(ids_TK.to(dtype), experts, fault, ordered=True)
+            assert ordered is not None and torch.equal(ordered[:num_rows], order[:num_rows])
             invalid_TK = (ids_TK < -1) | (ids_TK >= experts)
             first = int(invalid_TK.view(-1).to(torch.uint8).argmax()) if invalid_TK.any() else 0
             assert torch.equal(actual, counts) and fault[0] == invalid_TK.sum()

@@ -1,0 +1,70 @@
+// The kernels of csrc/cuda/gemm in the model of Hopper's instructions (cuda/gemm/model.h).
+#pragma once
+
+#include <thread>
+
+#include "cuda/gemm/gradient.h"
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/rows.h"
+#include "cuda/gemm/weights.h"
+
+namespace moe_comm {
+namespace gemm {
+
+// cuTensorMapEncodeTiled.
+inline int encode_map(void* map, int dtype, uint32_t, void* at, const uint64_t* sizes, const uint64_t* strides,
+                      const uint32_t* box, const uint32_t*, int, int, int, int) {
+  ModelMap m{};
+  m.at = reinterpret_cast<uint64_t>(at);
+  for (int i = 0; i < 3; ++i) {
+    m.sizes[i] = sizes[i];
+    m.box[i] = box[i];
+  }
+  m.strides[0] = strides[0];
+  m.strides[1] = strides[1];
+  m.bytes = dtype == 7 ? 4 : 2;
+  if (m.at % 16 || m.strides[0] % 16 || m.strides[1] % 16 || m.strides[1] % m.strides[0]) return 1;
+  std::memcpy(map, &m, sizeof m);
+  return 0;
+}
+
+// Runs one thread of a kernel.
+inline void run_thread(int kernel, const void* args) {
+  const auto& rows = *static_cast<const RowsArgs*>(args);
+  const auto& weights = *static_cast<const WeightsArgs*>(args);
+  if (kernel == k_rows) multiply_rows<0, false, false>(rows);
+  if (kernel == k_rows_transposed) multiply_rows<1, false, false>(rows);
+  if (kernel == k_rows_swiglu) multiply_rows<0, true, false>(rows);
+  if (kernel == k_taken_swiglu) multiply_rows<0, true, true>(rows);
+  if (kernel == k_swiglu_gradient) activation_gradient(*static_cast<const GradientArgs*>(args));
+  if (kernel == k_weights) weight_gradients<false, kGradStages, kGradSlots>(weights);
+  if (kernel == k_weights_added) weight_gradients<true, kAddedStages, kAddedSlots>(weights);
+}
+
+// Runs all blocks at the same time.
+inline void run_kernel(int kernel, const void* args, int64_t blocks, int64_t threads, int64_t shared_bytes,
+                       unsigned seed) {
+  check(threads == kModelThreads, "another number of threads");
+  check(shared_bytes <= static_cast<int64_t>(sizeof block_shared), "too much shared memory");
+  const auto count = static_cast<unsigned>(blocks);
+  std::vector<std::exception_ptr> errors(count);
+  std::vector<std::thread> running;
+  for (unsigned block = 0; block < count; ++block) {
+    running.emplace_back([=, &errors] {
+      gridDim.x = count;
+      blockIdx.x = block;
+      try {
+        ModelBlock([=] { run_thread(kernel, args); }, seed + block, block).run();
+      } catch (...) {
+        errors[block] = std::current_exception();
+      }
+    });
+  }
+  for (auto& thread : running) thread.join();
+  for (const auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+}  // namespace gemm
+}  // namespace moe_comm
