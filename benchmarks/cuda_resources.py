@@ -12,12 +12,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_comm.errors import KernelError, MissingDependency
-from moe_comm.gpu import nvrtc
+from moe_comm.gpu import gemm, nvrtc
 
 TARGETS = ("sm_80", "sm_90a", "sm_100a")
 """A100; H100 and H200; B200."""
@@ -86,9 +86,11 @@ def read_tree(csrc: Path) -> dict[str, str]:
     return {str(path.relative_to(csrc)): path.read_text() for path in csrc.rglob("*") if path.suffix in (".h", ".cu")}
 
 
-def table(targets: Iterable[str], files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the JSON object: the compiler version and the rows."""
+def table(targets: Sequence[str], files: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the JSON object: the compiler version and the rows. The GEMMs exist for one target."""
     rows = [row for target in targets for row in resources(target, files)]
+    if gemm.ARCH in targets:
+        rows += resources(gemm.ARCH, files, gemm.SOURCE)
     return {"nvcc": nvcc_version(), "results": rows}
 
 

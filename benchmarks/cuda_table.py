@@ -25,7 +25,10 @@ def block() -> str:
     for kernel in dict.fromkeys(row["kernel"] for row in result["results"]):
         cells = []
         for target in targets:
-            row = rows[kernel, target]
+            row = rows.get((kernel, target))
+            if row is None:
+                cells.append("")
+                continue
             shared = f", {row['shared_bytes']} B" if row["shared_bytes"] else ""
             stack = f", {row['stack_bytes']} B of stack" if row["stack_bytes"] else ""
             spilled = f", {row['spill_bytes']} B spilled" if row["spill_bytes"] else ""

@@ -23,6 +23,7 @@ from moe_comm.kernels.triton import (
     scale_rows,
     slot_order,
     swiglu,
+    swiglu_gradient,
     take_rows,
     weighted_sum,
 )
@@ -77,11 +78,12 @@ _POINTERS = {
     **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr", "order_ptr", "load_ptr"), "*i64"),
     **dict.fromkeys(("starts_ptr", "totals_ptr", "fault_ptr"), "*i64"),
     **dict.fromkeys(("weights_ptr", "dots_ptr", "scale_ptr", "logits_ptr", "bias_ptr", "scores_ptr"), "*fp32"),
-    **dict.fromkeys(("grad_weights_ptr", "grad_scores_ptr"), "*fp32"),
+    **dict.fromkeys(("grad_weights_ptr", "grad_scores_ptr", "sections_ptr"), "*fp32"),
     **dict.fromkeys(("packed_ptr", "values_ptr"), "*u8"),
 }
 _NUMBERS = {"scale": "fp32", "largest": "fp32"}
-_UNALIGNED = ("experts", "rows", "tokens", "slots", "chunks", "scale", "largest", "scale_stride", "capacity")
+_UNALIGNED = ("experts", "rows", "tokens", "slots", "chunks", "sections", "scale", "largest", "scale_stride")
+_UNALIGNED += ("capacity",)
 """Numbers that are not multiples of 16. Widths and strides are."""
 
 
@@ -134,6 +136,13 @@ def _copy_specs() -> tuple[KernelSpec, ...]:
     return (
         _spec("take_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 0}, words="*i64"),
         _spec("copy_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 8}, words="*i64"),
+        _spec(
+            "sum of sections",
+            swiglu_gradient.add_sections_kernel,
+            BF16,
+            {"PLACED": True, "SLOTS": swiglu_gradient.SLOTS},
+            words="*fp32",
+        ),
         replace(count, types={**count.types, "counts_ptr": "*i32"}),
         replace(place, types={**place.types, "counts_ptr": "*i32"}),
     )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal["build", "smoke", "measurement", "tests"]
-SHORT = ("movement", "ceilings", "products")
+SHORT = ("movement", "ceilings", "products", "fused")
 """Modules with operations of a few seconds. Operations of other modules may compile kernels or fill the memory."""
 Family = Literal["", "peer_to_peer", "bulk", "triton", "layer"]
 BEGIN = ("build", "smoke", "ceilings")
 PRESETS: dict[str, tuple[str, ...]] = {
     "move": (*BEGIN, "kernel-tests", "dispatch", "few", "bulk", "virtual", "virtual-tests", "host"),
-    "gemm": (*BEGIN, "products", "triton-tests"),
+    "gemm": (*BEGIN, "gemm-tests", "products", "fused", "triton-tests"),
     "layer": (*BEGIN, "layer-", "host-profile", "check-grads", "gpu-tests", "features"),
     "contract": ("build", "smoke", "contract-"),
 }
@@ -109,6 +109,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         measurement("virtual", 60, "movement", "virtual", "--tokens", "32", *small, family="peer_to_peer")
         measurement("host", 60, "movement", "host", "--tokens", "8", *small, family="peer_to_peer")
         measurement("products", 60, "products", family="triton", env=interpreted)
+        measurement("fused", 60, "fused", family="triton", env=interpreted)
         measurement("layer-small", 60, "layers", "small", family="layer")
         measurement("host-profile-small", 60, "host_profile", "small", family="layer")
         tests("kernel-tests", 60, "tests/gpu_emulated/test_operations.py", family="peer_to_peer")
@@ -129,7 +130,12 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     # Loading a kernel may wait for running kernels, and streams must not share a hardware queue.
     together = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     measurement("virtual", 60, "movement", "virtual", family="peer_to_peer", env=together)
+    # Each GEMM in CUDA C++ against Triton and float64, before their rates.
+    in_cuda = {"MOE_COMM_GEMM": "cuda"}
+    gemm_tests = ("tests/gpu/test_gemm.py", "tests/gpu/test_weight_gemm.py", "-m", "gpu")
+    tests("gemm-tests", 60, *gemm_tests, family="triton", test_s=30, env=in_cuda)
     measurement("products", 90, "products", family="triton")
+    measurement("fused", 60, "fused", family="triton", env=in_cuda)
     for shape in LAYERS:
         measurement(f"layer-{shape}", 75, "layers", shape, family="layer")
     measurement("host-profile-qwen3-30b-a3b", 45, "host_profile", "qwen3-30b-a3b", family="layer")

@@ -213,14 +213,13 @@ class Emulated(gemm.GpuGemm):
         stream: int,
     ) -> None:  # fmt: skip
         self.calls += 1
-        rows_RD = rows
         if isinstance(rows, gemm.TakenRows):
-            rows_RD = rows.x_TD[rows.slot_R // (1 if self.fault == "slots" else rows.top_k)]
+            rows = rows.x_TD[rows.slot_R // (1 if self.fault == "slots" else rows.top_k)]
         if self.fault == "raises":
             raise KernelError("cuLaunchKernel failed")
         sizes = counts_E.tolist()
         total = sum(sizes)
-        parts = [rows.float() @ w.float().T for rows, w in zip(rows_RD[:total].split(sizes), w_END, strict=True)]
+        parts = [rows.float() @ w.float().T for rows, w in zip(rows[:total].split(sizes), w_END, strict=True)]
         out_RN[:total] = torch.cat(parts).to(BF16)
         if self.fault == "transposed" and w_END.stride(2) != 1:
             out_RN[127, 5] += 1
@@ -398,3 +397,69 @@ def test_results_have_the_bits_of_triton(inner: int, width: int, counts: list[in
     for ours, triton in zip(results(True), results(False), strict=True):
         assert torch.equal(ours[:total], triton[:total])
         assert not ours[total:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("hidden", "width", "ids"),
+    [
+        (64, 128, [[0]]),
+        (256, 256, [[0, 2]] * 130 + [[4, -1]] * 70),
+        (200, 136, [[1, 3], [3, 0], [-1, 2], [2, 1]] * 60),
+        (2048, 768, [[i % 32, (3 * i + 1) % 32] for i in range(2048)]),
+    ],
+)
+def test_fused_forms_have_the_bits_of_triton(
+    hidden: int, width: int, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_comm.kernels.row_weights import RowWeights
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, taken_mm_swiglu_into
+    from moe_comm.kernels.triton.slot_order import order_slots
+    from moe_comm.kernels.triton.swiglu import swiglu_forward
+    from moe_comm.kernels.triton.swiglu_gradient import swiglu_gradient_into
+    from moe_comm.kernels.triton.take_rows import copy_rows
+
+    monkeypatch.setenv(tensor_cores.GEMM, "cuda")
+    monkeypatch.setattr(tensor_cores, "_known", {})
+    tensor_cores.choice.cache_clear()
+    kernels, reason, _ = tensor_cores.choice(0)
+    assert tensor_cores.FAILED not in reason, reason
+    if kernels is None:
+        pytest.skip(reason)
+    ids_TK = torch.tensor(ids, device="cuda")
+    tokens, top_k = ids_TK.shape
+    experts, rows = int(ids_TK.max()) + 1, ids_TK.numel()
+    slot_R, place_TK, counts = order_slots(ids_TK, experts)
+    counts_E, total = counts[:-2], int(counts[:-2].sum())
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    x_TD, grad_RD = random(tokens, hidden).to(BF16), random(rows, hidden).to(BF16)
+    w13_EGD, w2_EDF = random(experts, 2 * width, hidden).to(BF16), random(experts, hidden, width).to(BF16)
+    weights_N = torch.rand(tokens, top_k, generator=generator, device="cuda")
+
+    def results(setting: str) -> list[Tensor]:
+        monkeypatch.setenv(tensor_cores.GEMM, setting)
+        h, grad_h = (torch.zeros(rows, 2 * width, dtype=BF16, device="cuda") for _ in range(2))
+        act, weighted = (torch.zeros(rows, width, dtype=BF16, device="cuda") for _ in range(2))
+        if setting == "cuda":
+            assert taken_mm_swiglu_into(gemm.TakenRows(x_TD, slot_R, top_k), w13_EGD, counts_E, h, act)
+        else:
+            grouped_mm_into(copy_rows(x_TD, place_TK, rows), w13_EGD, counts_E, h)
+            swiglu_forward(h, act)
+        dots = torch.full_like(weights_N, 7)
+        weights = RowWeights(weights_N, place_TK, dots, slot_R)
+        swiglu_gradient_into(grad_RD, w2_EDF, counts_E, h, grad_h, weighted, weights)
+        return [h[:total], act[:total], grad_h[:total], weighted[:total], dots]
+
+    *ours, dots = results("cuda")
+    *triton, expected = results("triton")
+    for a, b in zip(ours, triton, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(dots == 0, expected == 0)
+    assert (dots - expected).norm() <= 1e-5 * expected.norm()
+    if width <= gemm.SECTION:
+        assert torch.equal(dots, expected)

@@ -75,7 +75,7 @@ def swiglu_gradient_into(
             if dots_N is not None:
                 assert weights is not None
                 assert sections_SR is not None
-                _add_sections(sections_SR, weights.place_N, dots_N)
+                add_sections(sections_SR, weights.place_N, dots_N)
             return
     grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
     if weights is None:
@@ -85,7 +85,14 @@ def swiglu_gradient_into(
         swiglu_backward_weighted(h_RG, act_RF, grad_h_RG, act_RF, weights)
 
 
-def _add_sections(sections_SR: Tensor, place_N: Tensor | None, dots_N: Tensor) -> None:
+def add_sections(sections_SR: Tensor, place_N: Tensor | None, dots_N: Tensor) -> None:
+    """Write the dot product of each slot's row.
+
+    Args:
+        sections_SR: [S, R] fp32, the sums of the row over its sections.
+        place_N: int64 row of each slot, negative for slots without a row, whose result is 0; None: slots are rows.
+        dots_N: fp32, contiguous, written.
+    """
     slots = dots_N.numel()
     launch(
         add_sections_kernel, (-(-slots // SLOTS),), sections_SR,
