@@ -82,8 +82,8 @@ _POINTERS = {
     **dict.fromkeys(("packed_ptr", "values_ptr"), "*u8"),
 }
 _NUMBERS = {"scale": "fp32", "largest": "fp32"}
-_UNALIGNED = ("experts", "rows", "tokens", "slots", "chunks", "sections", "scale", "largest", "scale_stride")
-_UNALIGNED += ("capacity",)
+_UNALIGNED = ("experts", "rows", "tokens", "slots", "chunks", "sections", "scale", "largest", "scale_stride",
+              "capacity")  # fmt: skip
 """Numbers that are not multiples of 16. Widths and strides are."""
 
 

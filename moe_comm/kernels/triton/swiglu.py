@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.row_weights import RowWeights
 from moe_comm.kernels.triton.device import int64, rounded, sigmoid, sum_of_lanes
 from moe_comm.kernels.triton.launch import DTYPES, check_rows, check_tensors, launch, tile
 
+Weights = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""A ``row_weights.RowWeights``: its module imports this package."""
 TILE_ELEMENTS = 1024
 SLOTS = 16
 STEPS = 4
@@ -179,14 +180,14 @@ def swiglu_backward_weighted(
     grad_RF: Tensor,
     grad_h_RG: Tensor,
     act_RF: Tensor,
-    weights: RowWeights,
+    weights: Weights,
 ) -> None:
     """Write the gradient of ``h_RG`` and the activation, times the weights of rows, and the gradients of these.
 
     Other arguments and errors as in ``swiglu_backward``. Rows without a slot are not written.
 
     Args:
-        weights: weights, places and gradients of slots.
+        weights: a ``row_weights.RowWeights``.
     """
     operator = "swiglu_backward_weighted"
     check_swiglu(operator, h_RG, grad=grad_RF, grad_h=grad_h_RG, act=act_RF)

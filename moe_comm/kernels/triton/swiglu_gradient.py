@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.gpu.gemm import SwigluGradient
-from moe_comm.kernels.row_weights import RowWeights
 from moe_comm.kernels.tensor_cores import multiply_gradient, sections_like, setting
 from moe_comm.kernels.triton.device import int64
 from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
 from moe_comm.kernels.triton.launch import launch
-from moe_comm.kernels.triton.swiglu import check_swiglu, swiglu_backward, swiglu_backward_weighted
+from moe_comm.kernels.triton.swiglu import Weights, check_swiglu, swiglu_backward, swiglu_backward_weighted
 
 SLOTS = 256
 
@@ -54,7 +53,7 @@ def swiglu_gradient_into(
     h_RG: Tensor,
     grad_h_RG: Tensor,
     act_RF: Tensor,
-    weights: RowWeights | None,
+    weights: Weights | None,
 ) -> None:
     """Write the gradient of ``h_RG`` and the activation, for gradients ``grad_RD`` of the product of the activation
     with ``w2_EDF``; with ``weights``, both times them, and their gradients.
@@ -62,20 +61,16 @@ def swiglu_gradient_into(
     Arguments and errors are those of ``grouped_mm_into`` and ``swiglu_backward_weighted``. Rows beyond the sum of
     ``counts_E`` are undefined.
     """
-    dots_N = None if weights is None else weights.dots_N
+    weights_N, place_N, dots_N, slot_R = (None,) * 4 if weights is None else weights
     if setting() == "cuda" and grad_RD.numel() and act_RF.numel() and w2_EDF.shape[0]:
         check_swiglu("swiglu_gradient", h_RG, grad_h=grad_h_RG, act=act_RF)
         sections_SR = None if dots_N is None else sections_like(grad_RD, act_RF.shape[1])
-        of = SwigluGradient(h_RG, grad_h_RG, act_RF)
-        fits = True
-        if weights is not None:
-            fits = weights.weights_N.dtype == torch.float32 and (weights.place_N is None or weights.slot_R is not None)
-            of = of._replace(weights_N=weights.weights_N, slot_R=weights.slot_R, sections_SR=sections_SR)
-        if fits and multiply_gradient(grad_RD, w2_EDF, counts_E, of):
-            if dots_N is not None:
-                assert weights is not None
-                assert sections_SR is not None
-                add_sections(sections_SR, weights.place_N, dots_N)
+        of = SwigluGradient(h_RG, grad_h_RG, act_RF, weights_N, slot_R, sections_SR)
+        fits = weights_N is None or weights_N.dtype == torch.float32
+        knows_slots = place_N is None or slot_R is not None
+        if fits and knows_slots and multiply_gradient(grad_RD, w2_EDF, counts_E, of):
+            if sections_SR is not None and dots_N is not None:
+                add_sections(sections_SR, place_N, dots_N)
             return
     grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
     if weights is None:
