@@ -11,10 +11,10 @@
 namespace moe_comm {
 namespace gemm {
 
-#define MOE_GEMM_KERNELS(KERNEL)                                                                           \
-  KERNEL(rows)                                                                                             \
-  KERNEL(rows_transposed) KERNEL(rows_swiglu) KERNEL(taken_swiglu) KERNEL(swiglu_gradient) KERNEL(weights) \
-      KERNEL(weights_added)
+#define MOE_GEMM_KERNELS(KERNEL) \
+  KERNEL(rows)                   \
+  KERNEL(rows_transposed)        \
+  KERNEL(rows_swiglu) KERNEL(taken_swiglu) KERNEL(swiglu_gradient) KERNEL(weights) KERNEL(weights_added)
 #define MOE_GEMM_NUMBER(name) k_##name,
 enum Kernel : int { MOE_GEMM_KERNELS(MOE_GEMM_NUMBER) kKernels };
 
