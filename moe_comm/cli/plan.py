@@ -106,6 +106,22 @@ def plan(
     ] = None,
     trace: Annotated[Path | None, _option("Write the step as a Perfetto trace.", "FILE")] = None,
     page: Annotated[Path | None, _option("Write an HTML page.", "FILE")] = None,
+    serve: Annotated[
+        str | None,
+        _option(
+            "Plan inference of these requests instead: JSON lines, or poisson:rate=R,count=N,prompt=N,output=N,seed=N.",
+            "TRACE",
+        ),
+    ] = None,
+    ttft: Annotated[float, typer.Option(min=0, help="With --serve: bound of the time to the first token, s.")] = 5.0,
+    tpot: Annotated[float, typer.Option(min=0, help="With --serve: bound of the time per output token, s.")] = 0.15,
+    expert_hardware: Annotated[
+        str | None, _option("With --serve: accelerators of the experts.", "NAME|FILE", by="--hardware")
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        _option("With --serve: price of an accelerator; repeatable.", "NAME=X", by="h20=1.85, l40s=1.08, others 1"),
+    ] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine instead.")] = False,
     ranks: Annotated[int | None, _option("Ranks for --calibrate.", by="2", min=1)] = None,
     hardware_file: Annotated[Path | None, _option("Description of this machine.", "FILE", by="in the cache")] = None,
@@ -127,6 +143,23 @@ def plan(
             raise ConfigError(f"--calibrate cannot be combined with {used[0]}")
         _calibrate(ranks or RANKS, hardware_file, json_out)
         return
+    if serve is not None:
+        unused = {"--gpus": gpus, "--seq-len": seq_len, "--global-batch": global_batch, "--mapping": mapping}
+        if used := [name for name, value in unused.items() if value is not None]:
+            raise ConfigError(f"--serve cannot be combined with {used[0]}")
+        if model is None or hardware is None:
+            raise ConfigError(f"missing option {'--model' if model is None else '--hardware'}")
+        from moe_comm.cli.plan_serve import ServeOptions, plan_serving
+
+        shape = load("moe_comm.train.plan_config", "train").model_named(model)
+        attention, experts = (
+            _cluster(name, hardware_file, None, host_size) for name in (hardware, expert_hardware or hardware)
+        )
+        options = ServeOptions(serve, ttft, tpot, tuple(price or ()), top or TOP)
+        plan_serving(shape, attention, experts, dtype, options, json_out)
+        return
+    if expert_hardware is not None or price:
+        raise ConfigError("--expert-hardware and --price apply to --serve")
     if ranks is not None:
         raise ConfigError("--ranks applies to --calibrate; --gpus is the number of accelerators to plan for")
     if capacity_factor is not None and not 0 < capacity_factor < math.inf:
@@ -268,7 +301,7 @@ def _search(request: PlanRequest, folded: bool | None, fixed: dict[str, Any], to
     raise MoeCommError(plan_text.nothing_fits(request, result))
 
 
-def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None) -> Cluster:
+def _cluster(hardware: str, file: Path | None, gpus: int | None, host_size: int | None) -> Cluster:
     """Return the cluster with a name, from a description, or as measured on this machine."""
     from moe_plan.machine.hardware_table import THIS_MACHINE, cluster_named
 

@@ -122,6 +122,15 @@ L20 = Accelerator(
     attention_forward=0.75,
     attention_backward=0.6,
 )
+# NVIDIA L40S data sheet, PCIe: 362 TFLOP/s bf16 without sparsity, 733 fp8, 91.6 fp32, 864 GB/s, 48 GB, 142 SMs.
+# Efficiency and attention: assumed, in proportion to an L20, which has the same bandwidth.
+L40S = replace(
+    L20,
+    name="l40s",
+    flops={"fp32": 91.6e12, "bf16": 362e12, "fp8": 733e12},
+    efficiency={"fp32": 0.8, "bf16": 0.75, "fp8": 0.7},
+    units=142,
+)
 
 # Latency of a hop: NCCL's for LL128, src/graph/tuning.cc: 1.9 us over NVLink, 2.5 us over PCIe, 4.0 us over a network.
 # NVLink: half of the data sheets' figures, which count both directions. Reach: 360 GB/s "is exactly what we'd expect on
@@ -163,6 +172,7 @@ MACHINES = {
         MachineSpec(B200, NVLINK_B200, IB_400),  # DGX B200
         MachineSpec(MI300X, XGMI_MI300X, IB_400),
         MachineSpec(L20, PCIE_4, IB_200_SHARED),  # NICs: assumed
+        MachineSpec(L40S, PCIE_4, IB_200),  # NICs: assumed
     )
 }
 

@@ -117,6 +117,10 @@ MODELS: dict[str, ModelShape] = {
             zero_experts=256,
             shortcut=True,
         ),
+        # https://huggingface.co/databricks/dbrx-base config.json. 132 B, 36 B active.
+        ModelShape("dbrx", 40, 6144, 48, 8, 128, 100352, 16, 4, 10752),
+        # MegaScale-Infer, arXiv 2504.02263: 317 B. The paper gives neither heads nor vocabulary (assumed).
+        ModelShape("scaled-moe", 48, 8192, 64, 8, 128, 32000, 32, 4, 8192),
         # https://huggingface.co/xai-org/grok-1 config.json, except the vocabulary: 128,256, as in published benchmarks
         # (NVIDIA/dgxc-benchmarking, grok1). 314 B.
         ModelShape("grok-1", 64, 6144, 48, 8, 128, 128256, 8, 2, 32768),
