@@ -84,9 +84,9 @@ class GradientRows {
         wait_stores_read<0>();  // the stores of the last box, from the other slot
         load();
       }
-      __syncwarp();
       barrier_wait(loaded_ + ring_.stage * 8, ring_.phase);
       ring_.next();
+      __syncwarp();
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const int row = lane_ % 16, word = j + lane_ / 16;
