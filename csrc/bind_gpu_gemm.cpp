@@ -56,11 +56,21 @@ void bind_gpu_gemm(py::module_& m) {
                                    matrices_of(act), counts_at, experts, weights[0], weights[1], weights[2]},
                                   stream);
            })
-      .def("weights", [](const gemm::Launcher& self, const Words& a, const Words& b, int64_t counts_at, int64_t experts,
-                         const Words& out, bool add, uintptr_t stream) {
-        py::gil_scoped_release release;
-        self.weights({matrices_of(a), matrices_of(b), matrices_of(out), counts_at, experts, add}, stream);
-      });
+      .def("weights",
+           [](const gemm::Launcher& self, const Words& a, const Words& b, int64_t counts_at, int64_t experts,
+              const Words& out, bool add, uintptr_t stream) {
+             py::gil_scoped_release release;
+             self.weights({matrices_of(a), matrices_of(b), matrices_of(out), counts_at, experts, add}, stream);
+           })
+      .def("rows_fp8",
+           [](const gemm::Launcher& self, const std::array<Words, 3>& matrices, std::array<int64_t, 3> scales,
+              std::array<int64_t, 3> w_scales, std::array<int64_t, 4> counts, uintptr_t stream) {
+             py::gil_scoped_release release;
+             const auto& [rows, w, out] = matrices;
+             self.rows_fp8({matrices_of(rows), matrices_of(w), matrices_of(out), scales[0], scales[1], scales[2],
+                            w_scales[0], w_scales[1], w_scales[2], counts[0], counts[1], counts[2], counts[3]},
+                           stream);
+           });
 }
 
 }  // namespace moe_comm

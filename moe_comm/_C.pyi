@@ -398,6 +398,15 @@ class GpuGemm:
         stream: int,
         /,
     ) -> None: ...
+    def rows_fp8(
+        self,
+        matrices: Sequence[Sequence[int]],
+        scales: tuple[int, int, int],
+        w_scales: tuple[int, int, int],
+        counts: tuple[int, int, int, int],
+        stream: int,
+        /,
+    ) -> None: ...
 
 class P2pStarter:
     """A kernel launcher: on this thread, through the CUDA runtime, through the driver, or a Python function."""

@@ -1,4 +1,4 @@
-"""Grouped GEMMs on Hopper's tensor cores (csrc/cuda/gemm): GPUs of compute capability 9.0, bf16.
+"""Grouped GEMMs on Hopper's tensor cores (csrc/cuda/gemm): GPUs of compute capability 9.0, bf16 and e4m3.
 
 nvcc compiles them for sm_90a into the native core, or NVRTC compiles them at first use. Each call is one launch by
 native code, which also describes the matrices to TMA, the copy engine of the GPU.
@@ -159,6 +159,32 @@ class GpuGemm:
 
         return repeated
 
+    def rows_fp8(
+        self, rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], counts: Tensor, out_RN: Tensor, stream: int
+    ) -> None:
+        """Write out[r] = rows[r] @ w[e].T for each row r of expert e, for operands that ``takes_fp8`` accepts.
+
+        The sum of each 128 channels is multiplied by the product of its two scales and added to an fp32 total in one
+        fused operation, in the order of channels.
+
+        Args:
+            rows, weights, counts: as in ``grouped_mm_fp8_into``.
+        """
+        (values_RK, scale_RB), (w_ENK, w_scale_ECB) = rows, weights
+        experts, columns, inner = w_ENK.shape
+        sources = counts.shape[1] if counts.dim() == 2 else 1
+        by_expert = w_ENK.stride(0) if experts > 1 else columns * w_ENK.stride(1)
+        matrices = (
+            (values_RK.data_ptr(), *_form(values_RK)),
+            (w_ENK.data_ptr(), columns, inner, w_ENK.stride(1), by_expert),
+            (out_RN.data_ptr(), *_form(out_RN)),
+        )
+        room = values_RK.shape[0] // (experts * sources)
+        self._native.rows_fp8(
+            matrices, (scale_RB.data_ptr(), *scale_RB.stride()), (w_scale_ECB.data_ptr(), *w_scale_ECB.stride()[:2]),
+            (counts.data_ptr(), experts, sources, room), stream,
+        )  # fmt: skip
+
 
 def _addresses(*tensors: Tensor | None) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
@@ -262,4 +288,32 @@ def takes_weights(grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor) -> bool:
         and (experts == 1 or (by_expert >= columns * by_column and by_expert % multiple == 0))
         and all(rows.stride(0) % MULTIPLE == 0 and rows.stride(0) >= rows.shape[1] for rows in (grad_RN, rows_RD))
         and all(tensor.data_ptr() % (2 * MULTIPLE) == 0 for tensor in (grad_RN, rows_RD, out_END))
+    )
+
+
+def takes_fp8(rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], out_RN: Tensor) -> bool:
+    """Return whether ``GpuGemm.rows_fp8`` takes these operands, whose shapes match: bf16 results, N a multiple of 8.
+
+    As in ``takes_rows``, the answer does not depend on the number of rows.
+    """
+    (values_RK, scale_RB), (w_ENK, w_scale_ECB) = rows, weights
+    experts, columns, inner = w_ENK.shape
+    multiple = 2 * MULTIPLE
+    by_column = w_ENK.stride(1)
+    return (
+        out_RN.dtype == torch.bfloat16
+        and columns % MULTIPLE == 0
+        and inner > 0
+        and w_ENK.stride(2) == 1
+        and by_column % multiple == 0
+        and by_column >= inner
+        and (experts == 1 or (w_ENK.stride(0) >= columns * by_column and w_ENK.stride(0) % by_column == 0))
+        and values_RK.stride(1) == 1
+        and values_RK.stride(0) % multiple == 0
+        and values_RK.stride(0) >= inner
+        and scale_RB.stride(0) < 2**23
+        and (w_scale_ECB.shape[2] == 1 or w_scale_ECB.stride(2) == 1)
+        and out_RN.stride(0) % MULTIPLE == 0
+        and out_RN.stride(0) >= columns
+        and all(tensor.data_ptr() % multiple == 0 for tensor in (values_RK, w_ENK, out_RN))
     )

@@ -28,6 +28,7 @@ from moe_comm.gpu.gemm import (
     SwigluGradient,
     TakenRows,
     gpu_gemm,
+    takes_fp8,
     takes_gradient,
     takes_rows,
     takes_weights,
@@ -49,8 +50,9 @@ PRODUCTS = {
     "taken_swiglu": "products of copied tokens with SwiGLU",
     "swiglu_gradient": "products with the gradient of SwiGLU",
 }
+SCALED = {"rows_fp8": "products of rows in e4m3"}
 GRADIENTS = {"weights": "gradients of weights", "weights_added": "gradients of weights in fp32"}
-"""What the kernels compute; with ``MOE_COMM_GEMM=cuda``, and by default."""
+"""What the kernels compute: the first two with ``MOE_COMM_GEMM=cuda``, the last by default."""
 
 
 def setting() -> str:
@@ -113,6 +115,15 @@ def multiply_weights(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END
     return True
 
 
+def multiply_fp8(rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], counts: Tensor, out_RN: Tensor) -> bool:
+    """Launch ``GpuGemm.rows_fp8``, as ``multiply_rows`` does."""
+    gemm = launcher_for(out_RN, "rows_fp8")
+    if gemm is None or not takes_fp8(rows, weights, out_RN):
+        return False
+    gemm.rows_fp8(rows, weights, counts, out_RN, current_stream(out_RN.device))
+    return True
+
+
 def _record(launch: Repeated, args: Sequence[Tensor | None], operators: int) -> None:
     def again(grid: Sequence[int], index: int, addresses: list[Any]) -> None:
         launch(addresses, torch._C._cuda_getCurrentRawStream(index))
@@ -165,7 +176,7 @@ def choice(index: int) -> Choice:
     value = setting()
     if value == "triton":
         return Choice(None, f"{GEMM}=triton")
-    names = {**PRODUCTS, **GRADIENTS} if value == "cuda" else GRADIENTS
+    names = {**PRODUCTS, **SCALED, **GRADIENTS} if value == "cuda" else GRADIENTS
     try:
         major, minor = torch.cuda.get_device_capability(index)
         if (major, minor) != CAPABILITY:
@@ -178,7 +189,7 @@ def choice(index: int) -> Choice:
     right = [name for name in names if name not in wrong]
     if not right:
         return Choice(None, failed)
-    what = f"{', '.join(names[name] for name in right)} in bf16 in CUDA C++, checked on this GPU; others in Triton"
+    what = f"{', '.join(names[name] for name in right)} in CUDA C++, checked on this GPU; others in Triton"
     return Choice(gemm, f"{what}: {failed}" if wrong else what, frozenset(right))
 
 
@@ -200,6 +211,8 @@ def wrong_kernels(gemm: GpuGemm, device: torch.device, names: Collection[str]) -
     wrong = _wrong_rows(gemm, rows_RD, w_END, counts_E, [name for name in names if name in PRODUCTS])
     if "swiglu_gradient" in names and not _gradient_is_right(gemm, rows_RD, w_END, grad_RN, counts_E):
         wrong.append("swiglu_gradient")
+    if "rows_fp8" in names and not _fp8_is_right(gemm, device, counts_E):
+        wrong.append("rows_fp8")
     return wrong + [name for name in _wrong_weights(gemm, rows_RD, grad_RN, counts_E) if name in names]
 
 
@@ -256,6 +269,27 @@ def _gradient_is_right(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, h_RG: Tens
         and all(bool((t[total:] == 3).all()) for t in (grad_h_RG, act_RF))
         and bool(((of.sections_SR[:, :total].double().sum(0) - products).abs() <= bound).all())
     )
+
+
+def _fp8_is_right(gemm: GpuGemm, device: torch.device, counts_E: Tensor) -> bool:
+    total, experts, inner, block = sum(COUNTS), len(COUNTS), 272, 128
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+
+    blocks = -(-inner // block)
+    values_RK, scale_RB = random(total + 1, inner).to(torch.float8_e4m3fn), random(total + 1, blocks).abs()
+    w_ENK, w_scale_ECB = random(experts, WIDTH, inner).to(torch.float8_e4m3fn), random(experts, WIDTH // block, blocks)
+    out_RN = torch.full((total + 1, WIDTH), 3.0, dtype=torch.bfloat16, device=device)
+    gemm.rows_fp8((values_RK, scale_RB), (w_ENK, w_scale_ECB), counts_E, out_RN, current_stream(device))
+    rows_RK = values_RK.double() * scale_RB.double().repeat_interleave(block, 1)[:, :inner]
+    w_scale_ENK = w_scale_ECB.double().repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :, :inner]
+    wide_ENK = w_ENK.double() * w_scale_ENK
+    exact_RN, size_RN = _by_expert(rows_RK, wide_ENK), _by_expert(rows_RK.abs(), wide_ENK.abs())
+    # The tensor cores' sums of e4m3 products have 13 bits behind the point of the largest one.
+    error_RN = (out_RN[:total].double() - exact_RN).abs()
+    return bool((error_RN <= exact_RN.abs() * 2.0**-8 + size_RN * 2.0**-10).all() and (out_RN[total:] == 3).all())
 
 
 def _wrong_weights(gemm: GpuGemm, rows_RD: Tensor, grad_RN: Tensor, counts_E: Tensor) -> list[str]:

@@ -24,6 +24,13 @@ CSRC = Path(__file__).parents[2] / "csrc"
 BF16 = torch.bfloat16
 MN_MAJOR = {"rows_transposed", "swiglu_gradient", "weights", "weights_added"}
 """Kernels whose second operand is dense along the columns of the result."""
+PRODUCT = (r"HGMMA\.64x256x16\.F32\.BF16", r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3")
+COUNTS = {
+    "rows": (12, 2), "rows_transposed": (12, 5), "rows_swiglu": (12, 3), "taken_swiglu": (12, 2),
+    "swiglu_gradient": (12, 5), "rows_fp8": (8, 2), "weights": (13, 6), "weights_added": (13, 6),
+}  # fmt: skip
+"""Products in the code of each kernel, and loads of a stage. A stage has 4 products and is in the code 3 times: the
+first product starts a sum. Gradients of weights have one more for ends of experts; e4m3 has two halves of rows."""
 MAX_REGISTERS = 168
 """Registers per thread with which a block of 384 threads fits."""
 
@@ -41,12 +48,15 @@ def disassembled(code: bytes, folder: Path) -> dict[str, str]:
 def test_nvrtc_compiles_tensor_core_and_tma_instructions(tmp_path: Path) -> None:
     code = nvrtc.kernels(gemm.ARCH, sources=cuda_resources.read_tree(CSRC), source=gemm.SOURCE, folder=tmp_path)
     kernels = disassembled(code, tmp_path)
-    assert kernels.keys() == {*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS}
+    assert kernels.keys() == COUNTS.keys() == {*tensor_cores.PRODUCTS, *tensor_cores.SCALED, *tensor_cores.GRADIENTS}
     assert "LDGSTS.E.BYPASS.128" in kernels["taken_swiglu"], "copies of 16 bytes"
     assert "LDSM.16.M88.4" in kernels["swiglu_gradient"], "gate and up in the layout of the sums"
     for name, text in kernels.items():
-        products = re.findall(r"HGMMA\.64x256x16\.F32\.BF16 .*", text)
-        assert products and all(("tnspB" in line) == (name in MN_MAJOR) for line in products), name
+        products = re.findall(rf"{PRODUCT[name in tensor_cores.SCALED]} .*", text)
+        assert all(("tnspB" in line) == (name in MN_MAJOR) for line in products), name
+        expected, loads = COUNTS[name]
+        assert len(products) == expected, f"{name} has {len(products)} products"
+        assert text.count("UTMALDG.3D") % loads == 0, f"{name} has {text.count('UTMALDG.3D')} loads, {loads} a stage"
         written = "STS.64" if name == "weights_added" else "STSM.16.M88.4"
         for instruction in ("UTMALDG.3D", "UTMASTG.3D", written, "USETMAXREG"):
             assert instruction in text, (name, instruction)
@@ -59,7 +69,7 @@ def test_nvcc_compiles_the_same_without_spills() -> None:
         rows = list(cuda_resources.resources(gemm.ARCH, cuda_resources.read_tree(CSRC), gemm.SOURCE))
     except MissingDependency as error:
         pytest.skip(str(error))
-    assert len(rows) == 7
+    assert len(rows) == len(COUNTS)
     for row in rows:
         assert row["spill_bytes"] == row["stack_bytes"] == 0, row
         assert row["registers"] <= MAX_REGISTERS, row
@@ -202,6 +212,21 @@ def test_matrices_of_fused_forms_that_the_kernels_cannot_read_are_left_to_triton
     assert not gemm.takes_gradient(grad, w2, of._replace(h_RG=torch.zeros(20, 104, dtype=BF16)[:, :96])), "h's stride"
 
 
+def test_operands_in_e4m3_that_tma_cannot_describe_are_left_to_triton() -> None:
+    e4m3 = torch.float8_e4m3fn
+
+    def taken(inner: int = 512, columns: int = 96, apart: int = 0, dtype: torch.dtype = BF16, first: int = 0) -> bool:
+        values = torch.zeros(20, inner + apart + first, dtype=torch.uint8)[:, first : first + inner]
+        weights = torch.zeros(3, columns, inner, dtype=e4m3), torch.zeros(3, 1, -(-inner // 128))
+        scales = torch.zeros(20, -(-inner // 128))
+        return gemm.takes_fp8((values, scales), weights, torch.zeros(20, columns, dtype=dtype))
+
+    assert taken() and taken(apart=16) and taken(inner=272)
+    assert not taken(apart=8), "row stride, as of packed rows of 256 channels"
+    assert not taken(inner=200) and not taken(columns=100) and not taken(first=8, apart=8)
+    assert not taken(dtype=torch.float32)
+
+
 class Emulated(gemm.GpuGemm):
     """A device that computes in plain torch, with a fault."""
 
@@ -246,6 +271,17 @@ class Emulated(gemm.GpuGemm):
         of.sections_SR.zero_()
         of.sections_SR[0, :total] = (act.detach() * grad).sum(1) * (1.1 if self.fault == "dots" else 1)
 
+    def rows_fp8(
+        self, rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], counts: Tensor, out_RN: Tensor, stream: int
+    ) -> None:
+        (values_RK, scale_RB), (w_ENK, w_scale_ECB) = rows, weights
+        inner, sizes = values_RK.shape[1], counts.tolist()
+        scale = scale_RB.repeat_interleave(128, 1)[:, :inner]
+        w_scale = (w_scale_ECB.roll(1, 2) if self.fault == "scale" else w_scale_ECB).repeat_interleave(128, 1)
+        w_ENK = w_ENK.float() * w_scale.repeat_interleave(128, 2)[:, : w_ENK.shape[1], :inner]
+        parts = (values_RK.float() * scale)[: sum(sizes)].split(sizes)
+        out_RN[: sum(sizes)] = torch.cat([part @ w.T for part, w in zip(parts, w_ENK, strict=True)]).to(BF16)
+
     def weights(self, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, stream: int) -> None:
         start = 0
         for e, count in enumerate(counts_E.tolist()):
@@ -265,11 +301,12 @@ class Emulated(gemm.GpuGemm):
         ("outside", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
         ("unweighted", ["swiglu_gradient"]),
         ("dots", ["swiglu_gradient"]),
+        ("scale", ["rows_fp8"]),
         ("beyond", ["weights", "weights_added"]),
     ],
 )
 def test_the_check_finds_kernels_with_wrong_results(fault: str, wrong: list[str]) -> None:
-    names = [*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS]
+    names = [*tensor_cores.PRODUCTS, *tensor_cores.SCALED, *tensor_cores.GRADIENTS]
     assert tensor_cores.wrong_kernels(Emulated(fault), torch.device("cpu"), names) == wrong
     assert tensor_cores.wrong_kernels(Emulated("raises"), torch.device("cpu"), tensor_cores.GRADIENTS) == []
 
@@ -348,7 +385,7 @@ def test_products_of_rows_are_in_triton_unless_the_setting_says_otherwise(
 ) -> None:
     hopper(Emulated("act"))  # products are not even checked
     assert tensor_cores.setting() == ""
-    assert tensor_cores.choice(0).reason.startswith("gradients of weights, gradients of weights in fp32 in bf16")
+    assert tensor_cores.choice(0).reason.startswith("gradients of weights, gradients of weights in fp32 in CUDA C++")
     assert tensor_cores.choice(0).kernels == {"weights", "weights_added"}
     hopper(Emulated())
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
@@ -463,3 +500,54 @@ def test_fused_forms_have_the_bits_of_triton(
     assert (dots - expected).norm() <= 1e-5 * expected.norm()
     if width <= gemm.SECTION:
         assert torch.equal(dots, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("inner", "columns", "counts"),
+    [
+        (128, 128, [[128]]),
+        (512, 256, [[0], [1], [129], [300]]),
+        (272, 136, [[5, 0], [64, 65]]),
+        (2048, 768, [[130]] * 40),
+    ],
+)
+def test_e4m3_products_are_near_triton_and_float64(
+    inner: int, columns: int, counts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_comm.kernels.triton.grouped_mm_fp8 import grouped_mm_fp8_into
+
+    monkeypatch.setenv(tensor_cores.GEMM, "cuda")
+    monkeypatch.setattr(tensor_cores, "_known", {})
+    tensor_cores.choice.cache_clear()
+    kernels, reason, _ = tensor_cores.choice(0)
+    assert tensor_cores.FAILED not in reason, reason
+    if kernels is None:
+        pytest.skip(reason)
+    device, blocks, room = torch.device("cuda", 0), -(-inner // 128), max(map(max, counts))
+    experts, sources = len(counts), len(counts[0])
+    total = experts * sources * room if sources > 1 else sum(map(sum, counts))
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    rows = random(total, inner).to(torch.float8_e4m3fn), random(total, blocks).abs()
+    w = random(experts, columns, inner).to(torch.float8_e4m3fn), random(experts, -(-columns // 128), blocks).abs()
+    counts_EW = torch.tensor(counts, device=device)
+    given = counts_EW if sources > 1 else counts_EW.flatten()
+    ours, triton = (torch.full((total, columns), 3.0, dtype=BF16, device=device) for _ in range(2))
+    assert tensor_cores.multiply_fp8(rows, w, given, ours)
+    grouped_mm_fp8_into(rows, w, given, triton, native=False)
+    wide_w = w[0].double() * w[1].double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :columns, :inner]
+    wide = rows[0].double() * rows[1].double().repeat_interleave(128, 1)[:, :inner]
+    start = 0
+    for e, of_expert in enumerate(counts):
+        for count in of_expert:
+            part = slice(start, start + count)
+            exact, size = wide[part] @ wide_w[e].T, wide[part].abs() @ wide_w[e].abs().T
+            for result in (ours, triton):
+                assert ((result[part].double() - exact).abs() <= exact.abs() * 2.0**-8 + size * 2.0**-10).all()
+            start += room if sources > 1 else count
+            assert (ours[part.stop : start] == 3).all()

@@ -17,6 +17,13 @@ from tests.support.gemm_model import COMPILER, CSRC, compiled, model_gemm
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 THREAD = ("-fsanitize=thread", "-g")
 WRONG_RESULTS = {
+    "scale of the next 128 columns": ("rows_fp8.h", "column / kFp8Inner *", "(column / kFp8Inner + 1) *"),
+    "scales of another row": ("rows_fp8.h", "i % 2 * 8 + i / 2 * 64", "i % 2 * 8 + i / 2 * 32"),
+    "order of blocks": (
+        "rows_fp8.h",
+        "__fmaf_rn(sum[i], scale[i / 2 % 2], total[part][i])",
+        "sum[i] * scale[i / 2 % 2] + total[part][i]",
+    ),
     "strides of MN-major tiles": (
         "weights.h",
         "descriptor(bt + i * 2048, kGradBox)",
@@ -38,6 +45,16 @@ WRONG_RESULTS = {
 }
 """Changes of the kernels that the model must find: file, text, new text."""
 RACES = {
+    "fp8 stage released between its halves": (
+        "rows_fp8.h",
+        "if (part == 1 && lane == 0)",
+        "if (part == 0 && lane == 0)",
+    ),
+    "fp8 rows read before they are loaded": (
+        "rows_fp8.h",
+        "      barrier_wait(full + ring.stage * 8, ring.phase);",
+        "",
+    ),
     "stage read after its release": ("tile.h", "products_wait<1>();", ""),
     "stage loaded before its release": ("rows.h", "barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);", ""),
     "rows read before they are loaded": ("tile.h", "barrier_wait(stages.full + ring.stage * 8, ring.phase);", ""),
@@ -112,5 +129,5 @@ def test_a_missing_barrier_is_a_data_race(race: str, fixed_addresses: tuple[str,
 
 
 def test_the_check_at_first_use_accepts_the_kernels(tmp_path: Path) -> None:
-    names = [*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS]
+    names = [*tensor_cores.PRODUCTS, *tensor_cores.SCALED, *tensor_cores.GRADIENTS]
     assert tensor_cores.wrong_kernels(model_gemm(tmp_path), torch.device("cpu"), names) == []

@@ -156,6 +156,16 @@ MOE_DEVICE void multiply(float (&d)[128], uint64_t a, uint64_t b, int keep) {
       : "l"(a), "l"(b), "r"(keep), "n"(kA), "n"(kB));
 }
 
+// d = a @ b + (keep ? d : 0), e4m3 with the tensor cores' sums: a [64, 32], b [128, 32], both K-major. d as above, with
+// 16 groups of 8 columns. A step of 32 along K adds 32 bytes to an address.
+MOE_DEVICE void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MOE_TEN()
+          MOE_TEN(1) MOE_TEN(2) MOE_TEN(3) MOE_TEN(4) MOE_TEN(5) "%60, %61, %62, %63}, %64, %65, p, 1, 1;\n}\n"
+      : MOE_64(d, 0)
+      : "l"(a), "l"(b), "r"(keep));
+}
+
 // --- Registers of warp groups, and stores of results ---
 
 template <int kRegisters>

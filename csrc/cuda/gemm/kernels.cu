@@ -1,6 +1,7 @@
 // The GEMMs of this folder, for sm_90a only. Compiled by nvcc for the wheel, or by NVRTC.
 #include "cuda/gemm/gradient.h"
 #include "cuda/gemm/rows.h"
+#include "cuda/gemm/rows_fp8.h"
 #include "cuda/gemm/weights.h"
 
 #define MOE_ROWS_KERNEL(name, transposed, swiglu, taken)                    \
@@ -28,4 +29,9 @@ MOE_WEIGHTS_KERNEL(weights_added, true, kAddedStages, kAddedSlots)
 extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1)
     gemm_swiglu_gradient(const __grid_constant__ moe_comm::gemm::GradientArgs a) {
   moe_comm::gemm::activation_gradient(a);
+}
+
+extern "C" __global__ void __launch_bounds__(moe_comm::gemm::kThreads, 1)
+    gemm_rows_fp8(const __grid_constant__ moe_comm::gemm::Fp8Args a) {
+  moe_comm::gemm::multiply_rows_fp8(a);
 }

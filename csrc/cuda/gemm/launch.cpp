@@ -6,6 +6,7 @@
 
 #include "cuda/gemm/gradient.h"
 #include "cuda/gemm/rows.h"
+#include "cuda/gemm/rows_fp8.h"
 #include "cuda/gemm/weights.h"
 
 namespace moe_comm {
@@ -17,13 +18,13 @@ namespace {
 using Encode = int (*)(void* map, int dtype, uint32_t rank, void* at, const uint64_t* sizes, const uint64_t* strides,
                        const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion,
                        int fill);
-constexpr int kFloat = 7, kBf16 = 9, kSwizzle128 = 3, kPromotion256 = 3;
+constexpr int kByte = 0, kFloat = 7, kBf16 = 9, kSwizzle128 = 3, kPromotion256 = 3;
 constexpr int kGroup = 8;  // rows of tiles that are visited together
 
 // A map of an array of three dimensions, innermost first; strides of the outer two in elements.
 void encode(uintptr_t encode, TensorMap* map, int64_t at, const std::array<int64_t, 3>& sizes,
             const std::array<int64_t, 2>& strides, const std::array<uint32_t, 3>& box, int dtype = kBf16) {
-  const int64_t bytes = dtype == kFloat ? 4 : 2;  // of an element
+  const int64_t bytes = dtype == kFloat ? 4 : dtype == kByte ? 1 : 2;  // of an element
   const uint64_t dims[] = {static_cast<uint64_t>(sizes[0]), static_cast<uint64_t>(sizes[1]),
                            static_cast<uint64_t>(sizes[2])};
   const uint64_t steps[] = {static_cast<uint64_t>(strides[0] * bytes), static_cast<uint64_t>(strides[1] * bytes)};
@@ -122,6 +123,32 @@ void Launcher::weights(const WeightsProduct& p, uintptr_t stream) const {
   a.group = kGroup;
   const int shared = p.add ? gradient_bytes<kAddedStages, kAddedSlots>() : gradient_bytes<kGradStages, kGradSlots>();
   starter_->start(p.add ? k_weights_added : k_weights, {blocks_, kThreads, shared, stream, -1}, &a);
+}
+
+void Launcher::rows_fp8(const Fp8Product& p, uintptr_t stream) const {
+  const int64_t inner = p.rows.columns, width = p.out.columns;
+  Fp8Args a{};
+  encode(encode_, &a.rows, p.rows.at, {inner, p.rows.rows, 1}, {p.rows.stride, p.rows.rows * p.rows.stride},
+         {kFp8Inner, kTileRows, 1}, kByte);
+  encode(encode_, &a.w, p.w.at, {inner, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride},
+         {kFp8Inner, kFp8Columns, 1}, kByte);
+  encode(encode_, &a.out, p.out.at, {width, 1, p.out.rows}, {p.out.stride, p.out.stride}, {64, 1, 16});
+  a.counts_at = p.counts_at;
+  a.scales_at = p.scales_at;
+  a.scale_stride = p.scale_stride;
+  a.scale_stride_block = p.scale_step;
+  a.w_scales_at = p.w_scales_at;
+  a.w_scale_stride_expert = p.w_scale_expert_stride;
+  a.w_scale_stride_column = p.w_scale_stride;
+  a.out_at = p.out.at;
+  a.out_stride = p.out.stride;
+  a.block_rows = p.block_rows;
+  a.experts = static_cast<int32_t>(p.experts);
+  a.sources = static_cast<int32_t>(p.sources);
+  a.columns = static_cast<int32_t>(width);
+  a.inner = static_cast<int32_t>(inner);
+  a.group = kGroup;
+  starter_->start(k_rows_fp8, {blocks_, kThreads, kFp8Shared, stream, -1}, &a);
 }
 
 }  // namespace gemm

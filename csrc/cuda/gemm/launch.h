@@ -14,7 +14,8 @@ namespace gemm {
 #define MOE_GEMM_KERNELS(KERNEL) \
   KERNEL(rows)                   \
   KERNEL(rows_transposed)        \
-  KERNEL(rows_swiglu) KERNEL(taken_swiglu) KERNEL(swiglu_gradient) KERNEL(weights) KERNEL(weights_added)
+  KERNEL(rows_swiglu)            \
+  KERNEL(taken_swiglu) KERNEL(swiglu_gradient) KERNEL(weights) KERNEL(weights_added) KERNEL(rows_fp8)
 #define MOE_GEMM_NUMBER(name) k_##name,
 enum Kernel : int { MOE_GEMM_KERNELS(MOE_GEMM_NUMBER) kKernels };
 
@@ -54,6 +55,17 @@ struct WeightsProduct {
   bool add = false;
 };
 
+// out[r] = rows[r] @ w[e].T in bf16, for e4m3 rows and weights [E, N, K] with fp32 scales: a row has one per 128
+// elements, `scale_stride` apart from the next row's and `scale_step` from the next, and w has one per 128 x 128, dense
+// along K. Addresses and strides of rows, w and out are multiples of 16 bytes, and N of 8.
+struct Fp8Product {
+  Matrices rows, w, out;
+  int64_t scales_at = 0, scale_stride = 0, scale_step = 0;
+  int64_t w_scales_at = 0, w_scale_expert_stride = 0, w_scale_stride = 0;
+  // sources > 1: each expert has as many blocks of block_rows rows, with a count for each.
+  int64_t counts_at = 0, experts = 0, sources = 1, block_rows = 0;
+};
+
 class Launcher {
  public:
   // encode: cuTensorMapEncodeTiled. blocks: number of multiprocessors.
@@ -62,6 +74,7 @@ class Launcher {
   void rows(const RowsProduct& product, uintptr_t stream) const;
   void swiglu_gradient(const GradientProduct& product, uintptr_t stream) const;
   void weights(const WeightsProduct& product, uintptr_t stream) const;
+  void rows_fp8(const Fp8Product& product, uintptr_t stream) const;
 
  private:
   const std::shared_ptr<p2p::Starter> starter_;

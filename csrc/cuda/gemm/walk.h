@@ -7,16 +7,19 @@ namespace moe_comm {
 namespace gemm {
 
 // Visits the tiles first, first + step, ... of all experts, in order of expert. Within an expert, `group` rows of tiles
-// are visited column by column, so that blocks that run at the same time read the same rows and weights.
+// are visited column by column, so that blocks that run at the same time read the same rows and weights. The rows of an
+// expert follow those of the one before it, or each expert has room for `room` rows.
 class Walk {
  public:
-  MOE_HD Walk(const int64_t* counts, int experts, int tile_rows, int tiles_n, int group, int first, int step)
+  MOE_HD Walk(const int64_t* counts, int experts, int tile_rows, int tiles_n, int group, int first, int step,
+              int64_t room = 0)
       : counts_(counts),
         experts_(experts),
         tile_rows_(tile_rows),
         tiles_n_(tiles_n),
         group_(group),
         step_(step),
+        room_(room),
         skip_(first) {}
 
   int expert = -1;
@@ -27,7 +30,7 @@ class Walk {
   MOE_HD bool next() {
     while (skip_ >= tiles_) {
       skip_ -= tiles_;
-      start_ += count_;
+      if (expert >= 0) start_ += room_ > 0 ? room_ : count_;
       if (++expert >= experts_) return false;
       count_ = counts_[expert];
       tiles_m_ = static_cast<int>((count_ + tile_rows_ - 1) / tile_rows_);
@@ -46,6 +49,7 @@ class Walk {
  private:
   const int64_t* const counts_;
   const int experts_, tile_rows_, tiles_n_, group_, step_;
+  const int64_t room_;
   int skip_, tiles_m_ = 0, tiles_ = 0;
   int64_t start_ = 0, count_ = 0;
 };

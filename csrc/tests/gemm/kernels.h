@@ -6,6 +6,7 @@
 #include "cuda/gemm/gradient.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/rows.h"
+#include "cuda/gemm/rows_fp8.h"
 #include "cuda/gemm/weights.h"
 
 namespace moe_comm {
@@ -22,7 +23,7 @@ inline int encode_map(void* map, int dtype, uint32_t, void* at, const uint64_t* 
   }
   m.strides[0] = strides[0];
   m.strides[1] = strides[1];
-  m.bytes = dtype == 7 ? 4 : 2;
+  m.bytes = dtype == 7 ? 4 : dtype == 0 ? 1 : 2;
   if (m.at % 16 || m.strides[0] % 16 || m.strides[1] % 16 || m.strides[1] % m.strides[0]) return 1;
   std::memcpy(map, &m, sizeof m);
   return 0;
@@ -37,6 +38,7 @@ inline void run_thread(int kernel, const void* args) {
   if (kernel == k_rows_swiglu) multiply_rows<0, true, false>(rows);
   if (kernel == k_taken_swiglu) multiply_rows<0, true, true>(rows);
   if (kernel == k_swiglu_gradient) activation_gradient(*static_cast<const GradientArgs*>(args));
+  if (kernel == k_rows_fp8) multiply_rows_fp8(*static_cast<const Fp8Args*>(args));
   if (kernel == k_weights) weight_gradients<false, kGradStages, kGradSlots>(weights);
   if (kernel == k_weights_added) weight_gradients<true, kAddedStages, kAddedSlots>(weights);
 }

@@ -244,6 +244,93 @@ void test_weights(const Case& c, bool add, unsigned seed) {
   }
 }
 
+// e4m3 values are whole numbers, so that the sum of a block is exact, and the order of blocks and of multiplications by
+// scales gives the bits of the result. sources: blocks of rows of each expert, which are not full.
+void test_fp8(const Case& c, int64_t sources, unsigned seed) {
+  std::mt19937 random(seed);
+  const int64_t width = c.columns, inner = (c.inner * 2 + 15) / 16 * 16, beyond = 5, experts = c.experts();
+  const int64_t blocks = (inner + 127) / 128, w_blocks = (width + 127) / 128;
+  int64_t room = 0;
+  std::vector<int64_t> counts, starts;
+  for (const int64_t n : c.counts) room = std::max(room, n);
+  for (const int64_t n : c.counts) {
+    for (int64_t s = 0; s < sources; ++s) counts.push_back(sources == 1 ? n : n * (s + 1) / 3);
+  }
+  int64_t total = 0;
+  for (size_t g = 0; g < counts.size(); ++g) {
+    starts.push_back(total);
+    total += sources == 1 ? counts[g] : room;
+  }
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  const int64_t stride = inner + 16;
+  std::vector<uint8_t> store(size((total + beyond + experts * width) * stride + 32), 0x7f);  // NaN
+  uint8_t* const x = store.data() + (16 - reinterpret_cast<uintptr_t>(store.data()) % 16) % 16;
+  uint8_t* const w = x + (total + beyond) * stride;
+  // 0, and e4m3 numbers from 1 to 3.5 of both signs
+  const auto draw = [&] { return static_cast<uint8_t>(random() % 8 ? 0x38 + random() % 14 + random() % 2 * 128 : 0); };
+  std::vector<float> scales(size(std::max<int64_t>(total, 1) * (blocks + 1))),
+      w_scales(size(experts * w_blocks * blocks));
+  for (auto& s : scales) s = static_cast<float>(1 + random() % 1000) / 700;
+  for (auto& s : w_scales) s = static_cast<float>(1 + random() % 1000) / 900;
+  for (size_t g = 0; g < counts.size(); ++g) {
+    for (int64_t r = starts[g]; r < starts[g] + counts[g]; ++r) {
+      for (int64_t k = 0; k < inner; ++k) x[r * stride + k] = draw();
+    }
+  }
+  for (int64_t n = 0; n < experts * width; ++n) {
+    for (int64_t k = 0; k < inner; ++k) w[n * stride + k] = draw();
+  }
+  Numbers out(1, total + beyond, width, nullptr);
+  Fp8Product p;
+  p.rows = {reinterpret_cast<int64_t>(x), total, inner, stride, 0};
+  p.w = {reinterpret_cast<int64_t>(w), width, inner, stride, width * stride};
+  p.out = out.matrices();
+  p.out.rows = total;
+  p.scales_at = reinterpret_cast<int64_t>(scales.data());
+  p.scale_stride = blocks + 1;
+  p.scale_step = 1;
+  p.w_scales_at = reinterpret_cast<int64_t>(w_scales.data());
+  p.w_scale_expert_stride = w_blocks * blocks;
+  p.w_scale_stride = blocks;
+  p.counts_at = reinterpret_cast<int64_t>(counts.data());
+  p.experts = experts;
+  p.sources = sources;
+  p.block_rows = room;
+  Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks).rows_fp8(p, 0);
+  const std::string name = "fp8, " + std::to_string(sources) + " sources, " + std::to_string(total) + " x " +
+                           std::to_string(width) + " x " + std::to_string(inner);
+  for (size_t g = 0; g < counts.size(); ++g) {
+    const auto e = static_cast<int64_t>(g) / sources;
+    for (int64_t r = starts[g]; r < starts[g] + (sources == 1 ? counts[g] : room); ++r) {
+      for (int64_t n = 0; n < width; ++n) {
+        if (r >= starts[g] + counts[g]) {
+          expect(out.at(0, r, n) == 0x7fc1, name + ", a row without a token");
+          continue;
+        }
+        float sum = 0;
+        double exact = 0, size_of_sum = 0;
+        for (int64_t b = 0; b < blocks; ++b) {
+          double block = 0;
+          const float scale =
+              scales[size(r * (blocks + 1) + b)] * w_scales[size((e * w_blocks + n / 128) * blocks + b)];
+          for (int64_t k = b * 128; k < std::min(inner, b * 128 + 128); ++k) {
+            block += static_cast<double>(e4m3(x[r * stride + k])) * e4m3(w[(e * width + n) * stride + k]);
+          }
+          sum = std::fmaf(static_cast<float>(block), scale, sum);
+          exact += block * scale;
+          size_of_sum += std::abs(block * scale);
+        }
+        expect(out.at(0, r, n) == Numbers::to_bits(sum), name);
+        expect(std::abs(out.number(0, r, n) - exact) <= std::abs(exact) * 0.004 + size_of_sum * 1e-6,
+               name + ", float64");
+      }
+    }
+  }
+  for (int64_t r = total; r < total + beyond; ++r) {
+    for (int64_t n = 0; n < out.stride; ++n) expect(out.at(0, r, n) == 0x7fc1, name + ", beyond the rows");
+  }
+}
+
 // Routing and widths that are drawn: empty experts, few rows, some more, or all rows of one expert.
 Case random_case(std::mt19937& random) {
   const auto below = [&](unsigned n) { return static_cast<int64_t>(random() % n); };
@@ -272,6 +359,7 @@ int run(unsigned seed) {
     for (int kind = 0; kind < 4; ++kind) test_rows(c, kind, ++seed);
     for (int kind = 0; kind < 3; ++kind) test_gradient(c, kind > 0, kind > 1, ++seed);
     for (const bool add : {false, true}) test_weights(c, add, ++seed);
+    for (const int64_t sources : {1, 2}) test_fp8(c, sources, ++seed);
   }
   return failures;
 }

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.tensor_cores import multiply_fp8, setting
 from moe_comm.kernels.triton.device import INTERPRETED, e4m3_value, int64, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.grouped_mm import CONSUMER, SMALL_ROWS, Tiling
 from moe_comm.kernels.triton.launch import (
@@ -146,7 +147,12 @@ def grouped_mm_fp8_kernel(  # type: ignore[no-untyped-def]
 
 
 def grouped_mm_fp8_into(
-    rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], counts_E: Tensor, out_RN: Tensor
+    rows: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    counts_E: Tensor,
+    out_RN: Tensor,
+    *,
+    native: bool | None = None,
 ) -> None:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the CPU.
 
@@ -161,6 +167,8 @@ def grouped_mm_fp8_into(
             consist of W blocks of R / (E W) rows, and the counts are those of the first rows of each block that are
             used, as ``LowLatencyHandle.receive_scaled`` returns them.
         out_RN: [R, N] fp32, bf16 or fp16; dense rows.
+        native: Use the kernel in CUDA C++ where it runs and takes the operands (``kernels/tensor_cores.py``). None: if
+            MOE_COMM_GEMM is ``cuda``.
     """
     (values_RK, scale_RB), (w_ENK, w_scale_ECB) = rows, weights
     check_tensors("grouped_mm_fp8", values_RK, scale_RB, w_ENK, w_scale_ECB, counts_E, out_RN)
@@ -180,6 +188,8 @@ def grouped_mm_fp8_into(
             f"got {tuple(values_RK.shape)} and {tuple(out_RN.shape)}"
         )
     if not out_RN.numel() or not counts_E.numel():
+        return
+    if (setting() == "cuda" if native is None else native) and multiply_fp8(rows, weights, counts_E, out_RN):
         return
     at = capability(values_RK)
     tiling, converts = fp8_tiling_for(at, num_rows / counts_E.numel()), at >= CONVERTS_FROM

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import InputError
+from moe_comm.gpu.gemm import GpuGemm
+from moe_comm.kernels import tensor_cores
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import ScaledRows, of_packed, quantize_rows, quantize_weights
@@ -21,6 +25,7 @@ from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
 from tests.overlap.triton.common import needs_triton
 from tests.pool import on_ranks
+from tests.support.gemm_model import COMPILER, model_gemm
 
 pytestmark = needs_triton
 DTYPES = (torch.bfloat16, torch.float32)
@@ -93,27 +98,51 @@ def test_wrong_weights_are_input_errors() -> None:
 def test_the_layer_with_kernels_is_near_plain_torch(arg: tuple[torch.dtype, str, bool]) -> None:
     dtype, activation, bias = arg
 
-    def work() -> list[Tensor]:
-        dispatcher = LocalDispatcher(
-            ExpertPlacement.balanced(4, 1), options=DispatchOptions(wire_dtypes=WireDtypes("fp8_block"))
-        )
-        experts = Experts(4, 256, 40, activation, bias=bias, dtype=dtype)
-        experts.reset_parameters(3, std=0.2)
-        experts.gemm_dtype = "fp8"
-        x_TD, weights_TK = drawn(9, 256, dtype=dtype).requires_grad_(), drawn(9, 2, seed=1).requires_grad_()
-        call = ExpertCall(dispatcher, dispatcher.dispatch(x_TD, some_ids(9, 2, 4), scaled=True), weights_TK)
-        y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call))
-        y_TD.backward(drawn(9, 256, dtype=dtype, seed=2))
-        grads = [x_TD.grad, weights_TK.grad, *(p.grad for p in experts.parameters())]
-        return [y_TD.detach(), *(grad for grad in grads if grad is not None)]
-
-    plain, actual, launched = run_plain_and_triton(work)
+    plain, actual, launched = run_plain_and_triton(lambda: passes(256, 40, activation, bias=bias, dtype=dtype))
     assert launched.count("grouped_mm_fp8_kernel") == launched.count("quantize_weights_kernel") == 2
     # Packed rows are gathered; rows are dequantized in backward only.
     assert launched.count("quantize_kernel") == 2 and launched.count("dequantize_kernel") == 1
     assert len(actual) == len(plain) == (7 if bias else 5)
     for one, other in zip(actual, plain, strict=True):
         assert (one.double() - other.double()).norm() <= TOLERANCE * other.double().norm()
+
+
+def passes(
+    hidden: int, width: int, activation: str, *, bias: bool, dtype: torch.dtype, backward: bool = True
+) -> list[Tensor]:
+    """Return the outputs and gradients of experts with fp8 GEMMs, on rows of an fp8 dispatch."""
+    options = DispatchOptions(wire_dtypes=WireDtypes("fp8_block"))
+    dispatcher = LocalDispatcher(ExpertPlacement.balanced(4, 1), options=options)
+    experts = Experts(4, hidden, width, activation, bias=bias, dtype=dtype)
+    experts.reset_parameters(3, std=0.2)
+    experts.gemm_dtype = "fp8"
+    x_TD, weights_TK = drawn(9, hidden, dtype=dtype).requires_grad_(), drawn(9, 2, seed=1).requires_grad_()
+    call = ExpertCall(dispatcher, dispatcher.dispatch(x_TD, some_ids(9, 2, 4), scaled=True), weights_TK)
+    y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call))
+    if backward:
+        y_TD.backward(drawn(9, hidden, dtype=dtype, seed=2))
+    grads = [x_TD.grad, weights_TK.grad, *(p.grad for p in experts.parameters())]
+    return [y_TD.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@on_ranks(1, timeout=100)
+def test_experts_use_the_kernel_for_hopper_in_its_model(tmp_path: Path) -> None:
+    model = model_gemm(tmp_path)
+    used: list[str] = []
+
+    def launcher_for(rows_RD: Tensor, kernel: str) -> GpuGemm | None:
+        used.append(kernel)
+        return model if kernel == "rows_fp8" else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tensor_cores.GEMM, "cuda")
+        patch.setattr(tensor_cores, "launcher_for", launcher_for)
+        (plain,), (actual,), launched = run_plain_and_triton(
+            lambda: passes(512, 512, "swiglu", bias=False, dtype=torch.bfloat16, backward=False)
+        )
+    assert used.count("rows_fp8") == 2 and "grouped_mm_fp8_kernel" not in launched
+    assert (actual.double() - plain.double()).norm() <= TOLERANCE * plain.double().norm()
 
 
 # --- low latency ---
