@@ -69,7 +69,6 @@ void bind_gemm(py::module_& m) {
       },
       py::arg("sizes"), py::arg("dtype"), py::arg("threads"), py::arg("y"), py::arg("x"), py::arg("out"),
       py::arg("out_dtype"), py::arg("accumulate"));
-  m.attr("grouped_gemm_dtypes") = py::make_tuple(0, 1, 2, kFloat64);
   m.def("gemm_isa_names", &gemm::isa_names);
   m.def("gemm_isa", &gemm::isa);
   m.def("set_gemm_isa", &gemm::set_isa);

@@ -400,6 +400,7 @@ PYBIND11_MODULE(_C, m) {
         });
   m.def("sweep_stale", &sweep_stale,
         "Remove /dev/shm/<prefix>.<pid>.* of processes that have exited. Return how many were removed.");
+  m.attr("interface") = MOE_COMM_INTERFACE;
   m.def("isa", [] { return std::string(kernels().name); }, "Return the instruction set in use.");
   m.def("isas", &isa_names, "Return the instruction sets that this CPU supports, best first.");
   m.def(

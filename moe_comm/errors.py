@@ -98,6 +98,10 @@ class MissingDependency(MoeCommError, ImportError):
     """An optional package is required; the message says how to install it."""
 
 
+class StaleCore(MoeCommError):
+    """The native core was built from other sources than the Python code; the message says how to build it again."""
+
+
 class KernelError(MoeCommError):
     """A GPU kernel could not be compiled, loaded or launched; the message contains the compiler or driver output."""
 

@@ -19,7 +19,7 @@ from moe_comm import cli
 from moe_comm.cli import options, train as train_command
 from moe_comm.errors import MissingDependency, PeerTimeout
 from moe_comm.runtime.launch import RankFailed
-from moe_comm.runtime.memory import native_is_built
+from moe_comm.runtime.native_core import native_is_built
 
 CONFIG = str(Path(__file__).parent.parent / "examples" / "pydoc.toml")
 

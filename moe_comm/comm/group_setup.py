@@ -19,7 +19,7 @@ from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.shared_heap import SharedHeap
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.runtime.groups import rank_and_size
-from moe_comm.runtime.memory import native_is_built
+from moe_comm.runtime.native_core import native_is_built
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

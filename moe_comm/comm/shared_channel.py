@@ -24,7 +24,8 @@ from moe_comm.errors import HeapError, MoeCommError, PeerRaised, mark_known
 from moe_comm.kernels.autograd import sum_in_rank_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.memory import DTYPE_CODES, address, block, native, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, address, block, warm_rows
+from moe_comm.runtime.native_core import native
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap

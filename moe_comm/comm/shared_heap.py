@@ -22,7 +22,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, HeapError
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.runtime.groups import host_key
-from moe_comm.runtime.memory import native
+from moe_comm.runtime.native_core import native
 
 SEGMENT_PREFIX = "moe_comm"
 SPIN_US = 50.0

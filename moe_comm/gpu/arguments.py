@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from types import ModuleType
 
-from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.errors import ConfigError
+from moe_comm.runtime.native_core import native
 
 Words = Mapping[str, int]
 """Arguments of a kernel by name: numbers and addresses (0 for none)."""
@@ -51,19 +51,6 @@ def _getter(names: Sequence[str]) -> Callable[[Words], tuple[int, ...]]:
     return itemgetter(*names) if len(names) > 1 else lambda words: tuple(words[name] for name in names)
 
 
-def native_core() -> ModuleType:
-    """Return ``moe_comm._C``."""
-    try:
-        from moe_comm import _C  # here because it may not be built
-    except ImportError as error:
-        raise MissingDependency(
-            f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
-        ) from error
-    if not hasattr(_C, "P2pPlan") or not hasattr(_C, "cuda_archs"):
-        raise MissingDependency("this build of moe_comm._C has no peer-to-peer kernels; run `pip install -e .` again")
-    return _C
-
-
 def kernel_fields() -> dict[str, tuple[str, ...]]:
     """Return the names of all kernels' arguments, from the native core."""
-    return {kernel: tuple(names) for kernel, names in native_core().p2p_words().items()}
+    return {kernel: tuple(names) for kernel, names in native().p2p_words().items()}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.gpu import nvrtc
-from moe_comm.gpu.arguments import native_core
 from moe_comm.gpu.launch import Driver, Module
+from moe_comm.runtime.native_core import native
 
 SOURCE = "cuda/gemm/kernels.cu"
 """File with the kernels, relative to csrc."""
@@ -71,7 +71,7 @@ class GpuGemm:
     """
 
     def __init__(self, index: int, blocks: int, *, code: bytes | None = None, driver: Driver | None = None) -> None:
-        core = native_core()
+        core = native()
         module = Module(index, code or kernel_code(), core.gpu_gemm_kernels(), "gemm_", driver)
         addresses = module.driver.addresses("cuTensorMapEncodeTiled")
         self._native = core.GpuGemm(addresses, module.context, module.functions, blocks)
@@ -196,7 +196,7 @@ def _form(rows_RD: Tensor) -> tuple[int, int, int, int]:
 
 def kernel_code() -> bytes:
     """Return the machine code of the kernels: that of the native core, or compiled by NVRTC."""
-    code: bytes = native_core().gpu_gemm_code()
+    code: bytes = native().gpu_gemm_code()
     return code or nvrtc.kernels(ARCH, source=SOURCE)
 
 

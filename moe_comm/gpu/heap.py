@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import HeapError
-from moe_comm.gpu.arguments import native_core
 from moe_comm.gpu.blocks import ALIGN, round_up
+from moe_comm.runtime.native_core import native
 
 _DLPACK = {
     torch.float32: (2, 32),
@@ -56,7 +56,7 @@ class _Memory:
         self.block, self.base = block, block.data_ptr()
         self.dlpack_device = (2, block.device.index) if block.device.type == "cuda" else (1, 0)
         self.dead: deque[tuple[int, int, set[Any]]] = deque()
-        self.make_tensor = native_core().p2p_tensor
+        self.make_tensor = native().p2p_tensor
 
 
 class HeapBlock:

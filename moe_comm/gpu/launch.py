@@ -23,7 +23,8 @@ import torch
 
 from moe_comm.errors import ConfigError, KernelError, MissingDependency
 from moe_comm.gpu import nvrtc
-from moe_comm.gpu.arguments import Packer, Words, kernel_fields, native_core
+from moe_comm.gpu.arguments import Packer, Words, kernel_fields
+from moe_comm.runtime.native_core import native
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -59,7 +60,7 @@ class Launcher:
 
 def compiled_archs() -> tuple[str, ...]:
     """Return the architectures of compiled kernels, such as ("sm_80", "sm_90a"); () without nvcc at build time."""
-    archs: str = native_core().cuda_archs()
+    archs: str = native().cuda_archs()
     return tuple(archs.split(",")) if archs else ()
 
 
@@ -97,7 +98,7 @@ class NativeLauncher(Launcher):
     """
 
     def __init__(self, machine: Machine, device: torch.device | None = None) -> None:
-        starters = native_core().P2pStarter
+        starters = native().P2pStarter
         index = None if device is None else device.index
         if machine == "cuda" and index is None:
             index = torch.cuda.current_device()
@@ -230,7 +231,7 @@ class NvrtcLauncher(Launcher):
             arch = nvrtc.arch_for(torch.cuda.get_device_capability(index), compiler.archs)
             code = nvrtc.kernels(arch, compiler=compiler)
         module = Module(index, code, kernel_fields(), "p2p_", driver)
-        super().__init__(native_core().P2pStarter.driver(module.driver.addresses(), module.context, module.functions))
+        super().__init__(native().P2pStarter.driver(module.driver.addresses(), module.context, module.functions))
 
 
 @cache
@@ -263,7 +264,7 @@ def check_shared(kernel: str, device: torch.device, what: str, **words: int) -> 
         return
     fields = kernel_fields()
     packed = Packer(fields).pack(kernel, {**dict.fromkeys(fields[kernel], 0), **words})
-    core = native_core()
+    core = native()
     needed = core.p2p_shared_bytes(kernel, core.p2p_threads()[kernel], packed)
     if needed > limit:
         raise ConfigError(

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from moe_comm.errors import KernelError, MissingDependency
-from moe_comm.gpu.arguments import native_core
+from moe_comm.runtime.native_core import native
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def arch_for(capability: tuple[int, int], archs: Iterable[int]) -> str:
 
 def carried_sources() -> dict[str, str]:
     """Return the device code in the native core, by path relative to csrc."""
-    return dict(native_core().cuda_sources())
+    return dict(native().cuda_sources())
 
 
 def needed(source: str, sources: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, PeerTimeout
-from moe_comm.gpu.arguments import native_core
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import Heap, capturing, current_stream
 from moe_comm.gpu.launch import Launcher
@@ -42,6 +41,7 @@ from moe_comm.gpu.protocol import (
     words_address,
 )
 from moe_comm.runtime.memory import address, row_address
+from moe_comm.runtime.native_core import native
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -127,7 +127,7 @@ class GroupOperations:
         memory = self._peers_W, self._offsets, self._state, self._report, self._abort
         group = world, shape.rank, experts, shape.local_experts, *map(words_address, memory)
         read_by_cpu = map(words_address, (self._headers, self._all_headers, self._all_counts))
-        self.plan: _C.P2pPlan = native_core().P2pPlan(
+        self.plan: _C.P2pPlan = native().P2pPlan(
             launcher.starter, group, shape.offsets, *read_by_cpu, words_address(self._left_E)
         )
         self.scratch = Scratch.of(shape, 0, self.device)
@@ -231,7 +231,7 @@ class GroupOperations:
     def flags(self, part: str) -> RowFlags:
         """Return the flags of the last operation that begin at ``part`` of the control area: "arrived" or "results"."""
         shape = self.shape
-        first_flag = native_core().p2p_control(shape.world, shape.experts, shape.local_experts)[part]
+        first_flag = native().p2p_control(shape.world, shape.experts, shape.local_experts)[part]
         memory = self._peers_W, self._state, self._report, self._abort
         return RowFlags(*memory, shape.rank, shape.world, first_flag, self.turn, int(self._timeout_s * 1e9))
 

@@ -2,44 +2,27 @@
 
 On the CPU they run in the native core (csrc/cpu/gemm). There a row of a product has the same bits in every batch, at
 every position, for every number of threads and on every instruction set, and the gradient of a weight is a sum over the
-expert's rows in order, in fp32. On other devices, and on a CPU without the native core, torch computes them expert by
-expert, and the bits may depend on the number of rows.
+expert's rows in order, in fp32 (float64 in float64). On other devices, and on a CPU without the native core, torch
+computes them expert by expert, and the bits may depend on the number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from moe_comm.kernels.blas import add_product, aligned, expert_mm, product_into
 from moe_comm.kernels.native import core, on_cpu
 from moe_comm.kernels.token_rows import TokenRows
-from moe_comm.runtime.memory import in_memory, row_address
+from moe_comm.runtime.memory import DTYPE_CODES, in_memory, materialized, row_address
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 3}
-FP32_ELEMENTS = 2**22
-"""Elements of an fp32 matrix from which torch multiplies it: there MKL is up to 10% faster with 1024 rows. The choice
-depends on the matrix alone, so a row has the same bits in every batch."""
-
-
-@lru_cache(maxsize=1)
-def _native_dtypes() -> set[torch.dtype]:
-    """Return the dtypes that the native core multiplies. One that was built from older sources multiplies fewer."""
-    codes = getattr(core(), "grouped_gemm_dtypes", ())
-    return {dtype for dtype, code in _CODES.items() if code in codes}
+_CODES = {**DTYPE_CODES, torch.float64: 3}
 
 
 def is_native(*tensors: Tensor) -> bool:
     """Return whether the native core computes products of these tensors, which have one dtype."""
-    return tensors[0].dtype in _native_dtypes() and on_cpu(*tensors)
-
-
-def _multiplies(w_ENK: Tensor) -> bool:
-    """Return whether the native core computes the products with these matrices, and their gradients."""
-    return is_native(w_ENK) and (w_ENK.dtype is not torch.float32 or w_ENK.shape[1] * w_ENK.shape[2] < FP32_ELEMENTS)
+    return tensors[0].dtype in _CODES and on_cpu(*tensors)
 
 
 class ExpertWeights:
@@ -49,10 +32,10 @@ class ExpertWeights:
     """
 
     def __init__(self, w_ENK: Tensor, bias_EN: Tensor | None = None) -> None:
-        self._w_ENK, self._bias_EN = w_ENK, bias_EN
-        self._native = _multiplies(w_ENK)
+        self._w_ENK, self._bias_EN = materialized(w_ENK), bias_EN
+        self._native = is_native(self._w_ENK)
         if self._native:
-            self._at = _stack(w_ENK)
+            self._at = _stack(self._w_ENK)
             self._bias = (0, 0) if bias_EN is None else row_address(bias_EN, w_ENK.dtype)
 
     @property
@@ -71,22 +54,25 @@ class ExpertWeights:
             bias, bias_expert = self._bias
             self._run(x_RK, out_RN, sizes, first, (bias and bias + first * bias_expert, bias_expert), False)
             return
-        x_RK = _dense(x_RK)
-        weights = self._w_ENK[first : first + len(sizes)].unbind(0)
-        for e, (w_NK, x_rK, out_rN) in enumerate(zip(weights, x_RK.split(sizes), out_RN.split(sizes), strict=True)):
-            bias_N = None if self._bias_EN is None else self._bias_EN[first + e]
-            if x_rK.shape[0]:
-                expert_mm(aligned(x_rK), aligned(w_NK).t(), out_rN, bias_N)
+        for e, (w_KN, x_rK, out_rN) in enumerate(self._by_expert(x_RK, out_RN, sizes, first)):
+            if self._bias_EN is None:
+                torch.mm(x_rK, w_KN, out=out_rN)
+            else:
+                torch.addmm(self._bias_EN[first + e], x_rK, w_KN, out=out_rN)
 
     def add(self, x_RK: Tensor, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
         """Add what ``multiply`` writes, without biases, to ``out_RN``. The sums are rounded once."""
         if self._native:
             self._run(x_RK, out_RN, sizes, first, (0, 0), True)
             return
-        weights = self._w_ENK[first : first + len(sizes)].unbind(0)
-        for w_NK, x_rK, out_rN in zip(weights, x_RK.split(sizes), out_RN.split(sizes), strict=True):
-            if x_rK.shape[0]:
-                add_product(aligned(x_rK), aligned(w_NK).t(), out_rN)
+        for w_KN, x_rK, out_rN in self._by_expert(x_RK, out_RN, sizes, first):
+            out_rN.addmm_(x_rK, w_KN)
+
+    def _by_expert(
+        self, x_RK: Tensor | TokenRows, out_RN: Tensor, sizes: Sequence[int], first: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        w_EKN = self._w_ENK[first : first + len(sizes)].transpose(1, 2)
+        return zip(w_EKN.unbind(0), _dense(x_RK).split(sizes), out_RN.split(sizes), strict=True)
 
     def _run(
         self,
@@ -114,10 +100,10 @@ class ExpertWeights:
 
 def weight_gradients(y_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, out_ENK: Tensor, sizes: Sequence[int]) -> None:
     """Write out[e] = y[rows of e].T @ x[rows of e]; zeros for an expert without rows. No autograd."""
-    if not _multiplies(out_ENK):
-        y_RN, x_RK = _dense(y_RN), _dense(x_RK)
-        for y_rN, x_rK, out_NK in zip(y_RN.split(sizes), x_RK.split(sizes), out_ENK.unbind(0), strict=True):
-            product_into(aligned(y_rN).t(), aligned(x_rK), out_NK)
+    if not is_native(out_ENK):
+        parts = zip(_dense(y_RN).split(sizes), _dense(x_RK).split(sizes), out_ENK.unbind(0), strict=True)
+        for y_rN, x_rK, out_NK in parts:
+            torch.mm(y_rN.t(), x_rK, out=out_NK)
         return
     if out_ENK.stride(2) != 1 and out_ENK.shape[2] > 1:
         if out_ENK.stride(1) == 1:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.runtime.memory import in_memory
+from moe_comm.runtime.native_core import native, native_is_built
 
 TRITON_DEVICES = {"cuda"}
 """Device types whose tensors run in Triton kernels if Triton is installed. Tests with interpreted kernels add "cpu";
@@ -19,11 +20,7 @@ comparisons with plain torch remove "cuda"."""
 @lru_cache(maxsize=1)
 def core() -> Any:
     """Return the native core, or None if it is not built; callers then use plain torch."""
-    try:
-        from moe_comm import _C  # may not be built
-    except ImportError:
-        return None
-    return _C
+    return native() if native_is_built() else None
 
 
 def on_cpu(*tensors: Tensor) -> bool:

@@ -1,8 +1,7 @@
 """A linear layer whose rows have the same bits in every batch, for routers and shared experts.
 
-Otherwise a token's logits, and so its experts, could change with the number of ranks. BLAS uses other kernels, with
-other orders of additions, for few rows, for the last rows of a tile, and for rows at unaligned addresses. So on the CPU
-the products run in the native core (``cpu_gemm.py``), or in BLAS with padded rows (``blas.py``).
+Otherwise a token's logits, and so its experts, could change with the number of ranks. So on the CPU the products run in
+the native core (``cpu_gemm.py``): BLAS chooses the order of additions by the number of rows.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.kernels import blas
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable, without_autocast
-from moe_comm.kernels.cpu_gemm import ExpertWeights, is_native
+from moe_comm.kernels.cpu_gemm import ExpertWeights
 from moe_comm.kernels.native import for_triton
 
 
 def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a @ b, [M, N]. On the CPU each row has the same bits for every M and every position. No autograd.
+    """Return a @ b, [M, N], in their dtype, also under autocast. No autograd.
+
+    In the native core each row has the same bits for every M, every position, and every slice of columns. On other
+    devices, and on a CPU without the native core, torch computes the product, and the bits may depend on M.
 
     Args:
         out: An [M, N] with dense rows for the result, or None.
     """
-    # fp32 runs in BLAS, which is faster with thousands of rows: linear layers are multiplied in slices of columns too,
-    # whose bits must not depend on the size of the matrix.
-    if a_MK.dtype is torch.float32 or not is_native(a_MK, b_KN):
-        return blas.row_invariant_mm(a_MK, b_KN, out)
     out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
     ExpertWeights(b_KN.t()[None]).multiply(a_MK, out_MN, (a_MK.shape[0],))
     return out_MN

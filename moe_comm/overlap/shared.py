@@ -29,14 +29,15 @@ from moe_comm.overlap.chunked import GatheredRows, OperatorPlan
 from moe_comm.overlap.options import SHARED
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
-from moe_comm.runtime.memory import DTYPE_CODES, address, block, native
+from moe_comm.runtime.memory import DTYPE_CODES, address, block
+from moe_comm.runtime.native_core import native
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap, Rendezvous
 
 T = TypeVar("T")
 LINE = 64
-"""Alignment of rows in bytes. BLAS returns other bits at other addresses (``row_invariant_mm``)."""
+"""Alignment of rows in bytes: one cache line."""
 
 
 @dataclass(frozen=True)

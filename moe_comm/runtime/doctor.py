@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_comm.errors import pip_install
+from moe_comm.errors import MissingDependency, StaleCore, pip_install
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch import available_cores
+from moe_comm.runtime.native_core import native
 from moe_comm.runtime.untrusted import make_console
 
 Status = Literal["ok", "note", "missing", "broken"]
@@ -92,11 +93,10 @@ def examine(more: Iterable[Callable[[DoctorReport], None]] = ()) -> DoctorReport
     _bf16(report)
     _memory(report)
     _build_tools(report)
-    native = _native_core(report)
+    core = _native_core(report)
     if report.data["torch"] is not None:
-        _row_bits(report)
         _gpus(report)
-        _backends(report, native)
+        _backends(report, core)
         for examination in more:
             examination(report)
     topics = list(dict.fromkeys(finding.topic for finding in report.findings))
@@ -170,51 +170,6 @@ def _bf16(report: DoctorReport) -> None:
         report.add("cpu", "bf16 matmul", "broken", result, "train and run in float32 on this machine")
 
 
-def _row_bits(report: DoctorReport) -> None:
-    """Test whether rows of products have the same bits for every number of rows, with the settings of this process."""
-    from moe_comm.runtime.memory import native_is_built  # imports torch
-
-    strict = cpu_guard.strict_mode(cpu_guard.read_cpuinfo()) or cpu_guard.STRICT_MODES["avx512f"]
-    advice = {
-        "float32": f"export {cpu_guard.MKL_VARIABLE}={strict}, or import moe_comm before the first matmul",
-        "bfloat16": f"export {cpu_guard.VARIABLE}={cpu_guard.SAFE_ISA} if bits matter more than the speed of AMX",
-    }
-    if platform.machine() != "x86_64":
-        advice = dict.fromkeys(advice, "")  # these settings are for MKL and for AMX
-    # The native core multiplies rows in bf16.
-    in_torch = ["float32"] if native_is_built() or not _bf16_works(report) else list(advice)
-    equal = {name: _rows_are_invariant(name) for name in in_torch}
-    report.data["row_bits"] = equal
-    for name, same in equal.items():
-        if same:
-            report.add("cpu", f"bits of {name} rows", "ok", "do not depend on the number of rows")
-        else:
-            text = "depend on the number of rows, so results depend on the number of ranks"
-            report.add("cpu", f"bits of {name} rows", "note", text, advice[name])
-
-
-def _rows_are_invariant(dtype: str) -> bool:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    x_RD, w_FD = (
-        torch.randn(n, 1024, generator=generator, dtype=torch.float32, device="cpu").to(getattr(torch, dtype))
-        for n in (256, 1024)
-    )
-    return all(
-        torch.equal(torch.mm(x_RD[:rows].clone(), w_DF), torch.mm(x_RD, w_DF)[:rows])
-        for w_DF in (w_FD, w_FD.t())
-        for rows in (4, 16, 100)
-    )
-
-
-def _bf16_works(report: DoctorReport) -> bool:
-    """Return whether the settings of this process let a bf16 matmul work."""
-    isa = os.environ.get(cpu_guard.VARIABLE) or os.environ.get("DNNL_MAX_CPU_ISA")
-    result: str = report.data["bf16"]["guarded" if isa else "unguarded"]
-    return result == "ok"
-
-
 def _try_bf16(extra: dict[str, str]) -> str:
     env = {k: v for k, v in os.environ.items() if k not in (cpu_guard.VARIABLE, "DNNL_MAX_CPU_ISA")} | extra
     command = [sys.executable, "-c", BF16_TEST]
@@ -271,25 +226,29 @@ def _build_tools(report: DoctorReport) -> None:
 
 
 def _native_core(report: DoctorReport) -> Any:
+    report.data["native"] = None
     try:
-        from moe_comm import _C  # may not be built
-    except ImportError as error:
-        report.data["native"] = None
-        advice = "plain torch replaces it, but is slower; to build it: pip install ., or make build in a checkout"
+        core = native()
+    except MissingDependency as error:
+        advice = "plain torch replaces it, is slower, and gives a row other bits in other batches; to build it: "
+        advice += "pip install ., or make build in a checkout"
         report.add("native core", "moe_comm._C", "missing", str(error), advice)
         return None
-    probe = _C.cuda_probe()
+    except StaleCore as error:
+        report.add("native core", "moe_comm._C", "broken", str(error), "make build, or pip install . again")
+        return None
+    probe = core.cuda_probe()
     cuda = None if probe is None else json.loads(probe)
-    report.data["native"] = {"isa": _C.isa(), "isas": list(_C.isas()), "cuda": cuda}
-    others = ", ".join(name for name in _C.isas() if name != _C.isa())
-    report.add("native core", "vector code", "ok", _C.isa() + (f" (also available: {others})" if others else ""))
+    report.data["native"] = {"isa": core.isa(), "isas": list(core.isas()), "cuda": cuda}
+    others = ", ".join(name for name in core.isas() if name != core.isa())
+    report.add("native core", "vector code", "ok", core.isa() + (f" (also available: {others})" if others else ""))
     if cuda is None:
         advice = "not needed if NVRTC is installed; else rebuild with MOE_COMM_CUDA=on where nvcc is installed"
         report.add("native core", "CUDA part", "missing", "not compiled in", advice)
     else:
         runtime, driver = _cuda_version(cuda["runtime_version"]), _cuda_version(cuda["driver_version"])
         report.add("native core", "CUDA part", "ok", f"runtime {runtime}, {cuda['archs']}; driver {driver or 'none'}")
-    return _C
+    return core
 
 
 def _gpus(report: DoctorReport) -> None:

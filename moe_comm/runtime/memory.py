@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from operator import or_
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from moe_comm.errors import InputError, MissingDependency
+from moe_comm.errors import InputError
+from moe_comm.runtime.native_core import native, native_is_built
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -25,27 +25,6 @@ if TYPE_CHECKING:
 from_capsule: Callable[[Any], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)
 """Return a tensor of a DLPack capsule. ``torch.from_dlpack`` calls it after protocol checks that a capsule skips."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-def native() -> ModuleType:
-    """Return the native core."""
-    try:
-        from moe_comm import _C  # may not be built
-    except ImportError as error:
-        raise MissingDependency(
-            f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
-        ) from error
-    return _C
-
-
-@lru_cache(maxsize=1)
-def native_is_built() -> bool:
-    """Whether this process has the native core."""
-    try:
-        native()
-    except MissingDependency:
-        return False
-    return True
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_over
-from moe_comm.runtime.memory import native_is_built
+from moe_comm.runtime.native_core import native_is_built
 from tests.pool import on_ranks
 
 EXPERTS, HIDDEN = 8, 16

@@ -57,25 +57,6 @@ def test_apply_changes_nothing_without_the_trap(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("vendor", "flags", "mode"),
-    [
-        ("GenuineIntel", "avx2 avx512f", "AVX512,STRICT"),
-        ("GenuineIntel", "avx2", "AVX2,STRICT"),
-        ("GenuineIntel", "sse2", None),
-        ("AuthenticAMD", "avx2 avx512f", None),
-    ],
-)
-def test_apply_makes_mkl_strict_on_intel_cpus(vendor: str, flags: str, mode: str | None) -> None:
-    text = f"vendor_id\t: {vendor}\n" + cpuinfo(flags, 30)
-    environ: dict[str, str] = {}
-    cpu_guard.apply(environ, text)
-    assert environ.get("MKL_CBWR") == mode
-    environ = {"MKL_CBWR": "COMPATIBLE"}
-    cpu_guard.apply(environ, text)
-    assert environ == {"MKL_CBWR": "COMPATIBLE"}
-
-
 def test_only_the_first_rank_of_a_host_prints_the_notice(capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"LOCAL_RANK": "1"}
     assert cpu_guard.apply(environ, TRAP) is True

@@ -6,8 +6,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moe_comm.gpu.arguments import kernel_fields, native_core
+from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.gpu.launch import Launcher, NativeLauncher
+from moe_comm.runtime.native_core import native
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class RecordingLauncher(Launcher):
     """Records launches. act: called with each launch, to simulate its effects."""
 
     def __init__(self, act: Callable[[RecordedLaunch], None] = lambda launch: None) -> None:
-        super().__init__(native_core().P2pStarter.python(self._record))
+        super().__init__(native().P2pStarter.python(self._record))
         self._act, self._fields = act, kernel_fields()
         self.launches: list[RecordedLaunch] = []
 
@@ -43,7 +44,7 @@ class HookedLauncher(NativeLauncher):
     def __init__(self, before: Callable[[str], None]) -> None:
         super().__init__("cpu")
         self._host, self._before = self.starter, before
-        self.starter = native_core().P2pStarter.python(self._start)
+        self.starter = native().P2pStarter.python(self._start)
 
     def _start(self, kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
         self._before(kernel)

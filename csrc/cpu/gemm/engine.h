@@ -40,6 +40,8 @@ struct Ahead {
   const char* result = nullptr;
   int64_t result_stride = 0;
   int result_rows = 0;
+  // Packed rows of the next tiles.
+  const char *rows = nullptr, *rows_end = nullptr;
 
   __attribute__((always_inline)) void fetch(int count) {
     for (; count > 0; --count) {

@@ -15,6 +15,7 @@ constexpr int64_t kFewRows = 128;
 constexpr int64_t kShallow = 128;       // the least for columns whose lines run across k
 constexpr int64_t kShallowest = 32;     // the same for results in fp32
 constexpr int64_t kRowBytes = 8 << 20;  // packed rows per block
+constexpr int64_t kKeptBytes = 4 << 20;  // packed columns that are used again
 constexpr int64_t kPiece = 32;          // lines across k that are packed over all panels before the next ones
 constexpr int64_t kSwept = 1024;        // columns of a sweep
 constexpr int64_t kLine = 64;
@@ -66,7 +67,7 @@ struct Cut {
       const int64_t most = across ? std::max<int64_t>(1, 2 * column_bytes() / (depth * e.bytes_b)) : 1;
       columns = parts(panels, parts(panels, most)) * e.panel_b;
       fetched = depth;
-      if (!across) row_bytes = 4 * column_bytes();
+      if (!across) row_bytes = 2 * column_bytes();
       return;
     }
     const int64_t least = e.unit == 1 ? kShallowest : kShallow;
@@ -121,14 +122,30 @@ class Blocks {
 
  private:
   void run_by_depth(int64_t most) {
+    // If several blocks of rows use columns, these are packed once.
+    const int64_t panel_bytes = cut_.depth * e_.bytes_b;
+    int64_t kept = p_.columns;
+    if (most < panels_ && !p_.b.across) {
+      const int64_t panels = std::min(parts(p_.columns, e_.panel_b), std::max<int64_t>(1, kKeptBytes / panel_bytes));
+      kept = panels * e_.panel_b;
+      kept_ = buffers().b.get(panels * panel_bytes + kLine);
+    }
     for (int64_t k = 0; k < p_.depth; k += cut_.depth) {
-      for (first_panel_ = 0; first_panel_ < panels_; first_panel_ += most) {
-        last_panel_ = std::min(panels_, first_panel_ + most);
-        pack_rows_at(k);
-        for (int64_t n = 0; n < p_.columns; n += cut_.columns)
-          block({n, std::min(cut_.columns, p_.columns - n), k, depth_at(k)});
+      for (kept_first_ = 0; kept_first_ < p_.columns; kept_first_ = kept_last_) {
+        kept_last_ = std::min(p_.columns, kept_first_ + kept);
+        for (first_panel_ = 0; first_panel_ < panels_; first_panel_ += most) {
+          last_panel_ = std::min(panels_, first_panel_ + most);
+          pack_rows_at(k);
+          for (int64_t n = kept_first_; n < kept_last_; n += cut_.columns)
+            block({n, std::min(cut_.columns, p_.columns - n), k, depth_at(k)});
+        }
       }
     }
+  }
+
+  // Packed columns from b.first on.
+  char* kept_at(int64_t first) const {
+    return kept_ + (first - kept_first_) / e_.panel_b * cut_.depth * e_.bytes_b;
   }
 
   int64_t depth_at(int64_t k) const { return std::min(cut_.depth, p_.depth - k); }
@@ -152,12 +169,21 @@ class Blocks {
   void pack_rows_at(int64_t k) {
     packed_a_ = buffers().a.get((last_panel_ - first_panel_) * row_bytes_ + kLine);
     const int64_t depth = depth_at(k), step = p_.a.across ? kPiece : depth;
-    Ahead none;
+    const int64_t element = dtype_bytes(p_.a_dtype);
     for (int64_t d = 0; d < depth; d += step) {
       for (int64_t i = first_panel_; i < last_panel_; ++i) {
-        const int64_t first = row_of(i);
-        e_.pack_a(p_.a, p_.a_dtype, first, static_cast<int>(row_of(i + 1) - first), k + d, std::min(step, depth - d),
-                  packed_a_ + (i - first_panel_) * row_bytes_ + d * e_.bytes_a, none);
+        const int64_t first = row_of(i), end = row_of(i + 1);
+        Ahead ahead;
+        if (!p_.a.across && i + 1 < last_panel_) {
+          ahead.lines = p_.a;
+          ahead.line = end;
+          ahead.last = row_of(i + 2);
+          ahead.from = k * element;
+          ahead.bytes = depth * element;
+          ahead.per_pack = 4;
+        }
+        e_.pack_a(p_.a, p_.a_dtype, first, static_cast<int>(end - first), k + d, std::min(step, depth - d),
+                  packed_a_ + (i - first_panel_) * row_bytes_ + d * e_.bytes_a, ahead);
       }
     }
   }
@@ -187,26 +213,43 @@ class Blocks {
     const bool by_block = p_.b.across || cut_.by_depth;
     const int64_t element = dtype_bytes(p_.a_dtype), of = by_block ? 1 : parts(p_.depth, cut_.depth);
     const int64_t part = by_block ? 0 : b.k / cut_.depth;
-    Block next{b.first, b.count, b.k + cut_.depth, 0};
-    if (cut_.by_depth && b.first + cut_.columns < p_.columns) {
-      next = {b.first + cut_.columns, 0, b.k, 0};
-    } else if (cut_.by_depth && last_panel_ < panels_) {
-      next = {0, 0, b.k, 0};
-    } else if (cut_.by_depth && next.k < p_.depth) {
-      next.first = 0;
-    } else if (next.k >= p_.depth || !p_.b.across) {
-      next.k = 0;
+    Block next{b.first, 0, b.k, 0};
+    bool last = false, again = false;  // the last block of all; a block that is packed already
+    if (cut_.by_depth) {
       next.first += cut_.columns;
+      again = first_panel_ > 0;
+      if (next.first >= kept_last_) {
+        again = last_panel_ < panels_;
+        next.first = again ? kept_first_ : kept_last_;
+      }
       if (next.first >= p_.columns) {
         next.first = 0;
-        if (last_panel_ == panels_) {
-          if (!following_) return {};
-          const Following& f = *following_;
-          const Cut cut(e_, f.b, f.m, f.columns, f.depth, direct_);
-          const int64_t count = std::min(cut.columns, f.columns);
-          return ahead_of(f.b, {f.column_first, count, 0, std::min(cut.fetched, f.depth)}, element, part, of);
-        }
+        next.k += cut_.depth;
+        last = next.k >= p_.depth;
       }
+    } else {
+      next.k += cut_.depth;
+      if (next.k >= p_.depth || !p_.b.across) {
+        next.k = 0;
+        next.first += cut_.columns;
+      }
+      if (next.first >= p_.columns) {
+        next.first = 0;
+        last = last_panel_ == panels_;
+      }
+    }
+    if (last) {
+      if (!following_) return {};
+      const Following& f = *following_;
+      const Cut cut(e_, f.b, f.m, f.columns, f.depth, direct_);
+      const int64_t count = std::min(cut.columns, f.columns);
+      return ahead_of(f.b, {f.column_first, count, 0, std::min(cut.fetched, f.depth)}, element, part, of);
+    }
+    if (again && kept_) {
+      Ahead ahead;
+      ahead.at = kept_at(next.first);
+      ahead.end = ahead.at + depth_at(next.k) * e_.bytes_b;
+      return ahead;
     }
     next.count = std::min(cut_.columns, p_.columns - next.first);
     next.depth = by_block ? depth_at(next.k) : p_.depth;
@@ -217,17 +260,17 @@ class Blocks {
   void block(const Block& b) {
     const int64_t whole = round_up(b.depth, e_.unit), panel_bytes = whole * e_.bytes_b;
     const int64_t rows = last_panel_ - first_panel_, columns = parts(b.count, e_.panel_b);
-    char* packed = buffers().b.get(columns * panel_bytes + kLine);
+    char* packed = kept_ ? kept_at(b.first) : buffers().b.get(columns * panel_bytes + kLine);
     Ahead ahead = after(b);
     // With few rows, packing takes most of the time, and prefetches most of the next block.
     const int64_t m = row_of(last_panel_) - row_of(first_panel_);
     ahead.per_pack = m <= 2 ? 3 : m <= 8 ? 2 : m <= 16 ? 1 : 0;
-    const int64_t lines = (ahead.last - ahead.line) * parts(ahead.bytes, kLine);
+    const int64_t lines = (ahead.last - ahead.line) * parts(ahead.bytes, kLine) + (ahead.end - ahead.at) / kLine;
     const int64_t steps = rows * columns * parts(b.depth, 4);
     ahead.per_tile = static_cast<int>(parts(lines, steps));
     ahead.every = static_cast<int>(std::max<int64_t>(1, steps / std::max<int64_t>(lines, 1)));
     const int64_t piece = p_.b.across && e_.unit == 1 && rows > 1 ? kPiece : b.depth;
-    for (int64_t k = 0; k < b.depth; k += piece) {
+    for (int64_t k = kept_ && first_panel_ > 0 ? b.depth : 0; k < b.depth; k += piece) {
       for (int64_t n = 0; n < columns; ++n) {
         const int64_t first = n * e_.panel_b;
         e_.pack_b(p_.b, p_.a_dtype, p_.column_first + b.first + first,
@@ -237,7 +280,15 @@ class Blocks {
       }
     }
     for (int64_t i = first_panel_; rows > 1 && i < last_panel_; ++i) {
-      for (int64_t n = 0; n < columns; ++n) tile(i, b, n, packed + n * panel_bytes, whole, ahead);
+      for (int64_t n = 0; n < columns; ++n) {
+        if (cut_.by_depth && p_.b.across && i + 1 < last_panel_) {
+          const char* next = rows_at(i + 1, b.k);
+          const int64_t bytes = b.depth * e_.bytes_a;
+          ahead.rows = next + bytes * n / columns;
+          ahead.rows_end = next + bytes * (n + 1) / columns;
+        }
+        tile(i, b, n, packed + n * panel_bytes, whole, ahead);
+      }
     }
   }
 
@@ -286,6 +337,8 @@ class Blocks {
   int64_t row_bytes_;  // of a panel of rows, all k
   int64_t first_panel_ = 0, last_panel_ = 0;
   char* packed_a_ = nullptr;
+  char* kept_ = nullptr;  // packed columns [kept_first_, kept_last_)
+  int64_t kept_first_ = 0, kept_last_ = 0;
 };
 
 }  // namespace

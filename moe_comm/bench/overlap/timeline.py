@@ -30,7 +30,7 @@ from moe_comm.dispatch import wire_dtype
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.slots import plain
 from moe_comm.errors import MissingDependency, pip_install
-from moe_comm.kernels import autograd, blas, cpu_gemm, row_weights
+from moe_comm.kernels import autograd, cpu_gemm, row_weights
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
 from moe_comm.overlap import chunked
@@ -222,7 +222,7 @@ def _row_sizes(weights: cpu_gemm.ExpertWeights, x_RK: Tensor, out_RN: Tensor, *r
 
 
 _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[..., Any]]]] = (
-    (PRODUCT, _sizes, (chunked.exact_mm, blas.row_invariant_mm)),
+    (PRODUCT, _sizes, (chunked.exact_mm,)),
     (PRODUCT, _weight_sizes, (cpu_gemm.weight_gradients,)),
     (
         ROWS,

@@ -13,7 +13,8 @@ from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions, earlier_routing_error, routing_error
 from moe_comm.dispatch.wire_dtype import pack, unpack_scaled
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import native, native_is_built, private_heap
+from moe_comm.runtime.memory import private_heap
+from moe_comm.runtime.native_core import native, native_is_built
 from moe_comm.topology import ExpertPlacement
 
 FAULT_WORDS = 3

@@ -32,11 +32,11 @@ from moe_comm.runtime.memory import (
     as_tensors,
     block,
     from_capsule,
-    native,
     private_heap,
     row_address,
     warm_rows,
 )
+from moe_comm.runtime.native_core import native
 from moe_comm.topology import ExpertPlacement
 
 if TYPE_CHECKING:

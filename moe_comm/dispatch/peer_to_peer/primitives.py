@@ -53,7 +53,8 @@ from moe_comm.gpu.protocol import (
     words_address,
 )
 from moe_comm.kernels.fp8 import ScaledRows
-from moe_comm.runtime.memory import DTYPE_CODES, address, native
+from moe_comm.runtime.memory import DTYPE_CODES, address
+from moe_comm.runtime.native_core import native
 from moe_comm.topology import ExpertPlacement
 
 FREE_BYTES_WORD = HEADER_WORDS - 1

@@ -22,7 +22,7 @@ from moe_comm.gpu.launch import PTX_FROM, compiled_for
 from moe_comm.kernels import tensor_cores
 from moe_comm.runtime.doctor import DoctorReport
 from moe_comm.runtime.launch import available_cores
-from moe_comm.runtime.memory import native_is_built
+from moe_comm.runtime.native_core import native_is_built
 
 TRAFFIC = Traffic(top_k=8, hidden=4096, item_bytes=2)
 """Sizes for which the choice of ``auto`` is reported."""

@@ -20,7 +20,7 @@ from moe_comm.dispatch.selection.choice import BackendChoice, GroupFacts, Traffi
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.groups import rank_and_size, warn_if_alone
-from moe_comm.runtime.memory import native_is_built
+from moe_comm.runtime.native_core import native_is_built
 from moe_comm.topology import ExpertPlacement, Placement
 
 if TYPE_CHECKING:

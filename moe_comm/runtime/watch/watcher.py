@@ -41,7 +41,7 @@ from moe_comm.runtime.event_layout import ACTIVE_AT, HEARTBEAT_AT, LONG, Span
 from moe_comm.runtime.event_reader import read_calls, read_header, read_open, read_spans
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.launch.agent import NOTICED
-from moe_comm.runtime.memory import native_is_built
+from moe_comm.runtime.native_core import native_is_built
 from moe_comm.runtime.watch.fault_handler import EARLY, POLL_S, FaultHandler, ProgressTimeout, WatchOptions
 from moe_comm.runtime.watch.graph import OpenSpan, RankState, RankStatus, analyse, isolated_host
 from moe_comm.runtime.watch.host_heartbeats import HostHeartbeats

@@ -32,7 +32,7 @@ from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.runtime.groups import host_key
 from moe_comm.runtime.launch import within_quota
-from moe_comm.runtime.memory import native_is_built
+from moe_comm.runtime.native_core import native_is_built
 from moe_comm.train.parallel.compress import GradientReducer
 from moe_comm.train.ranks import Ranks
 from moe_plan.machine.collectives import Link
