@@ -120,6 +120,22 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
                 assert torch.equal(product([last - first], [x[first:last]], w), together[first:last]), isa
 
 
+def test_columns_that_several_blocks_of_rows_use() -> None:
+    """The last block of rows has one panel, and the columns are more than are kept packed."""
+    torch.manual_seed(5)
+    m, n, k = 790, 1100, 1030
+    x, chosen = torch.randn(m, k), _C.gemm_isa(0)
+    for strides in (0, 1):
+        w, first = weights_with(strides, 1, n, k, torch.float32), None
+        for isa in (name for name in isas(torch.float32) if name != "baseline"):
+            out = product([m], [x], w)
+            torch.testing.assert_close(out.double(), x.double() @ w[0].double().t(), rtol=2e-6, atol=3e-4)
+            assert torch.equal(product([9], [x[700:709]], w), out[700:709]), isa
+            first = out if first is None else first
+            assert torch.equal(out, first), isa
+    _C.set_gemm_isa(0, chosen)
+
+
 def test_products_are_added_to_results(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     for m, n, k in ((5, 33, 40), (150, 70, 300), (17, 70, 4200)):

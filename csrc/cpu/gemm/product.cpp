@@ -12,12 +12,13 @@ namespace {
 
 constexpr int64_t kDepth = 512;  // k per block, at most
 constexpr int64_t kFewRows = 128;
-constexpr int64_t kShallow = 128;       // the least for columns whose lines run across k
-constexpr int64_t kShallowest = 32;     // the same for results in fp32
-constexpr int64_t kRowBytes = 8 << 20;  // packed rows per block
-constexpr int64_t kKeptBytes = 4 << 20;  // packed columns that are used again
-constexpr int64_t kPiece = 32;          // lines across k that are packed over all panels before the next ones
-constexpr int64_t kSwept = 1024;        // columns of a sweep
+constexpr int64_t kShallow = 128;        // the least for columns whose lines run across k
+constexpr int64_t kShallowest = 32;      // the same for results in fp32
+constexpr int64_t kRowBytes = 8 << 20;   // packed rows per block
+constexpr int64_t kKeptBytes = 4 << 20;  // packed columns that several blocks of rows use
+constexpr int64_t kWidest = 1024;        // columns of a block of few rows, if their lines run across k
+constexpr int64_t kPiece = 32;           // lines across k that are packed over all panels before the next ones
+constexpr int64_t kSwept = 1024;         // columns of a sweep
 constexpr int64_t kLine = 64;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -72,7 +73,8 @@ struct Cut {
     }
     const int64_t least = e.unit == 1 ? kShallowest : kShallow;
     const int64_t whole = std::max<int64_t>(e.unit, round_up(all_depth, e.unit)), room = column_bytes() / e.bytes_b;
-    const int64_t panels = parts(all_columns, e.panel_b);
+    const int64_t widest = e.unit == 1 ? std::min(all_columns, kWidest) : all_columns;
+    const int64_t panels = parts(widest, e.panel_b);
     depth = std::min(kDepth, whole);
     if (across && (m <= kFewRows || whole > kDepth))
       depth = std::max(std::min(depth, least), std::min(depth, room / panels / least * least));
@@ -144,9 +146,7 @@ class Blocks {
   }
 
   // Packed columns from b.first on.
-  char* kept_at(int64_t first) const {
-    return kept_ + (first - kept_first_) / e_.panel_b * cut_.depth * e_.bytes_b;
-  }
+  char* kept_at(int64_t first) const { return kept_ + (first - kept_first_) / e_.panel_b * cut_.depth * e_.bytes_b; }
 
   int64_t depth_at(int64_t k) const { return std::min(cut_.depth, p_.depth - k); }
 
@@ -169,21 +169,12 @@ class Blocks {
   void pack_rows_at(int64_t k) {
     packed_a_ = buffers().a.get((last_panel_ - first_panel_) * row_bytes_ + kLine);
     const int64_t depth = depth_at(k), step = p_.a.across ? kPiece : depth;
-    const int64_t element = dtype_bytes(p_.a_dtype);
+    Ahead none;
     for (int64_t d = 0; d < depth; d += step) {
       for (int64_t i = first_panel_; i < last_panel_; ++i) {
-        const int64_t first = row_of(i), end = row_of(i + 1);
-        Ahead ahead;
-        if (!p_.a.across && i + 1 < last_panel_) {
-          ahead.lines = p_.a;
-          ahead.line = end;
-          ahead.last = row_of(i + 2);
-          ahead.from = k * element;
-          ahead.bytes = depth * element;
-          ahead.per_pack = 4;
-        }
-        e_.pack_a(p_.a, p_.a_dtype, first, static_cast<int>(end - first), k + d, std::min(step, depth - d),
-                  packed_a_ + (i - first_panel_) * row_bytes_ + d * e_.bytes_a, ahead);
+        const int64_t first = row_of(i);
+        e_.pack_a(p_.a, p_.a_dtype, first, static_cast<int>(row_of(i + 1) - first), k + d, std::min(step, depth - d),
+                  packed_a_ + (i - first_panel_) * row_bytes_ + d * e_.bytes_a, none);
       }
     }
   }
@@ -270,7 +261,8 @@ class Blocks {
     ahead.per_tile = static_cast<int>(parts(lines, steps));
     ahead.every = static_cast<int>(std::max<int64_t>(1, steps / std::max<int64_t>(lines, 1)));
     const int64_t piece = p_.b.across && e_.unit == 1 && rows > 1 ? kPiece : b.depth;
-    for (int64_t k = kept_ && first_panel_ > 0 ? b.depth : 0; k < b.depth; k += piece) {
+    const bool again = kept_ && first_panel_ > 0;  // the block is packed already
+    for (int64_t k = again ? b.depth : 0; k < b.depth; k += piece) {
       for (int64_t n = 0; n < columns; ++n) {
         const int64_t first = n * e_.panel_b;
         e_.pack_b(p_.b, p_.a_dtype, p_.column_first + b.first + first,
@@ -279,7 +271,7 @@ class Blocks {
         if (rows == 1) tile(first_panel_, b, n, packed + n * panel_bytes, whole, ahead);
       }
     }
-    for (int64_t i = first_panel_; rows > 1 && i < last_panel_; ++i) {
+    for (int64_t i = first_panel_; (again || rows > 1) && i < last_panel_; ++i) {
       for (int64_t n = 0; n < columns; ++n) {
         if (cut_.by_depth && p_.b.across && i + 1 < last_panel_) {
           const char* next = rows_at(i + 1, b.k);
