@@ -121,10 +121,15 @@ def serve(folder: str, *options: str) -> Iterator[Server]:
         try:
             yield Server(process)
         finally:
-            if process.poll() is None:
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-                process.kill()
+            if process.poll() is None:  # the test failed
+                children = psutil.Process(process.pid).children(recursive=True)
+                process.terminate()
+                try:
+                    process.wait(END_S)  # so that it removes its semaphores
+                except subprocess.TimeoutExpired:
+                    for child in children:
+                        child.kill()
+                    process.kill()
 
 
 def test_one_attention_rank_answers_curl_and_the_openai_client(
