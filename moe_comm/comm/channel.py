@@ -31,7 +31,7 @@ from moe_comm.runtime.memory import as_dtype, materialized, warm_rows
 if TYPE_CHECKING:
     from moe_comm.comm.communicator import Communicator
 
-SLICE_S = 0.5
+SLICE_S = 0.25
 """Interval at which a waiting rank checks whether its peers are alive."""
 LINGER_S = 10.0
 """By how much the backend's timeout exceeds the channel's; see ``_timed``."""

@@ -194,6 +194,22 @@ class Communicator:
         self.keep(("communicator of subgroup", name), lambda: comm)
         return group
 
+    def abandon(self, text: str) -> None:
+        """Let ranks that wait for this one, in operations of the group or of its parts, raise ``PeerError``.
+
+        Unlike ``Channel.give_up``, also if the group has failed here.
+        """
+        self.calls.gave_up = self.calls.gave_up or text
+        if self.failed is not None:
+            self.failed = type(self.failed)(*self.failed.args)  # without the frames that have raised it
+        if self.peers is not None:
+            self.peers.give_up(text)
+        if self.core is not None:
+            self.core.give_up()
+        for part in self._objects.values():
+            if isinstance(part, Communicator):
+                part.abandon(text)
+
     def close(self) -> None:
         """Release all resources of the group: shared memory, connections, threads. Not collective."""
         group, self._group, self._store, self.core = self._group, None, None, None

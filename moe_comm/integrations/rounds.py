@@ -13,6 +13,10 @@ on any rank there is no round, and the ranks vote again after a pause.
 
 Calls of a forward pass that skips layers, or raises, are completed without tokens. So a round always calls all experts
 of the model, in the order of its modules, once each.
+
+If a rank dies, the others can go on (``Recovery``). They may be in different calls then: the last call of a rank may
+have ended before that of another one. All ranks repeat the calls from the first that a rank has not ended, without
+tokens where they have their results.
 """
 
 from __future__ import annotations
@@ -32,12 +36,16 @@ from torch import Tensor, nn
 
 from moe_comm.comm.agree import gather_texts
 from moe_comm.comm.channel import needs_report, raised_text
-from moe_comm.errors import ConfigError, MoeCommError, PeerRaised, known_to_peers, mark_known
+from moe_comm.errors import ConfigError, MoeCommError, PeerError, PeerRaised, known_to_peers, mark_known
 from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
+from moe_comm.integrations.model_hooks import ModelHooks
+from moe_comm.integrations.recovery import Recovery
+from moe_comm.topology import Placement
 
 T = TypeVar("T")
-IDLE, WORK, LEFT, ERROR = range(4)
-"""What a rank votes for: another rank may have work; a round; it has left the context; it has failed."""
+IDLE, WORK, LEFT, CHANGE, ERROR = range(5)
+"""What a rank votes for: another rank may have work; a round; it has left the context; another placement of the
+experts; it has failed."""
 AUTOCAST = (None, torch.bfloat16, torch.float16)
 """Dtypes of autocast."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-3, 16e-3
@@ -67,21 +75,6 @@ class _Model:
         return cls(calls)
 
 
-@dataclass(eq=False)
-class _Round:
-    """A round that the owner runs from a forward pass.
-
-    kind: index of the model, times the number of ``AUTOCAST``, plus the index in it. next: position of the next call.
-    """
-
-    kind: int
-    next: int = 0
-
-    @property
-    def model(self) -> int:
-        return self.kind // len(AUTOCAST)
-
-
 class _Running(threading.local):
     """The models whose forward pass runs in this thread, the outermost first.
 
@@ -96,77 +89,41 @@ class _Running(threading.local):
 class Rounds:
     """The rounds of the models of one group, in this process.
 
-    One thread at a time, the *owner*, communicates: it votes, and calls experts in a round.
+    One thread at a time, the *owner*, communicates: it votes, and calls experts in a round. A thread that runs a model
+    is the owner from the first call of a round to the last.
 
     Attributes:
         error: why the context has ended before all ranks have left it.
         ended: whether this rank has left the context; copies of its models still refer to it.
     """
 
-    def __init__(self, models: Sequence[nn.Module], channel: Any) -> None:
+    def __init__(self, models: Sequence[nn.Module], recovery: Recovery) -> None:
         self.error: BaseException | None = None
-        self._channel, self._models = channel, [_Model.of(model) for model in models]
+        self._recovery, self._models = recovery, [_Model.of(model) for model in models]
         self._device = next(self._models[0].calls[0][0].parameters()).device
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._waiting = 0  # threads that want to run a model
-        self._round: _Round | None = None
         self._closing = False
+        self._votes, self._kind, self._ended_calls = 0, -1, 0  # of the last vote: its number, its result; calls since
+        self._wanted: Placement | None = None
         self._report: BaseException | None = None  # an error of this rank that the others do not know
-        self._last = -1  # kind of the last round
         self._began = self._ended = self._round_s = 0.0  # times and duration of the last round of this rank
         self._gap_s = 0.0  # usual time to the next
+        self._last = -1  # kind of the last round
         self._running = _Running()
         self._all_left = self._empty = self.ended = False
-        self._handles: list[Any] = []
-        self._managers: list[Any] = []
-        self._patched: list[Any] = []
         self._of: dict[int, list[int]] = {}
         for index, one in enumerate(self._models):
             for experts, _ in one.calls:
                 experts.rounds = self
                 self._of.setdefault(id(experts), []).append(index)
-        for model in models:
-            self._hook(model)
+        self._hooks = ModelHooks(models, self._before, self._after)
         self._thread = threading.Thread(target=self._follow, name="moe_comm serving", daemon=True)
         self._thread.start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # ``call`` refuses the experts of copies
-
-    def _hook(self, model: nn.Module) -> None:
-        inside = [name for name, module in model.named_modules() if isinstance(module, EPExperts)]
-        made: Any
-        for name, module in model.named_modules():
-            # The model, and inner ones with all experts that users may call.
-            if all(one.startswith(f"{name}." if name else "") for one in inside):
-                self._handles.append(module.register_forward_pre_hook(self._before, prepend=True))
-                self._handles.append(module.register_forward_hook(self._after, always_call=True))
-                made = module
-                made._call_impl = partial(self._interruptible, module)
-                self._patched.append((made, "_call_impl"))
-            if hasattr(module, "init_continuous_batching"):
-                made = module
-                # A bound method of the model inside adapters, if ``module`` is PEFT's wrapper of it.
-                made.init_continuous_batching = partial(self._make_manager, made.init_continuous_batching)
-                self._patched.append((made, "init_continuous_batching"))
-
-    def _interruptible(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace ``_call_impl`` of a model: after Ctrl-C, torch runs no hooks, and the round would not end."""
-        try:
-            return type(model)._call_impl(model, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            self._after(model)
-            raise
-
-    def _make_manager(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace ``init_continuous_batching`` of a model: remember the manager, whose thread hides its errors."""
-        manager = make(*args, **kwargs)
-        if manager not in self._managers:
-            self._managers.append(manager)
-        return manager
 
     # --- in the threads that run a model ---
 
@@ -183,22 +140,43 @@ class Rounds:
         if id(experts) not in self._of:
             raise ConfigError("a copy of a model in a serving context cannot run in it; copy the model before")
         _check_no_gradients(chain(arguments, experts.parameters()))
-        now = self._own_round() or self._begin(self._of[id(experts)])
-        position = self._position(now, experts)
+        candidates = self._of[id(experts)]
+        if not self._owns():
+            self._begin(candidates)
+        position = self._position(experts)
         if position < 0:  # another model, or a layer again
             self._finish()
-            now = self._begin(self._of[id(experts)])
-            position = self._position(now, experts)
-        self._run_empty(now.kind, now.next, position)
-        with self._failing():
-            self._agree_top_k(now.model, position, arguments[1].shape[1])
-            result = run(*arguments)
-        now.next = position + 1
-        if now.next == len(self._models[now.model].calls):
+            self._begin(candidates)
+            position = self._position(experts)
+        self._run_empty(position)
+
+        def step() -> T:
+            self._agree_top_k(position, arguments[1].shape[1])
+            return run(*arguments)
+
+        result = self._repeated(step)
+        self._ended_calls = position + 1
+        if self._ended_calls == len(self._calls):
             self._release()
         elif not self._running.models:
             self._finish()
         return result
+
+    def place(self, placement: Placement) -> None:
+        """Move the experts of all models before the next round. Called on one rank; returns when it is done."""
+        if any(experts._modules for one in self._models for experts, _ in one.calls):
+            raise ConfigError("experts with adapters cannot move to other ranks")
+        with self._changed:
+            if self._owns():
+                raise ConfigError("experts cannot move during a forward pass; change the placement between two")
+            while self._wanted is not None:
+                self._changed.wait(POLL_S)
+                self.check()
+            self._wanted = placement
+            self._changed.notify_all()
+            while self._wanted is placement:
+                self._changed.wait(POLL_S)
+                self.check()
 
     def check(self) -> None:
         """Raise the error that has ended the context, if any."""
@@ -210,17 +188,22 @@ class Rounds:
 
     def _runs_empty(self) -> bool:
         """Return whether this thread is in ``_run_empty``."""
-        return self._empty and self._owner == threading.get_ident()
+        return self._empty and self._owns()
 
-    def _own_round(self) -> _Round | None:
-        now = self._round
-        return now if now is not None and self._owner == threading.get_ident() else None
+    def _owns(self) -> bool:
+        """Return whether a round runs in this thread."""
+        return self._owner == threading.get_ident()
 
-    def _position(self, now: _Round, experts: EPExperts) -> int:
-        calls = self._models[now.model].calls
-        return next((i for i in range(now.next, len(calls)) if calls[i][0] is experts), -1)
+    @property
+    def _calls(self) -> list[tuple[EPExperts, nn.Module]]:
+        """The calls of this round, or of the last one."""
+        return self._models[self._kind // len(AUTOCAST)].calls if self._kind >= 0 else []
 
-    def _begin(self, candidates: list[int]) -> _Round:
+    def _position(self, experts: EPExperts) -> int:
+        calls = self._calls
+        return next((i for i in range(self._ended_calls, len(calls)) if calls[i][0] is experts), -1)
+
+    def _begin(self, candidates: list[int]) -> None:
         """Wait for the thread that communicates, and vote until a round of one of the models begins."""
         autocast = _autocast_code(self._device.type)
         kinds = [model * len(AUTOCAST) + autocast for model in candidates]
@@ -229,16 +212,14 @@ class Rounds:
             gap_s = time.monotonic() - self._ended
             if gap_s < MOST_ROUNDS * self._round_s:  # else this rank was idle
                 self._gap_s = max(gap_s, 0.75 * self._gap_s + 0.25 * gap_s)
-            while (kind := self._vote(WORK, kinds[0])) not in kinds:
-                self._run_empty(kind, 0)
-            self._round = _Round(kind)
+            while self._vote(WORK, kinds[0]) not in kinds:
+                self._run_empty()
         except BaseException:
-            if self._owner != threading.get_ident():
+            if not self._owns():
                 raise
             with self._failing():  # Ctrl-C between these steps: the other ranks may be in the round
                 raise
         self._began = time.monotonic()
-        return self._round
 
     def _own(self) -> None:
         """Make this thread the owner, after the one that is."""
@@ -254,13 +235,13 @@ class Rounds:
 
     def _finish(self) -> None:
         """Complete the round of this thread without tokens."""
-        if (now := self._own_round()) is not None:
-            self._run_empty(now.kind, now.next)
+        if self._owns():
+            self._run_empty()
             self._release()
 
     def _release(self) -> None:
         with self._changed:
-            self._round = self._owner = None
+            self._owner = None
             self._ended = time.monotonic()
             self._round_s = self._ended - self._began
             if self._waiting or self._closing:
@@ -317,10 +298,10 @@ class Rounds:
                     if self.error is not None:
                         return
                     self._owner = threading.get_ident()
-                self._look_at_managers()
+                for error in self._hooks.hidden_errors():
+                    self._tell(error)
                 kind = self._vote(LEFT if self._closing else IDLE)
-                if kind >= 0:
-                    self._run_empty(kind, 0)
+                self._run_empty()
                 with self._changed:
                     self._owner = None
                     self._changed.notify_all()
@@ -334,80 +315,130 @@ class Rounds:
             return 0
         if self._owner is not None or self._waiting:
             return POLL_S
-        if self._closing or self._report is not None:
+        if self._closing or self._report is not None or self._wanted is not None:
             return 0
         grace_s = max(min(GRACE * self._gap_s, MOST_ROUNDS * self._round_s), SHORTEST_GRACE_S)
         return self._ended + grace_s - time.monotonic()
-
-    def _look_at_managers(self) -> None:
-        for manager in self._managers:
-            try:
-                error = getattr(getattr(manager, "background_thread_status", None), "fatal_error", None)
-            except Exception as raised:
-                error = raised
-            if error is not None:
-                self._tell(error)
 
     # --- in the owner ---
 
     def _vote(self, state: int, kind: int = -1) -> int:
         """Return the kind of the next round; -1 if no rank has work. Kinds take turns. Collective."""
-        with self._failing():
-            report = self._report
-            votes = self._gather("a vote", [state if report is None else ERROR, kind])
-            states = [vote[0] for vote in votes]
-            if ERROR in states:
-                self._raise_reported(report)
-            self._all_left = states.count(LEFT) == len(states)
-            wanted = [vote[1] for vote in votes if vote[0] == WORK]
-            if not wanted:
-                return -1
+        while True:
+            with self._failing():
+                number, wanted = self._votes, self._wanted
+                if wanted is not None:
+                    self._recovery.offer(number, wanted)
+                try:
+                    votes = self._try_vote(state if wanted is None else CHANGE, kind)
+                except PeerError as error:
+                    self._recover(error)
+                    if self._votes == number:
+                        continue
+                    return self._kind  # of this vote, which has ended on another rank
+                states = [vote[0] for vote in votes]
+                if CHANGE in states:
+                    self._recovery.move(states.index(CHANGE), number)
+                    self._moved(wanted if self._recovery.rank == states.index(CHANGE) else None)
+                    continue
+            return self._kind
+
+    def _try_vote(self, state: int, kind: int) -> list[list[int]]:
+        report = self._report
+        votes = self._gather("a vote", [state if report is None else ERROR, kind])
+        states = [vote[0] for vote in votes]
+        if ERROR in states:
+            self._raise_reported(report)
+        self._all_left = states.count(LEFT) == len(states)
+        kinds = [] if CHANGE in states else [vote[1] for vote in votes if vote[0] == WORK]
+        if kinds:
             count = len(self._models) * len(AUTOCAST)
-            self._last = min(wanted, key=lambda one: (one - self._last - 1) % count)
-        return self._last
+            self._last = min(kinds, key=lambda one: (one - self._last - 1) % count)
+        self._votes, self._kind, self._ended_calls = self._votes + 1, self._last if kinds else -1, 0
+        return votes
+
+    def _moved(self, placement: Placement | None) -> None:
+        """Continue with another placement of the experts. ``placement``: of this rank's call of ``place``."""
+        self._forget_top_k()
+        with self._changed:
+            if self._wanted is placement:
+                self._wanted = None
+                self._changed.notify_all()
+
+    def _forget_top_k(self) -> None:
+        for one in self._models:  # a rank may know those of a call that others repeat
+            one.top_k.clear()
+
+    def _recover(self, error: PeerError) -> None:
+        """Go on without the ranks that have died, and align this rank with the others. Collective.
+
+        If the last vote has ended on another rank only, this rank takes its result. Calls that have not ended on all
+        ranks are repeated here without tokens if they have ended here.
+        """
+        own = [self._votes, self._kind, self._ended_calls, self._all_left, self._last]
+        states = self._recovery.recover(error, own)
+        self._forget_top_k()
+        latest = max(states)
+        if self._votes < latest[0]:
+            self._votes, self._kind, _, self._all_left, self._last = latest
+            self._ended_calls = 0
+        end = self._ended_calls
+        self._ended_calls = min(state[2] if state[0] == latest[0] else 0 for state in states)
+        self._run_empty(end)
+
+    def _repeated(self, step: Callable[[], T]) -> T:
+        """Return the result of ``step``, a call of all ranks, which is repeated after ranks have died."""
+        with self._failing():
+            while True:
+                try:
+                    return step()
+                except PeerError as error:
+                    self._recover(error)
 
     def _raise_reported(self, report: BaseException | None) -> None:
         """Raise the first error that a rank has reported. Collective."""
         text = "" if report is None else f"raised {type(report).__name__}: {report}"
-        texts = gather_texts(self._channel, "the errors of ranks that serve", text)
+        texts = gather_texts(self._recovery.channel, "the errors of ranks that serve", text)
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         error = report or PeerRaised(f"rank {rank} {text}. Serving has ended on all ranks")
         mark_known(error)
         raise error
 
-    def _run_empty(self, kind: int, first: int, end: int | None = None) -> None:
-        """Call experts of the round without tokens: those at positions ``first`` until ``end``, or all that follow."""
-        model, autocast = divmod(kind, len(AUTOCAST))
-        calls = self._models[model].calls
+    def _run_empty(self, end: int | None = None) -> None:
+        """Call the next experts of the round without tokens: until position ``end``, or all."""
+        calls, autocast = self._calls, AUTOCAST[self._kind % len(AUTOCAST)]
         end = len(calls) if end is None else end
-        if first >= end:
+        if self._ended_calls >= end:
             return
-        dtype = AUTOCAST[autocast]
-        with self._failing(), torch.no_grad(), torch.autocast(self._device.type, dtype, enabled=dtype is not None):
-            for position in range(first, end):
-                top_k = self._agree_top_k(model, position, 0)
-                if not top_k:  # no rank calls this layer
-                    continue
-                experts, outer = calls[position]
-                weight = next(experts.parameters(recurse=False))
-                x_TD = torch.zeros(0, experts.layout.hidden, dtype=weight.dtype, device=weight.device)
-                ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=weight.device)
-                weights_TK = torch.zeros(0, top_k, dtype=torch.float32, device=weight.device)
-                # Hooks of the caller on experts do not run, but those of adapters: around experts, or of their layers.
-                call = outer if outer is not experts or experts._modules else experts.forward
-                self._empty, active = True, experts.adapters  # of a call of these experts that waits for this one
-                experts.adapters = {}
-                try:
-                    call(x_TD, ids_TK, weights_TK)
-                finally:
-                    self._empty, experts.adapters = False, active
+        with torch.no_grad(), torch.autocast(self._device.type, autocast, enabled=autocast is not None):
+            for position in range(self._ended_calls, end):
+                self._repeated(partial(self._call_empty, position))
+                self._ended_calls = position + 1
 
-    def _agree_top_k(self, model: int, position: int, top_k: int) -> int:
+    def _call_empty(self, position: int) -> None:
+        top_k = self._agree_top_k(position, 0)
+        if not top_k:  # no rank calls this layer
+            return
+        experts, outer = self._calls[position]
+        weight = next(experts.parameters(recurse=False))
+        x_TD = torch.zeros(0, experts.layout.hidden, dtype=weight.dtype, device=weight.device)
+        ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=weight.device)
+        weights_TK = torch.zeros(0, top_k, dtype=torch.float32, device=weight.device)
+        # Hooks of the caller on experts do not run, but those of adapters: around experts, or of their layers.
+        call = outer if outer is not experts or experts._modules else experts.forward
+        self._empty, active = True, experts.adapters  # of a call of these experts that waits for this one
+        experts.adapters = {}
+        try:
+            call(x_TD, ids_TK, weights_TK)
+        finally:
+            self._empty, experts.adapters = False, active
+
+    def _agree_top_k(self, position: int, top_k: int) -> int:
         """Return the number of experts per token of a layer; 0 if no rank calls it. Collective until it is known.
 
         top_k: of this rank's call; 0 without tokens.
         """
-        known = self._models[model].top_k
+        known = self._models[self._kind // len(AUTOCAST)].top_k
         if position not in known:
             agreed = max(row[0] for row in self._gather("the number of experts per token", [top_k]))
             if not agreed:
@@ -416,8 +447,9 @@ class Rounds:
         return known[position]
 
     def _gather(self, what: str, words: list[int]) -> list[list[int]]:
-        sent = torch.tensor(words, dtype=torch.int64, device=self._channel.control_device)
-        rows: list[list[int]] = self._channel.all_gather(sent, f"{what} of ranks that serve").tolist()
+        channel = self._recovery.channel
+        sent = torch.tensor(words, dtype=torch.int64, device=channel.control_device)
+        rows: list[list[int]] = channel.all_gather(sent, f"{what} of ranks that serve").tolist()
         return rows
 
     @contextmanager
@@ -426,11 +458,13 @@ class Rounds:
         try:
             yield
         except BaseException as error:
-            if needs_report(error, self._channel.comm):  # Ctrl-C, too: the other ranks would wait until their deadline
-                self._channel.give_up(f"rank {self._channel.rank} {raised_text(error, '')}")
+            channel = self._recovery.channel
+            self._recovery.decline()
+            if needs_report(error, channel.comm):  # Ctrl-C, too: the other ranks would wait until their deadline
+                channel.give_up(f"rank {channel.rank} {raised_text(error, '')}")
             with self._changed:
                 self.error = self.error or error
-                self._round = self._owner = None
+                self._owner = None
                 self._changed.notify_all()
             raise
 
@@ -443,7 +477,7 @@ class Rounds:
         if error is not None:
             self._tell(error)
         try:
-            self._stop_managers()
+            self._hooks.stop_managers()
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
@@ -453,21 +487,12 @@ class Rounds:
             self._thread.join()
             raise
         finally:
+            self._recovery.decline()
             self._detach()
-
-    def _stop_managers(self) -> None:
-        """Stop the managers that still run: after the context, their calls of experts would be in no round."""
-        for manager in self._managers:
-            with suppress(Exception):
-                if manager.is_running():
-                    manager.stop(block=True, hard_stop=True)
 
     def _detach(self) -> None:
         self.ended = True
-        for handle in self._handles:
-            handle.remove()
-        for model, name in self._patched:
-            vars(model).pop(name, None)
+        self._hooks.remove()
         for one in self._models:
             for experts, _ in one.calls:
                 experts.rounds = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -12,15 +15,57 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_comm.comm.agree import compare
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import Dispatcher
-from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
+from moe_comm.errors import ConfigError, MoeCommError, PeerError, UnsupportedModel
 from moe_comm.integrations.hugging_face.attention import swapped_attention
 from moe_comm.integrations.hugging_face.linears import swapped_linears
 from moe_comm.integrations.hugging_face.swap import swapped_experts
+from moe_comm.integrations.recovery import Recovery
 from moe_comm.integrations.rounds import Rounds
+from moe_comm.topology import Placement
+
+Checkpoint: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | None
+"""A folder with safetensors, or one for each model."""
+
+
+class Serving:
+    """What ``serving`` yields: changes of the ranks that have the experts.
+
+    Attributes:
+        failures: errors of ranks that have died, after which the others went on; see ``checkpoint``.
+    """
+
+    def __init__(self, rounds: Rounds | None, recovery: Recovery | None, num_experts: Sequence[int]) -> None:
+        self._rounds, self._recovery, self._num_experts = rounds, recovery, num_experts
+        self.failures: Sequence[PeerError] = () if recovery is None else recovery.failures
+
+    def place(self, placement: Placement | Sequence[int]) -> None:
+        """Move the experts to other ranks, between two forward passes. Called on one rank, which waits for it.
+
+        The ranks get weights from each other, and requests and caches stay. So experts can be given to more or fewer
+        ranks, or the placement follow the load: ``topology.placement_from_routing`` computes one from recorded routing,
+        also with copies. Outputs keep their bits.
+
+        Args:
+            placement: the ranks that hold each expert; or the number of experts of each rank.
+
+        Raises:
+            ConfigError: it does not fit the models or the ranks, experts have adapters, or a forward pass runs in this
+                thread.
+            PeerRaised, PeerError: serving has ended.
+        """
+        if self._rounds is None or self._recovery is None:
+            raise ConfigError("one rank has all experts; there is no other placement")
+        (count, *others) = self._num_experts
+        if others:
+            raise ConfigError(f"the layers of these models have different numbers of experts, {self._num_experts}")
+        world = self._recovery.channel.world
+        if not isinstance(placement, Placement):
+            placement = Placement.contiguous(count, world, placement)
+        self._rounds.place(placement.fitting(count, world))
 
 
 @contextmanager
-def serving(*models: nn.Module) -> Iterator[None]:
+def serving(*models: nn.Module, checkpoint: Checkpoint = None) -> Iterator[Serving]:
     """Run swapped models for inference with any number of calls on each rank, also none. Collective.
 
         with moe_comm.serving(model):               # every rank
@@ -38,23 +83,31 @@ def serving(*models: nn.Module) -> Iterator[None]:
     Args:
         models: models after ``swap_moe`` over one group, in the same order on every rank. Pass all models that a rank
             uses at the same time, such as the assistant of assisted generation if it has experts.
+        checkpoint: a folder with the safetensors of the model, or one for each of ``models``. If a rank dies, the
+            others then go on: its experts are read from there, by the ranks with the fewest, or its copies on other
+            ranks are used. Forward passes that run continue with the same results. None: they raise ``PeerDied``.
+
+    Yields:
+        An object that moves experts to other ranks.
 
     Raises:
         ConfigError: a model is not swapped or already in such a context, models have different groups, or gradients are
             enabled in a call.
         UnsupportedModel: a model is also sharded by FSDP2, ``swap_attention`` or ``swap_linears``, or is in
-            DistributedDataParallel with ``broadcast_buffers``.
+            DistributedDataParallel with ``broadcast_buffers``, or there is a ``checkpoint`` and experts have adapters.
         RankMismatch: ranks pass different models.
         PeerRaised: another rank raised, as above.
         PeerError: Ctrl-C has interrupted an operation on another rank.
-        PeerDied, PeerTimeout: another rank failed.
+        PeerDied, PeerTimeout: another rank failed, and there is no ``checkpoint``, or the ranks could not go on.
     """
-    rounds = _open(models)
-    if rounds is None:  # one rank
-        yield
+    counts = sorted({one.num_experts for model in models for one in swapped_experts(model).values()})
+    recovery = _open(models, checkpoint)
+    if recovery is None:  # one rank
+        yield Serving(None, None, counts)
         return
+    rounds = Rounds(models, recovery)
     try:
-        yield
+        yield Serving(rounds, recovery, counts)
     except BaseException as error:
         rounds.close(error)
         raise
@@ -62,7 +115,7 @@ def serving(*models: nn.Module) -> Iterator[None]:
     rounds.check()
 
 
-def serve_experts(*models: nn.Module) -> None:
+def serve_experts(*models: nn.Module, checkpoint: Checkpoint = None) -> None:
     """Compute the experts of this rank until the other ranks have left ``serving``. Collective.
 
     For ranks that keep only experts:
@@ -76,12 +129,12 @@ def serve_experts(*models: nn.Module) -> None:
 
     Arguments and errors are those of ``serving``, which does the same in an empty context.
     """
-    with serving(*models):
+    with serving(*models, checkpoint=checkpoint):
         pass
 
 
-def _open(models: Sequence[nn.Module]) -> Rounds | None:
-    """Return the rounds of ``models``; None if they are not distributed."""
+def _open(models: Sequence[nn.Module], checkpoint: Checkpoint) -> Recovery | None:
+    """Check ``models``; return None if they are not distributed."""
     groups: dict[int, Dispatcher] = {}
     for model in models:
         experts = list(swapped_experts(model).values())
@@ -97,12 +150,26 @@ def _open(models: Sequence[nn.Module]) -> Rounds | None:
     if dispatcher.comm is None or dispatcher.world == 1:
         return None
     channel = channel_of(dispatcher.comm.group)
+    folders = [checkpoint] if isinstance(checkpoint, str | PathLike) else checkpoint
     fault = _fault(models)
+    if folders is not None and fault is None:
+        fault = _cannot_recover(models, folders)
     if isinstance(fault, ConfigError):  # the other ranks may be in the context already
         raise fault
     labels = [[one.label for one in swapped_experts(model).values()] for model in models]
-    compare(channel, "serving", {"experts of the models": labels}, fault=fault)
-    return Rounds(models, channel)
+    same = {"experts of the models": labels, "a checkpoint": int(folders is not None)}
+    recovery = Recovery(models, channel, folders)
+    compare(channel, "serving", same, fault=fault)
+    return recovery
+
+
+def _cannot_recover(models: Sequence[nn.Module], checkpoints: Sequence[str | PathLike[str]]) -> MoeCommError | None:
+    if len(checkpoints) != len(models):
+        return ConfigError(f"serving needs one checkpoint for each model; got {len(checkpoints)} for {len(models)}")
+    if any(experts._modules for model in models for experts in swapped_experts(model).values()):
+        return UnsupportedModel("experts with adapters cannot be read from a checkpoint; pass none")
+    missing = next((path for path in checkpoints if not Path(path).exists()), None)
+    return None if missing is None else ConfigError(f"the checkpoint {missing} does not exist")
 
 
 def _fault(models: Sequence[nn.Module]) -> MoeCommError | None:

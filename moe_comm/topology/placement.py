@@ -207,6 +207,26 @@ class Placement:
             order.append(tuple(expert if expert in stored else next(arriving) for expert in old))
         return replace(new, order=tuple(order))
 
+    def restricted(self, ranks: Sequence[int], copies: bool = True) -> Placement:
+        """Return the next version, on some of the ranks, which are numbered from 0 in this order.
+
+            owners ((0,), (1, 2), (1,), (2,)) on ranks 0 and 2: ((0,), (1,), (0,), (1,))
+
+        An expert whose home is not among them has its home at its first copy. If it has none, its home is the rank
+        with the fewest experts, among those that have any.
+
+        copies: keep copies. Otherwise experts are on their homes only.
+        """
+        position = {rank: index for index, rank in enumerate(ranks)}
+        kept = [[position[rank] for rank in (of if copies else of[:1]) if rank in position] for of in self.owners]
+        counts = [sum(of[:1] == [index] for of in kept) for index in range(len(ranks))]
+        holders = [index for index, rank in enumerate(ranks) if self.homes_per_rank[rank]] or range(len(ranks))
+        for of in kept:
+            if not of:
+                of.append(min(holders, key=counts.__getitem__))
+                counts[of[0]] += 1
+        return Placement(tuple(map(tuple, kept)), len(ranks), self.version + 1)
+
     @property
     def num_experts(self) -> int:
         """Number of experts, each counted once."""

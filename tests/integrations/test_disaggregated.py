@@ -48,6 +48,7 @@ class Run:
     length: int = 5
     load_part: bool = False
     dtype: torch.dtype = torch.float32
+    attention_code: str | None = None
 
     @property
     def world(self) -> int:
@@ -65,10 +66,11 @@ class Run:
                 "backend": self.backend,
                 "options": DispatchOptions(peer_to_peer=PeerToPeerOptions(emulate=self.backend == "peer_to_peer")),
             }
+            of_model: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": self.attention_code}
             if self.load_part:
-                yield moe_comm.from_pretrained(self.folder, group, dtype=self.dtype, **settings)
+                yield moe_comm.from_pretrained(self.folder, group, **of_model, **settings)
             else:
-                yield swap_moe(load(self.folder, dtype=self.dtype), group, **settings)
+                yield swap_moe(load(self.folder, **of_model), group, **settings)
         finally:
             dist.destroy_process_group(group)  # names of torch's groups depend on the number of groups of a rank
             configure_collectives(CollectiveOptions())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -213,8 +213,11 @@ def interrupted(rank: int, world: int, arg: tuple[str, str]) -> str:
     store, group = dist.distributed_c10d._get_default_store(), dist.new_group(range(world))
     model, (prompt,), told = swap_moe(load(folder), group), prompts(0, 1), f"rank 2 knows of Ctrl-C, {where}"
     layer = model.model.layers[1]
+    if where == "between layers, compiled":
+        model.compile(backend="eager")
 
     def interrupting(run: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.compiler.disable
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is threading.main_thread():
                 raise KeyboardInterrupt
@@ -228,6 +231,7 @@ def interrupted(rank: int, world: int, arg: tuple[str, str]) -> str:
                 tokens(model, prompt, 2)
                 at = {
                     "between layers": (layer.self_attn, "forward"),
+                    "between layers, compiled": (layer.self_attn, "forward"),
                     "in an operation": (layer.mlp.experts, "_run"),
                     "before a vote": (layer.mlp.experts.rounds, "_vote"),
                 }
@@ -253,6 +257,7 @@ def interrupted(rank: int, world: int, arg: tuple[str, str]) -> str:
     ("where", "text"),
     [
         ("between layers", "PeerRaised: rank 1 raised KeyboardInterrupt"),
+        ("between layers, compiled", "PeerRaised: rank 1 raised KeyboardInterrupt"),
         ("in an operation", "PeerError"),
         ("before a vote", "PeerError"),
     ],
@@ -285,6 +290,25 @@ def test_ranks_learn_of_an_error_that_the_manager_of_another_rank_hides(
     assert second.startswith("RuntimeError: No requests can be scheduled")
     assert first.startswith("PeerRaised: rank 1 raised RuntimeError: No requests can be scheduled")
     assert others == [first, first]
+
+
+def paused(rank: int, world: int, folder: str) -> None:
+    """The context of rank 1 ends while its manager is paused."""
+    model, (prompt,) = swap_moe(load(folder, attn_implementation="sdpa"), ep_group(world)), prompts(rank, 1)
+    with ExitStack() as stack:
+        with moe_comm.serving(model):
+            if rank == 1:
+                manager = model.init_continuous_batching(settings(60), continuous_batching_config=CACHE)
+                manager.start()
+                manager.add_request(prompt[0].tolist(), streaming=True)
+                next(iter(manager))
+                stack.enter_context(manager.pause())
+        assert rank != 1 or not manager.is_running()
+    assert tokens(model, prompt, 3).shape == (1, 6)
+
+
+def test_a_paused_manager_is_stopped_at_the_end(saved: Callable[[str], str], pool4: RankPool) -> None:
+    pool4.run(paused, saved("qwen3_moe"))
 
 
 # --- other kinds of generation ---

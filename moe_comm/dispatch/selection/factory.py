@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -180,7 +179,7 @@ def _compare(
         len(set(comm.hosts)),
         comm.native,
         rows_device.type,
-        dist.get_backend(group),
+        comm.backends.get(rows_device.type) or next(iter(comm.backends.values())),
         _host_by_host(comm.hosts),
         access.problem_of(all_words["GPU"], all_words["access"]) if rows_device.type == "cuda" else "",
         options.peer_to_peer.emulate,

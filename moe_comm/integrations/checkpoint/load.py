@@ -51,6 +51,7 @@ from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.layers.data_parallel.optimizers import mark_replaced
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import Router
+from moe_comm.topology import Box
 
 _log = logging.getLogger(__name__)
 THREADS = 4
@@ -140,6 +141,19 @@ def load_checkpoint(
         if isinstance(module, MoELayer):  # on "meta" it was built without communication
             module.dispatcher = connect(module.dispatcher, module.router.weight.device)
     return loading.report
+
+
+def load_parts(model: nn.Module, path: str | PathLike[str], parts: Mapping[int, Sequence[Box]]) -> None:
+    """Load parts of some parameters of ``model`` from a checkpoint as of ``load_checkpoint``. Not collective.
+
+    Args:
+        parts: by ``id`` of a parameter, where the elements to load are in it and in the full parameter.
+
+    Raises:
+        as ``load_checkpoint``.
+    """
+    if parts:
+        _read(model, _match(model, HubFolder(Path(path)), None, parts))
 
 
 def groups_of(model: nn.Module) -> list[ProcessGroup]:
@@ -240,8 +254,13 @@ class _Loading:
         self.readings = {name: found for name, found in self.readings.items() if name not in self.freed}
 
 
-def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Loading:
-    """Match the tensors of the files and of the model, and return what this rank reads."""
+def _match(
+    model: nn.Module, hub: HubFolder, device: torch.device | None, parts: Mapping[int, Sequence[Box]] | None = None
+) -> _Loading:
+    """Match the tensors of the files and of the model, and return what this rank reads.
+
+    parts: see ``load_parts``. None: all that this rank holds.
+    """
     held = held_tensors(model)
     for name, one in held.items():
         if is_dtensor(one.tensor) and one.tensor.is_meta:
@@ -270,7 +289,7 @@ def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Lo
         for piece in entry.slices:
             one = held[piece.parameter]
             given = covered[piece.parameter].setdefault(piece.indices(one.sharding.shape), key)
-            for box in one.boxes():
+            for box in one.boxes() if parts is None else parts.get(id(one.tensor), ()):
                 if (overlap := piece.overlap(one.sharding.shape, box)) is not None:
                     readings[piece.parameter].append(_Reading(stored, overlap, scales, given != key))
     if problems:
@@ -280,6 +299,8 @@ def _match(model: nn.Module, hub: HubFolder, device: torch.device | None) -> _Lo
     freed: set[str] = set()
     if any(getattr(module, "only_part", False) for module in model.modules()):
         freed = {name for name, one in held.items() if one.tensor.is_meta and not one.sharding.expert}
+    if parts is not None:
+        freed = {name for name, found in readings.items() if not found}
     return _Loading(hub, held, {name: found for name, found in readings.items() if covered[name]}, devices, freed)
 
 

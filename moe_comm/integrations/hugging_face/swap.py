@@ -43,7 +43,7 @@ from moe_comm.layers.parallel.hooks import CALL_HOOKS, refuse_hooks, take_call_h
 from moe_comm.layers.parallel.module import state_key
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import as_tensors
-from moe_comm.topology import Sharding, Split
+from moe_comm.topology import Placement, Sharding, Split
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class EPExperts(ExpertParallel):
         replicated: Callable[[], nn.Parameter | None] = lambda: None,
     ) -> None:
         super().__init__(dispatcher, overlap, label)
-        self.layout = layout
+        self.layout, self._replicated = layout, replicated
         self._adapters: dict[int, Mapping[str, Sequence[LowRank]]] = {}  # by thread
         self.num_experts = layout.num_experts
         homes = self.placement.homes_of(dispatcher.rank)
@@ -100,9 +100,26 @@ class EPExperts(ExpertParallel):
             self.register_parameter(name, self._local_parameter(experts, name, homes))
         take_call_hooks(self, experts)
         self.training = experts.training
+        self._distribute()
+
+    def _distribute(self) -> None:
+        """Install the hooks of the distributed parameters."""
         over_ep = Split.of_experts(self.placement)
-        shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
-        self._attach(self, shardings, replicated)
+        shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in self.layout.parameters.items()}
+        self._attach(self, shardings, self._replicated)
+
+    def redistribute(self, dispatcher: Dispatcher, values: Mapping[str, Tensor]) -> None:
+        """Use another placement, or other ranks, with ``values`` as the parameters of this rank's experts."""
+        self.dispatcher = dispatcher
+        self.place, self.sizes = {"ep": dispatcher.rank, "etp": 0}, {"ep": dispatcher.world, "etp": 1}
+        self._use_placement(dispatcher.expert_placement or Placement.of_layout(dispatcher.placement))
+        self.copies = None
+        for name, value in values.items():
+            old: nn.Parameter = getattr(self, name)
+            new = nn.Parameter(value, requires_grad=old.requires_grad)
+            mark_replaced(old, new, f"{self.label}.{name}", "a change of the placement")
+            self.register_parameter(name, new)
+        self._distribute()
 
     def _local_parameter(self, experts: Any, name: str, homes: Sequence[int]) -> nn.Parameter:
         return _local_slice(getattr(experts, name), homes, self.dispatcher.world)

@@ -22,6 +22,8 @@ def attach_experts(
 ) -> None:
     """Install hooks for the gradients, state dicts and optimizers of an experts module whose parameters are sharded.
 
+    A later call replaces the sharding.
+
     Args:
         experts: the module that holds the parameters in ``shards``; its ``__call__`` must run in each forward pass.
         shards: the sharding of the parameters.
@@ -29,10 +31,13 @@ def attach_experts(
             gradient shows how the training loop or wrapper reduces replicated gradients.
         label: name of the layer in error messages.
     """
-    gradients = ExpertGradients(shards, replicated, label)
-    setattr(experts, _ATTRIBUTE, gradients)
     for name in shards.shardings:
         mark_parameter(getattr(experts, name), shards, name, experts)
+    if (gradients := gradients_of(experts)) is not None:
+        gradients.use_shards(shards)
+        return
+    gradients = ExpertGradients(shards, replicated, label)
+    setattr(experts, _ATTRIBUTE, gradients)
     experts.register_forward_pre_hook(gradients.before_forward)
     experts.register_state_dict_post_hook(_after_state_dict)
     experts.register_load_state_dict_pre_hook(_before_load)

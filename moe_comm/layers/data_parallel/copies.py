@@ -129,6 +129,11 @@ class ExpertCopies:
         """Whether the weights are published in each forward and backward pass, as layers share their stack."""
         return self._shared is not None
 
+    @property
+    def published(self) -> bool:
+        """Whether this rank's copies have the weights of their homes, in memory that no other layer uses."""
+        return self._shared is None and not self._due
+
     def weights_changed(self) -> None:
         """Publish before the next forward pass. Called on all ranks."""
         self._due = True

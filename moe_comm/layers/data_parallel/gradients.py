@@ -27,8 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _world  # no public way to the number of groups
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_comm.comm.communicator import registry
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.comm.header import TRAINED
 from moe_comm.errors import ConfigError
@@ -92,6 +94,11 @@ class ExpertGradients:
         copied._hooked, copied._watched_replicated = {}, _no_reference
         copied.audit, copied._ddp, copied._scale = None, None, 1.0
         return copied
+
+    def use_shards(self, shards: ExpertShards) -> None:
+        """Use parameters that are sharded in another way, or over another group."""
+        self.shards, self.audit = shards, None
+        self._hooked, self._watched_replicated = {}, _no_reference
 
     @property
     def averaged(self) -> bool:
@@ -182,13 +189,15 @@ class ExpertGradients:
         if self.audit is not None:
             self.audit.stop()
 
-    def edp_group(self, group: ProcessGroup) -> ProcessGroup | None:
+    def edp_group(self, group: ProcessGroup, *, registered: bool = False) -> ProcessGroup | None:
         """Return the ranks of ``group`` with the same experts as this rank; None if this rank is the only one.
 
         The first call for a group is collective over it.
+
+        registered: with torch.distributed, as a DeviceMesh requires. All ranks must then belong to equally many groups.
         """
         comm = communicator_of(self.shards.group)  # keeps one group for all layers: each process group starts threads
-        return comm.keep(("edp", group), lambda: _edp_group(self.shards.group, group))
+        return comm.keep(("edp", group, registered), lambda: _edp_group(self.shards.group, group, registered))
 
     def _hook(self, experts: nn.Module, name: str, param: Any, hooked: bool) -> None:
         if managed_by_fsdp(param):
@@ -296,26 +305,35 @@ def _no_reference() -> None:
     """Stand in for a weak reference whose object no longer exists."""
 
 
-def _edp_group(ep: ProcessGroup, group: ProcessGroup) -> ProcessGroup | None:
+def _edp_group(ep: ProcessGroup, group: ProcessGroup, registered: bool) -> ProcessGroup | None:
     """Return the ranks of ``group`` with this rank's position in their expert-parallel groups. Collective."""
     ranks = dist.get_process_group_ranks(ep)
     size = dist.get_world_size(group)
     if size == len(ranks) and dist.get_process_group_ranks(group) == ranks:
         return None
-    local_row = torch.tensor([len(ranks), ranks[0], dist.get_rank(ep)], dtype=torch.int64, device="cpu")
+    own = [len(ranks), ranks[0], dist.get_rank(ep), len(_world.pg_names)]
+    local_row = torch.tensor(own, dtype=torch.int64, device="cpu")
     rows = gather_values(local_row, group, "finding the ranks that hold the same experts").tolist()
-    positions = {(first, place) for _, first, place in rows}
-    if len({count for count, _, _ in rows}) > 1 or len(positions) != size or size % len(ranks):
+    positions = {(first, place) for _, first, place, _ in rows}
+    if len({count for count, *_ in rows}) > 1 or len(positions) != size or size % len(ranks):
         raise ConfigError(
             f"the {size} ranks whose gradients are reduced must be complete expert-parallel groups of one size; their "
-            f"groups have {sorted({count for count, _, _ in rows})} ranks"
+            f"groups have {sorted({count for count, *_ in rows})} ranks"
         )
     ranks = dist.get_process_group_ranks(group)
     own_place = dist.get_rank(ep)
-    edp_ranks = [rank for rank, (_, _, place) in zip(ranks, rows, strict=True) if place == own_place]
-    if len(edp_ranks) == 1:
+    members = [member for member, (_, _, place, _) in enumerate(rows) if place == own_place]
+    if len(members) == 1:
         return None
-    edp: ProcessGroup = dist.new_group(edp_ranks, use_local_synchronization=True)
+    if not registered:
+        return communicator_of(group).subgroup(members, registry.options.timeout_s)
+    if len(counts := {count for *_, count in rows}) > 1:  # new_group would wait for ranks with other names
+        raise ConfigError(
+            f"torch.distributed names new groups of some ranks by the number of groups that a rank belongs to, which "
+            f"differs between these ranks: {sorted(counts)}. Call dist.new_group on all ranks equally often, and "
+            "use_local_synchronization=False for groups of some ranks"
+        )
+    edp: ProcessGroup = dist.new_group([ranks[member] for member in members], use_local_synchronization=True)
     return edp
 
 

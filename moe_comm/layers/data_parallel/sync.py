@@ -215,7 +215,7 @@ def prepare_fsdp(
             raise ConfigError(f"FSDP cannot shard the experts in a ModuleList ({name!r}); mark stacked parameters")
         if getattr(module, "copies", None) is not None:
             raise ConfigError(f"FSDP cannot shard the experts of {name!r}, which may have copies on other ranks")
-        edp = gradients.edp_group(group)
+        edp = gradients.edp_group(group, registered=True)
         if edp is None:
             single = single or dist.new_group([dist.get_rank()], use_local_synchronization=True)
             edp = single
