@@ -146,6 +146,11 @@ void test_gradient(const Case& c, bool weighted, bool placed, unsigned seed) {
   const int64_t rows = c.total(), beyond = 5, width = c.columns, sections = (width + 255) / 256;
   Numbers grad(1, rows, c.inner, &random), w(c.experts(), c.inner, width, &random), h(1, rows, 2 * width, &random, 2);
   Numbers grad_h(1, rows + beyond, 2 * width, nullptr, 2), act(1, rows + beyond, width, nullptr);
+  for (int64_t r = 0; r < rows; ++r) {  // of many magnitudes, so that the order of additions shows
+    for (int64_t n = 0; n < 2 * width; ++n) {
+      h.at(0, r, n) = Numbers::to_bits(std::ldexp(h.number(0, r, n), -static_cast<int>(random() % 16)));
+    }
+  }
   std::vector<int64_t> slots(static_cast<size_t>(rows));
   std::vector<float> weights(static_cast<size_t>(rows)), sums(static_cast<size_t>(sections * rows) + 1, -7.0f);
   for (size_t r = 0; r < slots.size(); ++r) {
