@@ -32,11 +32,11 @@ class ExpertWeights:
     """
 
     def __init__(self, w_ENK: Tensor, bias_EN: Tensor | None = None) -> None:
-        self._w_ENK, self._bias_EN = materialized(w_ENK), bias_EN
+        self._w_ENK, self._bias_EN = materialized(w_ENK), None if bias_EN is None else materialized(bias_EN)
         self._native = is_native(self._w_ENK)
         if self._native:
             self._at = _stack(self._w_ENK)
-            self._bias = (0, 0) if bias_EN is None else row_address(bias_EN, w_ENK.dtype)
+            self._bias = row_address(self._bias_EN, w_ENK.dtype)
 
     @property
     def transposed(self) -> ExpertWeights:
