@@ -1,5 +1,5 @@
-// Python bindings of the native core. Arguments are addresses, sizes and plain numbers; tensors are returned as DLPack
-// capsules. No libtorch.
+// Python bindings of the native core. Arguments are addresses, sizes and plain numbers, and tensors where many small
+// calls count (bind_torch.h); tensors are returned as DLPack capsules. No libtorch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,6 +15,7 @@
 #include "bind_p2p.h"
 #include "bind_spans.h"
 #include "bind_tensor.h"
+#include "bind_torch.h"
 #include "cpu/communicator.h"
 #include "cpu/errors.h"
 #include "cpu/exchange.h"
@@ -83,6 +84,29 @@ py::tuple located_rows(const SharedTokens& shared, const Layout& layout) {
   py::list parts;
   for (const SharedTokens::Part& part : shared.parts) parts.append(py::make_tuple(part.base, part.stride));
   return py::make_tuple(std::move(parts), shared.tokens, reinterpret_cast<uintptr_t>(layout.token.data()));
+}
+
+// The arguments of a dispatch: tokens [T, D] and ids [T, K].
+class Tokens {
+ public:
+  Tokens(py::handle x, py::handle ids) : x_TD_(matrix_of(x)), ids_TK_(dense_integers(ids)) {
+    if (x_TD_.rows != ids_TK_.rows) throw std::invalid_argument("tokens and expert ids must have as many rows");
+  }
+  Rows rows() const { return {x_TD_.data, x_TD_.stride}; }
+  const int64_t* ids() const { return reinterpret_cast<const int64_t*>(ids_TK_.data); }
+  Shape shape() const { return {x_TD_.rows, ids_TK_.columns, x_TD_.columns, x_TD_.dtype}; }
+
+ private:
+  TensorMatrix x_TD_, ids_TK_;
+};
+
+// The rows of this rank's experts, [R, D].
+TensorMatrix expert_rows(py::handle tensor, const Layout& layout) {
+  TensorMatrix rows = matrix_of(tensor);
+  if (rows.rows != layout.rows || rows.columns != layout.hidden || rows.dtype != layout.dtype) {
+    throw std::invalid_argument("rows of experts must have the shape and dtype of the dispatched rows");
+  }
+  return rows;
 }
 
 Op make_op(const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
@@ -230,39 +254,41 @@ PYBIND11_MODULE(_C, m) {
            py::arg("communicator").none(true), py::arg("heap"), py::arg("expert_offsets"), py::arg("threads"))
       // send, sum, spread: both halves of the operation in one call.
       .def("send",
-           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, uintptr_t x,
-              int64_t x_stride, uintptr_t ids, std::array<int64_t, 4> shape, const ExtraWords& extra) {
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, py::handle x,
+              py::handle ids, const ExtraWords& extra) {
              const Op op = make_op(compared, std::move(label), 0, "");
-             const auto [tokens, top_k, hidden, dtype] = shape;
-             const Shape sizes{tokens, top_k, hidden, static_cast<int>(dtype)};
+             const Tokens tokens(x, ids);
              const Sent sent = without_gil([&] {
-               Sent sent =
-                   t.start_send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids), sizes, extra_of(extra));
+               Sent sent = t.start_send(op, tokens.rows(), tokens.ids(), tokens.shape(), extra_of(extra));
                sent.pending->finish();
                return sent;
              });
-             return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, sent.layout->rows, hidden, sizes.dtype),
-                                   sent.layout, py::tuple(py::cast(sent.layout->rows_per_expert)), sent.layout->rows,
-                                   sent.layout->dropped,
-                                   extra_tensor(t.heap_ptr(), sent.extra_block, sent.layout->rows, extra[1]));
+             const Layout& layout = *sent.layout;
+             return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, layout.rows, layout.hidden, layout.dtype),
+                                   sent.layout, py::tuple(py::cast(layout.rows_per_expert)), layout.rows,
+                                   layout.dropped, layout.own,
+                                   extra_tensor(t.heap_ptr(), sent.extra_block, layout.rows, extra[1]));
            })
       .def(
           "sum",
           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
-             uintptr_t rows, int64_t rows_stride, uintptr_t weights, std::shared_ptr<Heap> results,
+             const py::object& rows, const py::object& weights, std::shared_ptr<Heap> results,
              const std::array<int64_t, 3>& extra) -> py::object {
             Op op = make_op(compared, std::move(label), 0, "");
+            const TensorMatrix rows_RD = rows.is_none() ? TensorMatrix{} : expert_rows(rows, layout);
+            const TensorMatrix weights_TK =
+                weights.is_none() ? TensorMatrix{} : dense_floats(weights, layout.tokens, layout.top_k);
             const auto [words, width, out] = extra;
             const ExtraRows extra_rows{pointer<char>(static_cast<uintptr_t>(words)), width};
             auto* extra_out = pointer<uint32_t>(static_cast<uintptr_t>(out));
             const int64_t block = without_gil([&] {
-              return t.sum(std::move(op), layout, {pointer<char>(rows), rows_stride}, pointer<float>(weights),
-                           extra_rows, extra_out, results.get());
+              return t.sum(std::move(op), layout, {rows_RD.data, rows_RD.stride},
+                           reinterpret_cast<const float*>(weights_TK.data), extra_rows, extra_out, results.get());
             });
             if (block < 0) return py::none();
             return block_tensor(std::move(results), block, layout.tokens, layout.hidden, layout.dtype);
           },
-          py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg().none(true), py::arg())
+          py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg().none(true), py::arg())
       .def("spread",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
               uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride, uintptr_t weights, bool weight_grads,
@@ -291,13 +317,11 @@ PYBIND11_MODULE(_C, m) {
                                    sent.pending);
            })
       .def("share",
-           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, uintptr_t x,
-              int64_t x_stride, uintptr_t ids, std::array<int64_t, 4> shape) {
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, py::handle x,
+              py::handle ids) {
              const Op op = make_op(compared, std::move(label), 0, "");
-             const auto [tokens, top_k, hidden, dtype] = shape;
-             const Shape sizes{tokens, top_k, hidden, static_cast<int>(dtype)};
-             Shared shared =
-                 without_gil([&] { return t.share(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids), sizes); });
+             const Tokens tokens(x, ids);
+             Shared shared = without_gil([&] { return t.share(op, tokens.rows(), tokens.ids(), tokens.shape()); });
              const Layout& layout = *shared.layout;
              const py::tuple located = located_rows(*shared.tokens, layout);
              return py::make_tuple(shared.tokens, shared.layout, py::tuple(py::cast(layout.rows_per_expert)),
@@ -394,6 +418,7 @@ PYBIND11_MODULE(_C, m) {
   bind_operators(m);
   bind_p2p(m);
   bind_spans(m);
+  bind_torch(m);
   m.def("pack_header",
         [](const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
           return py::bytes(pack_header(make_op(compared, std::move(label), fault, std::move(text))));

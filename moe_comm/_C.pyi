@@ -7,6 +7,8 @@ rotate, in bytes elsewhere. ``compared``: the header's compared words.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from torch import Tensor
+
 class HandshakeFailed(Exception):
     """The headers of the ranks differ, or one reports a fault. ``headers``: one per rank, packed by ``pack_header``."""
 
@@ -84,27 +86,27 @@ class Transfer:
         self,
         compared: Sequence[int],
         label: str,
-        x: int,
-        x_stride: int,
-        ids: int,
-        shape: tuple[int, int, int, int],
+        x: Tensor,
+        ids: Tensor,
         words: tuple[int, int, int, int],
         /,
-    ) -> tuple[Any, Layout, tuple[int, ...], int, int, Any]:
-        """Dispatch. Return the rows, the layout, its rows per expert, number of rows and of dropped slots, and words.
+    ) -> tuple[Any, Layout, tuple[int, ...], int, int, int, Any]:
+        """Dispatch tokens [T, D] with ids [T, K], in any strides.
 
-        shape: T, K, D and the dtype code. words: address, width and both strides in words of [T, K, width] 32-bit words
-        that are sent with the rows; width 0 without, which returns None for them.
+        words: address, width and both strides in words of [T, K, width] 32-bit words that are sent with the rows; width
+        0 without.
+
+        Returns:
+            The rows, the layout, its rows per expert, number of rows, of dropped slots and of own slots on this rank,
+            and the words; None without.
         """
 
     def share(
         self,
         compared: Sequence[int],
         label: str,
-        x: int,
-        x_stride: int,
-        ids: int,
-        shape: tuple[int, int, int, int],
+        x: Tensor,
+        ids: Tensor,
         /,
     ) -> tuple[
         SharedTokens, Layout, tuple[int, ...], int, int, int, tuple[list[tuple[list[int], int]], list[int], int]
@@ -141,9 +143,8 @@ class Transfer:
         compared: Sequence[int],
         label: str,
         layout: Layout,
-        rows: int,
-        rows_stride: int,
-        weights: int,
+        rows: Tensor | None,
+        weights: Tensor | None,
         results: Heap | None,
         words: tuple[int, int, int],
         /,
@@ -349,6 +350,10 @@ interface: str
 
 def isa() -> str: ...
 def isas() -> list[str]: ...
+def is_plain(tensors: list[Any], /) -> bool:
+    """Return whether all are tensors, not of a subclass, of numbers that are at their addresses. False for some others,
+    too."""
+
 def fence() -> None: ...
 def set_isa(name: str, /) -> bool: ...
 def p2p_words() -> dict[str, list[str]]: ...

@@ -1,4 +1,5 @@
-// The subset of DLPack's stable C ABI (github.com/dmlc/dlpack, version 0) that is needed to pass a heap block to torch.
+// The subset of DLPack's stable C ABI (github.com/dmlc/dlpack) that is needed to pass a heap block to torch, and to
+// read tensors of torch.
 #pragma once
 
 #include <cstdint>
@@ -30,5 +31,14 @@ struct DLManagedTensor {
   DLTensor dl_tensor;
   void* manager_ctx;
   void (*deleter)(DLManagedTensor*);
+};
+
+// Version 1: functions for the objects of a type, in the capsule "dlpack_exchange_api" of the type.
+struct DLPackExchangeAPI {
+  uint32_t major, minor;
+  const DLPackExchangeAPI* previous;
+  void (*unused[3])();
+  int (*describe)(void* object, DLTensor* out);  // without ownership; an error of Python if it is not 0
+  void (*unused_stream)();
 };
 }

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_comm.comm.header import check
 from moe_comm.dispatch.backends.local import InvalidIds, LocalDispatcher
-from moe_comm.dispatch.expert_call import ExpertCall, scales_late
+from moe_comm.dispatch.expert_call import ExpertCall, sends_weights
 from moe_comm.dispatch.operation import dispatch_fault
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.gpu.gemm import TakenRows
@@ -166,7 +166,7 @@ def _backward(
     """Return the gradients of x, the weights, w13 and w2. needs: whether x, the weights, w13 and w2 need theirs."""
     needs_x, needs_weights, *needs_experts = needs
     mlp, weights = ExpertMLP((w13, w2, None, None), activation), None
-    if scales_late(x_TD.dtype):
+    if sends_weights(x_TD.dtype):
         grad_RD = _copies(grad_TD, place_TK)
         grad_TK = torch.empty_like(weights_TK) if needs_weights else None
         weights = RowWeights(weights_TK, place_TK, grad_TK, order)
@@ -182,7 +182,7 @@ def _backward(
 
 
 def _launches_of_backward(late: bool, recomputes: bool, needs: tuple[bool, ...]) -> int:
-    """late: ``scales_late``. needs: as of ``_backward``."""
+    """late: ``sends_weights``. needs: as of ``_backward``."""
     needs_x, needs_weights, needs_w13, needs_w2 = needs
     weighted = 3 if late else 1  # the activation; the weight of each row, and their product
     activation = 2 if needs_x or needs_w13 or (late and needs_weights) else weighted * needs_w2
@@ -214,7 +214,7 @@ class _DeviceExperts(torch.autograd.Function):
         out_RD: Tensor,
     ) -> Tensor:
         rows = call.rows
-        kept_RD = out_RD if ctx.needs_input_grad[1] and not scales_late(x_TD.dtype) else None
+        kept_RD = out_RD if ctx.needs_input_grad[1] and not sends_weights(x_TD.dtype) else None
         ctx.save_for_backward(x_TD, weights_TK, w13_EGD, w2_EDF, h_RG, kept_RD)
         ctx.call, ctx.parameters = call, parameters_among(w13_EGD, w2_EDF)
         (y_TD,) = _programs()[2](1, (out_RD, rows.place_TK, weights_TK.contiguous()))
@@ -237,7 +237,7 @@ class _DeviceExperts(torch.autograd.Function):
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
             if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
                 return *_backward(*inputs, activation, needs), None, None, None
-            number = _launches_of_backward(scales_late(x_TD.dtype), h_RG is None, needs)
+            number = _launches_of_backward(sends_weights(x_TD.dtype), h_RG is None, needs)
             return *_programs()[3](number, inputs, activation, needs), None, None, None
 
 
@@ -278,7 +278,7 @@ class DeviceCall(ExpertCall):
                 return y_TD  # type: ignore[no-any-return]
             w13, w2, _, _ = mlp.tensors
             saved = _Saved(mlp.activation, placed, self._invalid, self.handle.label)
-            of_outputs = needs_autograd(weights_TK) and not scales_late(rows.dtype)
+            of_outputs = needs_autograd(weights_TK) and not sends_weights(rows.dtype)
             self.saved_bytes = (0 if h_RG is None else h_RG.nbytes) + of_outputs * rows.nbytes
             return _DeviceExperts.apply(self.rows, weights_TK, w13, w2, saved, h_RG, rows)  # type: ignore[no-any-return]
 

@@ -174,10 +174,7 @@ class Dispatcher(RowOperations):
                 rows_RD = rows.dequantized(x_TD.dtype) if self.options.checksums else tokens_TD
             else:
                 rounded_TD = self._rounded(tokens_TD) if self.rounds else tokens_TD
-                if words_TKX is None:
-                    rows_RD, handle = self._send(rounded_TD, ids_TK)
-                else:
-                    rows_RD, handle, words_RX = self._send_with(rounded_TD, ids_TK, words_TKX)
+                rows_RD, handle, words_RX = self._send_with(rounded_TD, ids_TK, words_TKX)
                 rows = quantize_rows(rows_RD) if scaled else None
             if words_TKX is not None:
                 handle.extra = ExtraRoutes(operation.extra, ids_TK.reshape(-1, 1))

@@ -50,18 +50,13 @@ Guard = Callable[[], AbstractContextManager[None]]
 """Returns the context of a backward pass, e.g. ``Dispatcher.abort_on_error``."""
 
 
-def scales_late(dtype: torch.dtype) -> bool:
-    """Return whether experts can multiply gradients of ``dtype`` by the routing weights. In fp16 the gradient of an
-    activation could overflow before it is multiplied by a small weight."""
-    return dtype != torch.float16
+def sends_weights(dtype: torch.dtype, scaled: bool = False) -> bool:
+    """Return whether experts with rows of ``dtype`` multiply gradients by the routing weights; equal on every rank.
 
-
-def sends_weights(x_TD: Tensor, scaled: bool) -> bool:
-    """Return whether experts multiply gradients by the routing weights; equal on every rank.
-
-    Outputs of experts with fp8 GEMMs (``scaled``) are not those of the weights with which backward computes.
+    In fp16 the gradient of an activation could overflow before it is multiplied by a small weight. Outputs of experts
+    with fp8 GEMMs (``scaled``) are not those of the weights with which backward computes.
     """
-    return scales_late(x_TD.dtype) and not scaled
+    return dtype != torch.float16 and not scaled
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,7 +364,7 @@ def serial_call(
         observed: Hooks may read the rows, which are then a copy that they must not replace, or read or replace the
             outputs of the experts (``SerialRun.observed``). Ranks may differ.
     """
-    in_place = in_place and x_TD.device.type not in TRITON_DEVICES and sends_weights(x_TD, scaled)
+    in_place = in_place and x_TD.device.type not in TRITON_DEVICES and sends_weights(x_TD.dtype, scaled)
     if not in_place or not dispatcher.reads_in_place(x_TD):
         dispatched = dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled)
         return call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)
@@ -384,7 +379,7 @@ def call_of(
     dispatcher: Dispatcher, dispatched: Dispatched, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, observed: bool
 ) -> ExpertCall:
     """Return the call whose rows have been dispatched; see ``serial_call``."""
-    if not sends_weights(x_TD, dispatched.scaled is not None):
+    if not sends_weights(x_TD.dtype, dispatched.scaled is not None):
         return ExpertCall(dispatcher, dispatched, weights_TK)
     handle = dispatched.handle
     with dispatcher.abort_on_error(handle.label):

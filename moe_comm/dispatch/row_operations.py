@@ -154,9 +154,9 @@ class RowOperations(Operations):
     # --- extra values as words in fp32. Backends that send them with the rows override the first three ---
 
     def _send_with(
-        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor
+        self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
     ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
-        """Run ``_send``, and also return the words [R, X]; None if ``_send_words`` sends them."""
+        """Run ``_send``, and also return the words [R, X]; None without, and if ``_send_words`` sends them."""
         return *self._send(x_TD, ids_TK), None
 
     def _spread_with(

@@ -13,7 +13,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_comm.errors import InputError
@@ -21,6 +21,15 @@ from moe_comm.runtime.native_core import native, native_is_built
 
 if TYPE_CHECKING:
     from moe_comm import _C
+    from moe_comm._C import is_plain as _is_plain
+else:
+    try:
+        from moe_comm._C import is_plain as _is_plain
+    except ImportError:  # the native core is not built
+
+        def _is_plain(tensors):
+            return False
+
 
 from_capsule: Callable[[Any], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)
 """Return a tensor of a DLPack capsule. ``torch.from_dlpack`` calls it after protocol checks that a capsule skips."""
@@ -86,8 +95,6 @@ def as_dtype(dtype: torch.dtype, rows_RX: Tensor) -> Tensor:
 
 # --- the values and addresses of tensors ---
 
-_PLAIN = {Tensor, nn.Parameter}
-_REAL = {*DTYPE_CODES, torch.float64, torch.int64, torch.int32}
 _Key = torch._C.DispatchKey
 _keys_of = torch._C._dispatch_keys
 
@@ -118,20 +125,12 @@ def in_memory(*tensors: Tensor | None) -> bool:
     return True
 
 
-def is_plain(tensors: Sequence[Any]) -> bool:
+def is_plain(tensors: list[Any]) -> bool:
     """Return whether all are tensors, not of a subclass, for which ``in_memory`` is true. False for some others, too.
 
-    It needs fewer calls than ``in_memory``, which counts if the code is not in the caches, as in decode.
+    The native core reads tensors without methods of torch, which counts if the code is not in the caches, as in decode.
     """
-    if forward_ad._current_level >= 0:
-        return False
-    try:
-        for x in tensors:
-            if type(x) not in _PLAIN or not x.data_ptr() or x.is_neg() or x.is_nested or x.dtype not in _REAL:
-                return False
-    except RuntimeError:  # tensors of a transform, and those without strides, have no address
-        return False
-    return True
+    return forward_ad._current_level < 0 and _is_plain(tensors)
 
 
 class Array(Protocol):
@@ -152,7 +151,7 @@ def as_tensors(**values: Tensor | Array | None) -> tuple[list[Tensor], InputErro
         by an empty tensor, so that the caller can report the error to the other ranks.
     """
     tensors: list[Any] = list(values.values())
-    if is_plain(tensors):
+    if forward_ad._current_level < 0 and _is_plain(tensors):
         return tensors, None
     tensors, fault = [], None
     for name, value in values.items():

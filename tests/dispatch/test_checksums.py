@@ -60,17 +60,17 @@ def _flip(rows_RD: Tensor, row: int, column: int, bit: int) -> None:
 def _corrupt_next_dispatch(dispatcher: Dispatcher, row: int) -> list[str]:
     """Flip a bit in ``row`` of the next dispatch that has this row. The returned list records the flip."""
     flips: list[str] = []
-    send = dispatcher._send
+    send = dispatcher._send_with
 
-    def corrupted(x_TD: Tensor, ids_TK: Tensor) -> Any:
-        rows_RD, handle = send(x_TD, ids_TK)
+    def corrupted(x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None) -> Any:
+        rows_RD, handle, words_RX = send(x_TD, ids_TK, words_TKX)
         if not flips and rows_RD.shape[0] > row:
             rows_RD = rows_RD.clone()
             _flip(rows_RD, row, 1, 9)
             flips.append("flipped")
-        return rows_RD, handle
+        return rows_RD, handle, words_RX
 
-    dispatcher._send = corrupted  # type: ignore[method-assign]
+    dispatcher._send_with = corrupted  # type: ignore[method-assign]
     return flips
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.header import check
-from moe_comm.dispatch.backends.native import NativeDispatcher, supported
+from moe_comm.dispatch.backends.native import NO_ROW_WORDS, NativeDispatcher, RowWordsArgs, supported
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.slots import sums
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions, earlier_routing_error, routing_error
@@ -121,11 +121,6 @@ class NativeLocalDispatcher(NativeDispatcher, LocalDispatcher):
         self._layout = native().Layout
         self._open(private_heap(), None)
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, DispatchHandle]:
-        if self.context.operation.fault is None and supported(x_TD):
-            return super()._send(x_TD, ids_TK)
-        return LocalDispatcher._send(self, x_TD, ids_TK)
-
     def _send_with(
         self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
     ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
@@ -138,9 +133,16 @@ class NativeLocalDispatcher(NativeDispatcher, LocalDispatcher):
             return Dispatcher._send_scaled(self, x_TD, ids_TK)
         return LocalDispatcher._send_scaled(self, x_TD, ids_TK)
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
+    def _sum(
+        self,
+        rows_RD: Tensor | None,
+        weights_TK: Tensor | None,
+        handle: DispatchHandle,
+        words: RowWordsArgs = NO_ROW_WORDS,
+    ) -> Tensor:
         if isinstance(handle.state, self._layout):
-            return super()._sum(rows_RD, weights_TK, handle)
+            return super()._sum(rows_RD, weights_TK, handle, words)
+        assert rows_RD is not None
         return LocalDispatcher._sum(self, rows_RD, weights_TK, handle)
 
     def _spread(

@@ -51,6 +51,9 @@ def supported(x: Tensor) -> bool:
 WordsArgs = tuple[int, int, int, int]
 """Address, width, and strides of the words of slots."""
 NO_WORDS = (0, 0, 0, 0)
+RowWordsArgs = tuple[int, int, int]
+"""Address and width of the words of rows, and address of the words of slots."""
+NO_ROW_WORDS = (0, 0, 0)
 LocatedRows = tuple[list[tuple[list[int], int]], list[int], int]
 """Of ``Transfer.share``: address of each rank's rows and their stride, for each part; tokens of each rank; places."""
 
@@ -157,26 +160,16 @@ class NativeDispatcher(Dispatcher):
     def _send_with(
         self, x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None
     ) -> tuple[Tensor, DispatchHandle, Tensor | None]:
-        operation = self.context.operation
-        if operation.fault is not None:
+        if self.context.operation.fault is not None:
             with self._start_send(x_TD, ids_TK) as incoming:
                 return incoming.rows_RD, incoming.handle, None
-        if not x_TD.is_contiguous():
-            x_TD = _dense(x_TD)
-        if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
-            ids_TK = ids_TK.to(torch.int64).contiguous()
-        (tokens, hidden), dtype, top_k = x_TD.shape, x_TD.dtype, operation.top_k
-        words_TKX, words = (None, NO_WORDS) if words_TKX is None else _words_args(words_TKX, tokens, top_k)
-        capsule, state, sizes, rows, dropped, received = self._run(
-            self._transfer.send,
-            *row_address(x_TD, dtype, (tokens, hidden)),
-            address(ids_TK, torch.int64, (tokens, top_k)),
-            (tokens, top_k, hidden, DTYPE_CODES[dtype]),
-            words,
-        )
-        rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
+        words = NO_WORDS
+        if words_TKX is not None:
+            words_TKX, words = _words_args(words_TKX, x_TD.shape[0], ids_TK.shape[1])
+        capsule, state, sizes, rows, dropped, own, received = self._run(self._transfer.send, x_TD, ids_TK, words)
+        rows_RD = from_capsule(capsule) if rows and x_TD.shape[1] else x_TD.new_empty(rows, x_TD.shape[1])
         words_RX = None if received is None else _received(received, rows, words)
-        return rows_RD, self._handle(x_TD, sizes, rows, dropped, state, state.own), words_RX
+        return rows_RD, self._handle(x_TD, sizes, rows, dropped, state, own), words_RX
 
     def _start_send(self, x_TD: Tensor, ids_TK: Tensor) -> NativeIncomingRows:
         """Start ``_send``. This rank's own rows are complete on return; rows of peers may be in flight."""
@@ -213,15 +206,7 @@ class NativeDispatcher(Dispatcher):
             if operation.fault is not None:
                 self._send(x_TD, ids_TK)  # raises on every rank
             x_TD = self._tokens_in_place(x_TD)
-            if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
-                ids_TK = ids_TK.to(torch.int64).contiguous()
-            (tokens, hidden), top_k = x_TD.shape, operation.top_k
-            shared, state, sizes, rows, dropped, own, located = self._run(
-                self._transfer.share,
-                *row_address(x_TD, operation.dtype, (tokens, hidden)),
-                address(ids_TK, torch.int64, (tokens, top_k)),
-                (tokens, top_k, hidden, DTYPE_CODES[operation.dtype]),
-            )
+            shared, state, sizes, rows, dropped, own, located = self._run(self._transfer.share, x_TD, ids_TK)
             handle = self._handle(x_TD, sizes, rows, dropped, state, own)
             handle.in_place = True
             self.record_handle(operation.span, handle)
@@ -304,10 +289,20 @@ class NativeDispatcher(Dispatcher):
         )
         return NativeOutgoingRows(self, pending, rows_RD, y_TD)
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
-        if weights_TK is not None and not weights_TK.is_contiguous():
-            weights_TK = weights_TK.contiguous()
-        return self._sum_rows(rows_RD, weights_TK, handle, (0, 0, 0))
+    def _sum(
+        self,
+        rows_RD: Tensor | None,
+        weights_TK: Tensor | None,
+        handle: DispatchHandle,
+        words: RowWordsArgs = NO_ROW_WORDS,
+    ) -> Tensor:
+        """Return sums, empty without rows."""
+        empty = rows_RD is None or not handle.num_tokens or not handle.hidden
+        results = None if empty else self._results
+        capsule = self._run(self._transfer.sum, handle.state, rows_RD, weights_TK, results, words, read=rows_RD)
+        if empty:
+            return torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device="cpu")
+        return from_capsule(capsule)
 
     def _sum_with(
         self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
@@ -315,28 +310,8 @@ class NativeDispatcher(Dispatcher):
         words_RX, width = words_RX.contiguous(), words_RX.shape[1]
         words_TKX = torch.empty(handle.num_tokens, handle.top_k, width, dtype=torch.float32, device="cpu")
         words = address(words_RX, torch.float32, (handle.num_rows, width)), width, address(words_TKX, torch.float32)
-        y_TD = self._sum_rows(rows_RD, None, handle, words)
+        y_TD = self._sum(rows_RD, None, handle, words)
         return None if rows_RD is None else y_TD, words_TKX
-
-    def _sum_rows(
-        self, rows_RD: Tensor | None, weights_TK: Tensor | None, handle: DispatchHandle, words: tuple[int, int, int]
-    ) -> Tensor:
-        """Return sums, empty without rows. words: address and width of those of rows, and address of those of slots."""
-        if rows_RD is not None and not rows_RD.is_contiguous():
-            rows_RD = _dense(rows_RD)
-        empty = rows_RD is None or not handle.num_tokens or not handle.hidden
-        capsule = self._run(
-            self._transfer.sum,
-            handle.state,
-            *row_address(rows_RD, handle.dtype, (handle.num_rows, handle.hidden)),
-            address(weights_TK, torch.float32, (handle.num_tokens, handle.top_k)),
-            None if empty else self._results,
-            words,
-            read=rows_RD,
-        )
-        if empty:
-            return torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device="cpu")
-        return from_capsule(capsule)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle

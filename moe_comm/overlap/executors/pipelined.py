@@ -390,7 +390,7 @@ class PipelinedCall(ExpertCall):
         run = Run(
             dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
         )
-        run.unscaled = sends_weights(x_TD, scaled)
+        run.unscaled = sends_weights(x_TD.dtype, scaled)
         run.guard = lambda: AbortOnError(dispatch.abort)
         self.handle = dispatch.handle
         self._dispatch, self._run, self._takes_fp8 = dispatch, run, scaled

@@ -84,18 +84,18 @@ class Fault(StepHook):
         return True
 
     def _flip_rows(self, dispatcher: Any) -> None:
-        send = dispatcher._send
+        send = dispatcher._send_with
         infinite = self.plan is not None and self.plan.how == "infinite row"
 
-        def damaged(x_TD: Tensor, ids_TK: Tensor) -> Any:
-            rows_RD, layout = send(x_TD, ids_TK)
+        def damaged(x_TD: Tensor, ids_TK: Tensor, words_TKX: Tensor | None) -> Any:
+            rows_RD, layout, words_RX = send(x_TD, ids_TK, words_TKX)
             if rows_RD.shape[0] and self._due():
                 rows_RD = rows_RD.clone()
                 words_RD = rows_RD.view(torch.int32)
                 words_RD[0, 0] = 0x7F800000 if infinite else words_RD[0, 0] ^ (1 << 24)
-            return rows_RD, layout
+            return rows_RD, layout, words_RX
 
-        dispatcher._send = damaged
+        dispatcher._send_with = damaged
         dispatcher.reads_in_place = lambda x_TD: False  # the rows of these runs are copies, also without checksums
 
     def before_step(self, step: int) -> None:
