@@ -172,14 +172,15 @@ class GpuGemm:
         """
         (values_RK, scale_RB), (w_ENK, w_scale_ECB) = rows, weights
         experts, columns, inner = w_ENK.shape
-        sources = counts.shape[1] if counts.dim() == 2 else 1
+        blocked = counts.dim() == 2
+        sources = counts.shape[1] if blocked else 1
         by_expert = w_ENK.stride(0) if experts > 1 else columns * w_ENK.stride(1)
         matrices = (
             (values_RK.data_ptr(), *_form(values_RK)),
             (w_ENK.data_ptr(), columns, inner, w_ENK.stride(1), by_expert),
             (out_RN.data_ptr(), *_form(out_RN)),
         )
-        room = values_RK.shape[0] // (experts * sources)
+        room = values_RK.shape[0] // (experts * sources) if blocked else 0
         self._native.rows_fp8(
             matrices, (scale_RB.data_ptr(), *scale_RB.stride()), (w_scale_ECB.data_ptr(), *w_scale_ECB.stride()[:2]),
             (counts.data_ptr(), experts, sources, room), stream,

@@ -505,16 +505,17 @@ def test_fused_forms_have_the_bits_of_triton(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    ("inner", "columns", "counts"),
+    ("inner", "columns", "counts", "blocked"),
     [
-        (128, 128, [[128]]),
-        (512, 256, [[0], [1], [129], [300]]),
-        (272, 136, [[5, 0], [64, 65]]),
-        (2048, 768, [[130]] * 40),
+        (128, 128, [[128]], False),
+        (512, 256, [[0], [1], [129], [300]], False),
+        (512, 256, [[0], [1], [129], [300]], True),
+        (272, 136, [[5, 0], [64, 65]], True),
+        (2048, 768, [[130]] * 40, False),
     ],
 )
 def test_e4m3_products_are_near_triton_and_float64(
-    inner: int, columns: int, counts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    inner: int, columns: int, counts: list[list[int]], blocked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moe_comm.kernels.triton.grouped_mm_fp8 import grouped_mm_fp8_into
 
@@ -527,7 +528,7 @@ def test_e4m3_products_are_near_triton_and_float64(
         pytest.skip(reason)
     device, blocks, room = torch.device("cuda", 0), -(-inner // 128), max(map(max, counts))
     experts, sources = len(counts), len(counts[0])
-    total = experts * sources * room if sources > 1 else sum(map(sum, counts))
+    total = experts * sources * room if blocked else sum(map(sum, counts))
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -536,7 +537,7 @@ def test_e4m3_products_are_near_triton_and_float64(
     rows = random(total, inner).to(torch.float8_e4m3fn), random(total, blocks).abs()
     w = random(experts, columns, inner).to(torch.float8_e4m3fn), random(experts, -(-columns // 128), blocks).abs()
     counts_EW = torch.tensor(counts, device=device)
-    given = counts_EW if sources > 1 else counts_EW.flatten()
+    given = counts_EW if blocked else counts_EW.flatten()
     ours, triton = (torch.full((total, columns), 3.0, dtype=BF16, device=device) for _ in range(2))
     assert tensor_cores.multiply_fp8(rows, w, given, ours)
     grouped_mm_fp8_into(rows, w, given, triton, native=False)
@@ -549,5 +550,5 @@ def test_e4m3_products_are_near_triton_and_float64(
             exact, size = wide[part] @ wide_w[e].T, wide[part].abs() @ wide_w[e].abs().T
             for result in (ours, triton):
                 assert ((result[part].double() - exact).abs() <= exact.abs() * 2.0**-8 + size * 2.0**-10).all()
-            start += room if sources > 1 else count
+            start += room if blocked else count
             assert (ours[part.stop : start] == 3).all()

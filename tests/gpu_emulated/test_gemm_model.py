@@ -131,3 +131,18 @@ def test_a_missing_barrier_is_a_data_race(race: str, fixed_addresses: tuple[str,
 def test_the_check_at_first_use_accepts_the_kernels(tmp_path: Path) -> None:
     names = [*tensor_cores.PRODUCTS, *tensor_cores.SCALED, *tensor_cores.GRADIENTS]
     assert tensor_cores.wrong_kernels(model_gemm(tmp_path), torch.device("cpu"), names) == []
+
+
+def test_blocks_of_one_source_have_room(tmp_path: Path) -> None:
+    """As ``LowLatencyHandle.receive_scaled`` returns them in a group of one rank."""
+    model, room, counts = model_gemm(tmp_path), 8, [[3], [0], [5]]
+    experts, inner, columns = len(counts), 128, 16
+    values, scale = torch.randn(experts * room, inner).to(torch.float8_e4m3fn), torch.rand(experts * room, 1)
+    w, w_scale = torch.randn(experts, columns, inner).to(torch.float8_e4m3fn), torch.rand(experts, 1, 1)
+    out = torch.full((experts * room, columns), 3.0, dtype=torch.bfloat16)
+    model.rows_fp8((values, scale), (w, w_scale), torch.tensor(counts), out, 0)
+    for e, (count,) in enumerate(counts):
+        block = slice(e * room, e * room + count)
+        exact = (values[block].double() * scale[block].double()) @ (w[e].double() * w_scale[e].double()).T
+        torch.testing.assert_close(out[block].double(), exact, rtol=2.0**-7, atol=2.0**-7)
+        assert (out[block.stop : (e + 1) * room] == 3).all()

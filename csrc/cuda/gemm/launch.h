@@ -62,7 +62,7 @@ struct Fp8Product {
   Matrices rows, w, out;
   int64_t scales_at = 0, scale_stride = 0, scale_step = 0;
   int64_t w_scales_at = 0, w_scale_expert_stride = 0, w_scale_stride = 0;
-  // sources > 1: each expert has as many blocks of block_rows rows, with a count for each.
+  // block_rows > 0: each expert has `sources` blocks of so many rows, with a count for each. 0: sources is 1.
   int64_t counts_at = 0, experts = 0, sources = 1, block_rows = 0;
 };
 

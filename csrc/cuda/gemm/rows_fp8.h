@@ -29,7 +29,7 @@ struct alignas(64) Fp8Args {
   int64_t scales_at, scale_stride, scale_stride_block;                // fp32 [R, inner / 128]; strides in elements
   int64_t w_scales_at, w_scale_stride_expert, w_scale_stride_column;  // fp32 [E, columns / 128, inner / 128], dense
   int64_t out_at, out_stride;
-  int64_t block_rows;  // if sources > 1: rows of each block
+  int64_t block_rows;  // rows of each block; 0: the rows of an expert follow those of the one before it
   int32_t experts, sources, columns, inner, group;
 };
 
@@ -99,7 +99,7 @@ MOE_DEVICE void multiply_rows_fp8(const Fp8Args& a) {
   __syncthreads();
 
   Walk tile(counts, groups, kTileRows, tiles_n, a.group, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x),
-            a.sources > 1 ? a.block_rows : 0);
+            a.block_rows);
   Ring<kFp8Stages> ring;
   if (warp < 4) {
     fewer_registers<40>();

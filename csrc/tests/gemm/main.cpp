@@ -250,8 +250,10 @@ void test_weights(const Case& c, bool add, unsigned seed) {
 }
 
 // e4m3 values are whole numbers, so that the sum of a block is exact, and the order of blocks and of multiplications by
-// scales gives the bits of the result. sources: blocks of rows of each expert, which are not full.
-void test_fp8(const Case& c, int64_t sources, unsigned seed) {
+// scales gives the bits of the result. sources: blocks of rows of each expert, which are not full; 0: none.
+void test_fp8(const Case& c, int64_t blocks_of_rows, unsigned seed) {
+  const int64_t sources = std::max<int64_t>(blocks_of_rows, 1);
+  const bool blocked = blocks_of_rows > 0;
   std::mt19937 random(seed);
   const int64_t width = c.columns, inner = (c.inner * 2 + 15) / 16 * 16, beyond = 5, experts = c.experts();
   const int64_t blocks = (inner + 127) / 128, w_blocks = (width + 127) / 128;
@@ -259,12 +261,12 @@ void test_fp8(const Case& c, int64_t sources, unsigned seed) {
   std::vector<int64_t> counts, starts;
   for (const int64_t n : c.counts) room = std::max(room, n);
   for (const int64_t n : c.counts) {
-    for (int64_t s = 0; s < sources; ++s) counts.push_back(sources == 1 ? n : n * (s + 1) / 3);
+    for (int64_t s = 0; s < sources; ++s) counts.push_back(blocked ? n * (s + 1) / 3 : n);
   }
   int64_t total = 0;
   for (size_t g = 0; g < counts.size(); ++g) {
     starts.push_back(total);
-    total += sources == 1 ? counts[g] : room;
+    total += blocked ? room : counts[g];
   }
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   const int64_t stride = inner + 16;
@@ -300,13 +302,13 @@ void test_fp8(const Case& c, int64_t sources, unsigned seed) {
   p.counts_at = reinterpret_cast<int64_t>(counts.data());
   p.experts = experts;
   p.sources = sources;
-  p.block_rows = room;
+  p.block_rows = blocked ? room : 0;
   Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks).rows_fp8(p, 0);
-  const std::string name = "fp8, " + std::to_string(sources) + " sources, " + std::to_string(total) + " x " +
+  const std::string name = "fp8, " + std::to_string(blocks_of_rows) + " sources, " + std::to_string(total) + " x " +
                            std::to_string(width) + " x " + std::to_string(inner);
   for (size_t g = 0; g < counts.size(); ++g) {
     const auto e = static_cast<int64_t>(g) / sources;
-    for (int64_t r = starts[g]; r < starts[g] + (sources == 1 ? counts[g] : room); ++r) {
+    for (int64_t r = starts[g]; r < starts[g] + (blocked ? room : counts[g]); ++r) {
       for (int64_t n = 0; n < width; ++n) {
         if (r >= starts[g] + counts[g]) {
           expect(out.at(0, r, n) == 0x7fc1, name + ", a row without a token");
@@ -364,7 +366,7 @@ int run(unsigned seed) {
     for (int kind = 0; kind < 4; ++kind) test_rows(c, kind, ++seed);
     for (int kind = 0; kind < 3; ++kind) test_gradient(c, kind > 0, kind > 1, ++seed);
     for (const bool add : {false, true}) test_weights(c, add, ++seed);
-    for (const int64_t sources : {1, 2}) test_fp8(c, sources, ++seed);
+    for (const int64_t sources : {0, 1, 2}) test_fp8(c, sources, ++seed);
   }
   return failures;
 }
