@@ -26,7 +26,7 @@ def is_native(*tensors: Tensor) -> bool:
 
 
 class ExpertWeights:
-    """Weights [E, N, K] with any strides, and biases [E, N] or None. Their memory must stay valid.
+    """Weights [E, N, K] and biases [E, N] or None, with any strides. Their memory must stay valid.
 
     transposed: the weights as [E, K, N], without biases.
     """
@@ -36,6 +36,8 @@ class ExpertWeights:
         self._native = is_native(self._w_ENK)
         if self._native:
             self._at = _stack(self._w_ENK)
+            if self._bias_EN is not None and self._bias_EN.stride(1) != 1:
+                self._bias_EN = self._bias_EN.contiguous()
             self._bias = row_address(self._bias_EN, w_ENK.dtype)
 
     @property

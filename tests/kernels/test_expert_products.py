@@ -105,3 +105,20 @@ def test_negative_views_and_zero_tensors_have_the_bits_of_their_values(dtype: to
             given = [view(t) if i == number else t for i, t in enumerate((x, w, y))]
             values = [t.resolve_neg().clone() for t in given]
             assert all(torch.equal(a, b) for a, b in zip(products(*given), products(*values), strict=True)), number
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_biases_may_have_any_strides(dtype: torch.dtype) -> None:
+    x, w = draw(5, 8, dtype=dtype), draw(2, 6, 8, dtype=dtype)
+    biases = (
+        draw(1, 1, dtype=dtype).expand(2, 6),
+        draw(2, 1, dtype=dtype).expand(2, 6),
+        draw(1, 6, dtype=dtype).expand(2, 6),
+        draw(6, 2, dtype=dtype).t(),
+        draw(2, 12, dtype=dtype)[:, ::2],
+    )
+    for bias in biases:
+        out, dense = (torch.empty(5, 6, dtype=dtype) for _ in range(2))
+        ExpertWeights(w, bias).multiply(x, out, (3, 2))
+        ExpertWeights(w, bias.clone(memory_format=torch.contiguous_format)).multiply(x, dense, (3, 2))
+        assert torch.equal(out, dense)
