@@ -8,7 +8,7 @@
                                              experts      0 1 2 0 1 ...
 
 A layer takes max(m T_f, T_a + T_e + 2 T_c) with T_f = max(T_a, T_e): with enough micro-batches, the slower pool never
-waits, and with one, both wait for each other. Dense layers are counted as layers with experts.
+waits, and with one, both wait for each other. Times of dense layers are counted as those of layers with experts.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class ServeModel:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert in all layers."""
-        return sum(one.k * one.n for one in self._expert_products) * self.shape.layers * BYTES[self.dtype]
+        """Bytes of one expert in all layers with experts."""
+        return sum(one.k * one.n for one in self._expert_products) * self.shape.moe_layers * BYTES[self.dtype]
 
     @property
     def other_bytes(self) -> int:
@@ -96,7 +96,11 @@ class ServeModel:
 
     def kv_tokens(self, tp_a: int) -> int:
         """Return the tokens in the KV cache of an attention node. Negative if its weights do not fit."""
-        return int((tp_a * usable_memory(self.attention) - self.other_bytes) // self.kv_bytes)
+        return int((tp_a * usable_memory(self.attention) - self.other_bytes) // (self.kv_bytes * self.kv_copies(tp_a)))
+
+    def kv_copies(self, tp: int) -> float:
+        """Return the copies of the KV cache on ``tp`` accelerators: they shard it by heads, and a latent has none."""
+        return tp / (min(tp, self.shape.kv_heads) if self.shape.latent is None else 1)
 
     def experts_fit(self, tp_e: int) -> bool:
         """Whether an expert fits an expert node."""
@@ -138,7 +142,7 @@ class ServeModel:
         rows = requests * self.shape.chosen / self.shape.experts
         pool, layer_s = self.attention, self._attention(self.attention, requests, kv_tokens, gpus)
         touched = self.shape.experts * (1 - (1 - self.shape.chosen / self.shape.experts) ** requests)
-        layer_s += self._products(pool, self._expert_products, rows, gpus, math.ceil(touched))
+        layer_s += self._products(pool, self._expert_products, rows, gpus, math.ceil(touched), sums=requests)
         return layer_s * self.shape.layers
 
     def balanced_nodes(self, context: float, tp_a: int, tp_e: int) -> float:
@@ -157,18 +161,33 @@ class ServeModel:
     def _attention(self, pool: Cluster, tokens: float, kv_tokens: float, tp: int) -> float:
         blocks = (*self.shape.attention_block.weights, *self.shape.moe_block.weights)
         products = tuple(one for one in blocks if one.product and one.copies == 1)
-        cache_s = pool.accelerator.memory_seconds(kv_tokens * self.kv_bytes / self.shape.layers / tp)
+        cache_s = pool.accelerator.memory_seconds(
+            kv_tokens * self.kv_bytes / self.shape.layers * self.kv_copies(tp) / tp
+        )
         return self._products(pool, products, tokens, tp) + cache_s
 
-    def _products(self, pool: Cluster, products: tuple[Weight, ...], rows: float, tp: int, groups: int = 1) -> float:
-        """Return the seconds of products whose weights are sharded over ``tp`` ranks, and of the sum over the ranks."""
+    def _products(
+        self,
+        pool: Cluster,
+        products: tuple[Weight, ...],
+        rows: float,
+        tp: int,
+        groups: int = 1,
+        sums: float | None = None,
+    ) -> float:
+        """Return the seconds of products whose weights are sharded over ``tp`` ranks, and of the sum over the ranks.
+
+        sums: rows that are summed over the ranks; None: ``rows``. A rank adds the outputs of a token's experts before.
+        """
         if not rows:
             return 0.0
         gpu, seconds = pool.accelerator, 0.0
         for one in products:
             seconds += gpu.gemm_seconds(math.ceil(rows), math.ceil(one.n / tp), one.k, self.dtype, groups)
         if tp > 1:
-            seconds += pool.all_reduce(rows * groups * self.shape.hidden * item_bytes(self.dtype), range(tp)).seconds
+            seconds += pool.all_reduce(
+                (rows if sums is None else sums) * self.shape.hidden * item_bytes(self.dtype), range(tp)
+            ).seconds
         return seconds
 
 

@@ -115,28 +115,34 @@ def instances(
 ) -> tuple[int, ServedTrace]:
     """Return the smallest number of instances whose 99th percentiles keep both bounds, and the slowest's latencies.
 
-    Requests go to the instances in turn.
+    Requests go to the instances in turn. The slowest instance is that with the highest time to the first token.
 
     Raises:
         ConfigError: not even one request per instance keeps them.
     """
 
     def keeps(count: int) -> ServedTrace | None:
-        served = replay(model, mapping, trace[::count])
-        times = served.summary()
-        # NaN: no request has two tokens
-        return served if times["ttft_p99_s"] <= ttft_s and not times["tpot_p99_s"] > tpot_s else None
+        slowest, longest = None, -1.0
+        for first in range(count):
+            served = replay(model, mapping, trace[first::count])
+            times = served.summary()
+            # NaN: no request has two tokens
+            if times["ttft_p99_s"] > ttft_s or times["tpot_p99_s"] > tpot_s:
+                return None
+            if times["ttft_p99_s"] > longest:
+                slowest, longest = served, times["ttft_p99_s"]
+        return slowest
 
-    count, found = 1, keeps(1)
+    count, lowest, found = 1, 0, keeps(1)
+    most = min(len(trace), MOST_INSTANCES)
     while found is None:
-        if count >= min(len(trace), MOST_INSTANCES):
+        if count >= most:
             raise ConfigError(
                 f"no number of instances keeps a TTFT of {ttft_s:g} s and a TPOT of {tpot_s:g} s (99th percentiles): "
                 "a prompt alone takes longer, or prompts delay the tokens of other requests"
             )
-        count *= 2
+        lowest, count = count, min(2 * count, most)
         found = keeps(count)
-    lowest = count // 2
     while count - lowest > 1:
         middle = (count + lowest) // 2
         if (served := keeps(middle)) is None:

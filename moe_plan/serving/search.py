@@ -114,7 +114,8 @@ class ServeRequest:
         results = [(0.0, 0)]
         for hosts in range(1, MOST_HOSTS + 1):
             free = hosts * gpus * usable_memory(model.attention) - weights
-            most = min(int(free // (model.kv_bytes * self.context * hosts)), LARGEST_BATCH)
+            kv_bytes = model.kv_bytes * model.kv_copies(gpus) * self.context
+            most = min(int(free // (kv_bytes * hosts)), LARGEST_BATCH)
             batch = self._largest(most, lambda requests: model.colocated_s(requests, requests * self.context, gpus))
             if batch:
                 seconds = model.colocated_s(batch, batch * self.context, gpus)

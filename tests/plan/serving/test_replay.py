@@ -61,6 +61,17 @@ def test_more_instances_keep_bounds_that_one_does_not() -> None:
         instances(MODEL, MAPPING, trace, 1e-6, 1.0)
 
 
+def test_every_request_counts_for_the_number_of_instances() -> None:
+    trace = [TraceRequest(0.0, 10, 2), TraceRequest(100.0, 4000, 2), TraceRequest(200.0, 10, 2)]
+    with pytest.raises(ConfigError, match="no number of instances"):  # the second request alone takes longer
+        instances(MODEL, MAPPING, trace, step_s(4000, 4000) / 2, 1.0)
+    trace = SyntheticTrace(rate=200, count=60, prompt=400, output=40).requests()
+    bound = replay(MODEL, MAPPING, trace).summary()["ttft_p99_s"] / 2
+    count, slowest = instances(MODEL, MAPPING, trace, bound, 1.0)
+    each = [replay(MODEL, MAPPING, trace[first::count]).summary()["ttft_p99_s"] for first in range(count)]
+    assert count > 1 and max(each) == slowest.summary()["ttft_p99_s"] <= bound
+
+
 def test_synthetic_traces_have_their_rate_and_long_tails() -> None:
     trace = SyntheticTrace(rate=10, count=2000, prompt=500, output=100, seed=3).requests()
     assert trace == SyntheticTrace(rate=10, count=2000, prompt=500, output=100, seed=3).requests()

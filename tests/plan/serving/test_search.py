@@ -98,3 +98,21 @@ def test_what_cannot_be_served_is_refused() -> None:
         ServeModel(DENSE["llama3-8b"], cluster_named("h100"), cluster_named("h100"))
     with pytest.raises(ConfigError, match="cannot be served"):
         request("dbrx", tpot_s=1e-4).best()
+
+
+def test_dense_layers_hold_no_experts() -> None:
+    model = request("deepseek-v3").model
+    assert model.shape.moe_layers < model.shape.layers
+    # attention, dense and shared MLPs, and embeddings: 671 B - 58 layers of 256 experts of 3 x 7168 x 2048
+    assert model.other_bytes == pytest.approx(2 * (671.03e9 - 58 * 256 * 3 * 7168 * 2048), rel=0.01)
+
+
+def test_accelerators_shard_the_cache_by_heads_and_each_keeps_a_latent_whole() -> None:
+    latent, few = request("deepseek-v3").model, request("qwen3-30b-a3b").model
+    assert [latent.kv_copies(tp) for tp in (1, 8)] == [1, 8]
+    assert few.shape.kv_heads == 4
+    assert [few.kv_copies(tp) for tp in (1, 4, 8)] == [1, 1, 2]
+    assert latent.kv_tokens(8) < 2 * latent.kv_tokens(4)
+    assert latent.attention_s(1, 1 << 20, 8) >= latent.attention.accelerator.memory_seconds(
+        (1 << 20) * latent.kv_bytes / latent.shape.layers
+    )
