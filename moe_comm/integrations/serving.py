@@ -152,10 +152,10 @@ def _open(models: Sequence[nn.Module], checkpoint: Checkpoint) -> Recovery | Non
     channel = channel_of(dispatcher.comm.group)
     folders = [checkpoint] if isinstance(checkpoint, str | PathLike) else checkpoint
     fault = _fault(models)
-    if folders is not None and fault is None:
-        fault = _cannot_recover(models, folders)
     if isinstance(fault, ConfigError):  # the other ranks may be in the context already
         raise fault
+    if folders is not None and fault is None:
+        fault = _cannot_recover(models, folders)
     labels = [[one.label for one in swapped_experts(model).values()] for model in models]
     same = {"experts of the models": labels, "a checkpoint": int(folders is not None)}
     recovery = Recovery(models, channel, folders)

@@ -414,3 +414,20 @@ def refused(rank: int, world: int, folder: str) -> None:
 
 def test_models_that_cannot_be_served_and_gradients_are_refused(saved: Callable[[str], str], pool4: RankPool) -> None:
     pool4.run(refused, saved("mixtral"))
+
+
+def without_files(rank: int, world: int, folder: str) -> str:
+    """Only rank 1 lacks the checkpoint, and it goes on after its error."""
+    model = swap_moe(load(folder), ep_group(world))
+    with pytest.raises(ConfigError, match="does not exist") as raised:
+        moe_comm.serve_experts(model, checkpoint="/does/not/exist" if rank == 1 else folder)
+    with moe_comm.serving(model):  # it opens
+        pass
+    return str(raised.value)
+
+
+def test_a_checkpoint_that_one_rank_lacks_is_an_error_on_all_ranks(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    results = pool4.run(without_files, saved("mixtral"), timeout=30)
+    assert all("/does/not/exist" in text for text in results)
