@@ -107,6 +107,7 @@ class Rounds:
         self._closing = False
         self._votes, self._kind, self._ended_calls = 0, -1, 0  # of the last vote: its number, its result; calls since
         self._wanted: Placement | None = None
+        self._refused: Placement | None = None  # for ranks that have died since
         self._report: BaseException | None = None  # an error of this rank that the others do not know
         self._began = self._ended = self._round_s = 0.0  # times and duration of the last round of this rank
         self._gap_s = 0.0  # usual time to the next
@@ -177,6 +178,9 @@ class Rounds:
             while self._wanted is placement:
                 self._changed.wait(POLL_S)
                 self.check()
+            if self._refused is placement:
+                self._refused = None
+                raise ConfigError("a rank died before the experts moved; pass a placement for the other ranks")
 
     def check(self) -> None:
         """Raise the error that has ended the context, if any."""
@@ -378,6 +382,10 @@ class Rounds:
         own = [self._votes, self._kind, self._ended_calls, self._all_left, self._last]
         states = self._recovery.recover(error, own)
         self._forget_top_k()
+        with self._changed:
+            if self._wanted is not None and self._wanted.world != self._recovery.channel.world:
+                self._wanted, self._refused = None, self._wanted
+                self._changed.notify_all()
         latest = max(states)
         if self._votes < latest[0]:
             self._votes, self._kind, _, self._all_left, self._last = latest

@@ -223,6 +223,47 @@ def test_experts_move_while_requests_run(backend: str, saved: Callable[[str], st
     pool4.run(placed, Run(saved("mixtral"), 1, 2, backend), timeout=60)
 
 
+def outdated(rank: int, world: int, run: Run) -> None:
+    """Rank 2 dies when rank 0 has asked for a placement, and before the experts move."""
+    group = dist.new_group(range(run.world))
+    if rank >= run.world:
+        return
+    with run.model(group) as model, moe_comm.serving(model, checkpoint=run.folder) as serving:
+        plain, (ids,) = load(run.folder), prompts(0, 1)
+        rounds: Any = next(iter(swapped_experts(model).values())).rounds
+        if rank == 2:
+            vote = rounds._try_vote
+
+            def die_in_the_vote_for_a_change(*args: Any) -> Any:
+                time.sleep(0.2)  # rank 0 begins its vote meanwhile
+                if dist.distributed_c10d._get_default_store().check(["a placement is wanted"]):
+                    die(dist.distributed_c10d._get_default_store())
+                return vote(*args)
+
+            rounds._try_vote = die_in_the_vote_for_a_change
+            dist.distributed_c10d._get_default_store().set("rank 2 votes late", "")
+        if rank == 0:
+            offer = Recovery.offer
+            dist.distributed_c10d._get_default_store().wait(["rank 2 votes late"])
+            time.sleep(0.5)  # until the vote during which it was set has ended
+
+            def offer_and_let_die(*args: Any) -> None:
+                offer(*args)
+                dist.distributed_c10d._get_default_store().set("a placement is wanted", "")
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Recovery, "offer", offer_and_let_die)
+                with pytest.raises(ConfigError, match="a rank died before the experts moved"):
+                    serving.place([0, 3, 5])
+            assert torch.equal(tokens(model, ids, 4), tokens(plain, ids, 4))
+            serving.place([4, 4])
+            assert torch.equal(tokens(model, ids, 4), tokens(plain, ids, 4))
+
+
+def test_a_placement_for_a_rank_that_died_is_refused(saved: Callable[[str], str], pool4: RankPool) -> None:
+    pool4.run(outdated, Run(saved("mixtral"), 1, 2, "all_to_all"), expect_dead={2}, timeout=30)
+
+
 def followed(rank: int, world: int, folder: str) -> None:
     """The placement follows the routing of the first requests."""
     model, plain, (ids,) = swap_moe(load(folder), ep_group(world)), load(folder), prompts(rank, 1)
