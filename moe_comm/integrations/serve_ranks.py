@@ -162,7 +162,11 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _serve(model: Any, config: ServeConfig, sockets: list[socket.socket], ports: list[int], stopped: list[int]) -> None:
-    """Serve until a signal, or until another rank ends."""
+    """Serve until a signal, or until another rank ends.
+
+    Raises:
+        MoeCommError: the server ended by itself.
+    """
     settings = config.batching.options() if config.batching else {}
     rounds: Any = next(iter(swapped_experts(model).values())).rounds
     with ExitStack() as stack:
@@ -174,6 +178,8 @@ def _serve(model: Any, config: ServeConfig, sockets: list[socket.socket], ports:
             print(f"Serving {config.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         while not stopped and not server.ended and (rounds is None or rounds.error is None):
             time.sleep(LOOK_S)
+        if server.ended and not stopped:
+            raise MoeCommError("the server of transformers has ended by itself; its log has the reason")
 
 
 class Balancer:
