@@ -80,7 +80,8 @@ def test_our_kernels_compile_without_a_gpu_and_use_as_much_as_recorded(
     command = [pytest.importorskip("triton").knobs.nvidia.cuobjdump.path, "-res-usage", path]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     used = {name: (int(a), int(b)) for name, a, b in re.findall(r"Function p2p_(\w+):\s+REG:(\d+) STACK:(\d+)", shown)}
-    recorded = {row["kernel"]: row for row in json.loads(RECORDED.read_text())["results"] if row["target"] == arch}
+    rows = [row for row in json.loads(RECORDED.read_text())["results"] if row["target"] == arch]
+    recorded = {row["kernel"]: row for row in rows if not row["kernel"].startswith("gemm_")}  # of another file
     assert used.keys() == recorded.keys() == set(names)
     for name, (registers, stack) in used.items():
         assert registers <= recorded[name]["registers"] + MARGIN and stack <= MOST_SPILLED, (name, registers, stack)
