@@ -38,7 +38,7 @@ from moe_comm.overlap.triton.programs import (
     matmul_scatter_kernel,
     push_rows_kernel,
 )
-from moe_comm.overlap.triton.tile_list import EXPERTS_AT_ONCE, EXTRA_PERCENT, TILES_AT_ONCE, tile_list_kernel
+from moe_comm.overlap.triton.tile_list import EXPERTS_AT_ONCE, TILES_AT_ONCE, tile_list_kernel
 
 TARGETS = (80, 90, 100)
 """sm_80 (A100), sm_90 (H100, H200), sm_100 (B200)."""
@@ -367,7 +367,7 @@ def _products(dtype: torch.dtype, target: int) -> tuple[KernelSpec, KernelSpec]:
 
 
 def _tile_list() -> KernelSpec:
-    constants = {"WORLD": 8, "SOURCES": 16, "ROWS": 128, "EXTRA": EXTRA_PERCENT}
+    constants = {"WORLD": 8, "SOURCES": 16, "ROWS": 128}
     constants |= {"EXPERTS": EXPERTS_AT_ONCE, "TILES": TILES_AT_ONCE}
     names = [argument for argument in tile_list_kernel.arg_names if argument not in constants]
     types = {argument: "*i64" if argument.endswith("_ptr") else "i32" for argument in names}

@@ -18,6 +18,7 @@
 #include "bind_tensor.h"
 #include "cuda/args.h"
 #include "cuda/launch.h"
+#include "cuda/order.h"
 #include "cuda/plan.h"
 #include "cuda/starters.h"
 
@@ -44,6 +45,10 @@ std::map<std::string, int64_t> p2p_constants() {
           {"max_parts", kMaxParts},
           {"max_slices", kMaxSlices},
           {"slice_columns", kSliceColumns},
+          {"tile_rows", kTileRows},
+          {"tile_flags", kTileFlags},
+          {"order_words", kOrderWords},
+          {"send_tile_words", static_cast<int64_t>(sizeof(SendTile) / 8)},
           {"scale_channels", kScaleChannels},
           {"rows_at", kRowsAt},
           {"block_at", kBlockAt},
@@ -177,11 +182,12 @@ void bind_plan(py::module_& m) {
       .def("dispatch",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t tokens, int64_t top_k,
               int64_t ids_at, int64_t place_at, int64_t chunk, int64_t x_at, int64_t stride, int64_t hidden,
-              int64_t dtype, const std::array<int64_t, 5>& how, const std::array<int64_t, 5>& links) {
+              int64_t dtype, const std::array<int64_t, 7>& how, const std::array<int64_t, 5>& links) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.dispatch(t, {{tokens, top_k}, ids_at, place_at, chunk}, {x_at, stride, hidden, dtype},
-                        {how[0], how[1], how[2], how[3], how[4]}, {links[0], links[1], links[2], links[3], links[4]});
+                        {how[0], how[1], how[2], how[3], how[4], how[5], how[6]},
+                        {links[0], links[1], links[2], links[3], links[4]});
            })
       .def("arrive", &Plan::arrive, py::call_guard<Release>())
       .def("received", &Plan::received)
@@ -223,12 +229,12 @@ void bind_plan(py::module_& m) {
       .def("spread",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t grad_at,
-              int64_t stride, int64_t dots_at, const std::array<int64_t, 2>& flags, bool done) {
+              int64_t stride, int64_t dots_at, int64_t order_at, bool done) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
              p.spread(blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, place_at, weights_at, dots_at,
-                      {flags[0], flags[1]});
+                      order_at);
              if (done) p.done();
            })
       .def("send_few",
@@ -305,10 +311,10 @@ void bind_p2p(py::module_& m) {
       "p2p_control",
       [](int64_t world, int64_t experts, int64_t local_experts) {
         const p2p::Control c{world, experts, local_experts};
-        return std::map<std::string, int64_t>{{"header", c.header(0, 0)},   {"offer", c.offer(0, 0)},
-                                              {"counts", c.counts(0, 0)},   {"done", c.done(0)},
-                                              {"arrived", c.arrived(0, 0)}, {"sent", c.sent(0, 0, 0, 0)},
-                                              {"results", c.results(0, 0)}, {"bytes", c.bytes()}};
+        return std::map<std::string, int64_t>{{"header", c.header(0, 0)},      {"offer", c.offer(0, 0)},
+                                              {"counts", c.counts(0, 0)},      {"done", c.done(0)},
+                                              {"arrived", c.arrived(0, 0, 0)}, {"sent", c.sent(0, 0, 0, 0)},
+                                              {"results", c.results(0, 0)},    {"bytes", c.bytes()}};
       },
       py::arg("world"), py::arg("experts"), py::arg("local_experts"),
       "Return the size of the control area in bytes, and the first word of each part.");

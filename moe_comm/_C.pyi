@@ -534,7 +534,7 @@ class P2pPlan:
         grad_at: int,
         stride: int,
         dots_at: int,
-        flags: tuple[int, int],
+        order_at: int,
         done: bool,
         /,
     ) -> None: ...

@@ -14,7 +14,7 @@ SHORT = ("movement", "ceilings", "products", "fused")
 Family = Literal["", "peer_to_peer", "bulk", "triton", "layer"]
 BEGIN = ("build", "smoke", "ceilings")
 PRESETS: dict[str, tuple[str, ...]] = {
-    "move": (*BEGIN, "kernel-tests", "dispatch", "few", "bulk", "virtual", "virtual-tests", "host"),
+    "move": (*BEGIN, "kernel-tests", "dispatch", "few", "bulk", "virtual", "virtual-tests", "hidden", "host"),
     "gemm": (*BEGIN, "gemm-tests", "products", "fused", "triton-tests"),
     "layer": (*BEGIN, "layer-", "host-profile", "check-grads", "gpu-tests", "features"),
     "contract": ("build", "smoke", "contract-"),
@@ -108,6 +108,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         measurement("bulk", 60, "movement", "bulk", "--tokens", "32", *small, family="bulk")
         measurement("virtual", 60, "movement", "virtual", "--tokens", "32", *small, family="peer_to_peer")
         measurement("host", 60, "movement", "host", "--tokens", "8", *small, family="peer_to_peer")
+        measurement("hidden", 60, "hidden", family="triton", env=interpreted)
         measurement("products", 60, "products", family="triton", env=interpreted)
         measurement("fused", 60, "fused", family="triton", env=interpreted)
         measurement("layer-small", 60, "layers", "small", family="layer")
@@ -134,6 +135,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     in_cuda = {"MOE_COMM_GEMM": "cuda"}
     gemm_tests = ("tests/gpu/test_gemm.py", "tests/gpu/test_weight_gemm.py", "-m", "gpu")
     tests("gemm-tests", 60, *gemm_tests, family="triton", test_s=30, env=in_cuda)
+    measurement("hidden", 75, "hidden", family="triton")
     measurement("products", 90, "products", family="triton")
     measurement("fused", 60, "fused", family="triton", env=in_cuda)
     for shape in LAYERS:

@@ -8,18 +8,18 @@
 //   block   [ control | heap: rows that peers write to or read from ]
 //
 //   control [ posted W | header 2 x W x 49 | offer 2 x W x 5 | counts 2 x W x E |
-//             done W | arrived L x W | sent 2 x L x W x 4 | staged 2 x W | results 4 x W ]
+//             done W | arrived L x W x 16 | sent 2 x L x W x 4 | staged 2 x W | results 4 x W ]
 //
 // Each peer writes to its own words of the control area and then sets the matching flag word to the current turn
 // number. Flags are never reset. A turn is a sequence number: each meet starts a new turn. A rank can be at most one
 // turn ahead of a peer that still reads, so the data is double-buffered by parity (0 or 1) of the turn. meet copies
 // counts and offers to this rank's private memory, where the kernels that follow read them.
 //
-//   dispatch   count ▸ scan ▸ meet (counts, offers) ▸ push ▸ arrive [▸ fan_out]      one turn, no host in between
+//   dispatch   count ▸ scan [▸ order] ▸ meet (counts, offers) ▸ push ▸ arrive [▸ fan_out]      one turn, no host
 //   combine    meet (offers) ▸ sum ▸ done            also the backward of dispatch, without weights
 //   backward   meet (offers) ▸ spread ▸ done         backward of combine
 //   overlapped meet (offers) ▸ [ready ▸ sum] for each slice ▸ done      combine of results that are still computed
-//              meet (offers) ▸ spread with flags ▸ done                 backward of combine, for a GEMM that waits
+//              meet (offers) ▸ spread_tiles ▸ done                      backward of combine, for a GEMM that waits
 //   reduced    meet (offers) ▸ weigh ▸ stage ▸ reduce ▸ stage ▸ sum_reduced ▸ done      combine, see below
 //
 // The reduced combine moves one row per (token, owner), where sum moves one per slot. If several slots of a token have
@@ -31,7 +31,12 @@
 // The overlapped combine divides the columns of the results into slices. On another stream, a GEMM computes them slice
 // by slice (overlap/triton/publish_mm.py). After the last of a rank's rows of a slice, it sets results(slice, rank) at
 // the rank of the tokens. ready waits for one slice of all ranks; sum then adds its columns, while the GEMM computes
-// the next slice. spread with flags sets arrived(e, rank) at the owner of e as push does.
+// the next slice. spread_tiles sets arrived(e, rank, tile) at the owner of e as push_tiles does.
+//
+// A rank's rows for an expert have a flag for each tile of flag_rows(n) of its n rows: arrived(e, rank, tile). push
+// walks tokens and reads each once; the rows of an expert end with the last tokens, and so do its flags. With the list
+// that `order` writes, push_tiles and spread_tiles walk tiles (order.h), so a GEMM that waits for tiles computes
+// meanwhile.
 //
 //   low latency  ll_send ▸ ll_arrive ▸ [experts] ▸ ll_ready ▸ sum
 //
@@ -75,6 +80,8 @@ constexpr int64_t kNowhere = -1;        // offered by a rank that could not allo
 constexpr int64_t kMaxParts = 4;        // maximum number of ll_send blocks per expert
 constexpr int64_t kMaxSlices = 4;       // maximum number of column slices of an overlapped combine
 constexpr int64_t kSliceColumns = 256;  // the first column of a slice is a multiple of it
+constexpr int64_t kTileRows = 128;      // approximate number of rows of a tile with a flag
+constexpr int64_t kTileFlags = 16;      // maximum number of tiles, and flags, of one (expert, source rank)
 
 // Words of an offer. The first four are byte offsets from the start of the offering rank's block. The last is the
 // capacity in rows; -1 means unlimited.
@@ -114,6 +121,18 @@ MOE_HD inline int64_t row_scales(int64_t hidden, int64_t format) {
   return format == kSame ? 0 : format == kRowScales ? 1 : (hidden + kScaleChannels - 1) / kScaleChannels;
 }
 
+// The tiles of the n rows that a rank sends to one expert: the rows of each but the last, and their number. Tiles have
+// about kTileRows rows and nearly equal sizes, so that blocks which send as many tiles send as many rows.
+MOE_HD inline int64_t flag_rows(int64_t n) {
+  const uint32_t rows = static_cast<uint32_t>(n), tiles = (rows + kTileRows / 2) / kTileRows;  // 32 bits: fast division
+  const uint32_t limited = tiles < 1 ? 1 : tiles < kTileFlags ? tiles : kTileFlags;
+  return (rows + limited - 1) / limited;
+}
+MOE_HD inline int64_t num_flags(int64_t n) {
+  const uint32_t rows = static_cast<uint32_t>(n), of_tile = static_cast<uint32_t>(flag_rows(n));
+  return n > 0 ? (rows + of_tile - 1) / of_tile : 0;
+}
+
 // The control area, as offsets in 8-byte words from the start of a block. L is the maximum number of experts per rank.
 struct Control {
   int64_t world, experts, local_experts;
@@ -125,10 +144,12 @@ struct Control {
   }
   MOE_HD int64_t counts(int64_t parity, int64_t from) const { return offer(2, 0) + (parity * world + from) * experts; }
   MOE_HD int64_t done(int64_t from) const { return counts(2, 0) + from; }
-  MOE_HD int64_t arrived(int64_t local_expert, int64_t from) const { return done(world) + local_expert * world + from; }
+  MOE_HD int64_t arrived(int64_t local_expert, int64_t from, int64_t tile) const {
+    return done(world) + (local_expert * world + from) * kTileFlags + tile;
+  }
   // Low latency: turn << 16 | row count, one word per ll_send part.
   MOE_HD int64_t sent(int64_t parity, int64_t local_expert, int64_t from, int64_t part) const {
-    return arrived(local_experts, 0) + ((parity * local_experts + local_expert) * world + from) * kMaxParts + part;
+    return arrived(local_experts, 0, 0) + ((parity * local_experts + local_expert) * world + from) * kMaxParts + part;
   }
   MOE_HD int64_t staged(int64_t stage, int64_t from) const { return sent(2, 0, 0, 0) + stage * world + from; }
   MOE_HD int64_t results(int64_t slice, int64_t from) const { return staged(2, 0) + slice * world + from; }
@@ -209,6 +230,13 @@ struct Report {
 // scan: ceil(E / kScanExperts) blocks. Sums the counts over the chunks.
 #define MOE_P2P_SCAN(X) MOE_P2P_GROUP(X) MOE_P2P_SLOTS(X)
 
+// order: [chunks] blocks, between scan and meet. Lists this rank's slots by expert, and their tiles in the order in
+// which push and spread send them; see order.h.
+#define MOE_P2P_ORDER(X) \
+  MOE_P2P_GROUP(X)       \
+  MOE_P2P_SLOTS(X)       \
+  X(order_at) /* [order_words(T * K, E)] int64 */
+
 // meet: one block. Starts a turn. Writes this rank's header, offer and, if with_counts, slots per expert to all peers;
 // waits for theirs; compares headers. With counts, it then converts expert_rows_at to first rows and writes summary_at
 // and the report. Without counts, the slot words are not read.
@@ -230,8 +258,9 @@ struct Report {
                        never beyond this rank's room */
 
 // push, and push_fp8 for rows that are quantised: any number of blocks; each takes chunks in turn. Writes each slot's
-// row to its place at the expert's owner and fills place_at. Sets arrived(e, rank) at the owner of e once all of this
-// rank's rows for e are written.
+// row to its place at the expert's owner and fills place_at. Sets arrived(e, rank, tile) at the owner of e for all
+// tiles after the last of this rank's rows for e. push_tiles: the same for rows that are neither quantised nor relayed;
+// each block takes tiles of the order in turn. Sets arrived(e, rank, tile) once the rows of the tile are written.
 //   A slot with a row index beyond the owner's capacity (offer word 4) gets place -1 and counts as overflow.
 //   format: Format; the received values equal those of dispatch/wire_dtype.py.
 //   relay: a token's row is sent once per rank; the owner's links (offer word 3) list its other destinations there.
@@ -247,7 +276,8 @@ struct Report {
   X(format)                                                                                       \
   X(power_of_two)                                                                                 \
   X(relay)                                                                                        \
-  X(bulk) /* copy rows by cp.async.bulk where their addresses allow it; sm_90 and newer */
+  X(order_at) /* as order wrote it; only for push_tiles */                                        \
+  X(bulk)     /* copy rows by cp.async.bulk where their addresses allow it; sm_90 and newer */
 
 // arrive: one block. Waits until the rows of some source ranks for this rank's experts have been written.
 #define MOE_P2P_ARRIVE(X)                           \
@@ -319,22 +349,21 @@ struct Report {
 // spread: any number of blocks. Backward of the weighted sum: writes grad[t] * weights[t, k] to place[t, k] in the
 // owners' blocks (offer word 1). Unless dots_at is 0, writes the dot products of grad[t] with the row at place[t, k]
 // (offer word 0) to dots_at [T, K] fp32. The additions follow the order of the CPU kernel (csrc/cpu/kernels_impl.inc),
-// so the bits are equal. If weights_at is 0, all weights are 1. Unless ids_at is 0, sets arrived(e, rank) at the owner
-// of e once all of this rank's rows for e are written.
-#define MOE_P2P_SPREAD(X)                                        \
-  MOE_P2P_GROUP(X)                                               \
-  MOE_P2P_ROWS(X)                                                \
-  X(tokens)                                                      \
-  X(top_k)                                                       \
-  X(place_at)                                                    \
-  X(offers_at)                                                   \
-  X(weights_at)                                                  \
-  X(grad_at)                                                     \
-  X(stride) /* bytes */                                          \
-  X(dots_at)                                                     \
-  X(ids_at)   /* [T, K] int64, or 0 */                           \
-  X(slots_at) /* [E] int64: this rank's slots for each expert */ \
-  X(left_at)  /* as for push */
+// so the bits are equal. If weights_at is 0, all weights are 1.
+// spread_tiles: the same, tile by tile as push_tiles. Sets arrived(e, rank, tile) at the owner of e once the rows of
+// the tile are written.
+#define MOE_P2P_SPREAD(X) \
+  MOE_P2P_GROUP(X)        \
+  MOE_P2P_ROWS(X)         \
+  X(tokens)               \
+  X(top_k)                \
+  X(place_at)             \
+  X(offers_at)            \
+  X(weights_at)           \
+  X(grad_at)              \
+  X(stride) /* bytes */   \
+  X(dots_at)              \
+  X(order_at) /* as order wrote it; only for spread_tiles */
 
 // done: one block. Announces that this rank no longer accesses peers' memory in this turn; waits until all ranks have
 // done so.
@@ -375,24 +404,27 @@ struct Report {
   X(place_at)
 
 // All kernels p2p_<name>: name, argument struct, words.
-#define MOE_P2P_KERNELS(K)                      \
-  K(count, CountArgs, MOE_P2P_COUNT)            \
-  K(scan, ScanArgs, MOE_P2P_SCAN)               \
-  K(meet, MeetArgs, MOE_P2P_MEET)               \
-  K(push, PushArgs, MOE_P2P_PUSH)               \
-  K(push_fp8, PushFp8Args, MOE_P2P_PUSH)        \
-  K(arrive, ArriveArgs, MOE_P2P_ARRIVE)         \
-  K(fan_out, FanOutArgs, MOE_P2P_FAN_OUT)       \
-  K(sum, SumArgs, MOE_P2P_SUM)                  \
-  K(ready, ReadyArgs, MOE_P2P_READY)            \
-  K(weigh, WeighArgs, MOE_P2P_WEIGH)            \
-  K(stage, StageArgs, MOE_P2P_STAGE)            \
-  K(reduce, ReduceArgs, MOE_P2P_REDUCE)         \
-  K(sum_reduced, SumReducedArgs, MOE_P2P_SUM)   \
-  K(spread, SpreadArgs, MOE_P2P_SPREAD)         \
-  K(done, DoneArgs, MOE_P2P_DONE)               \
-  K(ll_send, LlSendArgs, MOE_P2P_LL_SEND)       \
-  K(ll_arrive, LlArriveArgs, MOE_P2P_LL_ARRIVE) \
+#define MOE_P2P_KERNELS(K)                         \
+  K(count, CountArgs, MOE_P2P_COUNT)               \
+  K(scan, ScanArgs, MOE_P2P_SCAN)                  \
+  K(order, OrderArgs, MOE_P2P_ORDER)               \
+  K(meet, MeetArgs, MOE_P2P_MEET)                  \
+  K(push, PushArgs, MOE_P2P_PUSH)                  \
+  K(push_tiles, PushTilesArgs, MOE_P2P_PUSH)       \
+  K(push_fp8, PushFp8Args, MOE_P2P_PUSH)           \
+  K(arrive, ArriveArgs, MOE_P2P_ARRIVE)            \
+  K(fan_out, FanOutArgs, MOE_P2P_FAN_OUT)          \
+  K(sum, SumArgs, MOE_P2P_SUM)                     \
+  K(ready, ReadyArgs, MOE_P2P_READY)               \
+  K(weigh, WeighArgs, MOE_P2P_WEIGH)               \
+  K(stage, StageArgs, MOE_P2P_STAGE)               \
+  K(reduce, ReduceArgs, MOE_P2P_REDUCE)            \
+  K(sum_reduced, SumReducedArgs, MOE_P2P_SUM)      \
+  K(spread, SpreadArgs, MOE_P2P_SPREAD)            \
+  K(spread_tiles, SpreadTilesArgs, MOE_P2P_SPREAD) \
+  K(done, DoneArgs, MOE_P2P_DONE)                  \
+  K(ll_send, LlSendArgs, MOE_P2P_LL_SEND)          \
+  K(ll_arrive, LlArriveArgs, MOE_P2P_LL_ARRIVE)    \
   K(ll_ready, LlReadyArgs, MOE_P2P_LL_READY)
 
 #define MOE_P2P_WORD(name) int64_t name;

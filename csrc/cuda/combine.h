@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/convert.h"
-#include "cuda/meet.h"
+#include "cuda/order.h"
 #include "cuda/shared.h"
 
 namespace moe_comm {
@@ -247,22 +247,46 @@ MOE_BLOCK void reduce(M& m, const ReduceArgs& a) {
 
 // Lane l of a dot product takes elements l, l + 32, ... The thread that reads a piece accumulates the lanes of its
 // elements.
-template <class P, bool with_dots, class M>
-MOE_BLOCK void spread_pieces(M& m, const SpreadArgs& a, const Blocks& blocks) {
+template <class P, bool with_dots, bool by_expert, class M, class Args>
+MOE_BLOCK void spread_pieces(M& m, const Args& a, const Blocks& blocks) {
   const int64_t* offers = at<const int64_t>(a.offers_at);
   const int64_t* places = at<const int64_t>(a.place_at);
   const float* weights = at<const float>(a.weights_at);
   constexpr int size = static_cast<int>(sizeof(typename P::Bits)), lanes = static_cast<int>(kLanes);
   constexpr int batch = static_cast<int>(kSpreadBatch), readers = lanes / P::kSize;
+  const int hidden = static_cast<int>(a.hidden);
   const int64_t bytes = a.hidden * size, slots = a.tokens * a.top_k;
   char** to = m.template shared<char*>(batch);
   const char** from = m.template shared<const char*>(batch);
   float* sums = m.template shared<float>(batch * (lanes + 1));  // padded by one element to avoid bank conflicts
-  for (int64_t first = m.block() * batch; first < slots; first += m.blocks() * batch) {
-    const int n = static_cast<int>(slots - first < batch ? slots - first : batch);
+  uint32_t* slots_of = by_expert ? m.template shared<uint32_t>(batch) : nullptr;
+  SendOrder order(a.order_at, slots, a.experts, m.blocks());
+  if (by_expert) order.read_group();
+  // Without an order, a batch is the next slots; its `tile` is their number in units of a batch.
+  const int all = by_expert ? order.tiles() : static_cast<int>((slots + batch - 1) / batch);
+  if (with_dots && by_expert) {  // slots without an expert are in no tile
+    const int64_t per = (slots + m.blocks() - 1) / m.blocks(), from_slot = m.block() * per;
+    const int64_t left = slots - from_slot;
+    m.each(static_cast<int>(left < per ? left : per), [&](int i) {
+      if (places[from_slot + i] == kDropped) at<float>(a.dots_at)[from_slot + i] = 0.0f;
+    });
+  }
+  TileRows now = by_expert ? order.first_of_block(m.block()) : TileRows{static_cast<int>(m.block()), 0};
+  while (now.tile < all) {
+    const int64_t first = int64_t{now.tile} * batch, listed = by_expert ? order.tile[now.tile].listed + now.first : 0;
+    const auto slot_of = [&](int i) -> int64_t {
+      if constexpr (by_expert) return slots_of[i];
+      return first + i;
+    };
+    const auto token_of = [&](int i) -> int64_t {
+      if constexpr (by_expert) return slots_of[i] / static_cast<uint32_t>(a.top_k);  // 32 bits: no spills
+      return (first + i) / a.top_k;
+    };
+    const int n = by_expert ? order.count(now) : static_cast<int>(slots - first < batch ? slots - first : batch);
     m.sync();
     m.each(n, [&](int i) {
-      const int64_t place = places[first + i];
+      if constexpr (by_expert) slots_of[i] = static_cast<uint32_t>(order.slots[listed + i]);
+      const int64_t place = places[slot_of(i)];
       to[i] = nullptr;
       from[i] = nullptr;
       if (place == kDropped) return;
@@ -277,12 +301,12 @@ MOE_BLOCK void spread_pieces(M& m, const SpreadArgs& a, const Blocks& blocks) {
       MOE_UNROLL
       for (int c = 0; c < P::kSize; ++c) lane[c] = 0.0f;
       if (to[s] != nullptr) {
-        const float weight = weights ? weights[first + s] : 1.0f;
-        const char* grad = at<const char>(a.grad_at) + (first + s) / a.top_k * a.stride;
+        const float weight = weights ? weights[slot_of(s)] : 1.0f;
+        const char* grad = at<const char>(a.grad_at) + token_of(s) * a.stride;
         char* out = to[s];
         const char* row = from[s];
         MOE_UNROLL_BY(4)
-        for (int64_t d = reader * P::kSize; d < a.hidden; d += lanes) {
+        for (int d = reader * P::kSize; d < hidden; d += lanes) {
           float g[P::kSize], v[P::kSize];
           P::load(grad + d * size, g);
           if constexpr (with_dots) {
@@ -307,21 +331,17 @@ MOE_BLOCK void spread_pieces(M& m, const SpreadArgs& a, const Blocks& blocks) {
         for (int half = lanes / 2; half > 0; half /= 2) {
           for (int l = 0; l < half; ++l) lane[l] = plus(lane[l], lane[l + half]);
         }
-        at<float>(a.dots_at)[first + s] = lane[0];
+        at<float>(a.dots_at)[slot_of(s)] = lane[0];
       });
     }
-    if (a.ids_at) {
-      m.sync();
-      m.each(n, [&](int s) {
-        const int64_t id = at<const int64_t>(a.ids_at)[first + s];
-        if (to[s] != nullptr) count_written(m, a, blocks, id, 1, at<const int64_t>(a.slots_at)[id]);
-      });
-    }
+    const TileRows next = by_expert ? order.next(now) : TileRows{now.tile + static_cast<int>(m.blocks()), 0};
+    if (by_expert && order.group_of(next) != order.group_of(now)) raise_group(m, a, blocks, order, now);
+    now = next;
   }
 }
 
-template <class M>
-MOE_BLOCK void spread(M& m, const SpreadArgs& a) {
+template <bool by_expert, class M, class Args>
+MOE_BLOCK void spread_rows(M& m, const Args& a) {
   if (failed(a)) return;
   const Blocks blocks(a);
   int64_t bits = a.grad_at | a.stride | (a.hidden * element_bytes(a.dtype));
@@ -332,11 +352,20 @@ MOE_BLOCK void spread(M& m, const SpreadArgs& a) {
   }
   by_piece(a.dtype, (bits & 15) == 0, [&](auto piece) {
     if (a.dots_at) {
-      spread_pieces<decltype(piece), true>(m, a, blocks);
+      spread_pieces<decltype(piece), true, by_expert>(m, a, blocks);
     } else {
-      spread_pieces<decltype(piece), false>(m, a, blocks);
+      spread_pieces<decltype(piece), false, by_expert>(m, a, blocks);
     }
   });
+}
+
+template <class M>
+MOE_BLOCK void spread(M& m, const SpreadArgs& a) {
+  spread_rows<false>(m, a);
+}
+template <class M>
+MOE_BLOCK void spread_tiles(M& m, const SpreadTilesArgs& a) {
+  spread_rows<true>(m, a);
 }
 
 }  // namespace p2p

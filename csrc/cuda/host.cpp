@@ -32,8 +32,10 @@ Args read(const void* args) {
 constexpr int64_t threads_of(Kernel kernel) {
   switch (kernel) {
     case k_count:
+    case k_order:
       return 256;
     case k_push:
+    case k_push_tiles:
     case k_push_fp8:
     case k_fan_out:
     case k_sum:
@@ -41,6 +43,7 @@ constexpr int64_t threads_of(Kernel kernel) {
     case k_weigh:
     case k_reduce:
     case k_spread:
+    case k_spread_tiles:
     case k_ll_send:
       return 512;
     default:

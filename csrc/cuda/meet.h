@@ -287,17 +287,23 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   m.each(1, [&](int) { m.store_release(&at<Report>(a.report_at)->turn, turn); });
 }
 
+// Called by one thread, after a sync that follows the writes: sets the flag of a tile at the expert's owner.
+template <class M, class Args>
+MOE_BLOCK void raise_tile(M& m, const Args& a, const Blocks& blocks, int64_t id, int64_t tile) {
+  const int64_t* offsets = at<const int64_t>(a.offsets_at);
+  const int64_t owner = owner_of(offsets, a.world, id);
+  m.store_release(blocks.words(owner) + blocks.control.arrived(id - offsets[owner], a.rank, tile),
+                  at<const State>(a.state_at)->turn);
+}
+
 // Called by one thread, after a sync that follows the writes. Counts `written` rows of this rank for expert `id`, and
-// sets the flag at the expert's owner after the last of `all`.
+// sets its flags after the last of `all`.
 template <class M, class Args>
 MOE_BLOCK void count_written(M& m, const Args& a, const Blocks& blocks, int64_t id, int64_t written, int64_t all) {
   int64_t* left = at<int64_t>(a.left_at) + id;
   if (m.fetch_add(left, written) + written != all) return;
   *left = 0;
-  const int64_t* offsets = at<const int64_t>(a.offsets_at);
-  const int64_t owner = owner_of(offsets, a.world, id);
-  m.store_release(blocks.words(owner) + blocks.control.arrived(id - offsets[owner], a.rank),
-                  at<const State>(a.state_at)->turn);
+  for (int64_t tile = 0; tile < num_flags(all); ++tile) raise_tile(m, a, blocks, id, tile);
 }
 
 template <class M>
@@ -306,12 +312,14 @@ MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
   const Blocks blocks(a);
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
   const int64_t first = offsets[a.rank];
-  const int sources = static_cast<int>(a.sources), count = static_cast<int>(offsets[a.rank + 1] - first) * sources;
+  const int sources = static_cast<int>(a.sources), pairs = static_cast<int>(offsets[a.rank + 1] - first) * sources;
   const int64_t* counts = at<const int64_t>(a.all_counts_at);
+  // The first tiles of all pairs of an expert and a source, then the second ones.
+  const int count = pairs * static_cast<int>(kTileFlags);
   wait_all(m, group_of(a), count, kArrived, at<const State>(a.state_at)->turn, 0, [&](int i) {
-    const int64_t expert = i / sources, from = a.first_source + i % sources;
-    const bool any = counts[from * a.experts + first + expert] > 0;
-    return Word{any ? blocks.words(a.rank) + blocks.control.arrived(expert, from) : nullptr, from};
+    const int64_t expert = i % pairs / sources, from = a.first_source + i % sources, tile = i / pairs;
+    const bool any = tile < num_flags(counts[from * a.experts + first + expert]);
+    return Word{any ? blocks.words(a.rank) + blocks.control.arrived(expert, from, tile) : nullptr, from};
   });
 }
 

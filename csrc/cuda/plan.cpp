@@ -63,6 +63,7 @@ Args Plan::push_args(const Slots& slots, const Rows& x, const Sending& how, cons
   push.format = how.format;
   push.power_of_two = how.power_of_two;
   push.relay = links.blocks > 0;
+  push.order_at = how.order_at;
   push.bulk = how.bulk;
   return push;
 }
@@ -78,9 +79,18 @@ void Plan::dispatch(const MeetInput& input, const Slotted& s, const Rows& x, con
   ScanArgs scan{};
   set_slots(scan, slots);
   start(k_scan, (constants_.group.experts + kScanExperts - 1) / kScanExperts, scan);
+  if (how.order_at) {
+    OrderArgs order{};
+    set_slots(order, slots);
+    order.order_at = how.order_at;
+    start(k_order, chunks, order);
+  }
   meet(input, &slots);
   const int64_t blocks = how.blocks < chunks ? how.blocks : chunks;
-  if (how.format == kSame) {
+  if (how.format == kSame && how.by_expert && links.blocks == 0) {
+    auto push = push_args<PushTilesArgs>(slots, x, how, links);
+    start(k_push_tiles, blocks, push);
+  } else if (how.format == kSame) {
     auto push = push_args<PushArgs>(slots, x, how, links);
     start(k_push, blocks, push);
   } else {
@@ -117,8 +127,10 @@ bool Plan::received(int64_t source) const {
   const int64_t* counts = reinterpret_cast<const int64_t*>(constants_.host_counts_at) + source * g.experts;
   const auto rank = static_cast<size_t>(g.rank);
   for (int64_t e = constants_.offsets[rank]; e < constants_.offsets[rank + 1]; ++e) {
-    const int64_t* flag = own + control.arrived(e - constants_.offsets[rank], source);
-    if (counts[e] > 0 && __atomic_load_n(flag, __ATOMIC_ACQUIRE) < turn) return false;
+    const int64_t* flag = own + control.arrived(e - constants_.offsets[rank], source, 0);
+    for (int64_t tile = 0; tile < num_flags(counts[e]); ++tile) {
+      if (__atomic_load_n(flag + tile, __ATOMIC_ACQUIRE) < turn) return false;
+    }
   }
   return true;
 }
@@ -207,9 +219,9 @@ void Plan::stage(int64_t number) {
   start(k_stage, 1, a);
 }
 
-void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at,
-                  int64_t dots_at, const Flagged& flags) {
-  SpreadArgs a{};
+template <class Args>
+Args Plan::spread_args(const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at) const {
+  Args a{};
   a.hidden = grad.hidden;
   a.dtype = grad.dtype;
   a.tokens = t.tokens;
@@ -220,10 +232,20 @@ void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t pla
   a.grad_at = grad.at;
   a.stride = grad.stride;
   a.dots_at = dots_at;
-  a.ids_at = flags.ids_at;
-  a.slots_at = flags.slots_at;
-  a.left_at = constants_.left_at;
-  start(k_spread, blocks < t.tokens ? blocks : t.tokens, a);
+  return a;
+}
+
+void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at,
+                  int64_t dots_at, int64_t order_at) {
+  const int64_t of_tokens = blocks < t.tokens ? blocks : t.tokens;
+  if (order_at == 0) {
+    auto a = spread_args<SpreadArgs>(t, grad, place_at, weights_at, dots_at);
+    start(k_spread, of_tokens, a);
+    return;
+  }
+  auto a = spread_args<SpreadTilesArgs>(t, grad, place_at, weights_at, dots_at);
+  a.order_at = order_at;
+  start(k_spread_tiles, of_tokens, a);
 }
 
 void Plan::done() {

@@ -45,11 +45,6 @@ struct Tokens {
   int64_t tokens = 0, top_k = 0;
 };
 
-// For spread with flags: the expert ids of the slots, and this rank's slots for each expert; see SpreadArgs.
-struct Flagged {
-  int64_t ids_at = 0, slots_at = 0;
-};
-
 // Slots of dispatched tokens: expert ids, and output for places. `chunk`: slots per block of count.
 struct Slotted {
   Tokens of;
@@ -57,9 +52,10 @@ struct Slotted {
 };
 
 // How push sends rows, on at most `blocks` blocks; see PushArgs. wait: also launch the kernels that wait for the rows
-// of all ranks; otherwise the caller launches `arrive`.
+// of all ranks; otherwise the caller launches `arrive`. order_at: where to list the slots by expert, or 0; by_expert:
+// push walks this list, unless it converts or relays rows.
 struct Sending {
-  int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0, wait = 1;
+  int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0, wait = 1, order_at = 0, by_expert = 0;
 };
 
 // Buffers of relayed rows; rows == 0: no relay.
@@ -100,7 +96,7 @@ class Plan {
   void sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
                    const Reduction& own);
   void spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at,
-              const Flagged& flags);
+              int64_t order_at);
   // End the turn of sum or spread.
   void done();
 
@@ -127,6 +123,8 @@ class Plan {
   void meet(const MeetInput& input, const Slots* slots);
   template <class Args>
   Args sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const;
+  template <class Args>
+  Args spread_args(const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at) const;
   void stage(int64_t number);
   void counted_one() { turn += captured_ ? 0 : 1; }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/bulk.h"
-#include "cuda/meet.h"
+#include "cuda/order.h"
 #include "cuda/rows.h"
 
 namespace moe_comm {
@@ -132,6 +132,83 @@ MOE_BLOCK void push(M& m, const PushArgs& a) {
     }
   };
   push_chunks(m, a, memory, send, [&] {
+    if (in_bulk) bulk.finish();
+  });
+}
+
+// The rows of a tile that a block sends next: their tokens, and their places.
+struct TileSlots {
+  int64_t* tokens;
+  char** rows;
+  int* count;  // without rows beyond the owner's capacity
+};
+
+// Write the rows of this block's tiles, and set the flag of each at its owner. send(slots) sends the next rows. The
+// places of those that follow are looked up meanwhile; there is one fence for each group of tiles.
+template <class M, class Send, class Finish>
+MOE_BLOCK void send_tiles(M& m, const PushTilesArgs& a, char* memory, Send send, Finish finish) {
+  const Blocks blocks(a);
+  SendOrder order(a.order_at, a.tokens * a.top_k, a.experts, m.blocks());
+  order.read_group();
+  const int tiles = order.tiles();
+  const int64_t bytes = row_bytes(a.hidden, a.dtype, kSame);
+  const auto slots = [&](int odd) {
+    char* of = memory + odd * kTileBytes;
+    return TileSlots{reinterpret_cast<int64_t*>(of), reinterpret_cast<char**>(of + kTileRows * 8),
+                     reinterpret_cast<int*>(of + kTileRows * 16)};
+  };
+  const auto place = [&](TileRows batch, int odd) {
+    if (batch.tile >= tiles) return;
+    const SendTile tile = order.tile[batch.tile];
+    const int n = order.count(batch);
+    const int64_t owner = owner_of(at<const int64_t>(a.offsets_at), a.world, tile.expert);
+    const int64_t* offer = at<const int64_t>(a.offers_at) + owner * kOfferWords;
+    const int64_t row = at<const int64_t>(a.expert_rows_at)[tile.expert] + tile.first + batch.first;
+    const int64_t room = offer[kRoom] < 0 ? n : offer[kRoom] - row;
+    const TileSlots s = slots(odd);
+    m.each(1, [&](int) { *s.count = static_cast<int>(room < 0 ? 0 : room < n ? room : n); });
+    m.each(n, [&](int i) {
+      const int64_t slot = order.slots[tile.listed + batch.first + i];
+      s.tokens[i] = slot / a.top_k;
+      s.rows[i] = blocks.peers[owner] + offer[kRowsAt] + (row + i) * bytes;
+      at<int64_t>(a.place_at)[slot] = i < room ? pack_place(owner, row + i) : kDropped;
+    });
+  };
+  int odd = 0;
+  TileRows now = order.first_of_block(m.block());
+  place(now, odd);
+  while (now.tile < tiles) {
+    m.sync();
+    if (a.hidden > 0) send(slots(odd));
+    const TileRows next = order.next(now);
+    place(next, 1 - odd);
+    if (order.group_of(next) != order.group_of(now)) {
+      finish();
+      raise_group(m, a, blocks, order, now);
+    }
+    now = next;
+    odd = 1 - odd;
+  }
+}
+
+template <class M>
+MOE_BLOCK void push_tiles(M& m, const PushTilesArgs& a) {
+  if (failed(a)) return;
+  char* memory = m.template shared<char>(2 * kTileBytes);
+  BulkCopies bulk(m, a.bulk != 0);
+  const Source from = source_of(a);
+  const bool in_bulk = from.vectors && bulk.usable(a.bulk != 0);
+  const auto send = [&](const TileSlots& s) {
+    const auto token_of = [&](int i) { return s.tokens[i]; };
+    if (in_bulk) {
+      bulk.copy(
+          *s.count, row_bytes(a.hidden, a.dtype, kSame), 1, [&](int i) { return from.x + token_of(i) * from.stride; },
+          [&](int i, int) { return s.rows[i]; });
+    } else {
+      copy_all_rows(m, from, *s.count, {s.rows, nullptr, 1}, token_of);
+    }
+  };
+  send_tiles(m, a, memory, send, [&] {
     if (in_bulk) bulk.finish();
   });
 }

@@ -7,18 +7,19 @@
 namespace moe_comm {
 namespace p2p {
 
-constexpr int64_t kSpreadBatch = 128;  // slots that spread processes between two syncs
-constexpr int64_t kReduceBatch = 16;   // rows that reduce processes between two syncs
-constexpr int kRankWords = 16;         // expert ids of a chunk that a thread of count compares at once
-constexpr int64_t kScanExperts = 32;   // experts of one block of scan
-constexpr int64_t kSlotBytes = 32;     // of push, for each slot of the chunk that it sends and of the next
-constexpr int64_t kLinkBatch = 32;     // rows that fan_out processes between two syncs
-constexpr int kBulkWarps = 16;         // warps of a block that copy in bulk, each with its own buffers
-constexpr int kBulkBuffers = 4;        // buffers of a warp
-constexpr int kBulkAhead = 2;          // loads in flight before the first store
-constexpr int kBulkBytes = 2048;       // size of a buffer
-constexpr int64_t kLanes = 32;         // lanes of a dot product, as on the CPU
-constexpr int64_t kGroup = 16;         // channels that a thread quantises at once
+constexpr int64_t kSpreadBatch = kTileRows;  // slots that spread processes between two syncs
+constexpr int64_t kReduceBatch = 16;         // rows that reduce processes between two syncs
+constexpr int kRankWords = 16;               // expert ids of a chunk that a thread of count compares at once
+constexpr int64_t kScanExperts = 32;         // experts of one block of scan
+constexpr int64_t kSlotBytes = 32;           // of push, for each slot of the chunk that it sends and of the next
+constexpr int64_t kTileBytes = kTileRows * 16 + 16;  // of push, for the rows of a tile that it sends at once
+constexpr int64_t kLinkBatch = 32;                   // rows that fan_out processes between two syncs
+constexpr int kBulkWarps = 16;                       // warps of a block that copy in bulk, each with its own buffers
+constexpr int kBulkBuffers = 4;                      // buffers of a warp
+constexpr int kBulkAhead = 2;                        // loads in flight before the first store
+constexpr int kBulkBytes = 2048;                     // size of a buffer
+constexpr int64_t kLanes = 32;                       // lanes of a dot product, as on the CPU
+constexpr int64_t kGroup = 16;                       // channels that a thread quantises at once
 
 struct Pieces {
   int64_t bytes = 0;
@@ -47,6 +48,11 @@ MOE_HD inline int64_t shared_bytes(const CountArgs& a, int64_t) {
 MOE_HD inline int64_t shared_bytes(const ScanArgs& a, int64_t threads) {
   return Pieces().add(scan_segments(a.experts, a.chunks, threads) * kScanExperts, 8).bytes;
 }
+MOE_HD inline int64_t shared_bytes(const OrderArgs& a, int64_t) {
+  Pieces p;
+  for (int i = 0; i < 4; ++i) p.add(a.experts + 1, 8);
+  return p.bytes;
+}
 MOE_HD inline int64_t shared_bytes(const MeetArgs& a, int64_t) {
   Pieces p;
   p.add(kHeaderWords, 8).add(6, 8).add(1, 8);
@@ -58,9 +64,17 @@ MOE_HD inline int64_t shared_bytes(const PushFp8Args& a, int64_t) {
   add_quantise(p, a.chunk, a.format);
   return p.bytes;
 }
+MOE_HD inline void add_bulk(Pieces& p, int64_t bulk) {
+  if (bulk) p.add(kBulkWarps * kBulkBuffers * kBulkBytes, 1).add(kBulkWarps * kBulkBuffers, 8);
+}
 MOE_HD inline int64_t shared_bytes(const PushArgs& a, int64_t) {
   Pieces p = Pieces().add(2 * a.chunk, kSlotBytes);
-  if (a.bulk) p.add(kBulkWarps * kBulkBuffers * kBulkBytes, 1).add(kBulkWarps * kBulkBuffers, 8);
+  add_bulk(p, a.bulk);
+  return p.bytes;
+}
+MOE_HD inline int64_t shared_bytes(const PushTilesArgs& a, int64_t) {
+  Pieces p = Pieces().add(2, kTileBytes);
+  add_bulk(p, a.bulk);
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const ArriveArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
@@ -78,8 +92,12 @@ MOE_HD inline int64_t shared_bytes(const StageArgs&, int64_t) { return Pieces().
 MOE_HD inline int64_t shared_bytes(const ReduceArgs& a, int64_t) {
   return addend_pieces(kReduceBatch, a.top_k).add(kReduceBatch, 8).add(1, 8).bytes;
 }
-MOE_HD inline int64_t shared_bytes(const SpreadArgs&, int64_t) {
-  return Pieces().add(kSpreadBatch, 8).add(kSpreadBatch, 8).add(kSpreadBatch * (kLanes + 1), 4).bytes;
+MOE_HD inline Pieces spread_memory() {
+  return Pieces().add(kSpreadBatch, 8).add(kSpreadBatch, 8).add(kSpreadBatch * (kLanes + 1), 4);
+}
+MOE_HD inline int64_t shared_bytes(const SpreadArgs&, int64_t) { return spread_memory().bytes; }
+MOE_HD inline int64_t shared_bytes(const SpreadTilesArgs&, int64_t) {
+  return spread_memory().add(kSpreadBatch, 4).bytes;
 }
 MOE_HD inline int64_t shared_bytes(const DoneArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const LlSendArgs& a, int64_t threads) {

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "cpu/kernels.h"
+#include "cuda/order.h"
 #include "cuda/shared.h"
 #include "layout.h"
 
@@ -105,6 +106,7 @@ P2pCase random_case(Random& random, const std::vector<int64_t>& offsets) {
   c.power_of_two = random.chance(0.5);
   c.relay = random.chance(0.4);
   c.bulk = random.chance(0.5);
+  c.by_expert = c.format == kSame && !c.relay && random.chance(0.6);
   c.push_blocks = random.between(1, 4);
   for (int r = 0; r < c.world; ++r) c.tokens.push_back(random.chance(0.2) ? 0 : random.below(12));
   if (random.chance(0.4)) c.room = random.chance(0.5) ? 400 : random.below(20);
@@ -172,6 +174,10 @@ void P2pRanks::count(int rank, const P2pCase& c) {
   me.place.assign(c.ids[at_index(rank)].size(), -9);
   run_p2p("count", chunks, slot_args<CountArgs>(rank, c));
   run_p2p("scan", (c.experts() + kScanExperts - 1) / kScanExperts, slot_args<ScanArgs>(rank, c));
+  OrderArgs order = slot_args<OrderArgs>(rank, c);
+  me.order.assign(at_index(order_words(order.tokens * order.top_k, c.experts())), -7);
+  order.order_at = reinterpret_cast<int64_t>(me.order.data());
+  run_p2p("order", chunks, order);
 }
 
 bool P2pRanks::meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer) {
@@ -218,12 +224,15 @@ void P2pRanks::push_rows(const char* kernel, int rank, const P2pCase& c) {
   a.format = c.format;
   a.power_of_two = c.power_of_two;
   a.relay = c.relay;
+  a.order_at = reinterpret_cast<int64_t>(me.order.data());
   a.bulk = c.bulk;
   run_p2p(kernel, std::min(c.push_blocks, a.chunks), a);
 }
 
 void P2pRanks::push(int rank, const P2pCase& c) {
-  if (c.format == kSame) {
+  if (c.by_expert) {
+    push_rows<PushTilesArgs>("push_tiles", rank, c);
+  } else if (c.format == kSame) {
     push_rows<PushArgs>("push", rank, c);
   } else {
     push_rows<PushFp8Args>("push_fp8", rank, c);
@@ -305,8 +314,9 @@ void P2pRanks::sum_reduced(int rank, const P2pCase& c, char* y) {
   run_p2p("sum_reduced", 2, sum);
 }
 
-void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
-  SpreadArgs a = args<SpreadArgs>(rank, c);
+template <class Args>
+void P2pRanks::spread_rows(const char* kernel, int rank, const P2pCase& c, float* dots) {
+  Args a = args<Args>(rank, c);
   a.hidden = c.hidden;
   a.dtype = c.dtype;
   a.tokens = c.tokens[at_index(rank)];
@@ -317,13 +327,17 @@ void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
   a.grad_at = reinterpret_cast<int64_t>(c.g[at_index(rank)].data());
   a.stride = c.hidden * c.element();
   a.dots_at = reinterpret_cast<int64_t>(dots);
-  if (c.room < 0) {  // with flags; slots without room have none
-    a.ids_at = reinterpret_cast<int64_t>(c.ids[at_index(rank)].data());
-    a.slots_at = reinterpret_cast<int64_t>(of(rank).all_counts.data() + rank * c.experts());
-    a.left_at = reinterpret_cast<int64_t>(of(rank).left.data());
+  a.order_at = reinterpret_cast<int64_t>(of(rank).order.data());
+  run_p2p(kernel, a.tokens > 0 ? 2 : 0, a);
+}
+
+void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
+  if (c.push_blocks % 2 == 0) {
+    spread_rows<SpreadArgs>("spread", rank, c, dots);
+  } else {
+    spread_rows<SpreadTilesArgs>("spread_tiles", rank, c, dots);
+    arrive(rank, c);
   }
-  run_p2p("spread", 2, a);
-  if (c.room < 0) arrive(rank, c);
 }
 
 void P2pRanks::done(int rank, const P2pCase& c) { run_p2p("done", 1, args<DoneArgs>(rank, c)); }

@@ -16,7 +16,7 @@ namespace moe_comm::test {
 struct P2pCase {
   int world = 1, dtype = 0;
   int64_t hidden = 8, top_k = 1, chunk = 1, format = 0, room = -1, push_blocks = 2;
-  bool power_of_two = false, relay = false, bulk = false;
+  bool power_of_two = false, relay = false, bulk = false, by_expert = false;
   std::vector<int64_t> offsets, tokens;
   std::vector<std::vector<int64_t>> ids;
   std::vector<Bytes> x, g, out;  // [T, hidden], [T, hidden] by rank; [R, hidden] by owner
@@ -54,7 +54,7 @@ class P2pRanks {
     p2p::Report report{};
     int64_t abort = 0;
     std::vector<int64_t> header, offers, all_headers, all_counts, host_counts, summary, left, counts, bad, expert_rows,
-        place;
+        place, order;
   };
 
   // Arguments common to all kernels.
@@ -73,12 +73,14 @@ class P2pRanks {
   Args slot_args(int rank, const P2pCase& c);
   template <class Args>
   void push_rows(const char* kernel, int rank, const P2pCase& c);
+  template <class Args>
+  void spread_rows(const char* kernel, int rank, const P2pCase& c, float* dots);
   // Byte offset of a region in this rank's block: 0 rows, 1 gradients, 2 scales, 3 links, 4 results.
   int64_t region(int rank, const P2pCase& c, int which) const;
   char* data(int rank, int64_t offset) { return peers_[static_cast<size_t>(rank)] + offset; }
   Rank& of(int rank) { return ranks_[static_cast<size_t>(rank)]; }
 
-  void count(int rank, const P2pCase& c);
+  void count(int rank, const P2pCase& c);  // also scan, and order
   // offer: the regions of this rank. Returns false if the turn failed.
   bool meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer);
   std::vector<int64_t> dispatch_offer(int rank, const P2pCase& c);

@@ -99,6 +99,27 @@ TEST(p2p_many_experts_and_chunks) {
   run_all({c, narrow, c});
 }
 
+TEST(p2p_rows_by_expert_have_a_flag_for_each_tile) {
+  Random random(70);
+  P2pCase c;
+  c.world = 2;
+  c.offsets = {0, 2, 3};
+  c.hidden = 4;
+  c.top_k = 2;
+  c.chunk = 64;
+  c.push_blocks = 3;
+  c.by_expert = true;
+  c.tokens = {700, 1600};
+  std::vector<P2pCase> cases;
+  for (int i = 0; i < 6; ++i) {
+    cases.push_back(c);
+    cases.back().bulk = i % 2 == 0;
+    cases.back().room = i % 3 == 2 ? 333 : -1;
+    fill_case(random, cases.back());
+  }
+  run_all(cases);
+}
+
 TEST(p2p_a_missing_rank_is_named_and_later_kernels_do_nothing) {
   Random random(64);
   const P2pCase c = small_case(random, 4);
@@ -223,14 +244,14 @@ TEST(p2p_parts_of_the_control_area_do_not_overlap) {
   for (const int64_t world : {1, 3, 8}) {
     for (const int64_t experts : {1, 7, 64}) {
       const p2p::Control c{world, experts, experts};
-      const int64_t starts[] = {c.posted(0),     c.header(0, 0),     c.offer(0, 0),  c.counts(0, 0),  c.done(0),
-                                c.arrived(0, 0), c.sent(0, 0, 0, 0), c.staged(0, 0), c.results(0, 0), c.bytes() / 8};
+      const int64_t starts[] = {c.posted(0),        c.header(0, 0),     c.offer(0, 0),  c.counts(0, 0),  c.done(0),
+                                c.arrived(0, 0, 0), c.sent(0, 0, 0, 0), c.staged(0, 0), c.results(0, 0), c.bytes() / 8};
       const int64_t sizes[] = {world,
                                2 * world * p2p::kHeaderWords,
                                2 * world * kOfferWords,
                                2 * world * experts,
                                world,
-                               experts * world,
+                               experts * world * kTileFlags,
                                2 * experts * world * kMaxParts,
                                2 * world,
                                p2p::kMaxSlices * world};

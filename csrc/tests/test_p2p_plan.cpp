@@ -154,7 +154,17 @@ TEST(p2p_plan_operations_launch_these_kernels_with_the_words_of_the_group) {
   CHECK(recorder->names() == "count scan meet push arrive fan_out ");
   plan.dispatch(rank.meet_args(0), {{0, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2}, {5, 6, 7, 0, 8});
   CHECK(recorder->names() == "scan meet arrive ");
-  plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6, {});
+  for (const int64_t by_expert : {0, 1}) {
+    for (const int64_t format : {int64_t{kSame}, int64_t{kRowScales}}) {
+      plan.dispatch(rank.meet_args(0), {{6, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2, format, 0, 0, 0, 77, by_expert}, {});
+      const bool tiles = by_expert == 1 && format == kSame;
+      const std::string push = tiles ? "push_tiles " : format == kSame ? "push " : "push_fp8 ";
+      CHECK(recorder->names() == "count scan order meet " + push);
+    }
+  }
+  plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6, 77);
+  CHECK(recorder->names() == "spread_tiles ");
+  plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6, 0);
   CHECK_EQ(recorder->launches.back().how.blocks, int64_t{6});
   plan.done();
   plan.sum(9, {0, 2}, {1, 2, 3, 0}, 4, 5);

@@ -27,7 +27,6 @@ from moe_comm.gpu.protocol import (
     HEADER_WORDS,
     OFFER_WORDS,
     REPORT_WORDS,
-    WITHOUT_FLAGS,
     FaultReport,
     GroupShape,
     Ints,
@@ -36,7 +35,6 @@ from moe_comm.gpu.protocol import (
     RelayLinks,
     RowFlags,
     Sending,
-    SlotFlags,
     chunk_of,
     words_address,
 )
@@ -299,21 +297,21 @@ class GroupOperations:
         dots_TK: Tensor | None,
         dtype: int,
         blocks: int,
-        slots: SlotFlags = WITHOUT_FLAGS,
+        order: Tensor | None = None,
     ) -> None:
         """Write each token's weighted gradient (rows of unit stride) into the peers' second offer.
 
         Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
-        ``slots``: for the flags of the rows. When emulated, the caller then ends the operation with ``plan.done``.
+        With ``order`` of the dispatch, rows are written by expert, with a flag for each tile. When emulated, the caller
+        then ends the operation with ``plan.done``.
         """
         tokens, top_k = place_TK.shape
         kind = self.device.type
         weights_at, dots_at = (address(x, torch.float32, place_TK.shape, kind) for x in (weights_TK, dots_TK))
         grad_at, stride = row_address(grad_TD, grad_TD.dtype, device=kind)
-        flags = words_address(slots.ids_TK), words_address(slots.slots_E)
         self.plan.spread(
             header, self._begin(0), offer, blocks, tokens, top_k, grad_TD.shape[1], dtype, words_address(place_TK),
-            weights_at, grad_at, stride, dots_at, flags, self._on_gpu or slots is WITHOUT_FLAGS,
+            weights_at, grad_at, stride, dots_at, words_address(order), self._on_gpu or order is None,
         )  # fmt: skip
 
     def count_turn(self) -> None:

@@ -34,6 +34,10 @@ MAX_PARTS = 4
 """Maximum number of thread blocks of ll_send per expert."""
 MAX_SLICES, SLICE_COLUMNS = 4, 256
 """Maximum number of column slices of a combine that overlaps, and the multiple at which slices begin."""
+TILE_ROWS, TILE_FLAGS = 128, 16
+"""Approximate number of rows of a tile with a flag, and maximum number of tiles that a rank sends to one expert."""
+ORDER_WORDS, SEND_TILE_WORDS = 2, 5
+"""Words of an order before its tiles, and of a tile; see csrc/cuda/order.h."""
 NO_FAULT, TIMED_OUT, ABORTED, DISAGREE, BAD_IDS, NO_ROOM = 0, 1, 2, 3, 4, 6
 POSTED, DONE, ARRIVED, SENT, RESULTS, STAGED = range(6)
 """What a rank waited for: a header, the end of a turn, rows, rows or results of low-latency dispatch, the
@@ -77,7 +81,7 @@ class GroupShape:
         world = self.world
         # Alternate operations use two copies: a rank may begin one while a peer still reads the previous one.
         exchanged = 2 * world * (HEADER_WORDS + OFFER_WORDS + self.experts)
-        flags = 4 + MAX_SLICES + self.local_experts * (1 + 2 * MAX_PARTS)
+        flags = 4 + MAX_SLICES + self.local_experts * (TILE_FLAGS + 2 * MAX_PARTS)
         return round_up(8 * (exchanged + flags * world))
 
 
@@ -148,6 +152,8 @@ class Sending(NamedTuple):
 
     blocks: maximum number of thread blocks. format: encoding of the rows, and power_of_two: of their scales.
     bulk: whether to copy rows by cp.async.bulk. wait: whether kernels that wait for the rows of all ranks follow.
+    order_at: address of ``order_words`` int64 words for a list of the slots by expert, or 0. by_expert: whether to send
+    rows in this order, with a flag for each tile. Rows that are converted or relayed are sent by token.
     """
 
     blocks: int
@@ -155,28 +161,17 @@ class Sending(NamedTuple):
     power_of_two: int
     bulk: int
     wait: int = 1
-
-
-class SlotFlags(NamedTuple):
-    """What ``spread`` needs to set the flags of the rows that it writes.
-
-    ids_TK: int64 experts of this rank's slots, or -1. slots_E: int64 number of this rank's slots for each expert.
-    """
-
-    ids_TK: Tensor | None
-    slots_E: Tensor | None
-
-
-WITHOUT_FLAGS = SlotFlags(None, None)
+    order_at: int = 0
+    by_expert: int = 0
 
 
 class RowFlags(NamedTuple):
     """Where kernels find the flags of rows or results, and where they report a rank whose flag is missing.
 
     peers_W: [W] int64 addresses of the ranks' blocks. state, report, abort: State, Report and the abort word of
-    csrc/cuda/args.h. first_flag: word of the control area with the flag of (local expert 0, rank 0) for rows, or of
-    (slice 0, rank 0) for results; that of (i, rank) is ``i * W + rank`` words after it. turn: a flag is set if its
-    value is at least this number.
+    csrc/cuda/args.h. first_flag: word of the control area with the first flag. For rows, that of tile t of (local
+    expert e, rank) is ``(e * W + rank) * TILE_FLAGS + t`` words after it; for results, that of (slice i, rank) is
+    ``i * W + rank`` words after it. turn: a flag is set if its value is at least this number.
     """
 
     peers_W: Tensor
@@ -196,6 +191,11 @@ def chunk_of(tokens: int, top_k: int) -> int:
     There are more chunks if one would exceed ``MOST_SLOTS``.
     """
     return max(1, min(-(-tokens // COUNT_BLOCKS), MOST_SLOTS // top_k)) * top_k
+
+
+def order_words(slots: int, experts: int) -> int:
+    """Return the number of int64 words for the order of ``slots`` slots; see csrc/cuda/order.h."""
+    return ORDER_WORDS + SEND_TILE_WORDS * (slots // TILE_ROWS + experts) + slots
 
 
 def num_slices(columns: int) -> int:

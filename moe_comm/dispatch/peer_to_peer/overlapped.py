@@ -10,7 +10,7 @@ its own rows. When emulated, the CPU reads the flags, so it computes rows of pee
 
 With flags, operations run concurrently on a separate stream:
 
-    separate stream    meet ▸ push / spread ───── flags (expert, source) ──▶ a GEMM that waits for rows
+    separate stream    meet ▸ push / spread ───── flags (expert, source, tile) ──▶ a GEMM that waits
     separate stream    meet ▸ ready ▸ sum ▸ ... ▸ done     a GEMM ──────── flags (slice of columns, owner) ──▶ ready
 
 The kernels of the caller are in ``overlap/triton``. Kernels of this module wait with one thread block, so the GEMM of
@@ -32,7 +32,7 @@ from moe_comm.dispatch.peer_to_peer.rows import offset_of
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import HeapError, MoeCommError
-from moe_comm.gpu.protocol import SAME, Ints, Offer, RowFlags, SlotFlags
+from moe_comm.gpu.protocol import SAME, Ints, Offer, RowFlags
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import DTYPE_CODES
 
@@ -151,15 +151,20 @@ class OverlappedPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         return PeerIncomingRows(self, grad_RD, handle, complete=True), grad_TK
 
     def start_dispatch_on_side_stream(self, x_TD: Tensor, ids_TK: Tensor, num_blocks: int | None) -> IncomingRows:
-        """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks.
+        """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks, by expert.
 
         On a GPU the caller's stream then does not wait for this rank's own rows either: ``row_flags`` has flags for
-        them too. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``.
+        the tiles of all ranks. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``. ``send_order``
+        is the order for ``spread_on_side_stream``.
         """
-        if self.context.operation.fault is not None or not self._row_format(x_TD, self.context.operation.op).bare:
-            return self.start_dispatch(x_TD, ids_TK)
-        with self._on_side_stream(num_blocks):
-            return self.start_dispatch(x_TD, ids_TK)
+        self._list_tiles = True
+        try:
+            if self.context.operation.fault is not None or not self._row_format(x_TD, self.context.operation.op).bare:
+                return self.start_dispatch(x_TD, ids_TK)
+            with self._on_side_stream(num_blocks):
+                return self.start_dispatch(x_TD, ids_TK)
+        finally:
+            self._list_tiles = False
 
     def row_flags(self) -> RowFlags:
         """Return the flags of the rows of the last dispatch or ``spread_on_side_stream``, for kernels that wait."""
@@ -180,7 +185,7 @@ class OverlappedPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         rows_RD: Tensor | None,
         weights_TK: Tensor,
         handle: DispatchHandle,
-        slots: SlotFlags,
+        order: Tensor,
         num_blocks: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run ``_spread`` on a separate stream, on at most ``num_blocks`` thread blocks. ``row_flags`` has the flags.
@@ -188,7 +193,7 @@ class OverlappedPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         The gradient of the weights is complete after ``wait_for_side_stream``. The caller must call ``end_spread``.
         """
         with self._on_side_stream(num_blocks):
-            return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, slots)
+            return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, order)
 
     def end_spread(self, operation: Operation) -> None:
         """End ``spread_on_side_stream``. When emulated, wait for all ranks; on a GPU, the kernel ``done`` waits."""

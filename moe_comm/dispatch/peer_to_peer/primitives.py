@@ -44,12 +44,11 @@ from moe_comm.gpu.protocol import (
     NOWHERE,
     ROW_LINK_WORDS,
     SAME,
-    WITHOUT_FLAGS,
     GroupShape,
     Offer,
     Reduction,
     Sending,
-    SlotFlags,
+    order_words,
     words_address,
 )
 from moe_comm.kernels.fp8 import ScaledRows
@@ -134,7 +133,12 @@ class PeerToPeerPrimitives(Dispatcher):
         self._blocks = self.peer_options.num_blocks or _default_blocks(self.device)
         self._pack_header: Callable[..., bytes] = native().pack_header
         self._row_formats: dict[tuple[int, torch.dtype, str], RowFormat] = {}
-        self._sendings: dict[tuple[tuple[int, int], bool], Sending] = {}
+        self._sendings: dict[tuple[tuple[int, int], bool, int], Sending] = {}
+        self.send_order: Tensor | None = None
+        """The order of the last dispatch of ``start_dispatch_on_side_stream``; see csrc/cuda/order.h."""
+        self.send_by_expert = True
+        """Whether rows that a GEMM waits for are sent by expert. False sends them by token, as a control."""
+        self._list_tiles = False
         self._stream = OperationStream(self.device, self.memory.operations.heap, self.peer_options.own_stream)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -199,7 +203,7 @@ class PeerToPeerPrimitives(Dispatcher):
                 raise
             if self._stream.is_separate:
                 tensors = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows,)
-                self._stream.use_by_caller(*tensors, place_TK)
+                self._stream.use_by_caller(*tensors, place_TK, self.send_order)
         about_own = ids_TK.numel() * len(self.local_experts) // self.num_experts  # exact without experts
         handle = self._handle(x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK, about_own)
         return rows, handle
@@ -270,7 +274,7 @@ class PeerToPeerPrimitives(Dispatcher):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
-        return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, WITHOUT_FLAGS)
+        return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, None)
 
     def _spread_rows(
         self,
@@ -278,12 +282,12 @@ class PeerToPeerPrimitives(Dispatcher):
         rows_RD: Tensor | None,
         weights_TK: Tensor,
         handle: DispatchHandle,
-        slots: SlotFlags,
+        order: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run ``_spread``. With ``slots``, peers may still write rows when it returns."""
+        """Run ``_spread``. With ``order``, peers may still write rows when it returns."""
         grad_TD = dense(self._round_rows(grad_TD, self._row_format(grad_TD, self.context.operation.op)))
         weights_TK, heap = weights_TK.contiguous(), self.memory.operations.heap
-        with KernelOperation(self, self.context.operation, grad_TD, rows_RD, weights_TK, *slots):
+        with KernelOperation(self, self.context.operation, grad_TD, rows_RD, weights_TK, order):
             try:
                 _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
                 grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
@@ -301,7 +305,7 @@ class PeerToPeerPrimitives(Dispatcher):
                 dots_TK,
                 DTYPE_CODES[handle.dtype],
                 self._blocks,
-                slots,
+                order,
             )
             self._check_if_blocking()
             self._stream.use_by_caller(grad_RD, dots_TK)
@@ -328,9 +332,15 @@ class PeerToPeerPrimitives(Dispatcher):
         links = (
             relay_links(row_format, operations.heap, offer, capacity, self._blocks) if row_format.relay else NOT_RELAYED
         )
-        how = self._sendings.get((row_format.words, wait))
+        key = row_format.words, wait, self._blocks
+        how = self._sendings.get(key)
         if how is None:
-            how = self._sendings[row_format.words, wait] = Sending(self._blocks, *row_format.words, self._bulk, wait)
+            how = self._sendings[key] = Sending(self._blocks, *row_format.words, self._bulk, wait)
+        self.send_order = None
+        if self._list_tiles:
+            num_words = order_words(ids_TK.numel(), self.num_experts)
+            self.send_order = torch.empty(num_words, dtype=torch.int64, device=ids_TK.device)
+            how = how._replace(order_at=words_address(self.send_order), by_expert=self.send_by_expert)
         operations.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
         return place_TK
 

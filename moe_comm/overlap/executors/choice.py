@@ -20,6 +20,7 @@ from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
 from moe_comm.overlap.options import CHUNKED, Overlap
 from moe_comm.overlap.tuning.choose import choose, rates_of
 from moe_comm.overlap.tuning.cost import CHUNKS, DIRECTIONS, MARGIN, OperatorWork, predict
+from moe_comm.overlap.tuning.device_cost import DeviceRates, DeviceWork, forecast
 
 FIRST_GEMMS = 2
 """Number of GEMMs of width F before the last one: gate and up."""
@@ -148,6 +149,7 @@ def explain_overlap(
     shared_ffn: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    rates: DeviceRates | None = None,
 ) -> str:
     """Explain which executor ``overlap="auto"`` selects for a layer. Collective over the dispatcher's group.
 
@@ -160,6 +162,7 @@ def explain_overlap(
         shared_ffn: Width of the shared expert, which runs while rows are in flight.
         dtype: Dtype of rows and weights.
         device: Device of the rows.
+        rates: Measured rates of the GPUs, to compare the device executor over ``peer_to_peer`` with serial execution.
 
     Returns:
         Lines of text: predicted milliseconds of all four passes for each number of chunks, and the choice.
@@ -167,10 +170,16 @@ def explain_overlap(
     if (fault := pipelined_fault(dispatcher)) is not None:
         return f"serial: {fault}"
     if dispatcher.name == "peer_to_peer":
-        return (
+        text = (
             "serial: the gain over peer_to_peer has not been measured on a GPU; Overlap(executor='pipelined') computes "
             "each peer's rows once they are complete"
         )
+        if rates is None:
+            return text
+        work = DeviceWork(tokens * top_k, hidden, ffn, dtype.itemsize, dispatcher.world)
+        found = forecast(work, rates)
+        advice = "" if found.blocks is None else f": Overlap(executor='device', programs={found.blocks})"
+        return "\n".join([text, *found.lines()]) + advice
     if not isinstance(dispatcher, AllToAllDispatcher):
         return (
             "serial: the cores that compute also copy the rows between ranks that share memory, so no transfer can be "

@@ -1,11 +1,12 @@
 """Rows of the device executor: ``peer_to_peer`` moves them while GEMMs compute, which wait for its flags or set them.
 
-    forward    separate stream   meet ▸ push ─── flags ──┐                meet ▸ ready ▸ sum ▸ ready ▸ sum ... ▸ done
-               caller's stream               tile list ▸ arrived_mm ▸ ... ▸ publish_mm ── flags ──┘
-    backward   the same with spread instead of push; the list of tiles is that of forward
+    forward    separate stream   meet ▸ push_tiles ─ flags ──┐            meet ▸ ready ▸ sum ▸ ready ▸ sum ... ▸ done
+               caller's stream                   tile list ▸ arrived_mm ▸ ... ▸ publish_mm ── flags ──┘
+    backward   the same with spread_tiles instead of push_tiles; the order and the list of tiles are those of forward
 
-``push`` and ``spread`` run on few thread blocks, so that own rows are computed while they move rows. The GEMMs are in
-``triton/arrived_mm.py`` and ``triton/publish_mm.py``, and have the bits of serial execution, as the sums have.
+Rows are sent by expert, with a flag for each tile (csrc/cuda/order.h), on few thread blocks, so that GEMMs compute
+while rows move. The GEMMs are in ``triton/arrived_mm.py`` and ``triton/publish_mm.py``, and have the bits of serial
+execution, as the sums have.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import MoeCommError
-from moe_comm.gpu.protocol import RowFlags, SlotFlags
+from moe_comm.gpu.protocol import RowFlags
 from moe_comm.kernels.expert_mlp_gpu import FirstProduct
 from moe_comm.overlap.executors.pipelined import Sums
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, SharedGradients, SharedSend
@@ -35,14 +36,14 @@ from moe_comm.overlap.triton import arrived_mm, publish_mm, tile_list
 class DeviceDispatch(SharedDispatch):
     """One dispatch over ``peer_to_peer`` for kernels that wait on the device.
 
-    tiles: of the rows of this rank's experts. flags: of the rows. slots: of this rank's tokens, to set the flags of
+    tiles: of the rows of this rank's experts. flags: of the rows. order: of this rank's tokens, by expert, for rows and
     gradients. num_blocks: thread blocks that send rows while a GEMM computes.
     """
 
     dispatcher: OverlappedPrimitives
     tiles: tile_list.TileList
     flags: RowFlags
-    slots: SlotFlags
+    order: Tensor
     num_blocks: int
 
     on_device: ClassVar[bool] = True
@@ -59,13 +60,13 @@ class DeviceDispatch(SharedDispatch):
             flags, experts, counts_WE = dispatcher.row_flags(), dispatcher.local_experts, dispatcher.device_counts_WE
             tile_rows = arrived_mm.tiling_of(send.rows_RD, len(experts)).rows
             tiles = tile_list.list_tiles(counts_WE, experts, dispatcher.rank, shared.handle.num_rows, tile_rows)
-            # Copies: the next dispatch overwrites the counts, and the caller may change its tensor.
-            slots = SlotFlags(ids_TK.to(counts_WE.dtype, copy=True).contiguous(), counts_WE[dispatcher.rank].clone())
+            order = dispatcher.send_order
+            assert order is not None
             dispatcher.memory.join()
         except BaseException as error:
             send.abort(error)
             raise
-        return cls(dispatcher, shared.handle, shared.chunks, shared.sources, tiles, flags, slots, blocks), send
+        return cls(dispatcher, shared.handle, shared.chunks, shared.sources, tiles, flags, order, blocks), send
 
     def multiply_arrived(self, send: RowSend) -> FirstProduct:
         """Return the GEMM of the rows of ``send``. It waits for them on the device, and closes ``send``."""
@@ -122,7 +123,7 @@ class DeviceDispatch(SharedDispatch):
 
 
 class FlaggedGradients(SharedGradients):
-    """Sends the gradients of tokens with a flag for each (expert, source): ``flags``."""
+    """Sends the gradients of tokens by expert, with a flag for each (expert, source, tile): ``flags``."""
 
     flags: RowFlags
 
@@ -143,7 +144,7 @@ class FlaggedGradients(SharedGradients):
                 self.weights_R = dispatcher.send_weights(weights_TK, handle)
                 weights_TK = torch.ones_like(weights_TK)
             self.rows_RD, self._grad_TK = dispatcher.spread_on_side_stream(
-                self._grad_TD, results_RD, weights_TK, handle, dispatch.slots, dispatch.num_blocks
+                self._grad_TD, results_RD, weights_TK, handle, dispatch.order, dispatch.num_blocks
             )
         self.flags, self._operation = dispatcher.row_flags(), operation
 

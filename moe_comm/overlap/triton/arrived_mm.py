@@ -1,16 +1,16 @@
-"""Grouped GEMM of rows that ``peer_to_peer`` is still receiving: a tile starts when the rows of its sources are
-received.
+"""Grouped GEMM of rows that ``peer_to_peer`` is still receiving: a tile starts when its rows are received.
 
-    rank 0    push ──── rows ────▶ rank 1's heap, then the flag (expert, rank 0) in rank 1's control area
+    rank 0    push ──── rows ────▶ rank 1's heap, then the flag (expert, rank 0, tile) in rank 1's control area
 
-    rank 1    tiles of own rows │ tiles of rank 0's rows, after its flags │ ...          arrived_mm, in one launch
+    rank 1    tiles of expert 0, after the flags of their rows │ tiles of expert 1 │ ...     arrived_mm, in one launch
 
-Rows, flags and faults are those of csrc/cuda/args.h: ``push`` sets the word ``arrived(expert, source)`` to the number
-of the turn after the last of these rows. Nothing is copied between the CPU and the device. Programs take tiles from a
-list (``tile_list.py``) with counters, one for each source rank: own rows first, then of any rank whose rows are
-received, so no program waits for a late rank while other rows can be computed. A program that starts late, because
-``push`` occupied its processor, takes fewer tiles. No program waits for another one of this launch. The bits of a row
-depend neither on the order of the tiles nor on their rows: they are those of ``grouped_mm``.
+Rows, flags and faults are those of csrc/cuda/args.h: ``push`` sets the word ``arrived(expert, source, tile)`` to the
+number of the turn after the last of these rows. Nothing is copied between the CPU and the device. Programs take tiles
+from a list in the order in which rows are received (``tile_list.py``), with one counter. A program whose rows do not
+come sets the tile aside after a few polls and takes the next one, so it does not wait for a late rank while other rows
+can be computed. It returns to these tiles when all others are taken. A program that starts late, because ``push``
+occupied its processor, takes fewer tiles. No program waits for another one of this launch. The bits of a row depend
+neither on the order of the tiles nor on their rows: they are those of ``grouped_mm``.
 
 The kernel waits for kernels of other ranks, so it leaves processors free (``waiting_programs``): this rank's ``push``,
 which the peers wait for, has been launched before, and always has a processor to run on.
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError, MoeCommError
-from moe_comm.gpu.protocol import ABORTED, ARRIVED, REPORT_WORDS, TIMED_OUT, RowFlags
+from moe_comm.gpu.protocol import ABORTED, ARRIVED, REPORT_WORDS, TILE_FLAGS, TILE_ROWS, TIMED_OUT, RowFlags
 from moe_comm.kernels.triton.device import int64
 from moe_comm.kernels.triton.grouped_mm import Tiling, compute_tile, tiling_for
 from moe_comm.kernels.triton.launch import (
@@ -40,7 +40,10 @@ from moe_comm.overlap.triton.flags import clock_ns, rest, words_of
 from moe_comm.overlap.triton.memory import NOT_INTERPRETED
 from moe_comm.overlap.triton.tile_list import TILE_WORDS, TileList
 
-_WORDS = tl.constexpr(TILE_WORDS)
+PATIENCE = 32
+"""Polls of the flags of a tile before a program sets it aside."""
+_WORDS, _ROWS, _FLAGS = tl.constexpr(TILE_WORDS), tl.constexpr(TILE_ROWS), tl.constexpr(TILE_FLAGS)
+_PATIENCE = tl.constexpr(PATIENCE)
 _TIMED_OUT, _ABORTED, _ARRIVED = (tl.constexpr(value) for value in (TIMED_OUT, ABORTED, ARRIVED))
 _FAULT, _WHO, _WHAT, _EXPECTED, _VALUE = (
     tl.constexpr(REPORT_WORDS.index(name)) for name in ("fault", "who", "what", "expected", "value")
@@ -50,15 +53,25 @@ STATE_FAULT = tl.constexpr(1)
 
 
 @triton.jit
-def _arrived(flags_ptr, counts_ptr, expert, first_source, last_source, world, turn):  # type: ignore[no-untyped-def]
-    """Return the index of the first flag of ``expert`` that is not raised, or -1. Acquires the rows of the others."""
+def _arrived(flags_ptr, counts_ptr, item_ptr, world, turn):  # type: ignore[no-untyped-def]
+    """Return the index of the first flag of the tile that is not raised, or -1. Acquires the rows of the others."""
     late = tl.full((), -1, tl.int64)
-    for source in range(first_source, last_source + 1):
-        word = expert * world + source
-        if tl.load(counts_ptr + word) > 0:  # a rank without rows sets no flag
-            value = tl.atomic_add(flags_ptr + word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
-            if (value < turn) & (late < 0):
-                late = word
+    expert, start, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    begin = tl.load(item_ptr + 5)
+    for source in range(tl.load(item_ptr + 3), tl.load(item_ptr + 4) + 1):
+        pair = expert * world + source
+        rows = tl.load(counts_ptr + pair)
+        if rows > 0:  # a rank without rows sets no flag
+            tiles = tl.minimum(tl.maximum((rows + _ROWS // 2) // _ROWS, 1), _FLAGS)
+            of_flag = tl.cdiv(rows, tiles)  # flag_rows of csrc/cuda/args.h
+            first = (tl.maximum(start, begin) - begin) // of_flag
+            last = (tl.minimum(end, begin + rows) - 1 - begin) // of_flag
+            for flag in range(first, last + 1):
+                word = pair * _FLAGS + flag
+                value = tl.atomic_add(flags_ptr + word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+                if (value < turn) & (late < 0):
+                    late = word
+        begin += rows
     return late
 
 
@@ -86,8 +99,9 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
     rows_stride,
     w_ptr,  # [E, columns, inner], any strides
     w_stride_expert, w_stride_column, w_stride_inner,
-    items_ptr, ends_ptr, counts_ptr,  # items_N5, ends_W and rows_EW of TileList
-    taken_ptr,  # [W + 1] int64 zeros: tiles that programs have taken, by distance of their source, and failed waits
+    items_ptr, count_ptr, counts_ptr,  # items_N6, count and rows_EW of TileList
+    taken_ptr,  # [2] int64 zeros: tiles that programs have taken, and failed waits
+    aside_ptr,  # [tiles of the list, tiles of the columns] int64: the next of the tiles that a program has set aside
     out_ptr,  # [R, columns]
     out_stride, columns, inner,
     peers_ptr, state_ptr, report_ptr, abort_ptr, rank, world, first_flag, turn, timeout_ns,  # RowFlags
@@ -97,38 +111,21 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute out[r] = rows[r] @ w[expert of r].T, tile by tile of the list, each after the flags of its rows.
 
-    A program takes the next tile of the nearest source in the ring whose next tile is complete. Words that other
-    programs or ranks change are read by atomics, which return the same value to all warps.
+    Words that other programs or ranks change are read by atomics, which return the same value to all warps.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
     flags_ptr = words_of(peers_ptr, rank) + first_flag
     zero = tl.full((), 0, tl.int64)
-    nearest = 0  # all tiles of nearer sources are taken
+    total = tl.load(count_ptr) * tiles_n
+    oldest, newest = zero - 1, zero - 1  # of the tiles that this program has set aside
+    polls = 0
     start_ns = clock_ns()
-    while nearest < world:
-        tile, missing, lost = zero - 1, zero - 1, zero
-        for step in range(nearest, world):
-            if (tile < 0) & (lost == 0):
-                first = tl.load(ends_ptr + step - 1, mask=step > 0, other=0)
-                total = (tl.load(ends_ptr + step) - first) * tiles_n
-                taken = tl.atomic_add(taken_ptr + step, zero, sem="relaxed")
-                if taken < total:
-                    item_ptr = items_ptr + (first + taken // tiles_n) * _WORDS
-                    late = _arrived(
-                        flags_ptr, counts_ptr, tl.load(item_ptr), tl.load(item_ptr + 3), tl.load(item_ptr + 4), world,
-                        turn,
-                    )  # fmt: skip
-                    if late < 0:
-                        if tl.atomic_cas(taken_ptr + step, taken, taken + 1, sem="relaxed") == taken:
-                            tile = first * tiles_n + taken
-                        else:
-                            lost = zero + 1  # another program has taken it
-                    elif missing < 0:
-                        missing = late
-                elif step == nearest:
-                    nearest = step + 1
-        if tile >= 0:
-            item_ptr = items_ptr + tile // tiles_n * _WORDS
+    fresh = tl.atomic_add(taken_ptr, zero + 1, sem="relaxed")
+    tile = tl.where(fresh < total, fresh, zero - 1)
+    while tile >= 0:
+        item_ptr = items_ptr + tile // tiles_n * _WORDS
+        late = _arrived(flags_ptr, counts_ptr, item_ptr, world, turn)
+        if late < 0:
             expert, start, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
             count = (end - start).to(tl.int32)
             first_n = (tile % tiles_n).to(tl.int32) * BLOCK_N
@@ -138,14 +135,33 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
                 start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             start_ns = clock_ns()
-        elif missing >= 0:
+        else:
             rest()
+            polls += 1
             # The clock and the abort word may differ between warps: the first thread counts, and the next poll decides.
-            late = (clock_ns() - start_ns >= timeout_ns) | (tl.load(abort_ptr, volatile=True) != 0)
-            failed = tl.atomic_add(taken_ptr + world, late.to(tl.int64), sem="relaxed")
-            if failed > 0:
-                _report(flags_ptr + missing, missing % world, turn, state_ptr, report_ptr, abort_ptr)
-                nearest = world
+            failed = (clock_ns() - start_ns >= timeout_ns) | (tl.load(abort_ptr, volatile=True) != 0)
+            failures = tl.atomic_add(taken_ptr + 1, failed.to(tl.int64), sem="relaxed")
+            if failures > 0:
+                _report(flags_ptr + late, late // _FLAGS % world, turn, state_ptr, report_ptr, abort_ptr)
+                oldest, fresh, late = zero - 1, total, zero - 1
+            elif polls >= _PATIENCE:
+                tl.store(aside_ptr + tile, zero - 1)
+                if oldest < 0:
+                    oldest = tile
+                else:
+                    tl.store(aside_ptr + newest, tile)
+                newest = tile
+                late = zero - 1
+                tl.debug_barrier()  # all threads read what the first one has stored
+        if late < 0:  # take the next tile of the list, or the oldest of those set aside
+            polls = 0
+            if fresh < total:
+                fresh = tl.atomic_add(taken_ptr, zero + 1, sem="relaxed")
+            tile = fresh
+            if fresh >= total:
+                tile = oldest
+                if oldest >= 0:
+                    oldest = tl.load(aside_ptr + oldest)
 
 
 def rows_fault(dtype: torch.dtype, device: torch.device) -> MoeCommError | None:
@@ -183,11 +199,12 @@ def arrived_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
     experts, columns, inner = w_END.shape
     if not out_RN.numel() or not experts:
         return
-    tiling, taken_V = tiling_of(rows_RD, experts), tiles.ends_W.new_zeros(flags.world + 1)
+    tiling, taken = tiling_of(rows_RD, experts), tiles.count.new_zeros(2)
+    aside = tiles.count.new_empty(tiles.items_N6.shape[0] * -(-columns // tiling.columns))
     with on_device_of(rows_RD):
         arrived_mm_kernel[(waiting_programs(rows_RD.device),)](
-            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N5, tiles.ends_W, tiles.rows_EW,
-            taken_V, out_RN, out_RN.stride(0), columns, inner,
+            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N6, tiles.count, tiles.rows_EW,
+            taken, aside, out_RN, out_RN.stride(0), columns, inner,
             flags.peers_W, flags.state, flags.report, flags.abort, flags.rank, flags.world, flags.first_flag,
             flags.turn, flags.timeout_ns,
             ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,

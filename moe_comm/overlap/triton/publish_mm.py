@@ -1,14 +1,14 @@
 """Grouped GEMM whose results peers read while it computes: it sets a flag after each slice of columns of a rank's rows.
 
-    rank 1's tiles    slice 0: rows of rank 0 │ of rank 2 │ own      slice 1: rows of rank 0 │ ...
-                                              ╰─▶ results(0, rank 1) in rank 0's control area
+    rank 1's tiles    slice 0: expert 0 │ expert 1 │ ...      slice 1: expert 0 │ ...
+                               after the last rows of rank 0 ╰─▶ results(0, rank 1) in rank 0's control area
 
     rank 0            waits for slice 0 of all ranks ▸ sums it ▸ waits for slice 1 ...       (``sum_while``)
 
 A sum of a token needs all its K results, which are in tiles of different experts. If whole rows were computed one after
 another, nearly all tiles would be computed before most sums could start. So the columns are divided into slices (COMET,
-arXiv 2502.19811), and sums start after the first one. Within a slice, tiles are in the reverse order of
-``tile_list.py``: rows of other ranks first, and in each step each rank computes for another one.
+arXiv 2502.19811), and sums start after the first one. Within a slice, tiles are in the order of ``tile_list.py``: by
+expert, so that its weights are read from memory once, and within an expert own rows last.
 
 Programs take tiles in this order with a counter. No program waits. A tile may have rows of several ranks; it counts for
 each of them, and the last tile of a (slice, rank) sets its flag. The bits are those of ``grouped_mm``.
@@ -47,7 +47,7 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
     rows_stride,
     w_ptr,  # [E, columns, inner], any strides
     w_stride_expert, w_stride_column, w_stride_inner,
-    items_ptr, ends_ptr, counts_ptr, tiles_ptr,  # items_N5, ends_W, rows_EW and tiles_W of TileList
+    items_ptr, count_ptr, counts_ptr, tiles_ptr,  # items_N6, count, rows_EW and tiles_W of TileList
     written_ptr,  # [SLICES * W + 1] int64 zeros: tiles that are written, by slice and rank; tiles that are taken
     out_ptr,  # [R, columns]
     out_stride, columns, inner,
@@ -63,7 +63,7 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
     """
     one = tl.full((), 1, tl.int64)
     healthy = tl.load(state_ptr + STATE_FAULT) == 0
-    tiles_m = tl.where(healthy, tl.load(ends_ptr + world - 1), 0)
+    tiles_m = tl.where(healthy, tl.load(count_ptr), 0)
     if healthy & (tl.program_id(0) == 0):
         for to in range(world):
             if tl.load(tiles_ptr + to) == 0:
@@ -81,7 +81,7 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
             end_tile_n = _end_tile(part, columns, SLICES, BLOCK_N)
         width = end_tile_n - first_tile_n
         tile = taken - tiles_m * first_tile_n
-        item_ptr = items_ptr + (tiles_m - 1 - tile // width) * _WORDS
+        item_ptr = items_ptr + tile // width * _WORDS
         expert, start, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
         count = (end - start).to(tl.int32)
         first_n = (first_tile_n + (tile % width).to(tl.int32)) * BLOCK_N
@@ -114,10 +114,10 @@ def publish_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
     slices, tiling = num_slices(columns), tiling_of(rows_RD, experts)
     if not slices:
         return
-    written = tiles.ends_W.new_zeros(slices * flags.world + 1)
+    written = tiles.count.new_zeros(slices * flags.world + 1)
     with on_device_of(rows_RD):
         publish_mm_kernel[(waiting_programs(rows_RD.device),)](
-            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N5, tiles.ends_W, tiles.rows_EW,
+            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N6, tiles.count, tiles.rows_EW,
             tiles.tiles_W, written, out_RN, out_RN.stride(0), columns, inner,
             flags.peers_W, flags.state, flags.rank, flags.world, flags.first_flag, flags.turn,
             ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, SLICES=slices,

@@ -5,10 +5,7 @@ Its rows, flags and faults are those of ``peer_to_peer``; its bits are those of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,32 +47,20 @@ SWIGLU = activation_of("swiglu")
 # --- the list of tiles ---
 
 
-class Tile(NamedTuple):
-    """Rows ``first`` to ``end - 1`` of an expert. distance: ring distance from the rank to the latest source."""
-
-    distance: int
-    expert: int
-    first: int
-    end: int
-    sources: list[int]
-
-
-def reference_tiles(rows_EW: np.ndarray, rank: int, tile_rows: int) -> list[Tile]:
-    """Return the tiles of dispatched rows in the order of ``tile_list.py``."""
-    cuts: list[Callable[[int], int]] = [lambda source: source, lambda source: source >= rank, lambda source: 0]
+def reference_tiles(rows_EW: np.ndarray, rank: int, tile_rows: int) -> list[list[int]]:
+    """Return the tiles of dispatched rows in the order of ``tile_list.py``: expert, first and end row, first and last
+    source, first row of the first source."""
     tiles, first = [], 0
     for expert, rows_W in enumerate(rows_EW.tolist()):
         source_R = [source for source, rows in enumerate(rows_W) for _ in range(rows)]
-        for cut in cuts:  # from fine to coarse
-            runs = [list(run) for _, run in groupby(source_R, cut)]
-            parts = [run[i : i + tile_rows] for run in runs for i in range(0, len(run), tile_rows)]
-            if len(parts) <= math.ceil(len(source_R) / tile_rows) * 1.25:
-                break
-        for part in parts:
-            latest = max((source - rank) % len(rows_W) for source in part)
-            tiles.append(Tile(latest, expert, first, first + len(part), part))
-            first += len(part)
-    return sorted(tiles)
+        starts = range(0, len(source_R), tile_rows)
+        after_own = [start for start in starts if start >= sum(rows_W[: rank + 1])]
+        for start in [*after_own, *(start for start in starts if start not in after_own)]:
+            sources = source_R[start : start + tile_rows]
+            rows = first + start, first + start + len(sources)
+            tiles.append([expert, *rows, sources[0], sources[-1], first + source_R.index(sources[0])])
+        first += len(source_R)
+    return tiles
 
 
 @on_ranks(3)
@@ -104,10 +89,10 @@ def test_tiles_listed_on_the_device_are_those_of_the_reference(
             counts_WE[:, before : before + experts] = torch.from_numpy(rows_EW.T)
             tiles = tile_list.list_tiles(counts_WE, range(before, before + experts), own, int(rows_EW.sum()), rows)
             expected = reference_tiles(rows_EW, own, rows)
-            assert tiles.tiles_W.tolist() == [sum(source in t.sources for t in expected) for source in range(ranks)]
-            assert tiles.ends_W.tolist() == [sum(t.distance <= step for t in expected) for step in range(ranks)]
-            items = tiles.items_N5[: len(expected)].tolist()
-            assert items == [[t.expert, t.first, t.end, t.sources[0], t.sources[-1]] for t in expected]
+            covered = [sum(rows_EW[e, w] > 0 for e, *_, a, z, _ in expected if a <= w <= z) for w in range(ranks)]
+            assert tiles.tiles_W.tolist() == covered
+            assert tiles.count.tolist() == [len(expected)]
+            assert tiles.items_N6[: len(expected)].tolist() == expected
             assert torch.equal(tiles.rows_EW, torch.from_numpy(rows_EW)) or not experts
             assert tiles.counts_E.tolist() == rows_EW.sum(1).tolist()
 

@@ -49,9 +49,9 @@ def _store(path: Path, world: int) -> dist.FileStore:
 
 
 def _sends_rows(number: dict[str, int], kernel: str) -> bool:
-    """Return whether ``kernel`` is about to send rows. The first spread sends the routing weights."""
+    """Return whether ``kernel`` is launched for the first time."""
     number[kernel] = number.get(kernel, 0) + 1
-    return number[kernel] == (2 if kernel == "spread" else 1)
+    return number[kernel] == 1
 
 
 def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
@@ -79,7 +79,7 @@ def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
         compute_tile(*args)
 
     def rest_and_check() -> None:
-        waits_in = "push" if not orders else "spread"
+        waits_in = "push_tiles" if not orders else "spread_tiles"
         if rank != world - 1 and waits_in == sending and len(sources) == (world - 1) * tiles_of_rank:
             assert sorted({*sources}) == [*range(world - 1)]
             store.set(f"computed {rank}", "")
@@ -94,14 +94,15 @@ def _delay_rows(rank: int, world: int, arg: tuple[str, Path]) -> None:
         run_layer(dispatcher, ids, DEVICE)
     assert len(orders) == 2, "forward and backward"
     for order in orders:
-        assert order[:tiles_of_rank] == [rank] * tiles_of_rank
         assert sorted(order) == sorted([*range(world)] * tiles_of_rank)
+    if rank != world - 1:
+        received = [source for step in range(1, world + 1) if (source := (rank + step) % world) != world - 1]
+        expected = [source for source in (*received, world - 1) for _ in range(tiles_of_rank)]
+        assert orders[sending == "spread_tiles"] == expected, "own rows after those of other ranks, late rows last"
 
 
-@pytest.mark.parametrize("kernel", ["push", "spread"])
-def test_rows_of_other_ranks_are_computed_before_late_rows_own_rows_first(
-    kernel: str, pool3: RankPool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kernel", ["push_tiles", "spread_tiles"])
+def test_rows_of_other_ranks_are_computed_before_late_rows(kernel: str, pool3: RankPool, tmp_path: Path) -> None:
     pool3.run(_delay_rows, (kernel, tmp_path / "store"), timeout=120)
 
 
@@ -134,7 +135,7 @@ def _delay_slice(rank: int, world: int, path: Path) -> None:
         actual = run_layer(dispatcher, ids, DEVICE, hidden=columns)
         assert all(map(torch.equal, actual, expected))
     assert sums == 5, "two slices in each direction, and the gradients of weights"
-    distances = [world - 1 if own == 0 else own - 1 for _, own in order]
+    distances = [(-own - 1) % world for _, own in order]
     forward = [*zip([part for part, _ in order], distances, strict=True)][: len(order) // 2]
     assert forward == sorted(forward), "slice by slice, own rows last"
 
@@ -173,8 +174,8 @@ def _hang(rank: int, world: int, arg: tuple[str, Path, float]) -> str:
 @pytest.mark.parametrize(
     ("kernel", "awaited"),
     [
-        ("push", "to send its rows"),
-        pytest.param("spread", "to send its rows", marks=pytest.mark.slow),
+        ("push_tiles", "to send its rows"),
+        pytest.param("spread_tiles", "to send its rows", marks=pytest.mark.slow),
         ("publish_mm", "to compute the results of its experts"),
     ],
 )

@@ -1,0 +1,70 @@
+"""The cost model of the device executor never chooses it where the model says that it loses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from moe_comm.errors import ConfigError
+from moe_comm.overlap.tuning.cost import MARGIN
+from moe_comm.overlap.tuning.device_cost import BUDGETS, DeviceRates, DeviceWork, forecast, ready_shares
+
+RATES = DeviceRates(132, 56e9, 400e9, 2.6e12, 650e12, 0.95, 2e-5)
+"""Synthetic: about an H100 whose ranks are connected by NVLink."""
+WORK = DeviceWork(32768, 7168, 2048, 2, 8)
+"""DeepSeek-V3 with 1024 rows for each of 32 experts."""
+
+
+@st.composite
+def rates(draw: st.DrawFn) -> DeviceRates:
+    speeds = [draw(st.floats(1e9, 1e13)) for _ in range(3)]
+    return DeviceRates(
+        draw(st.integers(1, 200)), *speeds, draw(st.floats(1e12, 1e16)), draw(st.floats(0.1, 1)), draw(st.floats(0, 1))
+    )
+
+
+works = st.builds(
+    DeviceWork, st.integers(0, 1 << 20), st.integers(1, 8192), st.integers(1, 8192), st.just(2), st.integers(1, 64)
+)
+
+
+@given(works, rates(), st.booleans())
+def test_the_device_executor_is_chosen_only_if_it_wins(work: DeviceWork, rates: DeviceRates, by_expert: bool) -> None:
+    result = forecast(work, rates, by_expert)
+    floor = sum(work.flops) / rates.flops_per_s
+    assert all(seconds >= floor * (1 - 1e-9) and 0 <= result.hidden[b] <= 1 for b, seconds in result.device_s.items())
+    if result.blocks is None:
+        assert all(seconds >= result.serial_s * (1 - MARGIN) for seconds in result.device_s.values())
+        assert result.lines()[-1].startswith("choice: serial")
+    else:
+        assert result.device_s[result.blocks] == min(result.device_s.values()) < result.serial_s * (1 - MARGIN)
+        assert result.lines()[-1] == f"choice: device with {result.blocks} blocks"
+
+
+def test_rows_by_expert_hide_dispatch_and_rows_by_token_do_not() -> None:
+    by_expert, by_token = forecast(WORK, RATES), forecast(WORK, RATES, by_expert=False)
+    assert by_expert.blocks is not None
+    for blocks in BUDGETS:
+        push_s = RATES.send_s(WORK.row_bytes, WORK.world, blocks)
+        assert by_token.device_s[blocks] - by_expert.device_s[blocks] > 0.7 * push_s
+    slow = replace(RATES, block_bytes_per_s=10e9)
+    assert forecast(WORK, slow).device_s[24] < forecast(WORK, slow).device_s[8], "8 blocks send below the link's rate"
+
+
+def test_costs_of_the_device_executor_make_it_lose() -> None:
+    assert forecast(replace(WORK, rows=64), RATES).blocks is None, "fixed costs"
+    assert forecast(WORK, replace(RATES, waiting=0.5)).blocks is None, "a slow GEMM"
+    assert forecast(WORK, replace(RATES, processors=9)).blocks is None, "no processors for the GEMM"
+    assert forecast(WORK, replace(RATES, processors=8)).device_s == {}
+
+
+def test_tiles_are_ready_in_proportion_to_the_rows() -> None:
+    shares = ready_shares(32768, 8)
+    assert shares == sorted(shares) and shares[0] < 0.05 and shares[-1] == 1 and 0.5 < shares[32] < 0.56
+
+
+def test_rates_that_are_not_positive_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        replace(RATES, link_bytes_per_s=0)
