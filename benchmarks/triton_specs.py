@@ -194,7 +194,7 @@ def _router_specs() -> tuple[KernelSpec, ...]:
     logits = _spec("logits", linear.linear_kernel, BF16, constants, linear.TILING.warps, linear.TILING.stages)
     specs.append(replace(logits, types={**logits.types, "out_ptr": "*fp32"}))
     tiling = linear_backward.ROWS_TILING
-    constants = {"ELEMENT": DTYPES[BF16], **tiling.blocks, "w_stride_column": 1}
+    constants = {"ELEMENT": DTYPES[BF16], "ADDED": True, **tiling.blocks, "w_stride_column": 1}
     rows = _spec(
         "logits, gradient of tokens", linear_backward.linear_rows_kernel, BF16, constants, tiling.warps, tiling.stages
     )

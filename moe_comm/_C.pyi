@@ -417,6 +417,61 @@ class GpuGemm:
         /,
     ) -> None: ...
 
+class GpuRecord:
+    """Launches that ``run`` repeats; see csrc/cuda/record.h. buffers: number of a base, and offset in bytes.
+
+    ``rows``, ``swiglu_gradient`` and ``weights`` take the arguments of ``GpuGemm``, with numbers of buffers, -1 for
+    none, in place of addresses.
+    """
+
+    def __init__(self, calls: Mapping[str, int], context: int, buffers: Sequence[tuple[int, int]]) -> None: ...
+    def kernel(
+        self,
+        function: int,
+        grid: Sequence[int],
+        threads: int,
+        shared_bytes: int,
+        arguments: Sequence[bytes | int | Sequence[int]],
+        /,
+    ) -> None: ...
+    def rows(
+        self,
+        launcher: GpuGemm,
+        rows: Sequence[int],
+        w: Sequence[int],
+        transposed: bool,
+        counts_at: int,
+        experts: int,
+        out: Sequence[int],
+        act: Sequence[int],
+        slots: tuple[int, int],
+        /,
+    ) -> None: ...
+    def swiglu_gradient(
+        self,
+        launcher: GpuGemm,
+        grad: Sequence[int],
+        w: Sequence[int],
+        counts_at: int,
+        experts: int,
+        matrices: Sequence[Sequence[int]],
+        weights: Sequence[int],
+        /,
+    ) -> None: ...
+    def weights(
+        self,
+        launcher: GpuGemm,
+        a: Sequence[int],
+        b: Sequence[int],
+        counts_at: int,
+        experts: int,
+        out: Sequence[int],
+        add: bool,
+        /,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    def run(self, bases: Sequence[int], stream: int, /) -> None: ...
+
 class P2pStarter:
     """A kernel launcher: on this thread, through the CUDA runtime, through the driver, or a Python function."""
 

@@ -26,33 +26,46 @@ DriverStarter::DriverStarter(const Driver& driver) : driver_(driver), shared_(dr
 }
 
 void DriverStarter::start(int kernel, const Launch& launch, const void* args) {
-  void* before = nullptr;
-  check("cuCtxGetCurrent", driver_.get_context(&before));
-  if (before != driver_.context) check("cuCtxSetCurrent", driver_.set_context(driver_.context));
+  InContext context(driver_);
   const auto number = static_cast<size_t>(kernel);
   void* function = driver_.functions[number];
-  const char* name = "cuFuncSetAttribute";
-  int status = 0;
   if (launch.shared_bytes > shared_[number]) {
-    status = driver_.set_attribute(function, kMostDynamicSharedBytes, static_cast<int>(launch.shared_bytes));
-    if (status == 0) shared_[number] = launch.shared_bytes;
+    const auto bytes = static_cast<int>(launch.shared_bytes);
+    check_driver(driver_, "cuFuncSetAttribute", driver_.set_attribute(function, kMostDynamicSharedBytes, bytes));
+    shared_[number] = launch.shared_bytes;
   }
-  if (status == 0) {
-    name = "cuLaunchKernel";
-    void* arguments[] = {const_cast<void*>(args)};
-    status = driver_.launch(function, static_cast<unsigned>(launch.blocks), 1, 1, static_cast<unsigned>(launch.threads),
-                            1, 1, static_cast<unsigned>(launch.shared_bytes), reinterpret_cast<void*>(launch.stream),
-                            arguments, nullptr);
-  }
-  // If the thread had no context, it keeps this one; torch would set the same.
-  if (before != nullptr && before != driver_.context) check("cuCtxSetCurrent", driver_.set_context(before));
-  check(name, status);
+  void* arguments[] = {const_cast<void*>(args)};
+  launch_kernel(driver_, function, {static_cast<unsigned>(launch.blocks), 1, 1}, static_cast<unsigned>(launch.threads),
+                static_cast<unsigned>(launch.shared_bytes), launch.stream, arguments);
+  context.leave();
 }
 
-void DriverStarter::check(const char* name, int status) const {
+void launch_kernel(const Driver& driver, void* function, const Grid& grid, unsigned threads, unsigned shared_bytes,
+                   uintptr_t stream, void** arguments) {
+  check_driver(driver, "cuLaunchKernel",
+               driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes,
+                             reinterpret_cast<void*>(stream), arguments, nullptr));
+}
+
+InContext::InContext(const Driver& driver) : driver_(driver) {
+  check_driver(driver, "cuCtxGetCurrent", driver.get_context(&before_));
+  if (before_ != driver.context) check_driver(driver, "cuCtxSetCurrent", driver.set_context(driver.context));
+}
+
+InContext::~InContext() { restore(); }
+
+void InContext::leave() { check_driver(driver_, "cuCtxSetCurrent", restore()); }
+
+int InContext::restore() {
+  void* before = before_;
+  before_ = nullptr;
+  return before == nullptr || before == driver_.context ? 0 : driver_.set_context(before);
+}
+
+void check_driver(const Driver& driver, const char* name, int status) {
   if (status == 0) return;
   std::string words;
-  for (const auto ask : {driver_.error_name, driver_.error_words}) {
+  for (const auto ask : {driver.error_name, driver.error_words}) {
     const char* text = nullptr;
     if (ask(status, &text) == 0 && text != nullptr && *text) words += (words.empty() ? " (" : ": ") + std::string(text);
   }

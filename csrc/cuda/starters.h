@@ -2,6 +2,7 @@
 // driver API (kernels compiled by NVRTC).
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <vector>
 
@@ -40,6 +41,33 @@ struct Driver {
   std::vector<void*> functions;  // indexed by kernel number
 };
 
+// Throws LaunchError with the driver's words if `status` of the function `name` is an error.
+void check_driver(const Driver& driver, const char* name, int status);
+
+// Makes the driver's context current on the calling thread, and then the previous one again. A thread without a context
+// keeps this one; torch would set the same.
+class InContext {
+ public:
+  explicit InContext(const Driver& driver);
+  ~InContext();
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+  // Restore the context now. Throws LaunchError.
+  void leave();
+
+ private:
+  int restore();
+
+  const Driver& driver_;
+  void* before_ = nullptr;
+};
+
+using Grid = std::array<unsigned, 3>;
+
+// Launch a function in the current context. Throws LaunchError.
+void launch_kernel(const Driver& driver, void* function, const Grid& grid, unsigned threads, unsigned shared_bytes,
+                   uintptr_t stream, void** arguments);
+
 // Launches in the given context and restores the calling thread's context.
 class DriverStarter : public Starter {
  public:
@@ -47,8 +75,6 @@ class DriverStarter : public Starter {
   void start(int kernel, const Launch& launch, const void* args) override;
 
  private:
-  void check(const char* name, int status) const;
-
   const Driver driver_;
   std::vector<std::atomic<int64_t>> shared_;  // largest dynamic shared memory size requested so far, per kernel
 };

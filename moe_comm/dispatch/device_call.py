@@ -121,10 +121,14 @@ def _programs() -> tuple[Program, Program, Program, Program]:
     """Return the programs of the functions below."""
     from moe_comm.kernels.triton.program import Program  # needs Triton
 
-    return Program(_place), Program(_forward), Program(_sum), Program(_backward)
+    return Program(place), Program(forward_of_experts), Program(sum_of_slots), Program(backward_of_experts)
 
 
-def _place(ids_TK: Tensor, fault: Tensor, num_experts: int, ordered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def place(ids_TK: Tensor, fault: Tensor, num_experts: int, ordered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the place of each slot, the counts (``DeviceCounts``), and the slot of each row if ``ordered``.
+
+    Invalid ids are reported in ``fault``.
+    """
     from moe_comm.kernels.triton.slot_order import place_slots  # needs Triton
 
     return place_slots(ids_TK, num_experts, fault, ordered=ordered)
@@ -136,7 +140,7 @@ def _copies(x_TD: Tensor, place_TK: Tensor, out_RD: Tensor | None = None) -> Ten
     return copy_rows(x_TD, place_TK, place_TK.numel(), out_RD)
 
 
-def _forward(
+def forward_of_experts(
     x_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, w13: Tensor, w2: Tensor,
     activation: Activation,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -152,13 +156,14 @@ def _forward(
     return expert_mlp_gpu.forward(mlp, rows_RD, counts[:-2], out_RD), out_RD
 
 
-def _sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> tuple[Tensor]:
+def sum_of_slots(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> tuple[Tensor]:
+    """Return the weighted sum of the rows of each token, or the sum for None."""
     from moe_comm.kernels.triton.weighted_sum import weighted_sum  # needs Triton
 
     return (weighted_sum(rows_RD, place_TK, weights_TK),)
 
 
-def _backward(
+def backward_of_experts(
     grad_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, weights_TK: Tensor, x_TD: Tensor,
     w13: Tensor, w2: Tensor, h_RG: Tensor | None, out_RD: Tensor | None, activation: Activation,
     needs: tuple[bool, ...],
@@ -174,15 +179,15 @@ def _backward(
         from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
 
         grad_RD, grad_TK = spread(grad_TD, place_TK, weights_TK, place_TK.numel(), out_RD)
-    moves = partial(_copies, x_TD, place_TK), lambda grad_rows_RD: _sum(grad_rows_RD, place_TK, None)[0]
+    moves = partial(_copies, x_TD, place_TK), lambda grad_rows_RD: sum_of_slots(grad_rows_RD, place_TK, None)[0]
     grad_x_TD, *grads = expert_mlp_gpu.backward_in_one_buffer(
         mlp, h_RG, grad_RD, counts[:-2], (needs_x, *needs_experts), moves, weights
     )
     return grad_x_TD, grad_TK, *grads
 
 
-def _launches_of_backward(late: bool, recomputes: bool, needs: tuple[bool, ...]) -> int:
-    """late: ``sends_weights``. needs: as of ``_backward``."""
+def launches_of_backward(late: bool, recomputes: bool, needs: tuple[bool, ...]) -> int:
+    """Return the number of operators of ``backward_of_experts``, which describes ``needs``. late: ``sends_weights``."""
     needs_x, needs_weights, needs_w13, needs_w2 = needs
     weighted = 3 if late else 1  # the activation; the weight of each row, and their product
     activation = 2 if needs_x or needs_w13 or (late and needs_weights) else weighted * needs_w2
@@ -231,13 +236,13 @@ class _DeviceExperts(torch.autograd.Function):
         needs = _, needs_weights, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
         out_RD = out_RD if needs_weights else None
         inputs = (
-            _dense(grad_TD), rows.place_TK, rows.counts, rows.order, weights_TK.contiguous(), _dense(x_TD), w13, w2,
+            dense(grad_TD), rows.place_TK, rows.counts, rows.order, weights_TK.contiguous(), dense(x_TD), w13, w2,
             h_RG, out_RD,
         )  # fmt: skip
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
             if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
-                return *_backward(*inputs, activation, needs), None, None, None
-            number = _launches_of_backward(sends_weights(x_TD.dtype), h_RG is None, needs)
+                return *backward_of_experts(*inputs, activation, needs), None, None, None
+            number = launches_of_backward(sends_weights(x_TD.dtype), h_RG is None, needs)
             return *_programs()[3](number, inputs, activation, needs), None, None, None
 
 
@@ -261,7 +266,7 @@ class DeviceCall(ExpertCall):
         w13, w2, _, _ = mlp.tensors
         recording = needs_autograd(x_TD, self._weights_TK, w13, w2)
         with torch.no_grad():
-            inputs = _dense(x_TD), placed.place_TK, placed.counts, placed.order, w13, w2
+            inputs = dense(x_TD), placed.place_TK, placed.counts, placed.order, w13, w2
             h_RG, out_RD = _programs()[1](4, inputs, mlp.activation)
         self._h_RG = h_RG if recording and not mlp.recompute else None
         self._mlp = mlp if recording else None
@@ -316,5 +321,6 @@ def device_call(
     return DeviceCall(dispatcher, x_TD, weights_TK, _Rows(place_TK, counts, order), handle)
 
 
-def _dense(rows_TD: Tensor) -> Tensor:
+def dense(rows_TD: Tensor) -> Tensor:
+    """Return rows with unit stride."""
     return rows_TD if rows_TD.stride(1) == 1 else rows_TD.contiguous()

@@ -9,15 +9,19 @@ Errors: MissingDependency without native core, compiled kernels and NVRTC; Kerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import Driver, Module
+from moe_comm.gpu.record import AddTo
 from moe_comm.runtime.native_core import native
+
+if TYPE_CHECKING:
+    from moe_comm import _C
 
 SOURCE = "cuda/gemm/kernels.cu"
 """File with the kernels, relative to csrc."""
@@ -25,9 +29,6 @@ ARCH = "sm_90a"
 CAPABILITY = (9, 0)
 MULTIPLE = 8
 """TMA requires widths and strides that are multiples of this, and addresses that are multiples of 16 bytes."""
-
-Repeated = Callable[[Sequence[int], int], None]
-"""Launches a kernel on tensors at these addresses, on a stream."""
 
 
 class TakenRows(NamedTuple):
@@ -89,48 +90,25 @@ class GpuGemm:
         """
         rows_RD, slot_R, _ = rows if isinstance(rows, TakenRows) else (rows, None, 1)
         addresses = _addresses(rows_RD, w_END, counts_E, out_RN, act_RF, slot_R)
-        self.repeated_rows(rows, w_END, out_RN, act_RF)(addresses, stream)
+        self._native.rows(*_rows_arguments(rows, w_END, out_RN, act_RF, addresses), stream)
 
-    def repeated_rows(self, rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None) -> Repeated:
-        """Return ``rows`` for matrices of these shapes and strides, from the addresses of its tensors (last the slots
-        or 0) and a stream."""
-        rows_RD, _, top_k = rows if isinstance(rows, TakenRows) else (rows, None, 1)
-        transposed = w_END.stride(2) != 1
-        experts, columns, inner = w_END.shape
-        sizes = (inner, columns, w_END.stride(2)) if transposed else (columns, inner, w_END.stride(1))
-        by_expert = w_END.stride(0) if experts > 1 else sizes[0] * sizes[2]
-        of_x, out, act = _form(rows_RD), _form(out_RN), (0,) * 4 if act_RF is None else _form(act_RF)
-        launch = self._native.rows
-
-        def repeated(addresses: Sequence[int], stream: int) -> None:
-            of_rows, of_w, of_counts, of_out, of_act, of_slots = addresses
-            launch(
-                (of_rows, *of_x), (of_w, *sizes, by_expert), transposed, of_counts, experts, (of_out, *out),
-                (of_act or 0, *act), (of_slots or 0, top_k), stream,
-            )  # fmt: skip
-
-        return repeated
+    def record_rows(self, rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None) -> AddTo:
+        """Return what adds ``rows`` to a record, for the buffers of its tensors, the slots last."""
+        rows = rows._replace(x_TD=rows.x_TD.detach()) if isinstance(rows, TakenRows) else rows.detach()
+        places = partial(_rows_arguments, rows, w_END.detach(), out_RN, act_RF)
+        return self._adds("rows", places)
 
     def swiglu_gradient(
         self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient, stream: int
     ) -> None:
         """Write the gradient of h, and the activation, for the gradient grad[r] @ w2[e] of the activation of each row r
         of expert e, rounded to bf16; for matrices that ``takes_gradient`` accepts."""
-        self.repeated_gradient(grad_RD, w2_EDF, of)(_addresses(grad_RD, w2_EDF, counts_E, *of), stream)
+        addresses = _addresses(grad_RD, w2_EDF, counts_E, *of)
+        self._native.swiglu_gradient(*_gradient_arguments(grad_RD, w2_EDF, of, addresses), stream)
 
-    def repeated_gradient(self, grad_RD: Tensor, w2_EDF: Tensor, of: SwigluGradient) -> Repeated:
-        """Return ``swiglu_gradient`` for matrices of these shapes and strides, as ``repeated_rows`` does."""
-        experts, inner, columns = w2_EDF.shape
-        by_expert = w2_EDF.stride(0) if experts > 1 else inner * w2_EDF.stride(1)
-        w = (inner, columns, w2_EDF.stride(1), by_expert)
-        grad, forms, launch = _form(grad_RD), [_form(t) for t in of[:3]], self._native.swiglu_gradient
-
-        def repeated(addresses: Sequence[int], stream: int) -> None:
-            of_grad, of_w, of_counts, *others = (address or 0 for address in addresses)
-            matrices = [(at, *form) for at, form in zip(others[:3], forms, strict=True)]
-            launch((of_grad, *grad), (of_w, *w), of_counts, experts, matrices, others[3:], stream)
-
-        return repeated
+    def record_gradient(self, grad_RD: Tensor, w2_EDF: Tensor, of: SwigluGradient) -> AddTo:
+        """Return what adds ``swiglu_gradient`` to a record, for the buffers of its tensors."""
+        return self._adds("swiglu_gradient", partial(_gradient_arguments, grad_RD, w2_EDF.detach(), of))
 
     def weights(self, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, stream: int) -> None:
         """Write out[e] = grad.T @ rows over the rows of expert e, for matrices that ``takes_weights`` accepts.
@@ -138,26 +116,11 @@ class GpuGemm:
         If out is fp32, add to it.
         """
         addresses = _addresses(grad_RN, rows_RD, counts_E, out_END)
-        self.repeated_weights(grad_RN, rows_RD, out_END)(addresses, stream)
+        self._native.weights(*_weights_arguments(grad_RN, rows_RD, out_END, addresses), stream)
 
-    def repeated_weights(self, grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor) -> Repeated:
-        """Return ``weights`` for matrices of these shapes, strides and dtypes, as ``repeated_rows`` does."""
-        swapped = out_END.stride(2) != 1
-        if swapped:  # the transpose of each matrix is dense
-            grad_RN, rows_RD, out_END = rows_RD, grad_RN, out_END.transpose(1, 2)
-        experts, columns, inner = out_END.shape
-        by_column = out_END.stride(1)
-        by_expert = out_END.stride(0) if experts > 1 else columns * by_column
-        grad, rows, out = _form(grad_RN), _form(rows_RD), (columns, inner, by_column, by_expert)
-        adds, launch = out_END.dtype == torch.float32, self._native.weights
-
-        def repeated(addresses: Sequence[int], stream: int) -> None:
-            of_grad, of_rows, of_counts, of_out = addresses
-            if swapped:
-                of_grad, of_rows = of_rows, of_grad
-            launch((of_grad, *grad), (of_rows, *rows), of_counts, experts, (of_out, *out), adds, stream)
-
-        return repeated
+    def record_weights(self, grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor) -> AddTo:
+        """Return what adds ``weights`` to a record, for the buffers of its tensors."""
+        return self._adds("weights", partial(_weights_arguments, grad_RN, rows_RD, out_END))
 
     def rows_fp8(
         self, rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], counts: Tensor, out_RN: Tensor, stream: int
@@ -185,6 +148,53 @@ class GpuGemm:
             matrices, (scale_RB.data_ptr(), *scale_RB.stride()), (w_scale_ECB.data_ptr(), *w_scale_ECB.stride()[:2]),
             (counts.data_ptr(), experts, sources, room), stream,
         )  # fmt: skip
+
+    def _adds(self, name: str, places: Callable[[Sequence[int]], tuple[Any, ...]]) -> AddTo:
+        """Return what adds a launch to a record. places: the native arguments for the numbers of its buffers."""
+
+        def add(record: _C.GpuRecord, grid: Sequence[int], buffers: Sequence[Any]) -> bool:
+            getattr(record, name)(self._native, *places([-1 if buffer is None else buffer for buffer in buffers]))
+            return True
+
+        return add
+
+
+def _rows_arguments(
+    rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, at: Sequence[int]
+) -> tuple[Any, ...]:
+    """Return the native arguments for tensors of these shapes and strides. at: addresses, or numbers of buffers, of
+    rows, w, counts, out, act and slots."""
+    rows_RD, _, top_k = rows if isinstance(rows, TakenRows) else (rows, None, 1)
+    transposed = w_END.stride(2) != 1
+    experts, columns, inner = w_END.shape
+    sizes = (inner, columns, w_END.stride(2)) if transposed else (columns, inner, w_END.stride(1))
+    by_expert = w_END.stride(0) if experts > 1 else sizes[0] * sizes[2]
+    act = (0,) * 4 if act_RF is None else _form(act_RF)
+    return (
+        (at[0], *_form(rows_RD)), (at[1], *sizes, by_expert), transposed, at[2], experts, (at[3], *_form(out_RN)),
+        (at[4], *act), (at[5], top_k),
+    )  # fmt: skip
+
+
+def _gradient_arguments(grad_RD: Tensor, w2_EDF: Tensor, of: SwigluGradient, at: Sequence[int]) -> tuple[Any, ...]:
+    """Return the native arguments. at: addresses, or numbers of buffers, of grad, w2, counts and those of ``of``."""
+    experts, inner, columns = w2_EDF.shape
+    by_expert = w2_EDF.stride(0) if experts > 1 else inner * w2_EDF.stride(1)
+    matrices = [(one, *_form(t)) for one, t in zip(at[3:6], of[:3], strict=True)]
+    w2 = at[1], inner, columns, w2_EDF.stride(1), by_expert
+    return (at[0], *_form(grad_RD)), w2, at[2], experts, matrices, at[6:]
+
+
+def _weights_arguments(grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor, at: Sequence[int]) -> tuple[Any, ...]:
+    """Return the native arguments. at: addresses, or numbers of buffers, of grad, rows, counts and out."""
+    grad, rows = (at[0], *_form(grad_RN)), (at[1], *_form(rows_RD))
+    if out_END.stride(2) != 1:  # the transpose of each matrix is dense
+        grad, rows, out_END = rows, grad, out_END.transpose(1, 2)
+    experts, columns, inner = out_END.shape
+    by_column = out_END.stride(1)
+    by_expert = out_END.stride(0) if experts > 1 else columns * by_column
+    adds = out_END.dtype == torch.float32
+    return grad, rows, at[2], experts, (at[3], columns, inner, by_column, by_expert), adds
 
 
 def _addresses(*tensors: Tensor | None) -> list[int]:

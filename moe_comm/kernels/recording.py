@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-Launcher = Callable[[Sequence[int], int, list[Any]], None]
-"""Launches a kernel with a grid, on the current stream of a device, with values that have addresses for tensors."""
+from moe_comm.gpu.record import AddTo
 
 
 class Step(NamedTuple):
-    """A launch. launcher: None if it cannot be repeated. args: tensors, other values, and descriptions of matrices.
+    """A launch. add: None if it cannot be repeated. args: tensors, other values, and descriptions of matrices.
     operators: number of operators that the kernel computes."""
 
-    launcher: Launcher | None
+    add: AddTo | None
     grid: Sequence[int]
     args: Sequence[Any]
     operators: int = 1

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from moe_comm.gpu.gemm import (
     CAPABILITY,
     SECTION,
     GpuGemm,
-    Repeated,
     SwigluGradient,
     TakenRows,
     gpu_gemm,
@@ -75,9 +74,8 @@ def multiply_rows(
         return False
     gemm.rows(rows, w_END, counts_E, out_RN, act_RF, current_stream(rows_RD.device))
     if is_recording():
-        again = gemm.repeated_rows(rows, w_END, out_RN, act_RF)
-        operators = 3 if taken else 1 if act_RF is None else 2
-        _record(again, (rows_RD, w_END, counts_E, out_RN, act_RF, slot_R), operators)
+        add_to, operators = gemm.record_rows(rows, w_END, out_RN, act_RF), 3 if taken else 1 if act_RF is None else 2
+        record(Step(add_to, (), (rows_RD, w_END, counts_E, out_RN, act_RF, slot_R), operators))
     return True
 
 
@@ -88,8 +86,8 @@ def multiply_gradient(grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: Swi
         return False
     gemm.swiglu_gradient(grad_RD, w2_EDF, counts_E, of, current_stream(grad_RD.device))
     if is_recording():
-        again = gemm.repeated_gradient(grad_RD, w2_EDF, of)
-        _record(again, (grad_RD, w2_EDF, counts_E, *of), 2 if of.sections_SR is None else 1)
+        add_to, operators = gemm.record_gradient(grad_RD, w2_EDF, of), 2 if of.sections_SR is None else 1
+        record(Step(add_to, (), (grad_RD, w2_EDF, counts_E, *of), operators))
     return True
 
 
@@ -108,8 +106,8 @@ def multiply_weights(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END
     if rows_RD.shape[0]:
         gemm.weights(grad_RN, rows_RD, counts_E, out_END, current_stream(rows_RD.device))
         if is_recording():
-            again = gemm.repeated_weights(grad_RN, rows_RD, out_END)
-            _record(again, (grad_RN, rows_RD, counts_E, out_END), 1)
+            add_to = gemm.record_weights(grad_RN, rows_RD, out_END)
+            record(Step(add_to, (), (grad_RN, rows_RD, counts_E, out_END)))
     elif not add:
         out_END.zero_()
     return True
@@ -122,13 +120,6 @@ def multiply_fp8(rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], co
         return False
     gemm.rows_fp8(rows, weights, counts, out_RN, current_stream(out_RN.device))
     return True
-
-
-def _record(launch: Repeated, args: Sequence[Tensor | None], operators: int) -> None:
-    def again(grid: Sequence[int], index: int, addresses: list[Any]) -> None:
-        launch(addresses, torch._C._cuda_getCurrentRawStream(index))
-
-    record(Step(again, (), args, operators))
 
 
 def current_stream(device: torch.device) -> int:

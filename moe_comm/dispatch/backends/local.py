@@ -34,7 +34,9 @@ class InvalidIds:
         self._read = self._words.numpy()
 
     def report(self, top_k: int, num_experts: int) -> Tensor:
-        """Return the words for a kernel."""
+        """Return the words for a kernel. Raise RoutingError for an earlier one, as ``check``."""
+        if self._read[0]:
+            self.check()
         self._sizes = top_k, num_experts
         return self._words
 

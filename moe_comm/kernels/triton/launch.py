@@ -9,10 +9,11 @@ That function is private to a version of Triton, so other versions launch as usu
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,11 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.gpu.record import BufferIndex, new_record as record_of
 from moe_comm.kernels.recording import Step, record
+
+if TYPE_CHECKING:
+    from moe_comm import _C
 
 INTERPRETING = bool(knobs.runtime.interpret)
 """Whether TRITON_INTERPRET=1 was set when this module was imported; it applies to all kernels of the process."""
@@ -123,11 +128,10 @@ class Matrix(NamedTuple):
     """An argument of ``launch``: a matrix that the kernel loads by TMA, in blocks, as a tensor descriptor."""
 
     tensor: Any
-    """The tensor, or its address if ``dtype`` is given."""
+    """The tensor, or its ``BufferIndex`` in a record."""
     shape: tuple[int, int]
     strides: tuple[int, int]
     block: tuple[int, int]
-    dtype: torch.dtype | None = None
 
     def described(self) -> TensorDescriptor:
         """Return Triton's object for it."""
@@ -140,6 +144,8 @@ DIRECT = triton.__version__.split(".")[:2] == ["3", "6"]
 """Whether ``_Compiled`` knows the C function of this version of Triton."""
 MAX_KEPT = 4096
 """Maximum number of compiled kernels, and of tensor maps, that are found without Triton."""
+_FORMATS = {"i32": "=i", "i64": "=q", "u32": "=I", "u64": "=Q", "fp32": "=f"}
+"""Formats of numbers among the parameters of a kernel."""
 _compiled: dict[Any, _Compiled | None] = {}
 _maps: dict[Any, Any] = {}
 
@@ -184,14 +190,18 @@ def launch(kernel: Any, grid: Sequence[int], on: Tensor, args: Sequence[Any], **
             if len(_compiled) >= MAX_KEPT:
                 _compiled.clear()
             _compiled[key] = _Compiled.of(result, len(args))
-        record(Step(_compiled[key], grid, args))
+        _record(_compiled[key], grid, args)
         return
-    record(Step(compiled, grid, args))
+    _record(compiled, grid, args)
     if torch._C._cuda_getDevice() == device.index:
         compiled(grid, device.index, values)
     else:
         with torch.cuda.device(device):
             compiled(grid, device.index, values)
+
+
+def _record(compiled: _Compiled | None, grid: Sequence[int], args: Sequence[Any]) -> None:
+    record(Step(None if compiled is None else compiled.add_to, grid, args))
 
 
 def repeats(device: torch.device) -> bool:
@@ -200,9 +210,9 @@ def repeats(device: torch.device) -> bool:
     return device.type == "cuda" and torch._C._cuda_getDevice() == device.index and not _is_hooked()
 
 
-def index_of(device: torch.device) -> int:
-    """Return the index of a device on which kernels are launched."""
-    return device.index
+def new_record(device: torch.device, buffers: Sequence[tuple[int, int]]) -> _C.GpuRecord:
+    """Return ``gpu.record.new_record`` for a device."""
+    return record_of(device.index, buffers)
 
 
 def _described(args: Sequence[Any]) -> list[Any]:
@@ -219,8 +229,11 @@ def _is_hooked() -> bool:
 class _Compiled:
     """A compiled kernel on a device, and the C function that launches it."""
 
-    def __init__(self, function: Any, fixed: tuple[Any, ...], constants: int, maps: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, function: Any, fixed: tuple[Any, ...], kinds: list[str], constants: int, maps: list[dict[str, Any]]
+    ) -> None:
         self._function, self._fixed, self._constants, self._maps = function, fixed, (None,) * constants, maps
+        self._kinds = kinds  # of the arguments before the constants
 
     @classmethod
     def of(cls, compiled: Any, num_args: int) -> _Compiled | None:
@@ -251,7 +264,7 @@ class _Compiled:
             )  # fmt: skip
         except (AttributeError, TypeError, ValueError):
             return None
-        return cls(function, fixed, len(constants), maps)
+        return cls(function, fixed, kinds[:num_args], len(constants), maps)
 
     def __call__(self, grid: Sequence[int], device: int, values: list[Any]) -> None:
         if self._maps:
@@ -259,6 +272,33 @@ class _Compiled:
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._function(x, y, z, stream, *self._fixed, *values, *self._constants)
+
+    def add_to(self, to: _C.GpuRecord, grid: Sequence[int], args: Sequence[Any]) -> bool:
+        """Add the launch to a record (``gpu.record.AddTo``), with the parameters that Triton's C function passes."""
+        function, cooperative, programmatic, *_ = self._fixed
+        warps, blocks, shared = self._fixed[5]  # the packed metadata
+        if cooperative or programmatic or blocks != 1:
+            return False
+        maps = iter(self._maps)
+        parameters: list[bytes | int | tuple[int, ...]] = []
+        for kind, arg in zip(self._kinds, args, strict=True):
+            if type(arg) is Matrix:
+                form = next(maps)
+                parameters.append((
+                    arg.tensor, _element_kind(form), form["swizzle"], form["elem_size"], *arg.shape, arg.strides[0],
+                    *form["block_size"],
+                ))  # fmt: skip
+                parameters += [struct.pack("=i", size) for size in arg.shape]
+                parameters += [struct.pack("=q", stride) for stride in arg.strides]
+            elif type(arg) is BufferIndex:
+                parameters.append(arg)
+            elif kind in _FORMATS:
+                parameters.append(struct.pack(_FORMATS[kind], arg))
+            elif kind != "constexpr":
+                return False
+        parameters += [bytes(8), bytes(8)]  # scratch memory, which the kernel does not need
+        to.kernel(function, (*grid, 1, 1)[:3], 32 * warps, shared, parameters)
+        return True
 
     def _with_maps(self, values: list[Any], device: int) -> list[Any]:
         """Return the values with a tensor map, sizes and strides in place of each matrix."""
@@ -274,21 +314,28 @@ class _Compiled:
 
 def _tensor_map(matrix: Matrix, form: dict[str, Any], device: int) -> Any:
     """Return the tensor map of a matrix, which holds its address, sizes and strides, but no reference to it."""
-    tensor, shape, strides, block, dtype = matrix
-    address = tensor.data_ptr() if dtype is None else tensor
-    key = (address, shape, strides, block, dtype or tensor.dtype, form["swizzle"], device)
+    tensor, shape, strides, block = matrix
+    address = tensor.data_ptr()
+    key = (address, shape, strides, block, tensor.dtype, form["swizzle"], device)
     found = _maps.get(key)
     if found is None:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # of Triton 3.6
         from triton.runtime import driver
 
         if len(_maps) >= MAX_KEPT:
             _maps.clear()
         found = _maps[key] = driver.active.utils.fill_tma_descriptor(
-            address, form["swizzle"], form["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]],
+            address, form["swizzle"], form["elem_size"], _element_kind(form),
             form["block_size"], list(matrix.shape), list(matrix.strides), 0,
         )  # fmt: skip
     return found
+
+
+def _element_kind(form: dict[str, Any]) -> int:
+    """Return the driver's number of the dtype of a matrix."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # of Triton 3.6
+
+    kind: int = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]]
+    return kind
 
 
 @lru_cache

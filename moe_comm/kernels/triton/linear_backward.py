@@ -50,9 +50,9 @@ def linear_rows_kernel(  # type: ignore[no-untyped-def]
     w_stride_inner, w_stride_column,
     out_ptr,  # [rows, columns]
     out_stride, rows, columns, inner,
-    ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEMENT: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the gradient of rows per program."""
+    """Compute one tile of the gradient of rows per program. If ADDED, round it and add it to the output."""
     row = int64(tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -68,6 +68,10 @@ def linear_rows_kernel(  # type: ignore[no-untyped-def]
             mask=(at < inner)[:, None] & (column < columns)[None, :], other=0.0,
         )  # fmt: skip
         acc = multiply_wide(grad, w, acc)
+    if ADDED:
+        out_ptrs = out_ptr + (row * out_stride)[:, None] + column[None, :]
+        before = tl.load(out_ptrs, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+        acc = before.to(tl.float32) + rounded(acc, ELEMENT).to(tl.float32)
     store_tile(acc, out_ptr, out_stride, row, row < rows, column, columns, ELEMENT)
 
 
@@ -122,24 +126,26 @@ def takes(grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor) -> bool:
     return fits and grad_TE.dtype == torch.float32 and grad_TE.stride(1) == 1
 
 
-def grad_of_rows(grad_TE: Tensor, w_ED: Tensor) -> Tensor:
+def grad_of_rows(grad_TE: Tensor, w_ED: Tensor, added_TD: Tensor | None = None) -> Tensor:
     """Return grad @ w, [T, D] in the dtype of ``w``. No autograd.
 
     Args:
         grad_TE: [T, E] fp32; dense rows, any row stride.
         w_ED: [E, D] bf16 or fp16, any strides.
+        added_TD: a contiguous tensor to which the product is added and which is returned, with the bits of ``add_``.
     """
     check_tensors("grad_of_rows", grad_TE, w_ED)
     check_rows("grad_of_rows", "gradients", grad_TE)
     _check("grad_of_rows", grad_TE, w_ED, grad_TE.shape[1])
     (rows, inner), columns = grad_TE.shape, w_ED.shape[1]
-    out_TD = torch.empty(rows, columns, dtype=w_ED.dtype, device=w_ED.device)
+    out_TD = torch.empty(rows, columns, dtype=w_ED.dtype, device=w_ED.device) if added_TD is None else added_TD
     tiling = ROWS_TILING if capability(grad_TE) else INTERPRETED
     if out_TD.numel():
         launch(
             linear_rows_kernel, (-(-rows // tiling.rows), -(-columns // tiling.columns)), grad_TE,
             (grad_TE, grad_TE.stride(0), w_ED, *w_ED.stride(), out_TD, columns, rows, columns, inner),
-            ELEMENT=DTYPES[w_ED.dtype], **tiling.blocks, num_warps=tiling.warps, num_stages=tiling.stages,
+            ELEMENT=DTYPES[w_ED.dtype], ADDED=added_TD is not None, **tiling.blocks, num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )  # fmt: skip
     return out_TD
 

@@ -2,7 +2,7 @@
 
     first call of a shape    run the body: operators check inputs, choose tiles, allocate, and launch
     second call              run the body, and record its launches: grids, numbers, and the buffer of each address
-    later calls              allocate the results and one workspace for all other buffers, and launch
+    later calls              allocate the results and one workspace for all other buffers, and launch in one native call
 
 A launch of an operator takes most of its time in checks and look-ups, which have the same results for inputs of the
 same shapes, strides, dtypes and alignment. A program is only repeated if its body did nothing but launch kernels and
@@ -13,15 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_comm.gpu.record import BufferIndex
 from moe_comm.kernels.recording import recorded
+from moe_comm.kernels.tensor_cores import current_stream
 from moe_comm.kernels.triton import launch as launches
 from moe_comm.kernels.triton.launch import Matrix
+
+if TYPE_CHECKING:
+    from moe_comm import _C
 
 Results = tuple[Any, ...]
 """Tensors, or None."""
@@ -47,47 +52,28 @@ class _OtherOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Launch(NamedTuple):
-    """A recorded launch. addresses: position among the values, and index of the address, of each pointer. matrices: the
-    same for arguments that are loaded by TMA."""
-
-    launcher: Any
-    grid: tuple[int, ...]
-    values: list[Any]
-    addresses: list[tuple[int, int]]
-    matrices: list[tuple[int, int, Matrix]]
-
-
 class _Plan(NamedTuple):
-    """Recorded launches. outputs: shape and dtype of each result, or None. buffers: what each address points to: the
-    index of an input, result or the workspace, in this order, and the offset in bytes. workspace: its bytes."""
+    """Recorded launches. outputs: shape and dtype of each result, or None. workspace: bytes of all other buffers.
+    record: takes the addresses of inputs, results and the workspace."""
 
-    launches: list[_Launch]
+    record: _C.GpuRecord
     outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
-    buffers: list[tuple[int, int]]
     workspace: int
 
     def run(self, inputs: tuple[Tensor | None, ...]) -> Results:
         """Allocate and launch."""
         device = inputs[0].device  # type: ignore[union-attr]
-        results = tuple([
-            None if output is None else torch.empty(output[0], dtype=output[1], device=device)
-            for output in self.outputs
-        ])  # fmt: skip
-        bases = [0 if t is None else t.data_ptr() for t in inputs]
-        bases += [0 if t is None else t.data_ptr() for t in results]
+        bases, results = [], []
+        for t in inputs:  # loops: comprehensions are functions of their own
+            bases.append(0 if t is None else t.data_ptr())
+        for output in self.outputs:
+            result = None if output is None else torch.empty(output[0], dtype=output[1], device=device)
+            results.append(result)
+            bases.append(0 if result is None else result.data_ptr())
         workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
         bases.append(0 if workspace is None else workspace.data_ptr())
-        addresses = [bases[base] + offset for base, offset in self.buffers]
-        index = launches.index_of(device)
-        for launcher, grid, template, of_pointers, of_matrices in self.launches:
-            values = template.copy()
-            for at, which in of_pointers:
-                values[at] = addresses[which]
-            for at, which, matrix in of_matrices:
-                values[at] = matrix._replace(tensor=addresses[which])
-            launcher(grid, index, values)
-        return results
+        self.record.run(bases, current_stream(device))
+        return tuple(results)
 
 
 class Program:
@@ -149,14 +135,13 @@ def _record(
     )
     if sum(step.operators for step in steps) != operators:
         return results, None
-    if others.found or not separate or not whole or any(step.launcher is None for step in steps):
+    if others.found or not separate or not whole:
         return results, None
     workspace_at: dict[int, int] = {}
     size = 0
     buffers: list[tuple[int, int]] = []
-    repeated: list[_Launch] = []
 
-    def index_of(t: Tensor) -> int:
+    def index_of(t: Tensor) -> BufferIndex:
         nonlocal size
         address, storage = t.data_ptr(), t.untyped_storage()
         for base, bound in enumerate(bounds):
@@ -171,21 +156,19 @@ def _record(
             place = len(bounds), workspace_at[first] + address - first
         if place not in buffers:
             buffers.append(place)
-        return buffers.index(place)
+        return BufferIndex(buffers.index(place))
 
-    for launcher, grid, args, _ in steps:
-        values, of_pointers, of_matrices = list(args), [], []
-        for at, arg in enumerate(args):
-            if isinstance(arg, Tensor):
-                of_pointers.append((at, index_of(arg)))
-                values[at] = 0
-            elif type(arg) is Matrix:
-                template = arg._replace(tensor=0, dtype=arg.tensor.dtype)
-                of_matrices.append((at, index_of(arg.tensor), template))
-                values[at] = 0
-        repeated.append(_Launch(launcher, tuple(grid), values, of_pointers, of_matrices))
-    outputs = [None if t is None else (tuple(t.shape), t.dtype) for t in results]
-    return results, _Plan(repeated, outputs, buffers, size)
+    def recorded_arg(arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return index_of(arg)
+        return arg._replace(tensor=index_of(arg.tensor)) if type(arg) is Matrix else arg
+
+    arguments = [[recorded_arg(arg) for arg in step.args] for step in steps]
+    record = launches.new_record(inputs[0].device, buffers)  # type: ignore[union-attr]
+    for step, args in zip(steps, arguments, strict=True):
+        if step.add is None or not step.add(record, step.grid, args):
+            return results, None
+    return results, _Plan(record, [None if t is None else (tuple(t.shape), t.dtype) for t in results], size)
 
 
 def _bounds(t: Tensor) -> tuple[int, int]:

@@ -187,9 +187,10 @@ def takes(logits_TE: Tensor, rule: Any) -> bool:
     return logits_TE.dtype == torch.float32 and rule.num_choices <= MAX_EXPERTS and logits_TE.stride(-1) == 1
 
 
-def _forward(
+def select(
     logits_TE: Tensor, bias_E: Tensor | None, load_E: Tensor | None, rule: Any, return_scores: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return ids, weights and scores, as ``route`` does. No autograd."""
     tokens, experts = logits_TE.shape
     ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
@@ -208,9 +209,10 @@ def _forward(
     return ids_TK, weights_TK, scores_TE
 
 
-def _backward(
+def select_backward(
     logits_TE: Tensor, ids_TK: Tensor, grad_TK: Tensor | None, grad_TE: Tensor | None, rule: Any
 ) -> tuple[Tensor]:
+    """Return the gradient of the logits, from those of the weights and scores."""
     tokens, experts = logits_TE.shape
     grad = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device)
     sizes = _sizes(rule)
@@ -224,7 +226,7 @@ def _backward(
     return (grad,)
 
 
-_FORWARD, _BACKWARD = Program(_forward), Program(_backward)
+_FORWARD, _BACKWARD = Program(select), Program(select_backward)
 
 
 class _Route(torch.autograd.Function):

@@ -35,6 +35,7 @@ from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.operation import tokens_fault
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.autograd import compute_dtype
+from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.layers.data_parallel.attach import exclude_from_ddp, gradients_of
 from moe_comm.layers.data_parallel.gradients import replicated_parameter
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
@@ -61,6 +62,7 @@ from moe_comm.topology import Placement, Sharding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from moe_comm.dispatch.device_call import DeviceHandle
     from moe_comm.dispatch.slots.capacity import Capacity
     from moe_comm.layers.data_parallel.copies import ExpertCopies
     from moe_comm.layers.moe.formula import MoEBlock
@@ -91,8 +93,13 @@ class DispatchStats:
     dropped: Tensor | None
 
 
-def _stats_of(etp: int, slots: int, handle: DispatchHandle, dropped: Tensor | None) -> DispatchStats:
+def _stats_of(etp: int, slots: int, handle: DispatchHandle | DeviceHandle, dropped: Tensor | None) -> DispatchStats:
     return DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+
+
+def _stats_of_whole(handle_of_call: Callable[[], DeviceHandle]) -> DispatchStats:
+    handle = handle_of_call()
+    return _stats_of(1, handle.num_tokens * handle.top_k, handle, None)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -434,7 +441,7 @@ class MoELayer(ExpertParallel):
             InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        if self._is_traced(self.copies):
+        if torch.compiler.is_dynamo_compiling() and self._is_traced(self.copies):
             from moe_comm.layers.moe.compiled import call_layer  # few programs compile
 
             given = (None, None, None) if routing is None else (routing.ids_TK, routing.weights_TK, routing.aux_loss)
@@ -461,6 +468,15 @@ class MoELayer(ExpertParallel):
     # takes a second, with this module.
     @torch._disable_dynamo
     def _forward(self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None) -> Tensor:
+        given = routing is not None or token_index is not None or mask is not None
+        if not given and type(x) is Tensor and x.device.type in TRITON_DEVICES:
+            from moe_comm.layers.moe.whole_call import whole_call  # only on a GPU
+
+            whole = whole_call(self, x)
+            if whole is not None:
+                y, handle = whole
+                self._stats = partial(_stats_of_whole, handle)
+                return y
         try:
             tokens = self._route(x, routing, token_index, mask)
         except Exception as error:  # the other ranks would wait in dispatch

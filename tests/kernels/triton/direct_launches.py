@@ -1,4 +1,4 @@
-"""Launches kernels on a fake driver, through Triton and directly, and compares what the driver receives.
+"""Launches kernels on a fake driver, through Triton, directly, and from records, and compares what the driver receives.
 
     python -m tests.kernels.triton.direct_launches FOLDER_WITH_LIBCUDA
 
@@ -17,6 +17,7 @@ import torch
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
+from moe_comm.gpu.record import BufferIndex
 from moe_comm.kernels.triton import launch as launches
 from moe_comm.kernels.triton.grouped_mm import grouped_mm_kernel, grouped_mm_tma_kernel
 from moe_comm.kernels.triton.launch import DTYPES, Matrix, launch
@@ -60,6 +61,23 @@ def parameter_kinds(compiled: Any) -> list[str]:
         elif kind != "constexpr":
             kinds.append(kind)
     return kinds
+
+
+def repeat(compiled: Any, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+    """Launch from a record, with half of the address of each tensor as its offset."""
+    tensors = [arg.tensor if type(arg) is Matrix else arg for arg in args]
+    buffers = [(i, t.data_ptr() // 2) for i, t in enumerate(tensors) if isinstance(t, torch.Tensor)]
+    numbers = iter(range(len(buffers)))
+    recorded: list[Any] = []
+    for arg, t in zip(args, tensors, strict=True):
+        if isinstance(t, torch.Tensor):
+            number = BufferIndex(next(numbers))
+            recorded.append(arg._replace(tensor=number) if type(arg) is Matrix else number)
+        else:
+            recorded.append(arg)
+    record = launches.new_record(torch.device("cuda", 0), buffers)
+    assert compiled.add_to(record, grid, recorded) and len(record) == 1
+    record.run([t.data_ptr() - t.data_ptr() // 2 if isinstance(t, torch.Tensor) else 0 for t in tensors], 70)
 
 
 def main(folder: str) -> int:
@@ -117,6 +135,9 @@ def main(folder: str) -> int:
             launch(kernel, grid, on, changed, **settings, num_warps=4)
             direct = received(library, kinds)
             assert library.fake_launches() == before + 1 and len(of_triton) == known, kernel
+            library.fake_last(number)
+            repeat(list(launches._compiled.values())[-1], grid, changed)
+            assert library.fake_launches() == before + 2 and received(library, kinds) == direct, kernel
             if changed is args:
                 assert direct == through_triton, (kernel, direct, through_triton)
                 continue
@@ -125,7 +146,7 @@ def main(folder: str) -> int:
             kernel[grid](*with_triton, **settings, num_warps=4)
             assert received(library, kinds) == direct, kernel
         assert direct[2:5] == [7, 1, 1] and direct[1] == 70
-        assert kernel is not grouped_mm_tma_kernel or library.fake_maps() == maps + 4  # two direct, two by Triton
+        assert kernel is not grouped_mm_tma_kernel or library.fake_maps() == maps + 8  # two direct, two by Triton
     print("equal", len(cases))
     return 0
 

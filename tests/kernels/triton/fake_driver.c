@@ -59,6 +59,14 @@ API int cuLaunchKernelEx(const struct config* config, void* function, void** par
   for (int i = 0; i < num_parameters; ++i) memcpy(last.parameters[i], parameters[i], 16);
   return num_launches++, extra != NULL;
 }
+// As the native core launches.
+API int cuInit(unsigned flags) { return flags != 0; }
+API int cuGetErrorName(int status, const char** text) { return *text = "AN_ERROR", status < 0; }
+API int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y,
+                       unsigned block_z, unsigned shared, void* stream, void** parameters, void** extra) {
+  const struct config config = {{x, y, z}, {block, block_y, block_z}, shared, stream, NULL, 0};
+  return cuLaunchKernelEx(&config, function, parameters, extra);
+}
 API struct launch* fake_last(int next_parameters) {
   num_parameters = next_parameters;
   return &last;

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import nullcontext
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +16,27 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from moe_comm.dispatch import device_call
+from moe_comm.dispatch import device_call, device_layer
 from moe_comm.dispatch.backends.local import LocalDispatcher
-from moe_comm.errors import InputError, RoutingError
+from moe_comm.dispatch.slots.capacity import Capacity
+from moe_comm.errors import InputError, KernelError, RoutingError
+from moe_comm.gpu.record import BufferIndex
 from moe_comm.kernels import native, recording, tensor_cores
+from moe_comm.layers.moe import whole_call
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
+from moe_comm.layers.moe.shared import SharedExpert
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, needed_kernels, some_ids
 from tests.overlap.triton.common import needs_triton
 from tests.pool import on_ranks
 from tests.support.gemm_model import COMPILER, model_gemm
+from tests.support.python_driver import CONTEXT, PythonDriver
 
 pytestmark = needs_triton
 HIDDEN, FFN, EXPERTS, TOKENS, TOP_K = 16, 16, 5, 9, 2
@@ -36,6 +46,13 @@ BACKWARD = ["take_rows_kernel", "grouped_mm_tma_kernel", "weighted_swiglu_backwa
             "grouped_weight_grad_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel", "take_rows_kernel",
             "grouped_weight_grad_kernel", "route_backward_kernel", "linear_rows_kernel", "linear_weights_kernel",
             "sum_parts_kernel"]  # fmt: skip
+FROZEN = ["take_rows_kernel", "take_rows_kernel", "grouped_mm_tma_kernel", "grouped_mm_tma_kernel",
+          "weighted_swiglu_backward_kernel", "grouped_weight_grad_kernel", "grouped_mm_tma_kernel",
+          "weighted_sum_kernel", *BACKWARD[8:]]  # fmt: skip
+STREAM = 77
+OF_GPU = 3
+"""Frames of ``repeats`` and ``current_stream``, which the emulation replaces."""
+ALLOCATING = {f"aten::{name}" for name in ("empty", "view", "_unsafe_view", "detach", "reshape")}
 
 
 def layer(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> MoELayer:
@@ -202,32 +219,48 @@ def test_a_layer_runs_on_the_fused_kernels_for_hopper_in_their_model(tmp_path: P
 
 
 class Interpreted:
-    """A compiled kernel that takes addresses, in the interpreter."""
+    """A compiled kernel of a ``PythonDriver``, in the interpreter."""
 
-    def __init__(self, kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> None:
+    def __init__(self, driver: PythonDriver, kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> None:
         tensors = (arg.tensor if type(arg).__name__ == "Matrix" else arg for arg in args)
         self._dtypes = [getattr(t, "dtype", None) for t in tensors]
-        self._kernel, self._constants = kernel, constants
+        self._driver, self._kernel, self._constants = driver, kernel, constants
 
-    def __call__(self, grid: Sequence[int], device: int, values: list[Any]) -> None:
+    def add_to(self, record: Any, grid: Sequence[int], args: Sequence[Any]) -> bool:
+        """Add the launch to a record, as ``launch._Compiled.add_to``."""
+        parameters: list[Any] = []
+        for arg in args:
+            if type(arg).__name__ == "Matrix":
+                parameters.append((arg.tensor, 9, 3, 2, *arg.shape, arg.strides[0], *arg.block))
+            elif type(arg) is BufferIndex:
+                parameters.append(arg)
+            else:
+                parameters.append(struct.pack("=d" if type(arg) is float else "=q", arg))
+        self._args = list(args)
+        number = self._driver.add(self._kernel.__name__, self._run)
+        record.kernel(number, (*grid, 1, 1)[:3], 128, 0, parameters)
+        return True
+
+    def _run(self, grid: tuple[int, ...], parameters: Any) -> None:
         args: list[Any] = []
-        for dtype, value in zip(self._dtypes, values, strict=True):
+        for i, (dtype, arg) in enumerate(zip(self._dtypes, self._args, strict=True)):
             if dtype is None:
-                args.append(value)
+                kind = ctypes.c_double if type(arg) is float else ctypes.c_int64
+                args.append(ctypes.cast(parameters[i], ctypes.POINTER(kind))[0])
+                assert args[-1] == arg
                 continue
-            address = value.tensor if type(value).__name__ == "Matrix" else value
-            memory = (ctypes.c_char * 64).from_address(address)
-            t = torch.frombuffer(memory, dtype=dtype)
-            args.append(t if value is address else value._replace(tensor=t).described())
-        self._kernel[tuple(grid)](*args, **self._constants)
+            address = ctypes.cast(parameters[i], ctypes.POINTER(ctypes.c_int64))[0]
+            t = torch.frombuffer((ctypes.c_char * 64).from_address(address), dtype=dtype)
+            args.append(arg._replace(tensor=t).described() if type(arg).__name__ == "Matrix" else t)
+        self._kernel[grid](*args, **self._constants)
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
+@contextmanager
+def emulated(driver: PythonDriver) -> Iterator[None]:
+    """Return a context in which programs are recorded, and repeated by native code on the driver."""
     launches, program = kernels("launch"), kernels("program")
-    repeated = [0]
-    device_call._programs.cache_clear()
+    for module in (device_call, device_layer):
+        module._programs.cache_clear()
     routers = kernels("router")._FORWARD, kernels("router")._BACKWARD
     for other in (kernels("linear")._PROGRAM, kernels("linear_backward")._BACKWARD, *routers):
         other._plans.clear()
@@ -236,11 +269,7 @@ def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
         constants = {name: value for name, value in settings.items() if name not in launches.OPTIONS}
         with _disable_current_modes():  # the interpreter copies tensors
             kernel[tuple(grid)](*launches._described(args), **constants)
-        recording.record(recording.Step(Interpreted(kernel, args, constants), grid, args))
-
-    def counted(plan: Any, inputs: Any, run: Any = program._Plan.run) -> Any:
-        repeated[0] += 1
-        return run(plan, inputs)
+        recording.record(recording.Step(Interpreted(driver, kernel, args, constants).add_to, grid, args))
 
     native.TRITON_DEVICES.add("cpu")
     try:
@@ -249,38 +278,219 @@ def test_repeated_launches_have_the_same_bits(frozen: bool) -> None:
                          "take_rows", "weighted_sum"):  # fmt: skip
                 patch.setattr(kernels(name), "launch", launch)
             patch.setattr(launches, "repeats", lambda device: True)
-            patch.setattr(launches, "index_of", lambda device: 0)
-            patch.setattr(program._Plan, "run", counted)
-            built = layer()
-            built.experts.w13.requires_grad_(not frozen)
-            built.experts.recompute = frozen
-            for seed in range(5):
-                x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=seed)
-                repeated[0] = 0
-                actual = passes(built, x_TD)
-                # Logits, routing, places, experts, sum; the backward passes of these, of routing and of logits.
-                assert repeated[0] == (8 if seed > 1 else 0), (seed, repeated)
-                with pytest.MonkeyPatch.context() as without:
-                    without.setattr(Experts, "on_device", lambda *_: False)
-                    without.setattr(launches, "repeats", lambda device: False)
-                    expected = passes(built, x_TD)
-                assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
-            (plan,) = device_call._programs()[3]._plans.values()
-            rows = TOKENS * TOP_K
-            buffers = [rows * HIDDEN, rows * FFN, rows * 2 * FFN]  # gradients and then rows, activation, gradient of h
-            buffers += [rows * 2 * FFN] if frozen else []  # h, which is recomputed; rows are in the gradient of h
-            assert plan.workspace == sum(-(-2 * size // program.ALIGNMENT) * program.ALIGNMENT for size in buffers)
-            repeated[0] = 8
-            with torch.no_grad():
-                assert torch.equal(built(x_TD), expected[0]) and repeated[0] == 8 + 5
-            # Other operators than launches, and other numbers of launches, are not left out.
-            for body, number in ((lambda x: (x + 1,), 0), (lambda x: (launches.DTYPES and torch.empty_like(x),), 1)):
-                other = program.Program(body)
-                for _ in range(3):
-                    other(number, (x_TD,))
-                assert list(other._plans.values()) == [False]
+            patch.setattr(launches, "new_record", driver.record)
+            patch.setattr(program, "current_stream", lambda device: STREAM)
+            yield
     finally:
         native.TRITON_DEVICES.discard("cpu")
+
+
+def step_by_step(built: MoELayer, x_TD: Tensor, routing: Routing | None = None) -> list[Tensor]:
+    """Return ``passes`` of router, dispatch, experts and combine one after the other, without records."""
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(Experts, "on_device", lambda *_: False)
+        without.setattr(kernels("launch"), "repeats", lambda device: False)
+        return passes(built, x_TD, routing)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_is_one_native_call_forward_and_one_backward_with_the_same_bits(frozen: bool) -> None:
+    driver = PythonDriver()
+    program = kernels("program")
+    with emulated(driver):
+        built = layer()
+        built.experts.w13.requires_grad_(not frozen)
+        built.experts.recompute = frozen
+        for seed in range(5):
+            x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=seed)
+            driver.launches.clear()
+            driver.named.clear()
+            actual = passes(built, x_TD)
+            expected = step_by_step(built, x_TD)
+            assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+            if seed < 2:
+                assert not driver.launches
+                continue
+            calls = [len(list(group)) for key, group in groupby(driver.named) if key == "cuLaunchKernel"]
+            names = [driver.names[launch.kernel] for launch in driver.launches]
+            assert names == FORWARD + (BACKWARD if not frozen else FROZEN)
+            assert calls == [len(FORWARD), len(names) - len(FORWARD)] and driver.named.count("cuCtxGetCurrent") == 2
+            assert {launch.stream for launch in driver.launches} == {STREAM}
+            assert {launch.context for launch in driver.launches} == {CONTEXT}
+        (plan,) = device_layer._programs()[1]._plans.values()
+        rows, slots = TOKENS * TOP_K, TOKENS * TOP_K
+        buffers = [2 * rows * HIDDEN, 2 * rows * FFN, 2 * rows * 2 * FFN]  # gradients and then rows, activation, its h
+        buffers += [2 * rows * 2 * FFN] if frozen else []  # h, which is recomputed; rows are in the gradient of h
+        parts = -(-TOKENS // (2 * kernels("linear_backward").INTERPRETED.inner))
+        buffers += [4 * slots, 4 * TOKENS * EXPERTS, 4 * parts * EXPERTS * HIDDEN]  # of weights, logits, the router
+        assert plan.workspace == sum(-(-size // program.ALIGNMENT) * program.ALIGNMENT for size in buffers)
+        driver.launches.clear()
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(built(x_TD), expected[0])
+        assert [driver.names[launch.kernel] for launch in driver.launches] == FORWARD
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(1)
+def test_a_repeated_call_only_allocates_and_launches_in_a_few_frames() -> None:
+    """So a CUDA graph can capture it: nothing is copied to or read by the CPU, and nothing depends on values."""
+    driver = PythonDriver()
+    with emulated(driver):
+        built, x_TD = layer(), drawn(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+        grad_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=1)
+        wanted = [x_TD, *built.parameters()]
+        for _ in range(2):
+            torch.autograd.grad(built(x_TD), wanted, grad_TD)
+        driver.kernels = dict.fromkeys(driver.kernels, lambda *_: None)
+        with Operators() as forward:
+            y_TD = built(x_TD)
+        with Operators() as backward:
+            torch.autograd.grad(y_TD, wanted, grad_TD)
+        assert forward.names <= ALLOCATING and backward.names <= ALLOCATING, (forward.names, backward.names)
+        assert len(driver.launches) == len(FORWARD) + len(BACKWARD)
+        frames, y_TD = frames_of_package(lambda: built(x_TD))
+        assert len(frames) <= 20 - OF_GPU, frames
+        frames, _ = frames_of_package(lambda: torch.autograd.grad(y_TD, wanted, grad_TD))
+        assert len(frames) <= 15, frames
+
+
+def frames_of_package(work: Callable[[], Any]) -> tuple[list[str], Any]:
+    """Return the functions of the package that were called, and the result of ``work``."""
+    frames: list[str] = []
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "/moe_comm/" in frame.f_code.co_filename:
+            frames.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        result = work()
+    finally:
+        sys.setprofile(None)
+    return frames, result
+
+
+def hooked(module: torch.nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
+WHOLE: dict[str, Callable[[MoELayer], Any]] = {
+    "plain": lambda built: None,
+    "evaluated": lambda built: built.eval(),
+    "hooks of the layer": lambda built: hooked(built),
+    "recomputed activations": lambda built: setattr(built.experts, "recompute", True),
+    "correction bias": lambda built: setattr(built.router, "correction_bias", torch.arange(EXPERTS) * 0.1),
+}
+"""Changes of a layer whose calls are one function."""
+PARTS: dict[str, Callable[[MoELayer], Any]] = {
+    "hooks of the router": lambda built: hooked(built.router),
+    "hooks of the experts": lambda built: hooked(built.experts),
+    "auxiliary loss": lambda built: setattr(built.router, "config", replace(built.router.config, balance_loss=0.1)),
+    "capacity": lambda built: setattr(built, "capacity", Capacity(0.5)),
+    "shared expert": lambda built: setattr(built, "shared", SharedExpert(HIDDEN, 8, dtype=torch.bfloat16)),
+    "dropped tokens": lambda built: setattr(built.router, "drop_invalid", True),
+    "hooks in flight": lambda built: setattr(built, "in_flight_hook", lambda: None),
+    "adapters": lambda built: built.experts.add_module("adapter", torch.nn.Identity()),
+    "overlap": lambda built: setattr(built, "overlap", Overlap()),
+    "hooks before dispatch": lambda built: built.dispatcher.before_dispatch.append(lambda: None),
+}
+"""Changes of a layer whose calls are router, dispatch, experts and combine."""
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("case", [*WHOLE, *PARTS])
+def test_unusual_calls_are_not_one_function_and_have_the_same_bits(case: str) -> None:
+    kernels("device")
+    native.TRITON_DEVICES.add("cpu")
+    calls = [0]
+
+    def counted(*args: Any, call: Any = whole_call.device_layer) -> Any:
+        calls[0] += 1
+        return call(*args)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(whole_call, "device_layer", counted)
+            torch.manual_seed(0)
+            built, x_TD = layer(), drawn(2, TOKENS, HIDDEN, dtype=torch.bfloat16)
+            (WHOLE | PARTS)[case](built)
+            actual = passes(built, x_TD)
+            assert calls[0] == (case in WHOLE)
+            expected = step_by_step(built, x_TD)
+            assert all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
+            if case != "plain":
+                return
+            mask = torch.arange(2 * TOKENS).view(2, TOKENS) % 3 > 0
+            for other in ({"mask": mask}, {"routing": Routing(some_ids(2 * TOKENS, TOP_K, EXPERTS),
+                                                              torch.full((2 * TOKENS, TOP_K), 0.5))}):  # fmt: skip
+                built(x_TD, **other)
+            with torch.autocast("cpu", torch.bfloat16):
+                built(x_TD)
+            assert calls[0] == 1
+            y = checkpoint(built, x_TD.requires_grad_(), use_reentrant=False)
+            built.router.take_load()
+            y.sum().backward()
+            assert calls[0] == 3 and not built.router.load_E.any()  # a recomputation is not counted again
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+
+
+@on_ranks(1)
+def test_calls_with_a_given_routing_are_four_native_calls() -> None:
+    driver = PythonDriver()
+    with emulated(driver):
+        built = layer()
+        for seed in range(4):
+            x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=seed)
+            weights_TK = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            routing = Routing(some_ids(TOKENS, TOP_K, EXPERTS, seed), weights_TK)
+            driver.named.clear()
+            actual, entered = passes(built, x_TD, routing), driver.named.count("cuCtxGetCurrent")
+            assert entered == (4 if seed > 1 else 0)
+            assert all(map(torch.equal, step_by_step(built, x_TD, routing), actual))
+
+
+@on_ranks(1)
+def test_what_a_program_cannot_repeat_is_not_left_out() -> None:
+    launches, program, driver = kernels("launch"), kernels("program"), PythonDriver()
+    x_TD = drawn(TOKENS, HIDDEN)
+    with emulated(driver):
+        # Other operators than launches, and other numbers of launches.
+        for body, number in ((lambda x: (x + 1,), 0), (lambda x: (launches.DTYPES and torch.empty_like(x),), 1)):
+            other = program.Program(body)
+            for _ in range(3):
+                other(number, (x_TD,))
+            assert list(other._plans.values()) == [False]
+
+
+@on_ranks(1)
+def test_a_launch_that_the_driver_refuses_raises() -> None:
+    driver = PythonDriver()
+    with emulated(driver):
+        built, x_TD = layer(), drawn(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        for _ in range(2):
+            built(x_TD)
+
+        def fail(*_: Any) -> None:
+            raise OSError("no more")
+
+        driver.kernels[4] = fail
+        with pytest.raises(KernelError, match="cuLaunchKernel with error 719"):
+            built(x_TD)
+        assert len(driver.launches) == 4 and isinstance(driver.error, OSError)
 
 
 @on_ranks(1)
