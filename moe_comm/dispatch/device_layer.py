@@ -155,9 +155,10 @@ class _DeviceLayer(torch.autograd.Function):
         w13, w2 = with_main_grads((w13, w2), ctx.parameters)
         needs = needs_x, needs_router, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
         needs_weights = needs_x or needs_router
+        place_TK, counts, order = ctx.rows
         inputs = (
-            dense(grad_TD), *ctx.rows, weights_TK, x_TD, w13, w2, h_RG, out_RD if needs_weights else None, weight_ED,
-            logits_TE, ids_TK,
+            dense(grad_TD), place_TK, counts, order, weights_TK, x_TD, w13, w2, h_RG, out_RD if needs_weights else None,
+            weight_ED, logits_TE, ids_TK,
         )  # fmt: skip
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
             if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):

@@ -12,7 +12,7 @@ struct launch {
 };
 
 static _Thread_local int64_t current;
-static struct launch launches[16];
+static struct launch launches[32];
 static int num_launches, refuse_next;
 static int64_t attributes[8][3];
 static int num_attributes;

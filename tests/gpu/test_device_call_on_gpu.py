@@ -79,3 +79,35 @@ def test_invalid_ids_make_results_nan_and_raise_in_the_next_call() -> None:
     with pytest.raises(RoutingError, match="earlier call"):
         built(x_TD, Routing(ids_TK, weights_TK))
     assert not built(x_TD, Routing(ids_TK, weights_TK)).isnan().any()
+
+
+def test_a_graph_captures_forward_and_backward() -> None:
+    built, x_TD, grad_TD = layer(), tokens().requires_grad_(), tokens(1)
+    wanted = [x_TD, *built.parameters()]
+
+    def step() -> list[Tensor]:
+        y_TD = built(x_TD)
+        return [y_TD.detach(), *torch.autograd.grad(y_TD, wanted, grad_TD)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (2, 3):
+        with torch.no_grad():
+            x_TD.copy_(tokens(seed))
+        built.router.take_load()
+        graph.replay()
+        actual, load_E = [t.clone() for t in captured], built.router.take_load()
+        assert all(map(torch.equal, actual, step()))
+        assert torch.equal(load_E, built.router.take_load()) and int(load_E.sum()) == TOKENS * TOP_K
+    with torch.no_grad():
+        x_TD[5] = float("nan")
+    graph.replay()
+    with pytest.raises(RoutingError, match="router logits of token 5"):
+        built.dispatcher.check_ids()

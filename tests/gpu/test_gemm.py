@@ -17,8 +17,10 @@ from torch import Tensor
 from benchmarks import cuda_resources
 from moe_comm.errors import ConfigError, KernelError, MissingDependency
 from moe_comm.gpu import gemm, launch, nvrtc
+from moe_comm.gpu.record import ENCODE
 from moe_comm.kernels import tensor_cores
-from tests.gpu.fake_driver import launches
+from moe_comm.runtime.native_core import native
+from tests.gpu.fake_driver import Launched, launches
 
 CSRC = Path(__file__).parents[2] / "csrc"
 BF16 = torch.bfloat16
@@ -168,6 +170,51 @@ def test_a_launch_of_the_gradient_describes_its_matrices(fake_driver: tuple[laun
     assert numbers[:5] == (counts.data_ptr(), grad_h.data_ptr(), 128, act.data_ptr(), 64)
     assert numbers[5:] == (weights.data_ptr(), slots.data_ptr(), sections.data_ptr(), 50, 3, 64, 96, 8)
     assert struct.unpack("3q", bytes(plain.words)[680:704]) == (0, 0, 0)
+
+
+def test_a_record_launches_the_same(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:
+    driver_api, library = fake_driver
+    kernels = gemm.GpuGemm(3, 132, code=b"code!", driver=driver_api)
+    rows, w, counts, out = matrices(50, 64, 96)
+    act, narrow = torch.zeros(50, 48, dtype=BF16), torch.zeros(50, 200, dtype=BF16)[:, :96]
+    grad_w, added = torch.zeros(3, 96, 64, dtype=BF16), torch.zeros(3, 64, 96)
+    back, transposed = torch.zeros(50, 64, dtype=BF16), w.transpose(1, 2)
+    kernels.rows(rows, w, counts, out, None, 7)
+    kernels.rows(rows, w, counts, out, act, 7)
+    kernels.rows(narrow, transposed, counts, back, None, 7)
+    kernels.weights(out, rows, counts, grad_w, 7)
+    kernels.weights(out, rows, counts, added.transpose(1, 2), 7)
+    slots, w2, h, weights = torch.zeros(50, dtype=torch.int64), w[:, :64, :48], torch.zeros_like(out), torch.zeros(50)
+    taken, sections = gemm.TakenRows(rows, slots, 4), torch.zeros(1, 50)
+    gradients = gemm.SwigluGradient(h, out, act), gemm.SwigluGradient(h, out, act, weights, slots, sections)
+    kernels.rows(taken, w, counts, out, act, 7)
+    for of in gradients:
+        kernels.swiglu_gradient(back, w2, counts, of, 7)
+    tensors = [rows, w, counts, out, act, narrow, grad_w, added, back, slots, h, weights, sections]
+    buffers = [(0, t.data_ptr() - rows.data_ptr()) for t in tensors]
+    record = native().GpuRecord(driver_api.addresses(ENCODE), 1003, buffers)
+    for add_to, numbers in (
+        (kernels.record_rows(rows, w, out, None), [0, 1, 2, 3, None, None]),
+        (kernels.record_rows(rows, w, out, act), [0, 1, 2, 3, 4, None]),
+        (kernels.record_rows(narrow, transposed, back, None), [5, 1, 2, 8, None, None]),
+        (kernels.record_weights(out, rows, grad_w), [3, 0, 2, 6]),
+        (kernels.record_weights(out, rows, added.transpose(1, 2)), [3, 0, 2, 7]),
+        (kernels.record_rows(taken, w, out, act), [0, 1, 2, 3, 4, 9]),
+        (kernels.record_gradient(back, w2, gradients[0]), [8, 1, 2, 10, 3, 4, None, None, None]),
+        (kernels.record_gradient(back, w2, gradients[1]), [8, 1, 2, 10, 3, 4, 11, 9, 12]),
+    ):
+        assert add_to(record, (), numbers)
+    record.run([rows.data_ptr()], 7)
+    sizes = [596] * 3 + [408] * 2 + [596] + [728] * 2  # of the arguments
+    each = [(bytes(one)[: Launched.words.offset], bytes(one.words)) for one in launches(library)]
+    assert len(record) == 8 and len(each) == 16
+    for size, direct, repeated in zip(sizes, each[:8], each[8:], strict=True):
+        assert direct[0] == repeated[0] and direct[1][:size] == repeated[1][:size]
+    record.run([rows.data_ptr() + 1024], 9)
+    moved = launches(library)[16]
+    assert moved.stream == 9 and Launch(bytes(moved.words)).matrix(0)[0] == rows.data_ptr() + 1024
+    with pytest.raises(ValueError, match="uses buffer 13 of 13"):
+        record.kernel(1, (1, 1, 1), 32, 0, [13])
 
 
 def test_matrices_that_tma_cannot_describe_are_left_to_triton() -> None:

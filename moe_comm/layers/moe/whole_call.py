@@ -3,14 +3,15 @@
 Such a call has no part that others may see or replace: no hooks of router and experts, no capacity, shared expert,
 identity experts, auxiliary loss, padding, autocast, adapters, copies or shards of experts, and no given routing. Hooks
 of the layer itself, such as FSDP's, activation checkpointing and recomputed activations are supported. All other calls
-run router, dispatch, experts and combine one after the other, with the same bits.
+run router, dispatch, experts and combine one after the other, with the same bits. So do calls with operators that a
+program cannot repeat: other activations than SwiGLU, ``main_grad``, and the sort of many slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,17 +21,18 @@ from moe_comm.dispatch.device_call import DeviceCounts, DeviceHandle
 from moe_comm.dispatch.device_layer import DeviceRouter, device_layer
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
+from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.native import for_triton
 from moe_comm.layers.moe.experts import Experts, has_hooks
 from moe_comm.layers.moe.router import Router
 from moe_comm.layers.parallel.recompute import recomputing
 
-if TYPE_CHECKING:
-    from moe_comm.layers.moe.layer import MoELayer
 
-
-def whole_call(layer: MoELayer, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle]] | None:
+def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle]] | None:
     """Run a call without routing, positions and mask, or return None if it cannot be one function.
+
+    Args:
+        layer: an ``MoELayer``, which this module does not import.
 
     Returns:
         The output, and a function that returns the handle.
@@ -48,6 +50,9 @@ def whole_call(layer: MoELayer, x: Tensor) -> tuple[Tensor, Callable[[], DeviceH
         or zero.identity
         or zero.zero
         or experts._modules
+        or not isinstance(experts.activation, SwiGLU)
+        or hasattr(experts.w13, "main_grad")
+        or hasattr(experts.w2, "main_grad")
         or getattr(experts, "expert_gradients", None) is not None
         or router.bias is not None
         or router.drop_invalid
@@ -67,9 +72,10 @@ def whole_call(layer: MoELayer, x: Tensor) -> tuple[Tensor, Callable[[], DeviceH
     ):
         return None
     from moe_comm.kernels.triton.router import MAX_EXPERTS  # needs Triton
+    from moe_comm.kernels.triton.slot_order import FEW, SLOTS
 
     x_TD = x.reshape(-1, router.hidden)
-    if x_TD.stride(1) != 1 or config.num_choices > MAX_EXPERTS:
+    if x_TD.stride(1) != 1 or config.num_choices > MAX_EXPERTS or x_TD.shape[0] * config.top_k > FEW * SLOTS:
         return None
     # Look at threads only inside a backward pass, where a forward pass may be a recomputation.
     counted = router.training and (torch._C._current_graph_task_id() == -1 or not recomputing())
