@@ -195,13 +195,14 @@ def explain_overlap(
         )
         for direction in DIRECTIONS
     )
-    choice, rates = choose(works, dispatcher.channel, device, (CHUNKED,)), rates_of(dispatcher.channel, dtype, device)
+    choice = choose(works, dispatcher.channel, device, (CHUNKED,))
+    of_group = rates_of(dispatcher.channel, dtype, device)
     lines = [
-        f"rates: {rates.latency_s * 1e6:.0f} us per exchange, {rates.bytes_per_s / 1e9:.2f} GB/s, "
-        f"{rates.hides:.0%} of a transfer can be hidden"
+        f"rates: {of_group.latency_s * 1e6:.0f} us per exchange, {of_group.bytes_per_s / 1e9:.2f} GB/s, "
+        f"{of_group.hides:.0%} of a transfer can be hidden"
     ]
     for chunks in CHUNKS:
-        total = sum(predict(work.bucket().load(), rates, chunks) for work in works)
+        total = sum(predict(work.bucket().load(), of_group, chunks) for work in works)
         lines.append(f"{'serial' if chunks == 1 else f'pipelined in {chunks} chunks'}: {total * 1e3:.3f} ms predicted")
     name = "serial" if choice.chunks == 1 else f"pipelined in {choice.chunks} chunks"
     lines.append(f"choice: {name}; more than one chunk must save {MARGIN:.0%}, predicted or measured by moe-comm tune")
