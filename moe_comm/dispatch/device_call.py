@@ -299,7 +299,7 @@ def device_call(
     if not isinstance(dispatcher, LocalDispatcher) or x_TD.device.type not in TRITON_DEVICES:
         return None
     options = dispatcher.options
-    if options.checksums or options.wire_dtypes != UNCHANGED or "_send" in vars(dispatcher):
+    if options.checksums or options.wire_dtypes != UNCHANGED or "_send_with" in vars(dispatcher):
         return None
     if x_TD.dtype not in expert_mlp_gpu.DTYPES or not for_triton(x_TD, ids_TK, weights_TK):
         return None

@@ -60,7 +60,7 @@ def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle
         or options.checksums
         or options.wire_dtypes != UNCHANGED
         or dispatcher.before_dispatch
-        or "_send" in vars(dispatcher)
+        or "_send_with" in vars(dispatcher)
         or x.dtype not in expert_mlp_gpu.DTYPES
         or router.weight.dtype != x.dtype
         or x.shape[-1:] != (router.hidden,)

@@ -365,7 +365,7 @@ class Injector(StepHook):
 
     def _hook_dispatch(self, due: DueFault, dispatcher: Any) -> None:
         """Flip a bit of the rows that the next dispatch returns, before their checksums are verified."""
-        send, in_place = dispatcher._send, dispatcher.dispatch_in_place
+        in_place = dispatcher.dispatch_in_place
 
         def flip(rows_RD: Tensor) -> None:
             data = rows_RD.detach().view(torch.uint8)
@@ -374,12 +374,15 @@ class Injector(StepHook):
             self._fire(due, f"row {row}, byte {byte}, bit {bit}")
             data[row, byte] ^= 1 << bit
 
-        def send_and_flip(*args: Any) -> Any:
-            results = send(*args)
-            rows_RD = results[0]
-            if due in self._pending and rows_RD.numel() and torch.is_floating_point(rows_RD):
-                flip(rows_RD)
-            return results
+        def flipping(send: Any) -> Any:
+            def send_and_flip(*args: Any) -> Any:
+                results = send(*args)
+                rows_RD = results[0]
+                if due in self._pending and rows_RD.numel() and torch.is_floating_point(rows_RD):
+                    flip(rows_RD)
+                return results
+
+            return send_and_flip
 
         def flip_in_place(*args: Any, **options: Any) -> Any:
             rows, handle = in_place(*args, **options)
@@ -388,10 +391,13 @@ class Injector(StepHook):
                 flip(rows)
             return rows, handle
 
-        dispatcher._send, dispatcher.dispatch_in_place = send_and_flip, flip_in_place
+        sends = {name: flipping(getattr(dispatcher, name)) for name in ("_send", "_send_with")}  # one may use the other
+        replaced = {**sends, "dispatch_in_place": flip_in_place}
+        for name, function in replaced.items():
+            setattr(dispatcher, name, function)
 
         def undo() -> None:
-            for name in ("_send", "dispatch_in_place"):
+            for name in replaced:
                 vars(dispatcher).pop(name, None)
 
         self._undo.append(undo)
