@@ -50,6 +50,7 @@ def test_rates_and_speedups_follow_from_the_times(report: dict[str, Any]) -> Non
     assert "speedup" not in rows["moe_comm"]
 
 
+@pytest.mark.slow
 def test_peak_memory_holds_at_least_weights_and_gradients() -> None:
     settings = replace(TINY, ranks=1, tokens=256, hidden=256, ffn=512, experts=8)
     weights_mib = settings.experts * 3 * settings.hidden * settings.ffn * 4 / 2**20

@@ -100,6 +100,7 @@ def test_the_trace_has_one_step_of_each_configuration_on_each_rank(result: dict[
     assert "dispatch" in names and "all-reduce" in names
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_nothing_is_left_when_a_contestant_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

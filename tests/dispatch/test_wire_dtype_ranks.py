@@ -188,6 +188,7 @@ NOISE = 0.015
 """Runs with different seeds differ by 8%; bf16 as the wire dtype changes a run by up to 0.6%."""
 
 
+@pytest.mark.slow
 def test_training_with_fp8_wire_dtypes_reaches_the_same_loss_up_to_noise(tmp_path: Path, pools: Any) -> None:
     settings = [*write_text(tmp_path), *LEARNING]
     plain = train(0, 1, settings)

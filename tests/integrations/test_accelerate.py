@@ -49,7 +49,9 @@ def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[s
 check = partial(check_against_one_process, train)
 
 
-@pytest.mark.parametrize("rank_counts", ["2 to 4", pytest.param("4 to 2", marks=pytest.mark.slow), "4 to 1"])
+@pytest.mark.parametrize(
+    "rank_counts", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("2 to 4", "4 to 2")), "4 to 1"]
+)
 def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_one(
     rank_counts: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:

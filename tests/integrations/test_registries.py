@@ -188,6 +188,7 @@ def test_distributed_models_report_nan_on_every_rank_hold_local_experts_and_are_
             assert torch.equal(torch.cat([local[name] for *_, local in results]), full)
 
 
+@pytest.mark.slow
 def test_registration_does_not_depend_on_the_order_of_imports() -> None:
     with RankPool(len(ORDERS), bare=True) as pool:
         assert pool.run(registered, timeout=120) == [[True] * 4] * len(ORDERS)

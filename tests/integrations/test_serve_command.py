@@ -167,6 +167,7 @@ def test_one_attention_rank_answers_curl_and_the_openai_client(
         assert b'"finish_reason":"stop"' in endless.read()  # with the tokens so far
 
 
+@pytest.mark.slow
 def test_requests_are_balanced_and_end_at_an_interrupt(folder: str, expected: Callable[[str, int], str]) -> None:
     options = ("--attention", "2", "--experts", "1", "--continuous-batching", "--kv-tokens", "2048")
     with serve(folder, *options) as server:

@@ -257,7 +257,7 @@ def interrupted(rank: int, world: int, arg: tuple[str, str]) -> str:
     ("where", "text"),
     [
         ("between layers", "PeerRaised: rank 1 raised KeyboardInterrupt"),
-        ("between layers, compiled", "PeerRaised: rank 1 raised KeyboardInterrupt"),
+        pytest.param("between layers, compiled", "PeerRaised: rank 1 raised KeyboardInterrupt", marks=pytest.mark.slow),
         ("in an operation", "PeerError"),
         ("before a vote", "PeerError"),
     ],

@@ -71,7 +71,7 @@ def test_a_model_is_one_graph_with_the_bits_of_eager(recompute: bool, autocast: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("backend", ["shared_memory", "all_to_all"])
+@pytest.mark.parametrize("backend", ["shared_memory", pytest.param("all_to_all", marks=pytest.mark.slow)])
 def test_ranks_have_the_bits_of_eager_and_raise_the_same_errors(backend: str) -> None:
     import torch.distributed as dist
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import moe_comm
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_swapped_model_is_one_graph_with_the_bits_of_eager(recompute: bool) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.16")
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ def write_and_load(request: PlanRequest, mapping: Mapping, folder: Path) -> Trai
     return load(path)
 
 
+@pytest.mark.slow
 def test_the_best_of_a_search_trains(tmp_path: Path) -> None:
     request = PlanRequest(TINY, cluster_named("h100", 4, 2), Workload(32, "fp32"), 8)
     axes = {"sharding": "zero1", "recompute": "selective", "micro_batch": 1, "virtual": 2, "dispatcher": "all_gather"}

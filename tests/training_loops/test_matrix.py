@@ -99,6 +99,7 @@ def test_options_of_ddp_and_activation_checkpointing_on_two_ranks(pool2: RankPoo
     check(pool2, OPTIONS)
 
 
+@pytest.mark.slow
 def test_options_of_ddp_and_activation_checkpointing_with_two_groups_of_two(pool4: RankPool) -> None:
     check(pool4, OPTIONS[::3])
 

@@ -105,7 +105,9 @@ def decayed(state: Any) -> Any:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["gpt, 3 experts", "gpt, etp 2", "mixtral, 5 experts"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("gpt, 3 experts", marks=pytest.mark.slow), "gpt, etp 2", "mixtral, 5 experts"]
+)
 def test_every_form_of_the_state_loads_bit_for_bit(rank: int, world: int, kind: str) -> None:
     for case in (Case(kind, "ddp", 4, "adamw"), Case(kind, "fsdp", 2, "adamw")):
         model, optimizer, _ = build_and_train(case, rank, world, steps=2)

@@ -138,7 +138,9 @@ def test_links_are_recovered_from_their_own_predictions(ranks: int) -> None:
     assert between_of(reference, occupied, "cable", spare_cores=True).processor == 0.0
 
 
-@pytest.mark.parametrize(("share", "start"), [(0.6, 1e-3), (1.0, 2e-4), (0.9, 1e-4)])
+@pytest.mark.parametrize(
+    ("share", "start"), [(0.6, 1e-3), (1.0, 2e-4), pytest.param(0.9, 1e-4, marks=pytest.mark.slow)]
+)
 def test_sustained_rates_and_start_times_are_recovered_from_steps(share: float, start: float) -> None:
     reference = replace(HOST, accelerator=replace(CORE, sustained=share), start_s=start)
     steps = [CalibrationStep(model, mapping, 0.0, 1.2) for model, mapping in runs(4)]

@@ -46,7 +46,7 @@ def replay_all(plan_request: PlanRequest, space: SearchSpace) -> list[PlanCandid
 @pytest.mark.parametrize(
     ("gpus", "batch", "host", "spare", "overlap", "shared"),
     [
-        (4, 8, 2, 0.012, ("none",), 1.0),
+        pytest.param(4, 8, 2, 0.012, ("none",), 1.0, marks=pytest.mark.slow),
         (6, 12, 3, 0.02, ("inter",), 1.0),
         (4, 4, 8, 1.0, ("none",), 2.0),
     ],

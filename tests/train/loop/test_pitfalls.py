@@ -206,7 +206,7 @@ def learned(pool2: RankPool, shared_settings: list[str]) -> Trained:
     return pool2.run(train, [*shared_settings, *LEARNING], timeout=90)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
 def test_compressed_gradients_change_the_final_loss_less_than_the_seed(
     pool2: RankPool, shared_settings: list[str], learned: Trained, sharding: str
 ) -> None:

@@ -34,6 +34,7 @@ def train_and_switch(settings: list[str], wide: list[str]) -> tuple[Trained, Tra
         return fixed, moving, sent_bytes, interface_bytes().sent - before
 
 
+@pytest.mark.slow
 def test_experts_that_move_between_hosts_keep_their_bits_and_are_what_is_sent(shared_settings: list[str]) -> None:
     settings = [*shared_settings, *LONG]
     with Hosts(2, link_gbit=1.0) as hosts:

@@ -172,7 +172,10 @@ CHAINS: dict[str, tuple[tuple[str, ...], tuple[Stage, ...]]] = {
 
 @pytest.mark.parametrize(
     ("chain", "optimizer", "tolerance"),
-    [(chain, *(((), 1e-3) if number == 1 else (MOMENTUM, 1e-5))) for number, chain in enumerate(CHAINS)],
+    [
+        pytest.param(chain, *(((), 1e-3) if number == 1 else (MOMENTUM, 1e-5)), marks=[pytest.mark.slow] * (number > 0))
+        for number, chain in enumerate(CHAINS)
+    ],
     ids=CHAINS,
 )
 def test_a_run_resumes_on_other_mappings(

@@ -94,7 +94,9 @@ def test_pairs_with_fsdp(case: Case, pool2: RankPool) -> None:
     "case",
     [
         Case(ParallelConfig(dp=4, ep=2), dtype=torch.bfloat16, recompute="selective"),
-        Case(ParallelConfig(tp=2, dp=2, ep=2), config=replace(EXPERTS_ONLY, shortcut=True)),
+        pytest.param(
+            Case(ParallelConfig(tp=2, dp=2, ep=2), config=replace(EXPERTS_ONLY, shortcut=True)), marks=pytest.mark.slow
+        ),
         Case(ParallelConfig(dp=4, ep=2), gradients="on", replicas=2),
         pytest.param(Case(PP2_EP2, "zbv", dtype=torch.bfloat16, recompute="selective"), marks=pytest.mark.slow),
         pytest.param(Case(PP2_EP2, "1f1b", recompute="full"), marks=pytest.mark.slow),

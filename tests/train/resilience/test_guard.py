@@ -190,6 +190,7 @@ def test_a_transient_fault_leaves_no_trace_on_two_ranks(
     _check_transient(pool2, [*shared_settings, *mapping], plans)
 
 
+@pytest.mark.slow
 def test_a_transient_fault_leaves_no_trace_on_four_ranks(pool4: RankPool, shared_settings: list[str]) -> None:
     for mapping, how in zip(MAPPINGS_4, ("gradient", "bit"), strict=True):
         _check_transient(pool4, [*shared_settings, *mapping], [Plan(how, rank=3)])

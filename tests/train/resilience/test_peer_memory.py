@@ -117,7 +117,8 @@ MAPPINGS = {
 
 
 @pytest.mark.parametrize(
-    ("mapping", "lost"), [("ep, fsdp, bf16, correction bias", "a host"), ("zbv, tied", "processes")]
+    ("mapping", "lost"),
+    [("ep, fsdp, bf16, correction bias", "a host"), pytest.param("zbv, tied", "processes", marks=pytest.mark.slow)],
 )
 def test_a_run_without_checkpoints_resumes_to_the_same_bits(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess, mapping: str, lost: str
