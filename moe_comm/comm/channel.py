@@ -197,17 +197,22 @@ class Channel:
             tensor.device
         )
 
-    def rotate(self, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
+    def rotate(self, tensor: Tensor, description: str, step: int = 1, received: int | None = None) -> PendingTensor:
         """Start sending ``tensor`` to rank + ``step`` on the ring, and receiving from rank - ``step``.
 
-        The tensors of all ranks must have the same shape and dtype.
+        Args:
+            received: elements of the received one-dimensional tensor, which may differ between ranks and be 0. None:
+                the tensors of all ranks have the same shape.
         """
         tensor = materialized(tensor)
         sent = _as_bytes(tensor.to(self.transfer_device(tensor.device)).contiguous())
-        send = [sent.numel() if rank == (self.rank + step) % self.world else 0 for rank in range(self.world)]
-        receive = [sent.numel() if rank == (self.rank - step) % self.world else 0 for rank in range(self.world)]
+        shape = tensor.shape if received is None else torch.Size((received,))
+        to_rank, from_rank = ((self.rank + sign * step) % self.world for sign in (1, -1))
+        send = [sent.numel() if rank == to_rank else 0 for rank in range(self.world)]
+        received_bytes = shape.numel() * tensor.element_size()
+        receive = [received_bytes if rank == from_rank else 0 for rank in range(self.world)]
         pending = self.start_all_to_all(sent, send, receive, description)
-        return pending.then(lambda bytes_: bytes_.view(tensor.dtype).view(tensor.shape).to(tensor.device))
+        return pending.then(lambda bytes_: bytes_.view(tensor.dtype).view(shape).to(tensor.device))
 
     def _timed(self, options: Any) -> Any:
         """Set the backend's timeout, which is longer than this channel's.

@@ -27,9 +27,11 @@ from moe_comm.layers.attention.context import (
     ring_attention,
     token_ring_attention,
 )
+from moe_comm.layers.attention.key_exchange import KeyRanges
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.attention.sequence import (
     Documents,
+    SequenceChunk,
     local_positions,
     shard_sequence,
     unshard_sequence,
@@ -205,6 +207,54 @@ def test_all_ranks_of_a_ring_have_the_same_work_in_each_step(monkeypatch: pytest
     assert work == [[2 * 3 * chunk**2] + [2 * 2 * chunk**2] * (cp - 1)] * cp
 
 
+# --- keys that ranks send ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    cuts=st.lists(st.integers(0, 3), min_size=54, max_size=54),
+    window=st.sampled_from([None, 1, 2, 5]),
+)
+def test_ranks_send_exactly_the_keys_that_are_attended_to(
+    lengths: list[int], cuts: list[int], window: int | None
+) -> None:
+    """Give each run of positions with equal numbers in ``cuts`` to a rank, and compare with all pairs of tokens."""
+    total, ranks = sum(lengths), 4
+    owner = cuts[:total]
+    document = [d for d, length in enumerate(lengths) for _ in range(length)]
+    chunks: list[list[SequenceChunk]] = [[] for _ in range(ranks)]
+    place = [0] * total
+    held = [0] * ranks
+    for at in range(total):
+        rank = owner[at]
+        place[at] = held[rank]
+        if at and owner[at - 1] == rank:
+            chunks[rank][-1] = chunks[rank][-1]._replace(size=chunks[rank][-1].size + 1)
+        else:
+            chunks[rank].append(SequenceChunk(at, held[rank], 1))
+        held[rank] += 1
+    starts = [document.index(d) for d in document]
+    ranges = KeyRanges(chunks, lambda query: max(starts[query], query - (window or total) + 1))
+    for query_rank in range(ranks):
+        for key_rank in range(ranks):
+            expected = {
+                key
+                for query in range(total)
+                for key in range(query + 1)
+                if (owner[query], owner[key]) == (query_rank, key_rank) != (key_rank, key_rank)
+                and document[query] == document[key]
+                and query - key < (window or total)
+            }
+            sent = ranges.of(query_rank, key_rank)
+            keys = [start + i for start, _, size in sent for i in range(size)]
+            assert keys == sorted(expected) and [local + i for _, local, n in sent for i in range(n)] == [
+                place[key] for key in keys
+            ]
+            assert ranges.tokens(query_rank, key_rank) == len(expected)
+            assert not expected or (query_rank - key_rank) % ranks in ranges.steps
+
+
 # --- over ranks ---
 
 
@@ -261,11 +311,13 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
     )
     kinds = {"values": "keys", "queries": "queries", "outputs": "back", "gradients of": "back"}
 
-    def record_rotate(channel: Any, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
+    def record_rotate(
+        channel: Any, tensor: Tensor, description: str, step: int = 1, received: int | None = None
+    ) -> PendingTensor:
         tensor_kind = next(kinds[key] for key in ("gradients of", "values", "outputs", "queries") if key in description)
         events.append(f"send {tensor_kind}")
         steps.append(step)
-        pending = rotate(channel, tensor, description, step)
+        pending = rotate(channel, tensor, description, step, received)
 
         def record_arrival(tensor: Tensor) -> Tensor:
             events.append(f"take {tensor_kind}")
@@ -294,16 +346,58 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
 def test_transfers_of_keys_and_gradients_overlap_with_computation(
     pool4: RankPool,
 ) -> None:
-    for forward, backward, *_ in pool4.run(record, "ring"):
+    for forward, backward, *steps in pool4.run(record, "ring"):
         step = ["send keys", "attend", "take keys"]
         assert forward == [*step, *step, *step, "attend"]
         assert backward == [
+            *("send keys", "attend", "take keys"),
             *("send keys", "attend", "send back", "take keys"),
-            *("send keys", "attend", "take back", "send back", "take keys"),
             *("send keys", "attend", "take back", "send back", "take keys"),
             *("attend", "take back", "send back"),
             *("attend", "take back"),  # the second half of the own blocks overlaps with the return of gradients
         ]
+        assert steps == [[1, 2, 3], [1, 2, -1, 3, -2, -3]]
+
+
+def count_bytes(rank: int, world: int, _: None) -> list[tuple[int, int]]:
+    """Return (transfers, bytes) that this rank sends of: one document; documents that end at the ends of chunks; short
+    documents; a window. Forward and backward in fp32, 2 key heads of width 4."""
+    sent: list[int] = []
+    rotate = Channel.rotate
+
+    def count(channel: Any, tensor: Tensor, *args: Any) -> PendingTensor:
+        sent.append(tensor.nbytes)
+        return rotate(channel, tensor, *args)
+
+    results = []
+    group: Any = dist.group
+    q, k, v = (torch.randn(1, 2, 16, 4, requires_grad=True) for _ in range(3))
+    positions = torch.arange(16 * world)[None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "rotate", count)
+        for window, ids_BS in ((None, None), (None, positions // 8), (None, (positions + 2) // 8), (3, None)):
+            documents = None
+            if ids_BS is not None:
+                documents = Documents.of(shard_sequence(ids_BS, world, rank, "ring"), group.WORLD, "ring")
+            sent.clear()
+            ring_attention(q, k, v, ring_spec(window, documents)).sum().backward()
+            results.append((len(sent), sum(sent)))
+    return results
+
+
+def test_the_bytes_of_the_ring_are_those_of_the_keys_that_other_ranks_attend_to(pool4: RankPool) -> None:
+    key_bytes, cp, chunk = 2 * 2 * 4 * 4, 4, 8
+    for rank, (whole, aligned, cut, window) in enumerate(pool4.run(count_bytes, None)):
+        # Keys and values are sent forward and backward, and their gradients return. All ranks need the first chunk;
+        # only lower ranks have queries after the second one. Gradients return for the keys that were received.
+        sent = (cp - 1) * chunk + rank * chunk
+        returned = sum(chunk + (other > rank) * chunk for other in range(cp) if other != rank)
+        assert whole == (3 * (cp - 1), (2 * sent + returned) * key_bytes)
+        assert aligned == (0, 0)
+        # At each of the 7 cuts between chunks, the queries after it need 2 keys before it: those of their document, or
+        # of their window. The cut in the middle of the sequence is within rank 3. No keys are needed 2 ranks away.
+        neighbours = 1 if rank in (0, 3) else 2
+        assert cut == window == (3 * 2, 3 * neighbours * 2 * key_bytes)
 
 
 def test_transfers_of_queries_and_results_overlap_with_computation(pool4: RankPool) -> None:

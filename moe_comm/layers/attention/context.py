@@ -8,7 +8,7 @@
 
     forward, cp 3, rank 1               step 0            step 1            step 2             afterwards
     ring        keys and values of      rank 1            rank 0            rank 2
-                sends, in flight        1's ─▶ rank 2     0's ─▶ rank 2     -
+                sends, in flight        1's ─▶ rank 2     1's ─▶ rank 0     -
     token_ring  queries of              rank 1, 1st half  rank 0            rank 2             rank 1, 2nd half
                 sends to the next rank  1's ─▶ rank 2     0's ─▶ rank 2     -                  -
                 sends to the owner      -                 -                 output for rank 0  output for rank 2
@@ -39,6 +39,7 @@ from moe_comm.layers.attention.attention_blocks import (
     plan_blocks,
 )
 from moe_comm.layers.attention.config import Context
+from moe_comm.layers.attention.key_exchange import KeyExchange, KeyRanges, compact, pack, unpack, zigzag_ranges
 from moe_comm.layers.attention.sequence import Documents, check_context, chunks_of
 from moe_comm.layers.parallel.collectives import (
     abort_on_error,
@@ -53,7 +54,6 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
 
 Gradients = tuple[Tensor | None, ...]
-LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,43 @@ class ContextSpec:
     window: int | None = None
     documents: Documents | None = None
 
-    def blocks(self, q_BhSd: Tensor, key_rank: int, query_rank: int | None = None) -> list[ScoreBlock]:
+    def ranges(self, q_BhSd: Tensor) -> KeyRanges:
+        """Return the keys that the ranks send to each other, for this rank's queries ``q_BhSd``."""
+        cp, documents, window = group_size(self.group), self.documents, self.window
+        length = q_BhSd.shape[2] * cp
+        if documents is None:
+            return zigzag_ranges(length, cp, window)
+
+        def first_key(query: int) -> int:
+            start = int(documents.starts_S[query])
+            return start if window is None else max(start, query - window + 1)
+
+        key = (length, cp, window)
+        if key not in documents.plans:
+            chunks = [chunks_of(length, cp, rank, "ring") for rank in range(cp)]
+            documents.plans[key] = KeyRanges(chunks, first_key)
+        ranges: KeyRanges = documents.plans[key]
+        return ranges
+
+    def blocks(
+        self, q_BhSd: Tensor, key_rank: int, query_rank: int | None = None, received: bool = False
+    ) -> list[ScoreBlock]:
         """Return the score blocks of the queries of ``query_rank`` (None: this rank) and the keys of ``key_rank``.
 
         Blocks with this rank's own keys are marked ``first``: no earlier block has their queries.
+
+        Args:
+            received: the keys are those of ``ranges``, which the query rank received, instead of all keys.
         """
         cp, rank = group_size(self.group), group_rank(self.group)
         query_rank = rank if query_rank is None else query_rank
         batch, length = q_BhSd.shape[0], q_BhSd.shape[2] * cp
 
         def plan() -> list[ScoreBlock]:
-            chunks = (chunks_of(length, cp, holder, "ring") for holder in (query_rank, key_rank))
+            ranges = self.ranges(q_BhSd)
             return plan_blocks(
-                *chunks,
+                ranges.chunks[query_rank],
+                compact(ranges.of(query_rank, key_rank)) if received else ranges.chunks[key_rank],
                 batch=batch,
                 window=self.window,
                 documents=self.documents,
@@ -93,11 +117,19 @@ class ContextSpec:
 
         if self.documents is None:
             return plan()
-        key = (batch, length, cp, query_rank, key_rank, key_rank == rank, self.window, q_BhSd.device)
+        key = (batch, length, cp, query_rank, key_rank, key_rank == rank, received, self.window, q_BhSd.device)
         if key not in self.documents.plans:
             self.documents.plans[key] = plan()
         blocks: list[ScoreBlock] = self.documents.plans[key]
         return blocks
+
+    def received_blocks(self, q_BhSd: Tensor, step: int) -> list[ScoreBlock]:
+        """Return the score blocks of this rank's queries and the keys received in ``step``."""
+        return self.blocks(q_BhSd, (group_rank(self.group) - step) % group_size(self.group), received=True)
+
+    def exchange(self, q_BhSd: Tensor) -> KeyExchange | None:
+        """Return the exchange of keys for this rank's queries; None on one rank."""
+        return None if self.group is None else KeyExchange(self.ranges(q_BhSd), self.group)
 
     def begin(self, operation: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise ``RankMismatch`` on every rank if the ranks call with different arguments and checks are enabled.
@@ -118,9 +150,9 @@ class ContextSpec:
 def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: ContextSpec) -> Tensor:
     """Return [B, h, S / cp, dv], the attention of this rank's queries to the full sequence. Collective.
 
-    In backward, keys and values circulate once more. The sum of their gradients follows one step behind, each rank adds
-    its contribution, and after cp steps the sum arrives at the owner of the keys. With zig-zag chunks all ranks have
-    the same work in each step: their own causal part in step 0, and half of the rectangle afterwards.
+    In backward, keys and values are sent once more. The receiver returns their gradients to the owner, which adds them
+    in the order of the steps. With zig-zag chunks all ranks have the same work in each step: their own causal part in
+    step 0, and half of the rectangle afterwards.
     """
     spec.begin("ring attention", q_BhSd, k_BkSd, v_BkSd)
     with spec.in_flight():
@@ -142,8 +174,9 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: ContextSpec) -> Tensor:
         state = AttentionState.empty(q, v.shape[-1])
         with without_autocast(q):
-            for key_rank, (k_step, v_step) in ring_steps([k, v], spec, "ring attention, keys and values"):
-                state.add(q, k_step, v_step, spec.blocks(q, key_rank), spec.scale)
+            own = spec.blocks(q, group_rank(spec.group))
+            for step, (k_step, v_step) in _key_steps((k, v), spec.exchange(q), "ring attention, keys and values"):
+                state.add(q, k_step, v_step, spec.received_blocks(q, step) if step else own, spec.scale)
         out = state.out.to(q.dtype)
         ctx.spec = spec
         ctx.save_for_backward(q, k, v, out, state.lse)
@@ -156,29 +189,42 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         spec: ContextSpec = ctx.spec
         spec.begin("ring attention backward", q, k, v)
-        wide = lse.dtype
-        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-
-        def gradients_for(keys: tuple[Tensor, Tensor], blocks: Sequence[ScoreBlock]) -> Tensor:
-            sums = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)
-            AttentionGradients(dq, *_views(sums, k, v)).add(grad, (out, lse), (q, *keys), blocks, spec.scale)
-            return sums
-
+        dq, dk, dv = (torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
+        own, exchange = AttentionGradients(dq, dk, dv), spec.exchange(q)
         first, second = split_own_blocks(spec.blocks(q, group_rank(spec.group)), spec)
-        receive_sums: Callable[[], Tensor] | None = None
-        for step, (key_rank, (k_step, v_step)) in enumerate(
-            ring_steps([k, v], spec, "ring attention backward, keys and values")
-        ):
-            sums = gradients_for((k_step, v_step), spec.blocks(q, key_rank) if step else first)
-            if receive_sums is not None:
-                sums += receive_sums()
-            # Send to the rank that receives these keys next; after the last step, to their owner.
-            receive_sums = _send(sums, spec, "ring attention backward, the gradients of keys and values")
-        assert receive_sums is not None
-        second_sums = gradients_for((k, v), second) if second else None
-        sums = receive_sums()
-        dk, dv = _views(sums if second_sums is None else sums + second_sums, k, v)
+        add_returned: Callable[[], None] | None = None
+        for step, keys in _key_steps((k, v), exchange, "ring attention backward, keys and values"):
+            if not step:
+                own.add(grad, (out, lse), (q, k, v), first, spec.scale)
+                continue
+            assert exchange is not None
+            parts = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in keys]
+            blocks = spec.received_blocks(q, step)
+            AttentionGradients(dq, *parts).add(grad, (out, lse), (q, *keys), blocks, spec.scale)
+            if add_returned is not None:
+                add_returned()
+            operation = "ring attention backward, the gradients of keys and values"
+            add_returned = exchange.start_gradients(step, parts, (dk, dv), operation)
+        own.add(grad, (out, lse), (q, k, v), second, spec.scale)
+        if add_returned is not None:
+            add_returned()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _key_steps(
+    own: tuple[Tensor, Tensor], exchange: KeyExchange | None, operation: str
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Yield (0, this rank's keys and values), then (step, the received ones) for each step.
+
+    A transfer is started before the keys of the previous step are yielded, so it overlaps with the caller's work.
+    """
+    ready: tuple[int, Sequence[Tensor]] = 0, own
+    for step in exchange.ranges.steps if exchange is not None else ():
+        assert exchange is not None
+        receive = exchange.start_keys(step, own, operation)
+        yield ready
+        ready = step, receive()
+    yield ready
 
 
 def ring_steps(
@@ -201,28 +247,6 @@ def ring_steps(
             packed = receive()
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy ``tensors`` into one byte tensor, each aligned to a cache line, so that kernels can read them in place."""
-    packed = torch.empty(_byte_ranges(tensors)[-1].stop, dtype=torch.uint8, device=tensors[0].device)
-    for view, tensor in zip(unpack(packed, tensors), tensors, strict=True):
-        view.copy_(tensor)
-    return packed
-
-
-def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """View ``packed`` as tensors with the shapes and dtypes of ``like``."""
-    return [packed[span].view(t.dtype).view(t.shape) for span, t in zip(_byte_ranges(like), like, strict=True)]
-
-
-def _byte_ranges(tensors: Sequence[Tensor]) -> list[slice]:
-    ranges, end = [], 0
-    for tensor in tensors:
-        start = -(-end // LINE_BYTES) * LINE_BYTES
-        end = start + tensor.numel() * tensor.element_size()
-        ranges.append(slice(start, end))
-    return ranges
-
-
 def split_own_blocks(blocks: list[ScoreBlock], spec: ContextSpec) -> tuple[list[ScoreBlock], list[ScoreBlock]]:
     """Split a rank's own blocks into two parts, which overlap with the first and the last transfer."""
     if group_size(spec.group) == 1:
@@ -235,11 +259,6 @@ def _send(packed: Tensor, spec: ContextSpec, operation: str) -> Callable[[], Ten
     if spec.group is None:
         return lambda: packed
     return channel_of(spec.group).rotate(packed, f"{operation}, {packed.nbytes} bytes")
-
-
-def _views(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """View ``packed`` as tensors with the shapes of k and v."""
-    return packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)
 
 
 def token_ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: ContextSpec) -> Tensor:
