@@ -19,6 +19,7 @@ from moe_comm.bench.common.settings import (
 )
 from moe_comm.bench.placement.settings import PlacementBench
 from moe_comm.bench.plan.settings import CASES, PlanBench
+from moe_comm.bench.serve.settings import ServeBench
 from moe_comm.bench.train.settings import TRAIN_PRESETS, TrainBench, Variant
 from moe_comm.cli.options import JsonOut, Preset, load, settings_command
 from moe_comm.errors import ConfigError
@@ -153,6 +154,12 @@ def bench_plan(
     """Compare measured and predicted steps of mappings on this machine, and the planner's choice with the fastest."""
     cases = tuple(case for case in CASES if (not ranks or case.ranks in ranks) and (hosts or case.hosts == 1))
     _run("plan.benchmark", PlanBench(**values, cases=cases), json_out)
+
+
+@settings_command(bench, "serve", ServeBench)
+def bench_serve(values: dict[str, Any], json_out: JsonOut = None) -> None:
+    """Compare TTFT, TPOT and throughput of experts on ranks of their own, on all ranks, and of unswapped replicas."""
+    _run("serve.benchmark", ServeBench(**values), json_out)
 
 
 @settings_command(app, "tune", Tune)

@@ -100,10 +100,7 @@ def serve_rank(config: ServeConfig) -> int:
         sockets, ports = _listen(config, ranks.rank, channel)
         for one in sockets:
             stack.enter_context(closing(one))
-        placement = None
-        if config.experts:
-            counts = ExpertPlacement.balanced(_count_experts(config), config.experts).experts_per_rank
-            placement = [0] * config.attention + list(counts)
+        placement = separate_experts(config.model, config.attention, config.experts) if config.experts else None
         model = from_pretrained(config.model, device=ranks.device, dtype=config.dtype, placement=placement)
         stopped = stack.enter_context(_signals())
         if ranks.rank >= config.attention:
@@ -114,16 +111,23 @@ def serve_rank(config: ServeConfig) -> int:
         return stopped[0] if stopped else 0
 
 
-def _count_experts(config: ServeConfig) -> int:
+def separate_experts(path: str, attention: int, experts: int) -> list[int]:
+    """Return the number of experts of each rank if the first ``attention`` ranks run the model in ``path``, and the
+    next ``experts`` ranks have its experts.
+
+    Raises:
+        ConfigError: the configuration cannot be read.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        described = AutoConfig.from_pretrained(config.model)
+        described = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the configuration in {config.model} cannot be read: {error}") from error
+        raise ConfigError(f"the configuration in {path} cannot be read: {error}") from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described)
-    return next(iter(find_experts(model).values()))[1].num_experts
+    count = next(iter(find_experts(model).values()))[1].num_experts
+    return [0] * attention + list(ExpertPlacement.balanced(count, experts).experts_per_rank)
 
 
 def _listen(config: ServeConfig, rank: int, channel: Any) -> tuple[list[socket.socket], list[int]]:

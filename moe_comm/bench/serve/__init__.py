@@ -1,0 +1,1 @@
+"""``moe-comm bench serve``: latency and throughput of requests, with experts on ranks of their own and otherwise."""

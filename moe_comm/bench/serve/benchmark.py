@@ -1,0 +1,279 @@
+"""``moe-comm bench serve``: requests of a trace, served by transformers' continuous batching.
+
+All contestants serve the same requests and must generate the same greedy tokens. In each round a contestant runs twice:
+
+    all at once     tokens per second, with as many requests as fit the KV cache
+    as they arrive  TTFT and TPOT with queueing, and from the spans: idle shares, and rows of the experts
+
+Requests go to the ranks that take some in turn. The first run is not timed, and its tokens are compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers.utils import logging
+
+from moe_comm.bench.common import report
+from moe_comm.bench.common.clock import LEAD_NS, gather, sync_group
+from moe_comm.bench.common.inputs import WrongAnswer
+from moe_comm.bench.common.interleave import rotated
+from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say
+from moe_comm.bench.serve.contestants import HUGGING_FACE, ServeContestant, build, model_folder, vocabulary
+from moe_comm.bench.serve.requests import (
+    Answer,
+    PromptRequest,
+    at_once,
+    idle_share,
+    latencies,
+    serve,
+    union,
+    with_prompts,
+)
+from moe_comm.bench.serve.settings import PAGE, ServeBench
+from moe_comm.runtime.event_layout import region_bytes
+from moe_comm.runtime.event_reader import read_header, read_spans
+from moe_comm.runtime.events import EVENTS
+
+RECORDS = 1 << 17
+"""Spans that are kept, of about 300 decoding steps per second and 100 layers."""
+NEAR_TIE = 1e-3
+"""Largest gap, in standard deviations, between two logits or experts that may change places by rounding."""
+
+
+@dataclass
+class Measurements:
+    """What the runs of a contestant gave, of all ranks."""
+
+    answers: list[Answer] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)  # tokens per second
+    seconds: list[float] = field(default_factory=list)
+    idle: dict[str, list[float]] = field(default_factory=dict)
+    rows: list[float] = field(default_factory=list)  # mean of a call
+    most_rows: int = 0
+
+
+class Contest:
+    """The contestants on this rank.
+
+    Attributes:
+        tokens: those of the first contestant, by request; None before it has run.
+        near_ties: number of requests with other tokens after near ties, in all runs.
+    """
+
+    def __init__(self, bench: ServeBench, folder: str) -> None:
+        logging.set_verbosity_error()
+        self.bench, self.folder, self.rank = bench, folder, dist.get_rank()
+        trace = bench.requests()
+        self.requests = with_prompts(trace, vocabulary(folder), bench.seed)
+        self.pages = bench.pages(trace)
+        self.cache = ContinuousBatchingConfig(
+            num_blocks=self.pages, page_size=PAGE, max_batch_tokens=bench.batch_tokens
+        )
+        self.contestants = list[ServeContestant]()
+        self.measured = {name: Measurements() for name in bench.contestants}
+        self.tokens: dict[int, tuple[int, ...]] | None = None
+        self.near_ties = 0
+
+    def build(self) -> None:
+        """Load the contestants, and compare their tokens. Collective."""
+        together = dist.new_group(list(range(self.bench.ranks)))
+        for name in sorted(self.bench.contestants, key=lambda one: one != HUGGING_FACE):  # the reference first
+            say(f"loading {name}, and comparing its tokens")
+            self.contestants.append(build(name, self.bench, self.folder, together))
+            gc.collect()
+            self.compare(name, self.run(self.contestants[-1], at_once(self.requests))[0])
+
+    def run(self, contestant: ServeContestant, requests: Sequence[PromptRequest]) -> tuple[list[Answer], float]:
+        """Serve ``requests``. Return the answers of all ranks, and the seconds until the last token. Collective."""
+        takers, start_s = contestant.takers, 0.0
+
+        def started() -> float:
+            nonlocal start_s
+            start_s = (sync_group(time.monotonic_ns()) + LEAD_NS) / 1e9
+            time.sleep(max(0.0, start_s - time.monotonic()))
+            return start_s
+
+        answers = list[Answer]()
+        with contestant.serving():
+            if self.rank in takers:
+                own = requests[takers.index(self.rank) :: len(takers)]
+                answers = serve(contestant.model, own, self.cache, started)
+            else:
+                started()
+        everyone = [one for answers in gather(answers) for one in answers]
+        return everyone, max(one.times_s[-1] for one in everyone) - start_s
+
+    def compare(self, name: str, answers: Sequence[Answer]) -> None:
+        """Raise ``WrongAnswer`` unless the tokens are those of the first contestant. Collective."""
+        tokens = {one.index: one.tokens for one in answers}
+        if self.tokens is None:
+            self.tokens = tokens
+            return
+        wrong = [index for index, expected in self.tokens.items() if tokens.get(index) != expected]
+        if not wrong:
+            return
+        gaps = [self._gap(index, tokens.get(index, ())) for index in wrong] if self.rank == 0 else []
+        (gaps, *_) = gather(gaps)
+        self.near_ties += len(wrong)
+        if max(gaps) > NEAR_TIE:
+            first = wrong[gaps.index(max(gaps))]
+            raise WrongAnswer(
+                f"{name}: {len(wrong)} of {len(self.requests)} requests have other tokens than with "
+                f"{self.contestants[0].name}; request {first} without a near tie of two tokens or experts (gap "
+                f"{max(gaps):.2g} standard deviations). Nothing was timed."
+            )
+
+    @torch.no_grad()
+    def _gap(self, index: int, tokens: Sequence[int]) -> float:
+        """Return the smallest gap until the tokens of a request differ: of its logits there, or of any router."""
+        assert self.tokens is not None
+        same = 0
+        for one, other in zip(self.tokens[index], tokens, strict=False):
+            if one != other:
+                break
+            same += 1
+        prompt = self.requests[index].prompt + self.tokens[index][:same]
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        output = model(torch.tensor([prompt], dtype=torch.int64, device="cpu"), output_router_logits=True)
+        gaps = [_gap_of(output.logits[0, -1:], 1)]
+        for logits_TE in output.get("router_logits") or ():
+            gaps.append(_gap_of(logits_TE, model.config.num_experts_per_tok))
+        return min(gaps)
+
+    def measure(self, contestant: ServeContestant) -> None:
+        """Run a contestant once in both ways. Collective."""
+        gc.collect()
+        measured = self.measured[contestant.name]
+        answers, seconds = self.run(contestant, at_once(self.requests))
+        measured.rates.append(sum(len(one.tokens) for one in answers) / seconds)
+        self.compare(contestant.name, answers)
+        header = read_header(EVENTS.region)
+        answers, seconds = self.run(contestant, self.requests)
+        self.compare(contestant.name, answers)
+        measured.answers += answers
+        measured.seconds.append(seconds)
+        spans = read_spans(EVENTS.region, RECORDS, 0 if header is None else header.head)
+        rows = [one.rows for one in spans if one.rows]
+        counts = sum(map(sum, rows)), sum(map(len, rows)), max((max(one) for one in rows), default=0)
+        busy = union([(one.arrival_s, one.times_s[-1]) for one in answers])
+        only_experts = self.rank not in contestant.takers
+        idle = None if contestant.local else idle_share(spans, busy, only_experts=only_experts)
+        shares: dict[str, list[float]] = {}
+        totals = [0, 0]
+        for rank, (share, (total, calls, most)) in enumerate(gather((idle, counts))):
+            totals = [totals[0] + total, totals[1] + calls]
+            measured.most_rows = max(measured.most_rows, most)
+            if share is not None:
+                pool = "experts" if rank not in contestant.takers else "attention"
+                shares.setdefault(pool, []).append(share)
+        if totals[1]:
+            measured.rows.append(totals[0] / totals[1])
+        for pool, values in shares.items():
+            measured.idle.setdefault(pool, []).append(sum(values) / len(values))
+
+
+def _gap_of(logits_TE: torch.Tensor, chosen: int) -> float:
+    """Return the smallest gap in standard deviations between the last chosen and the first other of each row."""
+    highest = logits_TE.float().topk(chosen + 1, dim=1).values
+    return float(((highest[:, -2] - highest[:, -1]) / logits_TE.float().std(dim=1)).min())
+
+
+def run(arguments: tuple[ServeBench, str], threads: int) -> dict[str, Any]:
+    """Run the benchmark on this rank and return the result, the same on every rank. Collective."""
+    bench, folder = arguments
+    ring = mmap.mmap(-1, region_bytes(RECORDS))
+    EVENTS.attach(memoryview(ring), dist.get_rank(), RECORDS)
+    contest = Contest(bench, folder)
+    contest.build()
+    for number in range(bench.rounds):
+        say(f"round {number + 1} of {bench.rounds}")
+        for contestant in rotated(contest.contestants, number):
+            contest.measure(contestant)
+    bytes_of = gather({one.name: one.weight_bytes for one in contest.contestants})
+    cores = threads * bench.ranks
+    rows = {
+        name: _row(contest.measured[name], cores) | {"weight_mib": [ranks[name] / 2**20 for ranks in bytes_of]}
+        for name in bench.contestants
+    }
+    requests = contest.requests
+    return {
+        "benchmark": "serve",
+        "contestants": rows,
+        "requests": len(requests),
+        "prompt_tokens": sum(len(one.prompt) for one in requests),
+        "output_tokens": sum(one.output_tokens for one in requests),
+        "near_ties": contest.near_ties,
+        "kv_tokens": contest.pages * PAGE,
+        "settings": bench.to_dict(),
+        "threads_per_rank": threads,
+    }
+
+
+def _row(measured: Measurements, cores: int) -> dict[str, Any]:
+    tokens_per_s = median(measured.rates)
+    return latencies(measured.answers) | {
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_core": tokens_per_s / cores,
+        "seconds": median(measured.seconds),
+        "idle": {pool: median(values) for pool, values in measured.idle.items()},
+        "rows_per_expert": median(measured.rows) if measured.rows else None,
+        "most_rows_per_expert": measured.most_rows or None,
+    }
+
+
+def main(bench: ServeBench, json_out: str | None = None) -> dict[str, Any]:
+    """Run ``moe-comm bench serve``, see ``run_benchmark``."""
+    return run_benchmark(partial(_measure, bench), tables, json_out)
+
+
+def _measure(bench: ServeBench) -> dict[str, Any] | None:
+    with model_folder(bench, bench.requests()) as folder:
+        return on_ranks(run, (bench, folder), bench.ranks, "cpu")
+
+
+def _milliseconds(key: str) -> Any:
+    return lambda row: row[key] * 1e3 if math.isfinite(row[key]) else None
+
+
+COLUMNS: tuple[report.Column, ...] = (
+    ("", "name"),
+    ("tokens/s/core", "tokens_per_s_per_core"),
+    ("TTFT p50 ms", _milliseconds("ttft_p50_s")),
+    ("p99", _milliseconds("ttft_p99_s")),
+    ("TPOT p50 ms", _milliseconds("tpot_p50_s")),
+    ("p99", _milliseconds("tpot_p99_s")),
+    ("idle a/e", lambda row: "/".join(f"{share:.0%}" for share in row["idle"].values()) or "-"),
+    ("rows/expert", "rows_per_expert"),
+    ("most", lambda row: row["most_rows_per_expert"] or "-"),
+    ("weights MiB", lambda row: "+".join(f"{one:.0f}" for one in row["weight_mib"])),
+)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the table of latencies, throughput, idle shares and rows of each contestant."""
+    s = result["settings"]
+    model = s["model"] or f"{s['layers']} layers, D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}"
+    heading = f"{s['ranks']} ranks, {model}, float32; {report.machine(result)}"
+    lines = [
+        f"{result['requests']} requests, {result['prompt_tokens']:,} tokens of prompts, {result['output_tokens']:,} "
+        f"generated, the same by all; trace {s['trace']}, {s['rounds']} rounds",
+        "tokens/s: all requests at once; TTFT and TPOT: as they arrive, with queueing",
+        "idle: share of the time with requests in dispatch, combine and votes, of attention/expert ranks",
+    ]
+    if result["near_ties"]:
+        lines.append(f"{result['near_ties']} requests differ after near ties of two tokens or experts")
+    rows = ({"name": name} | row for name, row in result["contestants"].items())
+    return [report.make_table(heading, COLUMNS, rows, "\n".join(lines))]

@@ -1,0 +1,114 @@
+"""The contestants of ``bench serve``: the same model on all ranks, with its experts in different places.
+
+disaggregated   rank 0: attention, requests        rank 1: experts
+colocated       both: attention, requests, half of the experts
+replicas        both: the whole model, requests, with the experts of ``swap_moe``
+hugging_face    both: the whole model, requests, as transformers loads it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging
+
+from moe_comm.bench.serve.settings import HEAD_DIM, ServeBench, tokens_of
+from moe_comm.integrations.pretrained import from_pretrained
+from moe_comm.integrations.serve_ranks import separate_experts
+from moe_comm.integrations.serving import serving
+from moe_plan.serving.trace import TraceRequest
+
+VOCABULARY = 1024
+HUGGING_FACE = "hugging_face"
+_OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+
+
+@contextmanager
+def model_folder(bench: ServeBench, requests: Sequence[TraceRequest]) -> Iterator[str]:
+    """Yield the folder of the model: that of the settings, or a temporary one with random weights."""
+    if bench.model is not None:
+        yield bench.model
+        return
+    logging.disable_progress_bar()
+    with TemporaryDirectory(prefix="moe_comm-bench-") as folder:
+        torch.manual_seed(bench.seed)
+        random_model(bench, max(map(tokens_of, requests))).save_pretrained(folder)
+        yield folder
+
+
+def random_model(bench: ServeBench, positions: int) -> Any:
+    """Return a Qwen3-MoE with random weights, large enough that routers and logits have few near ties."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": bench.hidden,
+        "intermediate_size": bench.ffn,
+        "moe_intermediate_size": bench.ffn,
+        "num_hidden_layers": bench.layers,
+        "num_attention_heads": bench.hidden // HEAD_DIM,
+        "num_key_value_heads": max(1, bench.hidden // HEAD_DIM // 2),
+        "head_dim": HEAD_DIM,
+        "num_experts": bench.experts,
+        "num_experts_per_tok": bench.top_k,
+        "norm_topk_prob": True,
+        "max_position_embeddings": positions,
+        "initializer_range": bench.hidden**-0.5,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+
+
+def vocabulary(folder: str) -> int:
+    """Return the number of tokens that prompts are drawn from."""
+    return int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+
+
+@dataclass(eq=False)
+class ServeContestant:
+    """A model on this rank, and what it does there.
+
+    Attributes:
+        takers: ranks that take requests, in turn.
+        local: whether a rank serves without the others.
+    """
+
+    name: str
+    model: Any
+    takers: tuple[int, ...]
+    local: bool
+
+    def serving(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model runs. Collective."""
+        return nullcontext() if self.name == HUGGING_FACE else serving(self.model)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters on this rank."""
+        return sum(one.nbytes for one in self.model.parameters() if not one.is_meta)
+
+
+def build(name: str, bench: ServeBench, folder: str, together: ProcessGroup) -> ServeContestant:
+    """Load a contestant. Collective.
+
+    Args:
+        together: all ranks; not the default group, over which the benchmark communicates while models run.
+    """
+    logging.disable_progress_bar()
+    rank, everyone = dist.get_rank(), tuple(range(bench.ranks))
+    if name == HUGGING_FACE:
+        model = AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS).eval()
+        return ServeContestant(name, model, everyone, local=True)
+    group, placement, takers = together, None, everyone
+    if name == "replicas":
+        group = dist.new_group([rank], use_local_synchronization=True)
+    if name == "disaggregated":
+        takers = everyone[: bench.attention]
+        placement = separate_experts(folder, bench.attention, bench.ranks - bench.attention)
+    model = from_pretrained(folder, group, placement=placement, device="cpu", **_OPTIONS)
+    return ServeContestant(name, model, takers, local=name == "replicas")
