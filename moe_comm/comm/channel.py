@@ -197,22 +197,28 @@ class Channel:
             tensor.device
         )
 
-    def rotate(self, tensor: Tensor, description: str, step: int = 1, received: int | None = None) -> PendingTensor:
+    def rotate(self, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
         """Start sending ``tensor`` to rank + ``step`` on the ring, and receiving from rank - ``step``.
 
-        Args:
-            received: elements of the received one-dimensional tensor, which may differ between ranks and be 0. None:
-                the tensors of all ranks have the same shape.
+        The tensors of all ranks must have the same shape and dtype.
         """
         tensor = materialized(tensor)
-        sent = _as_bytes(tensor.to(self.transfer_device(tensor.device)).contiguous())
-        shape = tensor.shape if received is None else torch.Size((received,))
         to_rank, from_rank = ((self.rank + sign * step) % self.world for sign in (1, -1))
+        flat = _as_bytes(tensor.contiguous())
+        pending = self.send_receive(flat, to_rank, from_rank, flat.numel(), description)
+        return pending.then(lambda bytes_: bytes_.view(tensor.dtype).view(tensor.shape))
+
+    def send_receive(
+        self, bytes_: Tensor, to_rank: int, from_rank: int, received: int, description: str
+    ) -> PendingTensor:
+        """Start sending uint8 ``bytes_`` [N] to one rank, and receiving [``received``] from another one.
+
+        Each rank sends to one rank and receives from one. Sizes may differ and be 0. Collective.
+        """
+        sent = bytes_.to(self.transfer_device(bytes_.device))
         send = [sent.numel() if rank == to_rank else 0 for rank in range(self.world)]
-        received_bytes = shape.numel() * tensor.element_size()
-        receive = [received_bytes if rank == from_rank else 0 for rank in range(self.world)]
-        pending = self.start_all_to_all(sent, send, receive, description)
-        return pending.then(lambda bytes_: bytes_.view(tensor.dtype).view(shape).to(tensor.device))
+        receive = [received if rank == from_rank else 0 for rank in range(self.world)]
+        return self.start_all_to_all(sent, send, receive, description).then(lambda out: out.to(bytes_.device))
 
     def _timed(self, options: Any) -> Any:
         """Set the backend's timeout, which is longer than this channel's.

@@ -29,6 +29,7 @@ from moe_comm.layers.attention.context import (
 )
 from moe_comm.layers.attention.key_exchange import KeyRanges
 from moe_comm.layers.attention.layer import Attention
+from moe_comm.layers.attention.placed import DocumentPlacement
 from moe_comm.layers.attention.sequence import (
     Documents,
     SequenceChunk,
@@ -252,7 +253,7 @@ def test_ranks_send_exactly_the_keys_that_are_attended_to(
                 place[key] for key in keys
             ]
             assert ranges.tokens(query_rank, key_rank) == len(expected)
-            assert not expected or (query_rank - key_rank) % ranks in ranges.steps
+            assert not expected or query_rank ^ key_rank in ranges.steps
 
 
 # --- over ranks ---
@@ -304,20 +305,20 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
     """Record sends, receives and computations in order, with the distance to the destination, forward and backward."""
     events: list[str] = []
     steps: list[int] = []
-    rotate, add_scores, add_gradients = (
-        Channel.rotate,
+    send_receive, add_scores, add_gradients = (
+        Channel.send_receive,
         attention_blocks.AttentionState.add,
         attention_blocks.AttentionGradients.add,
     )
     kinds = {"values": "keys", "queries": "queries", "outputs": "back", "gradients of": "back"}
 
-    def record_rotate(
-        channel: Any, tensor: Tensor, description: str, step: int = 1, received: int | None = None
+    def record_send(
+        channel: Any, tensor: Tensor, to_rank: int, from_rank: int, received: int, description: str
     ) -> PendingTensor:
         tensor_kind = next(kinds[key] for key in ("gradients of", "values", "outputs", "queries") if key in description)
         events.append(f"send {tensor_kind}")
-        steps.append(step)
-        pending = rotate(channel, tensor, description, step, received)
+        steps.append((to_rank - rank) % world if name == "token_ring" else to_rank ^ rank)
+        pending = send_receive(channel, tensor, to_rank, from_rank, received, description)
 
         def record_arrival(tensor: Tensor) -> Tensor:
             events.append(f"take {tensor_kind}")
@@ -330,7 +331,7 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
         (add_scores if isinstance(self, attention_blocks.AttentionState) else add_gradients)(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "rotate", record_rotate)
+        patch.setattr(Channel, "send_receive", record_send)
         patch.setattr(attention_blocks.AttentionState, "add", record_add)
         patch.setattr(attention_blocks.AttentionGradients, "add", record_add)
         q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
@@ -356,25 +357,25 @@ def test_transfers_of_keys_and_gradients_overlap_with_computation(
             *("attend", "take back", "send back"),
             *("attend", "take back"),  # the second half of the own blocks overlaps with the return of gradients
         ]
-        assert steps == [[1, 2, 3], [1, 2, -1, 3, -2, -3]]
+        assert steps == [[1, 2, 3], [1, 2, 1, 3, 2, 3]]
 
 
 def count_bytes(rank: int, world: int, _: None) -> list[tuple[int, int]]:
     """Return (transfers, bytes) that this rank sends of: one document; documents that end at the ends of chunks; short
     documents; a window. Forward and backward in fp32, 2 key heads of width 4."""
     sent: list[int] = []
-    rotate = Channel.rotate
+    send_receive = Channel.send_receive
 
     def count(channel: Any, tensor: Tensor, *args: Any) -> PendingTensor:
         sent.append(tensor.nbytes)
-        return rotate(channel, tensor, *args)
+        return send_receive(channel, tensor, *args)
 
     results = []
     group: Any = dist.group
     q, k, v = (torch.randn(1, 2, 16, 4, requires_grad=True) for _ in range(3))
     positions = torch.arange(16 * world)[None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "rotate", count)
+        patch.setattr(Channel, "send_receive", count)
         for window, ids_BS in ((None, None), (None, positions // 8), (None, (positions + 2) // 8), (3, None)):
             documents = None
             if ids_BS is not None:
@@ -395,7 +396,7 @@ def test_the_bytes_of_the_ring_are_those_of_the_keys_that_other_ranks_attend_to(
         assert whole == (3 * (cp - 1), (2 * sent + returned) * key_bytes)
         assert aligned == (0, 0)
         # At each of the 7 cuts between chunks, the queries after it need 2 keys before it: those of their document, or
-        # of their window. The cut in the middle of the sequence is within rank 3. No keys are needed 2 ranks away.
+        # of their window. The cut in the middle of the sequence is within rank 3.
         neighbours = 1 if rank in (0, 3) else 2
         assert cut == window == (3 * 2, 3 * neighbours * 2 * key_bytes)
 
@@ -410,7 +411,7 @@ def test_transfers_of_queries_and_results_overlap_with_computation(pool4: RankPo
             *("attend", "take back"),
         ]
         assert backward == forward
-        assert steps == [[1, 1, -1, 1, -2, -3]] * 2
+        assert steps == [[1, 1, 3, 1, 2, 1]] * 2
 
 
 @on_ranks(2)
@@ -457,6 +458,46 @@ def test_four_ranks_with_many_blocks_equal_attention_with_a_mask(rank: int, worl
                     for actual, whole in zip([out, *(t.grad for t in own)], all_expected, strict=True):
                         part = shard_sequence(whole, world, rank, context)
                         torch.testing.assert_close(actual, part, rtol=0, atol=1e-11)
+
+
+@on_ranks(4)
+def test_documents_placed_on_single_ranks_equal_attention_with_a_mask(rank: int, world: int) -> None:
+    """Documents on 1, 2 and 4 ranks with uneven chunks, more ranks than tokens, and a rank without documents."""
+    sequence.GROUP_TOKENS, attention_blocks.BLOCK_MIN = 6, 4
+    group: Any = dist.group
+    cases: list[tuple[list[int], list[tuple[int, ...]]]] = [
+        ([13, 2, 7, 1, 9, 3, 4], [(0, 1, 2, 3), (0,), (2, 3), (0,), (3, 2), (1,), (0,)]),
+        ([5, 3, 9], [(0, 1, 2, 3), (2,), (0, 1)]),
+        ([4, 1, 2], [(0,), (0,), (2,)]),
+    ]
+    for lengths, ranks in cases:
+        for window, heads in ((None, (4, 2)), (3, (3, 3))):
+            placement = DocumentPlacement.of(lengths, ranks, world, multiple=2)
+            assert all(
+                sum(piece.size for piece in own) % 2 == pad % 2
+                for own, pad in zip(placement.pieces, placement.padding, strict=True)
+            )
+            documents = placement.documents("cpu")
+            total = documents.ids_BS.shape[1]
+            generator = torch.Generator().manual_seed(total)
+            shapes = ((heads[0], 8), (heads[1], 8), (heads[1], 4), (heads[0], 4))
+            *qkv, grad = (torch.randn(1, total, *s, dtype=torch.float64, generator=generator) for s in shapes)
+            qkv = [t.requires_grad_() for t in qkv]
+            expected = dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
+            wanted = [expected, *torch.autograd.grad(expected, qkv, grad)]
+
+            def shard(full: Tensor, chunks: Any = placement.chunks[rank]) -> Tensor:
+                return torch.cat([full[:, start : start + size] for start, _, size in chunks], 1)
+
+            own = [shard(t).detach().requires_grad_() for t in qkv]
+            out = context_attention(own[0], own[1], own[2], ContextSpec(group.WORLD, "ring", 0.3, window, documents))
+            out.backward(shard(grad))
+            for actual, whole in zip([out, *(t.grad for t in own)], wanted, strict=True):
+                torch.testing.assert_close(actual, shard(whole), rtol=0, atol=1e-11)
+    with pytest.raises(InputError, match='with context "ring" only'):
+        context_attention(own[0], own[1], own[2], ContextSpec(group.WORLD, "token_ring", 0.3, None, documents))
+    with pytest.raises(InputError, match="but rank"):
+        context_attention(own[0][:, 1:], own[1], own[2], ContextSpec(group.WORLD, "ring", 0.3, None, documents))
 
 
 @on_ranks(4)

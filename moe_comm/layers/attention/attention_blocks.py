@@ -15,6 +15,7 @@ computed or stored, so a window or packed documents never need an S x S mask.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,14 +67,14 @@ def plan_blocks(
     masks: dict[tuple[int, int, int], Tensor] = {}
     blocks = []
     for rows, group_start, group_end, mixed in groups:
-        for query in queries:
+        for query in _overlapping(queries, group_start, group_end):
             chunk_end = min(query.start + query.size, group_end)
             chunk_start = max(query.start, group_start)
             size = chunk_end - chunk_start if window is None else min(max(window, BLOCK_MIN), BLOCK_MAX)
             for query_start in range(chunk_start, chunk_end, max(size, 1)):
                 query_end = min(query_start + size, chunk_end)
                 is_first = first
-                for key in keys:
+                for key in _overlapping(keys, group_start, query_end):
                     key_start = max(key.start, group_start, query_start - window + 1 if window is not None else 0)
                     key_end = min(key.start + key.size, query_end)
                     if key_start >= key_end:
@@ -108,6 +109,12 @@ def plan_blocks(
                     )
                     is_first = False
     return blocks
+
+
+def _overlapping(chunks: Sequence[SequenceChunk], start: int, end: int) -> Sequence[SequenceChunk]:
+    """Return the chunks, which are ascending and not empty, with tokens in [start, end)."""
+    first = bisect_right(chunks, start, key=lambda chunk: chunk.start + chunk.size)
+    return chunks[first : bisect_left(chunks, end, key=lambda chunk: chunk.start)]
 
 
 def _allowed(offset: int, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

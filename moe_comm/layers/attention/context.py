@@ -8,7 +8,7 @@
 
     forward, cp 3, rank 1               step 0            step 1            step 2             afterwards
     ring        keys and values of      rank 1            rank 0            rank 2
-                sends, in flight        1's ─▶ rank 2     1's ─▶ rank 0     -
+                sends its own           to rank 2         to rank 0         -
     token_ring  queries of              rank 1, 1st half  rank 0            rank 2             rank 1, 2nd half
                 sends to the next rank  1's ─▶ rank 2     0's ─▶ rank 2     -                  -
                 sends to the owner      -                 -                 output for rank 0  output for rank 2
@@ -39,7 +39,15 @@ from moe_comm.layers.attention.attention_blocks import (
     plan_blocks,
 )
 from moe_comm.layers.attention.config import Context
-from moe_comm.layers.attention.key_exchange import KeyExchange, KeyRanges, compact, pack, unpack, zigzag_ranges
+from moe_comm.layers.attention.key_exchange import (
+    KeyExchange,
+    KeyRanges,
+    compact,
+    key_ranges,
+    pack,
+    unpack,
+)
+from moe_comm.layers.attention.placed import PlacedDocuments
 from moe_comm.layers.attention.sequence import Documents, check_context, chunks_of
 from moe_comm.layers.parallel.collectives import (
     abort_on_error,
@@ -73,21 +81,8 @@ class ContextSpec:
 
     def ranges(self, q_BhSd: Tensor) -> KeyRanges:
         """Return the keys that the ranks send to each other, for this rank's queries ``q_BhSd``."""
-        cp, documents, window = group_size(self.group), self.documents, self.window
-        length = q_BhSd.shape[2] * cp
-        if documents is None:
-            return zigzag_ranges(length, cp, window)
-
-        def first_key(query: int) -> int:
-            start = int(documents.starts_S[query])
-            return start if window is None else max(start, query - window + 1)
-
-        key = (length, cp, window)
-        if key not in documents.plans:
-            chunks = [chunks_of(length, cp, rank, "ring") for rank in range(cp)]
-            documents.plans[key] = KeyRanges(chunks, first_key)
-        ranges: KeyRanges = documents.plans[key]
-        return ranges
+        cp = group_size(self.group)
+        return key_ranges(self.documents, q_BhSd.shape[2] * cp, cp, self.window)
 
     def blocks(
         self, q_BhSd: Tensor, key_rank: int, query_rank: int | None = None, received: bool = False
@@ -125,7 +120,8 @@ class ContextSpec:
 
     def received_blocks(self, q_BhSd: Tensor, step: int) -> list[ScoreBlock]:
         """Return the score blocks of this rank's queries and the keys received in ``step``."""
-        return self.blocks(q_BhSd, (group_rank(self.group) - step) % group_size(self.group), received=True)
+        _, key_rank = self.ranges(q_BhSd).partners(group_rank(self.group), step)
+        return self.blocks(q_BhSd, key_rank, received=True)
 
     def exchange(self, q_BhSd: Tensor) -> KeyExchange | None:
         """Return the exchange of keys for this rank's queries; None on one rank."""
@@ -137,10 +133,12 @@ class ContextSpec:
         Then raise ``InputError`` if the sequence cannot be split.
         """
         if self.group is not None and group_size(self.group) > 1:
-            shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-            description = f"{operation} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}"
+            placed = self.documents.digest if isinstance(self.documents, PlacedDocuments) else ""
+            shapes = ", ".join(str(tuple(t.shape) if not placed else (t.shape[1], t.shape[3])) for t in (q, k, v))
+            description = f"{operation} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}{placed}"
             channel_of(self.group).compare_before_transfer(description, q)
-            chunks_of(q.shape[2] * group_size(self.group), group_size(self.group), group_rank(self.group), "ring")
+            if not placed:
+                chunks_of(q.shape[2] * group_size(self.group), group_size(self.group), group_rank(self.group), "ring")
 
     def in_flight(self) -> AbortOnError:
         """Return a context manager that reports an exception to the other ranks, which may be in a transfer."""
@@ -376,7 +374,10 @@ def context_attention(q_BShd: Tensor, k_BSkd: Tensor, v_BSkd: Tensor, spec: Cont
         spec: with a context that ``check_heads`` accepts for these heads.
     """
     cp = group_size(spec.group)
-    check_documents(spec.documents, q_BShd.shape[0], q_BShd.shape[1] * cp)
+    if isinstance(spec.documents, PlacedDocuments):
+        check_placed(spec, q_BShd)
+    else:
+        check_documents(spec.documents, q_BShd.shape[0], q_BShd.shape[1] * cp)
     if cp == 1:
         return local_attention(q_BShd, k_BSkd, v_BSkd, spec)
     if spec.context != "ulysses":
@@ -459,4 +460,18 @@ def check_documents(documents: Documents | None, batch: int, length: int) -> Non
         raise InputError(
             f"documents have shape {tuple(documents.ids_BS.shape)}, but the full sequences have shape {full}; "
             "make them with Documents.of over the context-parallel group"
+        )
+
+
+def check_placed(spec: ContextSpec, q_BShd: Tensor) -> None:
+    """Raise InputError unless the documents of ``spec`` are placed on its ranks, with this rank's tokens in q."""
+    documents, cp, rank = spec.documents, group_size(spec.group), group_rank(spec.group)
+    assert isinstance(documents, PlacedDocuments)
+    if spec.context != "ring" and cp > 1:
+        raise InputError(f'documents can be placed on single ranks with context "ring" only; got {spec.context!r}')
+    tokens = [sum(chunk.size for chunk in chunks) for chunks in documents.chunks]
+    if len(tokens) != cp or tuple(q_BShd.shape[:2]) != (1, tokens[rank]):
+        raise InputError(
+            f"documents are placed on {len(tokens)} ranks with {tokens} tokens, but rank {rank} of {cp} has "
+            f"{tuple(q_BShd.shape[:2])}"
         )

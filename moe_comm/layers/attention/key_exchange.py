@@ -1,14 +1,15 @@
 """Exchange of the keys that each rank of a ring needs of each other rank.
 
-    cp 2, ring, one document            rank 0: chunks 0 3    rank 1: chunks 1 2
+    cp 2, zig-zag, one document         rank 0: chunks 0 3    rank 1: chunks 1 2
     rank 0 sends chunk 0 only           no query of rank 1 is after chunk 3
     rank 1 sends chunks 1 and 2         the queries of chunk 3 are after both
 
     two documents, cut after chunk 1    rank 0 sends chunk 0, rank 1 sends chunk 2
 
 A query attends to the keys before it, in its document and its window. So a rank needs the end of a chunk, or nothing.
-Every rank computes the ranges of all pairs of ranks from the same numbers, so that no message is needed. A step that
-moves no keys between any two ranks is left out.
+Every rank computes the ranges of all pairs of ranks from the same numbers, so that no message is needed. In step t,
+ranks r and r xor t exchange keys (rank r sends to r + t if the number of ranks is not a power of two). A step without
+keys is left out, so documents on aligned groups of c = 2^n ranks need c - 1 steps.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.layers.attention.sequence import SequenceChunk, chunks_of
-from moe_comm.layers.parallel.collectives import channel_of, group_rank, group_size
+from moe_comm.layers.attention.placed import PlacedDocuments
+from moe_comm.layers.attention.sequence import Documents, SequenceChunk, chunks_of
+from moe_comm.layers.parallel.collectives import channel_of, group_rank
 
 LINE_BYTES = 64
 
@@ -37,7 +39,7 @@ class KeyRanges:
     """
 
     def __init__(self, chunks: Sequence[Sequence[SequenceChunk]], first_key: Callable[[int], int]) -> None:
-        self.chunks = chunks
+        self.chunks, self._ranks = chunks, len(chunks)
         owners = sorted((chunk, rank) for rank, own in enumerate(chunks) for chunk in own if chunk.size)
         starts = [chunk.start for chunk, _ in owners]
         begin_of: dict[tuple[int, int], dict[SequenceChunk, int]] = {}  # by (query rank, key rank)
@@ -61,9 +63,18 @@ class KeyRanges:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Distances from the rank that sends keys to the rank that needs them, ascending; one exchange for each."""
-        ranks = len(self.chunks)
-        return sorted({(query_rank - key_rank) % ranks for query_rank, key_rank in self._ranges})
+        """The steps in which any rank sends keys, ascending."""
+        return sorted({self._step(query_rank, key_rank) for query_rank, key_rank in self._ranges})
+
+    def partners(self, rank: int, step: int) -> tuple[int, int]:
+        """Return the rank that ``rank`` sends its keys to in ``step``, and the one that it receives keys from."""
+        if self._ranks & (self._ranks - 1) == 0:
+            return rank ^ step, rank ^ step
+        return (rank + step) % self._ranks, (rank - step) % self._ranks
+
+    def _step(self, query_rank: int, key_rank: int) -> int:
+        power_of_two = self._ranks & (self._ranks - 1) == 0
+        return query_rank ^ key_rank if power_of_two else (query_rank - key_rank) % self._ranks
 
 
 def compact(ranges: Sequence[SequenceChunk]) -> list[SequenceChunk]:
@@ -80,9 +91,30 @@ def _from(chunk: SequenceChunk, begin: int) -> SequenceChunk:
     return SequenceChunk(chunk.start + skipped, chunk.local_start + skipped, chunk.size - skipped)
 
 
+def key_ranges(documents: Documents | None, length: int, cp: int, window: int | None) -> KeyRanges:
+    """Return the ranges of sequences of ``length`` tokens over ``cp`` ranks, in zig-zag order or as placed."""
+    if documents is None:
+        return _zigzag_ranges(length, cp, window)
+    key = ("key ranges", length, cp, window)
+    if key not in documents.plans:
+        places = torch.arange(documents.ids_BS.shape[1], device=documents.ids_BS.device)
+        start_S = (places - documents.positions_BS).amin(0).cpu()  # of any sequence: all send the same ranges
+
+        def first_key(query: int) -> int:
+            start = int(start_S[query])
+            return start if window is None else max(start, query - window + 1)
+
+        if isinstance(documents, PlacedDocuments):
+            chunks: Sequence[Sequence[SequenceChunk]] = documents.chunks
+        else:
+            chunks = [chunks_of(length, cp, rank, "ring") for rank in range(cp)]
+        documents.plans[key] = KeyRanges(chunks, first_key)
+    ranges: KeyRanges = documents.plans[key]
+    return ranges
+
+
 @lru_cache(maxsize=64)
-def zigzag_ranges(length: int, cp: int, window: int | None) -> KeyRanges:
-    """Return the ranges of a sequence of ``length`` tokens that is one document."""
+def _zigzag_ranges(length: int, cp: int, window: int | None) -> KeyRanges:
     chunks = [chunks_of(length, cp, rank, "ring") for rank in range(cp)]
     return KeyRanges(chunks, lambda query: 0 if window is None else max(0, query - window + 1))
 
@@ -95,17 +127,18 @@ class KeyExchange:
 
     def __init__(self, ranges: KeyRanges, group: ProcessGroup) -> None:
         self.ranges, self._channel = ranges, channel_of(group)
-        self._cp, self._rank = group_size(group), group_rank(group)
+        self._rank = group_rank(group)
 
     def start_keys(self, step: int, own: Sequence[Tensor], operation: str) -> Callable[[], list[Tensor]]:
-        """Start to send keys to the rank at distance ``step``; return a function that waits for the received ones."""
-        sent = self.ranges.of((self._rank + step) % self._cp, self._rank)
+        """Start to send the keys of ``step``; return a function that waits for the received ones."""
+        to_rank, from_rank = self.ranges.partners(self._rank, step)
+        sent = self.ranges.of(to_rank, self._rank)
         packed, views = _allocate(own, sent)
         for view, tensor in zip(views, own, strict=True):
             for chunk, source in zip(compact(sent), sent, strict=True):
                 _tokens(view, chunk).copy_(_tokens(tensor, source))
-        received = _with_tokens(own, self.ranges.of(self._rank, (self._rank - step) % self._cp))
-        return self._start(step, packed, received, operation)
+        received = _with_tokens(own, self.ranges.of(self._rank, from_rank))
+        return self._start(to_rank, from_rank, (packed, received), operation)
 
     def start_gradients(
         self, step: int, gradients: Sequence[Tensor], sums: Sequence[Tensor], operation: str
@@ -114,8 +147,9 @@ class KeyExchange:
 
         The returned function adds the gradients that the other rank returned to ``sums``, those of this rank's keys.
         """
-        ranges = self.ranges.of((self._rank + step) % self._cp, self._rank)
-        receive = self._start(-step, pack(gradients), _with_tokens(sums, ranges), operation)
+        from_rank, to_rank = self.ranges.partners(self._rank, step)
+        ranges = self.ranges.of(from_rank, self._rank)
+        receive = self._start(to_rank, from_rank, (pack(gradients), _with_tokens(sums, ranges)), operation)
 
         def add() -> None:
             for total, part in zip(sums, receive(), strict=True):
@@ -125,9 +159,10 @@ class KeyExchange:
         return add
 
     def _start(
-        self, step: int, packed: Tensor, received: Sequence[Tensor], operation: str
+        self, to_rank: int, from_rank: int, packed_and_received: tuple[Tensor, Sequence[Tensor]], operation: str
     ) -> Callable[[], list[Tensor]]:
-        receive = self._channel.rotate(packed, operation, step, _byte_ranges(received)[-1].stop)
+        packed, received = packed_and_received
+        receive = self._channel.send_receive(packed, to_rank, from_rank, _byte_ranges(received)[-1].stop, operation)
         return lambda: unpack(receive(), received)
 
 

@@ -142,12 +142,6 @@ class Documents:
         starts[:, 1:] = self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
         return starts.cumsum(1)
 
-    @cached_property
-    def starts_S(self) -> Tensor:
-        """[S] start of the document of each position, the first one of all sequences; int64, on the CPU."""
-        places = torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device)
-        return (places - self.positions_BS).amin(0).cpu()
-
     @property
     def positions_BS(self) -> Tensor:
         """[B, S] position of each token in its own document, int64."""
