@@ -529,6 +529,22 @@ def test_distributed_data_parallel_does_not_overwrite_experts(saved: Callable[[s
         assert unchanged and all(unchanged.values())
 
 
+def compiled_gradients_equal(rank: int, world: int, folder: str) -> bool:
+    gradients = []
+    for compiles in (False, True):
+        model = swap_moe(load(folder), ep_group(world))
+        inner = torch.compile(model, fullgraph=True, backend="eager") if compiles else model
+        nn.parallel.DistributedDataParallel(inner)(batch(world)[rank]).logits.square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    return len(gradients[0]) == len(gradients[1]) > 0 and all(map(torch.equal, *gradients))
+
+
+def test_distributed_data_parallel_of_a_compiled_model_has_the_gradients_of_eager(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    assert all(pool4.run(compiled_gradients_equal, saved("mixtral")))
+
+
 # --- unsupported models ---
 
 

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import moe_comm
 from moe_comm.errors import InputError, RoutingError
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.moe import compiled
@@ -73,8 +78,6 @@ def test_a_model_is_one_graph_with_the_bits_of_eager(recompute: bool, autocast: 
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["shared_memory", pytest.param("all_to_all", marks=pytest.mark.slow)])
 def test_ranks_have_the_bits_of_eager_and_raise_the_same_errors(backend: str) -> None:
-    import torch.distributed as dist
-
     check_blocks(backend == "all_to_all", False, dist.group.WORLD, backend=backend)
     layer = MoELayer.build(CONFIG, dist.group.WORLD, backend=backend, seed=0)
     model = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -89,6 +92,77 @@ def test_ranks_have_the_bits_of_eager_and_raise_the_same_errors(backend: str) ->
     with pytest.raises(RoutingError, match="expert id 9"):
         model(x, Routing(ids_TK, weights_TK))
     model(x)  # the group can be used again
+
+
+BUCKET = 1024
+"""Bytes of the parameters of a bucket of DDP. The compiler splits graphs where a bucket ends."""
+graphs: list[Any] = []
+"""Graphs that ``backend`` has compiled."""
+
+
+def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    graphs.append(graph)
+    return aot_eager(graph, inputs)
+
+
+class Residual(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.moe = MoELayer.build(CONFIG, dist.group.WORLD, seed=seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.moe(self.norm(x)))  # type: ignore[no-any-return]
+
+
+def wrapped(how: str, compiles: bool) -> tuple[nn.Module, nn.Module]:
+    """Return a model, and what to call: the model with data parallelism, compiled or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Residual(0), Residual(1))
+    if how in ("DDP of a compiled model", "compiled DDP"):
+        inner: nn.Module = moe_comm.prepare_ddp(model)
+        if compiles and how == "DDP of a compiled model":
+            inner = torch.compile(inner, fullgraph=True, backend=backend)  # type: ignore[assignment]
+        ddp = DistributedDataParallel(inner, bucket_cap_mb=BUCKET / 2**20)
+        compiles = compiles and how == "compiled DDP"
+        return model, torch.compile(ddp, backend=backend) if compiles else ddp  # type: ignore[return-value]
+    moe_comm.prepare_fsdp(model)
+    for block in model:
+        if compiles and how == "FSDP2 of compiled blocks":
+            block.compile(backend=backend)
+        fully_shard(block)
+    fully_shard(model)
+    compiles = compiles and how == "compiled FSDP2"
+    return model, torch.compile(model, backend=backend) if compiles else model  # type: ignore[return-value]
+
+
+def train(model: nn.Module, forward: nn.Module) -> list[Tensor]:
+    """Return the losses and the parameters after two steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        loss = forward(draw(6, 16, seed=10 * step + dist.get_rank())).square().mean()
+        loss.backward()
+        moe_comm.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters())]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [("DDP of a compiled model", 3), ("compiled DDP", 4), ("FSDP2 of compiled blocks", 4), ("compiled FSDP2", 4)],
+)
+def test_data_parallel_training_has_the_bits_of_eager(how: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", BUCKET)  # not an argument of DDP
+    eager = train(*wrapped(how, False))
+    graphs.clear()
+    actual = train(*wrapped(how, True))
+    assert len(eager) == len(actual) and all(map(torch.equal, eager, actual))
+    assert len(graphs) == number, (how, len(graphs))
 
 
 def test_layers_and_their_copies_share_a_graph_and_keep_none_of_their_own() -> None:

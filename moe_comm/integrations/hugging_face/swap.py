@@ -155,12 +155,15 @@ class EPExperts(ExpertParallel):
         Raises:
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
-        if self._is_traced(self.copies) and self.rounds is None and not self._adapters:
+        if self.is_traced():
             from moe_comm.layers.moe.compiled import call_layer  # few programs compile
 
             mask = None if self.padding is None else self.padding.traced
             return call_layer(self, (hidden_states, top_k_index, top_k_weights, mask), hidden_states.dtype)
         return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def is_traced(self) -> bool:
+        return super().is_traced() and self.rounds is None and not self._adapters
 
     def _eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, mask: Tensor | None) -> Tensor:
         real = None if mask is None or mask.numel() != hidden_states.shape[0] else RealTokens.of(mask != 0)

@@ -106,6 +106,8 @@ def exclude_from_ddp(model: Any) -> None:
         f"{name}.{key}".lstrip(".") for name, module in model.named_modules() for key in getattr(module, "counters", ())
     )
     if names := [*expert_parameters(model), *counters]:
+        # DDP of ``torch.compile(model)`` sees the names of the module around ``model``.
+        names += [f"_orig_mod.{name}" for name in names]
         before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         model._ddp_params_and_buffers_to_ignore = [*before, *(name for name in names if name not in before)]
 

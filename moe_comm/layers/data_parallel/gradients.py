@@ -142,10 +142,18 @@ class ExpertGradients:
         Raises:
             ConfigError: a wrapper treats experts as replicated; the message contains the line of code to add.
         """
-        if experts._modules and adapter_fault(experts, self.label) is not None:
-            return  # the layer raises it on every rank
         if self.prepared_for_fsdp or self.left_to_caller:
             return
+        if torch.compiler.is_dynamo_compiling():
+            is_traced = getattr(experts, "is_traced", None)
+            if is_traced is not None and is_traced():
+                return  # the operator of the layer calls this method
+        self._before_forward(experts)
+
+    @torch._disable_dynamo  # a graph break: hooks of parameters cannot be traced
+    def _before_forward(self, experts: nn.Module) -> None:
+        if experts._modules and adapter_fault(experts, self.label) is not None:
+            return  # the layer raises it on every rank
         if getattr(experts, "copies", None) is not None and torch.is_grad_enabled() and active_ddp() is not None:
             raise ConfigError(
                 f"DistributedDataParallel cannot train layer {self.label!r}, whose experts may have copies on other "

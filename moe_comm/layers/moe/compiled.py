@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import InputError
+from moe_comm.layers.data_parallel.attach import gradients_of
 from moe_comm.layers.moe.expert_parallel import ExpertParallel, layer_with
 
 _GRAPHS: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -101,6 +102,8 @@ def _layer(
             cast = torch.autocast(given[0].device.type, autocast)
         with cast, torch.set_grad_enabled(records):
             arguments = iter(given)
+            if (gradients := gradients_of(module)) is not None:
+                gradients.before_forward(module)  # the hook of the module, which the compiler does not trace
             y = module._eager(*[next(arguments) if one else None for one in present])
         result = y.detach().contiguous()
         if any(t.untyped_storage().data_ptr() == result.untyped_storage().data_ptr() for t in (*given, *own)):

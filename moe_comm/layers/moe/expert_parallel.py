@@ -176,12 +176,12 @@ class ExpertParallel(ParallelModule):
         super().__setstate__(state)
         self._number()
 
-    def _is_traced(self, copies: ExpertCopies | None) -> bool:
+    def is_traced(self) -> bool:
         """Return whether ``torch.compile`` traces this call, and ``compiled.py`` supports the parameters.
 
         FSDP replaces sharded parameters inside the call, and copies of experts have no parameters of their own.
         """
-        if not torch.compiler.is_dynamo_compiling() or copies is not None:
+        if not torch.compiler.is_dynamo_compiling() or getattr(self, "copies", None) is not None:
             return False
         return all(type(p) is nn.Parameter for p in self.parameters())
 

@@ -441,7 +441,7 @@ class MoELayer(ExpertParallel):
             InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        if torch.compiler.is_dynamo_compiling() and self._is_traced(self.copies):
+        if torch.compiler.is_dynamo_compiling() and self.is_traced():
             from moe_comm.layers.moe.compiled import call_layer  # few programs compile
 
             given = (None, None, None) if routing is None else (routing.ids_TK, routing.weights_TK, routing.aux_loss)
