@@ -40,6 +40,7 @@ NOT_RUN = {
     r"moe-comm parity ": MINUTES.format("1 to 10 minutes"),
     r"moe-comm plan --calibrate": MINUTES.format("half a minute"),
     r"moe-comm plan .*mixtral-8x22b .*--json": "searches for 10 s; tests/reports/test_plan_order.py tries a part",
+    r"moe-comm plan .*--measured ": "needs a result of bench serve; tests/plan/serving/test_measured.py makes one",
     r"python -m benchmarks.soak ": MINUTES.format("hours"),
 }
 """Start of a command: why it is not run here."""

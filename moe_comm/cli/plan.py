@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 app = typer.Typer()
 TOP, RANKS = 10, 2
 """Defaults of ``--top`` and ``--ranks``."""
+TTFT_S, TPOT_S = 5.0, 0.15
+"""Defaults of ``--ttft`` and ``--tpot``."""
 MOST, LONGEST = 1 << 20, 1 << 30
 """Upper bounds of accelerators and sequences, and of tokens per sequence."""
 
@@ -113,14 +115,22 @@ def plan(
             "TRACE",
         ),
     ] = None,
-    ttft: Annotated[float, typer.Option(min=0, help="With --serve: bound of the time to the first token, s.")] = 5.0,
-    tpot: Annotated[float, typer.Option(min=0, help="With --serve: bound of the time per output token, s.")] = 0.15,
+    ttft: Annotated[
+        float | None, _option("With --serve: bound of the time to the first token, s.", by=f"{TTFT_S:g}", min=0)
+    ] = None,
+    tpot: Annotated[
+        float | None, _option("With --serve: bound of the time per output token, s.", by=f"{TPOT_S:g}", min=0)
+    ] = None,
     expert_hardware: Annotated[
         str | None, _option("With --serve: accelerators of the experts.", "NAME|FILE", by="--hardware")
     ] = None,
     price: Annotated[
         list[str] | None,
         _option("With --serve: price of an accelerator; repeatable.", "NAME=X", by="h20=1.85, l40s=1.08, others 1"),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        _option("With --serve: predict from the steps that bench serve measured, instead of --hardware.", "FILE"),
     ] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine instead.")] = False,
     ranks: Annotated[int | None, _option("Ranks for --calibrate.", by="2", min=1)] = None,
@@ -139,27 +149,66 @@ def plan(
     }
     if calibrate:
         other = {"--mapping": mapping, "--top": top, "--slow": slow, "--config": config_out, "--trace": trace}
-        if used := [name for name, value in {**needed, **other, "--page": page}.items() if value is not None]:
+        other |= {"--page": page, "--serve": serve}
+        if used := [name for name, value in {**needed, **other}.items() if value is not None]:
             raise ConfigError(f"--calibrate cannot be combined with {used[0]}")
         _calibrate(ranks or RANKS, hardware_file, json_out)
         return
     if serve is not None:
-        unused = {"--gpus": gpus, "--seq-len": seq_len, "--global-batch": global_batch, "--mapping": mapping}
+        unused = {
+            "--gpus": gpus,
+            "--seq-len": seq_len,
+            "--global-batch": global_batch,
+            "--mapping": mapping,
+            "--folded": folded,
+            "--overlap": overlap,
+            "--capacity-factor": capacity_factor,
+            "--imbalance": imbalance,
+            "--loads": loads,
+            "--placement": placement,
+            "--slots": slots,
+            "--rematerialize": rematerialize or None,
+            "--micro-batch": micro_batch,
+            "--recompute": recompute,
+            "--sharding": sharding,
+            "--schedule": schedule,
+            "--dispatcher": None if dispatcher == "auto" else dispatcher,
+            "--slow": slow,
+            "--config": config_out,
+            "--trace": trace,
+            "--page": page,
+            "--ranks": ranks,
+        }
         if used := [name for name, value in unused.items() if value is not None]:
             raise ConfigError(f"--serve cannot be combined with {used[0]}")
+        from moe_comm.cli.plan_serve import ServeOptions, plan_measured, plan_serving
+
+        bounds = TTFT_S if ttft is None else ttft, TPOT_S if tpot is None else tpot
+        options = ServeOptions(serve, *bounds, tuple(price or ()), top or TOP)
+        if measured is not None:
+            others = {
+                "--model": model,
+                "--hardware": hardware,
+                "--expert-hardware": expert_hardware,
+                "--price": price,
+                "--top": top,
+                "--host-size": host_size,
+                "--hardware-file": hardware_file,
+            }
+            if used := [name for name, value in others.items() if value is not None]:
+                raise ConfigError(f"--measured cannot be combined with {used[0]}")
+            plan_measured(measured, options, json_out)
+            return
         if model is None or hardware is None:
             raise ConfigError(f"missing option {'--model' if model is None else '--hardware'}")
-        from moe_comm.cli.plan_serve import ServeOptions, plan_serving
-
         shape = load("moe_comm.train.plan_config", "train").model_named(model)
         attention, experts = (
             _cluster(name, hardware_file, None, host_size) for name in (hardware, expert_hardware or hardware)
         )
-        options = ServeOptions(serve, ttft, tpot, tuple(price or ()), top or TOP)
         plan_serving(shape, attention, experts, dtype, options, json_out)
         return
-    if expert_hardware is not None or price:
-        raise ConfigError("--expert-hardware and --price apply to --serve")
+    if any(value is not None for value in (expert_hardware, ttft, tpot, measured)) or price:
+        raise ConfigError("--ttft, --tpot, --expert-hardware, --price and --measured apply to --serve")
     if ranks is not None:
         raise ConfigError("--ranks applies to --calibrate; --gpus is the number of accelerators to plan for")
     if capacity_factor is not None and not 0 < capacity_factor < math.inf:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.options import echo, load
@@ -97,6 +99,45 @@ def plan_serving(
         f"{name.removesuffix('_s').replace('_', ' ')} {value:.3f} s" for name, value in _latencies(result)
     )
     echo(f"the trace needs {count} instance(s) of the first plan: {latency}", err)
+
+
+NODES, MICRO_BATCHES = range(1, 5), range(1, 5)
+"""Numbers of attention nodes and micro-batches that ``plan_measured`` predicts."""
+
+
+def plan_measured(file: Path, options: ServeOptions, json_out: str | None) -> None:
+    """Predict the latencies of the trace on the ranks that ``bench serve`` has measured, and on more attention ranks.
+
+    file: the result of ``bench serve``.
+    """
+    from moe_plan.serving.cost import ServeMapping
+    from moe_plan.serving.measured import MeasuredCosts
+    from moe_plan.serving.replay import replay
+    from moe_plan.serving.trace import read_trace
+
+    trace = read_trace(options.trace)
+    try:
+        measured = json.loads(file.read_text("utf-8"))
+        values, most_tokens = measured["plan"]["costs"], int(measured["settings"]["batch_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} is no result of bench serve with one attention rank: {error}") from None
+    costs, rows = MeasuredCosts.from_dict(values), []
+    for nodes in NODES:
+        for m in MICRO_BATCHES:
+            served = replay(costs, ServeMapping(1, 1, nodes, m), trace, most_tokens).summary()
+            keeps = not (served["ttft_p99_s"] > options.ttft_s or served["tpot_p99_s"] > options.tpot_s)
+            rows.append({"n_a": nodes, "m": m, "keeps_bounds": keeps} | served)
+    result = {"requests": len(trace), "measured": str(file), "predicted": rows}
+    load("moe_comm.bench.common.report", "bench").write_json(result, json_out)
+    err = json_out == "-"
+    echo(f"{len(trace)} requests, measured costs of {file}; each rank has its own cores\n", err)
+    echo("n_a   m  TTFT p50 / p99 ms  TPOT p50 / p99 ms  tokens/s  bounds", err)
+    for row in rows:
+        times = (f"{row[f'{one}_p50_s'] * 1e3:.1f} / {row[f'{one}_p99_s'] * 1e3:.1f}" for one in ("ttft", "tpot"))
+        kept = "kept" if row["keeps_bounds"] else "missed"
+        echo(
+            f"{row['n_a']:3}{row['m']:4}  {next(times):>17}  {next(times):>17}{row['tokens_per_s']:10,.0f}  {kept}", err
+        )
 
 
 def _latencies(result: dict[str, Any]) -> list[tuple[str, float]]:

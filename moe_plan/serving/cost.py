@@ -130,8 +130,7 @@ class ServeModel:
         rows = tokens * mapping.n_a * shape.chosen / shape.experts
         attention_s, experts_s = self.attention_s(tokens, kv_tokens, mapping.tp_a), self.experts_s(rows, mapping.tp_e)
         transfer_s = self.transfer_s(tokens, rows, mapping)
-        once, slower = attention_s + experts_s + 2 * transfer_s, max(attention_s, experts_s)
-        step_s = once + slower * (m - 1) + (shape.layers - 1) * max(m * slower, once)
+        step_s = step_seconds(attention_s, experts_s, transfer_s, shape.layers, m)
         return StepTimes(attention_s, experts_s, transfer_s, step_s)
 
     def colocated_s(self, requests: float, kv_tokens: float, gpus: int) -> float:
@@ -189,6 +188,12 @@ class ServeModel:
                 (rows if sums is None else sums) * self.shape.hidden * item_bytes(self.dtype), range(tp)
             ).seconds
         return seconds
+
+
+def step_seconds(attention_s: float, experts_s: float, transfer_s: float, layers: int, m: int) -> float:
+    """Return the seconds of a step with ``m`` micro-batches, from the times of a layer of one."""
+    once, slower = attention_s + experts_s + 2 * transfer_s, max(attention_s, experts_s)
+    return once + slower * (m - 1) + (layers - 1) * max(m * slower, once)
 
 
 def usable_memory(pool: Cluster) -> float:

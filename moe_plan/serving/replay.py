@@ -12,9 +12,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from moe_comm.errors import ConfigError
-from moe_plan.serving.cost import ServeMapping, ServeModel
+from moe_plan.serving.cost import ServeMapping, StepTimes
 from moe_plan.serving.trace import TraceRequest, quantile
 
 MOST_TOKENS = 8192
@@ -59,8 +60,16 @@ class ServedTrace:
         return result | {"tokens_per_s": self.tokens / self.seconds, "preempted": self.preempted, "requests": self.busy}
 
 
+class StepCosts(Protocol):
+    """Costs of steps: ``ServeModel``, or measured ones."""
+
+    def kv_tokens(self, tp_a: int) -> int: ...
+
+    def step(self, mapping: ServeMapping, tokens: float, kv_tokens: float) -> StepTimes: ...
+
+
 def replay(
-    model: ServeModel, mapping: ServeMapping, trace: Sequence[TraceRequest], most_tokens: int = MOST_TOKENS
+    model: StepCosts, mapping: ServeMapping, trace: Sequence[TraceRequest], most_tokens: int = MOST_TOKENS
 ) -> ServedTrace:
     """Return the latencies of ``trace`` on one instance. ``most_tokens``: of an iteration of an attention node.
 
@@ -111,7 +120,7 @@ def replay(
 
 
 def instances(
-    model: ServeModel, mapping: ServeMapping, trace: Sequence[TraceRequest], ttft_s: float, tpot_s: float
+    model: StepCosts, mapping: ServeMapping, trace: Sequence[TraceRequest], ttft_s: float, tpot_s: float
 ) -> tuple[int, ServedTrace]:
     """Return the smallest number of instances whose 99th percentiles keep both bounds, and the slowest's latencies.
 

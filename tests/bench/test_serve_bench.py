@@ -21,7 +21,7 @@ from moe_comm.runtime.event_layout import Kind, Span
 from tests.pool import on_ranks
 
 TINY = {"layers": 1, "hidden": 32, "ffn": 32, "experts": 4, "rounds": 1}
-REQUESTS = [(0.0, 5, 3), (0.01, 90, 1), (0.05, 3, 6), (0.05, 4, 2)]
+REQUESTS = [(0.0, 5, 3), (0.01, 90, 1), (0.05, 3, 16), (0.05, 4, 2)]
 
 
 def trace(folder: Path) -> str:
@@ -36,7 +36,7 @@ def test_contestants_serve_a_trace_with_the_same_tokens(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert cli.run(["bench", "serve", *words, "--trace", trace(tmp_path), "--json", str(out)]) == 0
     result: dict[str, Any] = json.loads(out.read_text())
-    assert (result["requests"], result["prompt_tokens"], result["output_tokens"]) == (4, 102, 12)
+    assert (result["requests"], result["prompt_tokens"], result["output_tokens"]) == (4, 102, 22)
     rows = result["contestants"]
     assert tuple(rows) == CONTESTANTS
     for name, row in rows.items():
@@ -46,6 +46,10 @@ def test_contestants_serve_a_trace_with_the_same_tokens(tmp_path: Path) -> None:
         assert set(row["idle"]) == pools and all(0 < share < 1 for share in row["idle"].values())
         # A prompt of 90 tokens with 2 of 4 experts each.
         assert name == "hugging_face" or 0 < row["rows_per_expert"] < 45 <= row["most_rows_per_expert"] <= 102
+    plan, measured = result["plan"], rows["disaggregated"]
+    assert plan["steps"] >= 12 and plan["costs"]["layers"] == 1 and plan["costs"]["cache_tokens"] == result["kv_tokens"]
+    for name, value in plan["predicted"].items():
+        assert value > 0 and plan["errors"][name] == pytest.approx(value / measured[name] - 1)
     whole = rows["hugging_face"]["weight_mib"][0]
     attention, experts = rows["disaggregated"]["weight_mib"]
     assert rows["replicas"]["weight_mib"] == [whole] * 2 and attention + experts == pytest.approx(whole)

@@ -15,6 +15,7 @@ import math
 import mmap
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -31,6 +32,7 @@ from moe_comm.bench.common.clock import LEAD_NS, gather, sync_group
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.common.interleave import rotated
 from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say
+from moe_comm.bench.serve.calibrate import Begun, log_steps, predict, steps_of
 from moe_comm.bench.serve.contestants import HUGGING_FACE, ServeContestant, build, model_folder, vocabulary
 from moe_comm.bench.serve.requests import (
     Answer,
@@ -43,14 +45,25 @@ from moe_comm.bench.serve.requests import (
     with_prompts,
 )
 from moe_comm.bench.serve.settings import PAGE, ServeBench
-from moe_comm.runtime.event_layout import region_bytes
+from moe_comm.runtime.event_layout import Span, region_bytes
 from moe_comm.runtime.event_reader import read_header, read_spans
 from moe_comm.runtime.events import EVENTS
+from moe_plan.serving.measured import MeasuredStep
 
 RECORDS = 1 << 17
 """Spans that are kept, of about 300 decoding steps per second and 100 layers."""
 NEAR_TIE = 1e-3
 """Largest gap, in standard deviations, between two logits or experts that may change places by rounding."""
+
+
+@dataclass
+class Served:
+    """A run. answers: of all ranks; seconds: until the last token. spans, begun: of this rank."""
+
+    answers: list[Answer]
+    seconds: float
+    spans: list[Span]
+    begun: list[Begun]
 
 
 @dataclass
@@ -63,6 +76,7 @@ class Measurements:
     idle: dict[str, list[float]] = field(default_factory=dict)
     rows: list[float] = field(default_factory=list)  # mean of a call
     most_rows: int = 0
+    steps: list[MeasuredStep] = field(default_factory=list)  # of disaggregation with one attention rank
 
 
 class Contest:
@@ -94,11 +108,12 @@ class Contest:
             say(f"loading {name}, and comparing its tokens")
             self.contestants.append(build(name, self.bench, self.folder, together))
             gc.collect()
-            self.compare(name, self.run(self.contestants[-1], at_once(self.requests))[0])
+            self.compare(name, self.run(self.contestants[-1], at_once(self.requests)).answers)
 
-    def run(self, contestant: ServeContestant, requests: Sequence[PromptRequest]) -> tuple[list[Answer], float]:
-        """Serve ``requests``. Return the answers of all ranks, and the seconds until the last token. Collective."""
+    def run(self, contestant: ServeContestant, requests: Sequence[PromptRequest]) -> Served:
+        """Serve ``requests``. Collective."""
         takers, start_s = contestant.takers, 0.0
+        header = read_header(EVENTS.region)
 
         def started() -> float:
             nonlocal start_s
@@ -106,15 +121,17 @@ class Contest:
             time.sleep(max(0.0, start_s - time.monotonic()))
             return start_s
 
-        answers = list[Answer]()
+        answers, begun = list[Answer](), list[Begun]()
         with contestant.serving():
             if self.rank in takers:
                 own = requests[takers.index(self.rank) :: len(takers)]
-                answers = serve(contestant.model, own, self.cache, started)
+                with log_steps(contestant.model) if contestant.calibrates else nullcontext(begun) as begun:
+                    answers = serve(contestant.model, own, self.cache, started)
             else:
                 started()
+        spans = read_spans(EVENTS.region, RECORDS, 0 if header is None else header.head)
         everyone = [one for answers in gather(answers) for one in answers]
-        return everyone, max(one.times_s[-1] for one in everyone) - start_s
+        return Served(everyone, max(one.times_s[-1] for one in everyone) - start_s, spans, begun)
 
     def compare(self, name: str, answers: Sequence[Answer]) -> None:
         """Raise ``WrongAnswer`` unless the tokens are those of the first contestant. Collective."""
@@ -157,20 +174,21 @@ class Contest:
         """Run a contestant once in both ways. Collective."""
         gc.collect()
         measured = self.measured[contestant.name]
-        answers, seconds = self.run(contestant, at_once(self.requests))
-        measured.rates.append(sum(len(one.tokens) for one in answers) / seconds)
-        self.compare(contestant.name, answers)
-        header = read_header(EVENTS.region)
-        answers, seconds = self.run(contestant, self.requests)
-        self.compare(contestant.name, answers)
-        measured.answers += answers
-        measured.seconds.append(seconds)
-        spans = read_spans(EVENTS.region, RECORDS, 0 if header is None else header.head)
-        rows = [one.rows for one in spans if one.rows]
+        served = self.run(contestant, at_once(self.requests))
+        self.compare(contestant.name, served.answers)
+        measured.rates.append(sum(len(one.tokens) for one in served.answers) / served.seconds)
+        if contestant.calibrates:
+            own, *others = gather(served.spans)
+            measured.steps += steps_of(gather(served.begun)[0], served.answers, own, others)
+        served = self.run(contestant, self.requests)
+        self.compare(contestant.name, served.answers)
+        measured.answers += served.answers
+        measured.seconds.append(served.seconds)
+        rows = [one.rows for one in served.spans if one.rows]
         counts = sum(map(sum, rows)), sum(map(len, rows)), max((max(one) for one in rows), default=0)
-        busy = union([(one.arrival_s, one.times_s[-1]) for one in answers])
+        busy = union([(one.arrival_s, one.times_s[-1]) for one in served.answers])
         only_experts = self.rank not in contestant.takers
-        idle = None if contestant.local else idle_share(spans, busy, only_experts=only_experts)
+        idle = None if contestant.local else idle_share(served.spans, busy, only_experts=only_experts)
         shares: dict[str, list[float]] = {}
         totals = [0, 0]
         for rank, (share, (total, calls, most)) in enumerate(gather((idle, counts))):
@@ -208,7 +226,11 @@ def run(arguments: tuple[ServeBench, str], threads: int) -> dict[str, Any]:
         name: _row(contest.measured[name], cores) | {"weight_mib": [ranks[name] / 2**20 for ranks in bytes_of]}
         for name in bench.contestants
     }
-    requests = contest.requests
+    requests, calibrated = contest.requests, next((one for one in contest.contestants if one.calibrates), None)
+    plan = None
+    if calibrated is not None:
+        of, config = contest.measured[calibrated.name], calibrated.model.config
+        plan = predict(bench, of.steps, config, contest.pages * PAGE, of.answers)
     return {
         "benchmark": "serve",
         "contestants": rows,
@@ -216,6 +238,7 @@ def run(arguments: tuple[ServeBench, str], threads: int) -> dict[str, Any]:
         "prompt_tokens": sum(len(one.prompt) for one in requests),
         "output_tokens": sum(one.output_tokens for one in requests),
         "near_ties": contest.near_ties,
+        "plan": plan,
         "kv_tokens": contest.pages * PAGE,
         "settings": bench.to_dict(),
         "threads_per_rank": threads,
@@ -248,6 +271,7 @@ def _milliseconds(key: str) -> Any:
     return lambda row: row[key] * 1e3 if math.isfinite(row[key]) else None
 
 
+_FORMS = (("predicted", ".3g"), ("errors", "+.0%"))
 COLUMNS: tuple[report.Column, ...] = (
     ("", "name"),
     ("tokens/s/core", "tokens_per_s_per_core"),
@@ -273,6 +297,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
         "tokens/s: all requests at once; TTFT and TPOT: as they arrive, with queueing",
         "idle: share of the time with requests in dispatch, combine and votes, of attention/expert ranks",
     ]
+    if (plan := result["plan"]) is not None:
+        names = ("ttft_p50_s", "tpot_p50_s")
+        predicted, errors = (" and ".join(f"{plan[of][name]:{form}}" for name in names) for of, form in _FORMS)
+        lines.append(
+            f"disaggregated, predicted from {plan['steps']} steps of runs at once: TTFT and TPOT p50 {predicted} s, "
+            f"errors {errors}"
+        )
     if result["near_ties"]:
         lines.append(f"{result['near_ties']} requests differ after near ties of two tokens or experts")
     rows = ({"name": name} | row for name, row in result["contestants"].items())

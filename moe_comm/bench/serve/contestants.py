@@ -88,6 +88,11 @@ class ServeContestant:
         return nullcontext() if self.name == HUGGING_FACE else serving(self.model)
 
     @property
+    def calibrates(self) -> bool:
+        """Whether the planner can be calibrated by its steps: one rank runs the model, and others have the experts."""
+        return self.name == "disaggregated" and len(self.takers) == 1
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters on this rank."""
         return sum(one.nbytes for one in self.model.parameters() if not one.is_meta)

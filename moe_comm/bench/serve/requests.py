@@ -156,20 +156,24 @@ def covered(parts: Sequence[Interval], within: Sequence[Interval]) -> float:
     return total
 
 
-def idle_share(spans: Sequence[Span], busy: Sequence[Interval], *, only_experts: bool) -> float:
-    """Return the share of the time ``busy`` in which this rank dispatches, combines or votes, and so mostly waits.
+def waits(spans: Sequence[Span]) -> list[Interval]:
+    """Return the times in which this rank dispatches, combines or votes, and so mostly waits."""
+    return [(one.begin_ns / 1e9, one.end_ns / 1e9) for one in spans if one.end_ns and one.kind.is_communication]
 
-    A rank that has only experts is idle in all of it, except from the end of a dispatch to its combine.
-    """
-    ended = [one for one in spans if one.end_ns]
+
+def expert_times(spans: Sequence[Span]) -> list[Interval]:
+    """Return the times from the end of each dispatch to its combine."""
+    calls = [one for one in spans if one.end_ns and one.kind in (Kind.DISPATCH, Kind.COMBINE)]
+    return [
+        (before.end_ns / 1e9, after.begin_ns / 1e9)
+        for before, after in pairwise(calls)
+        if before.kind is Kind.DISPATCH and after.kind is Kind.COMBINE
+    ]
+
+
+def idle_share(spans: Sequence[Span], busy: Sequence[Interval], *, only_experts: bool) -> float:
+    """Return the share of the time ``busy`` in which this rank waits; if it has only experts, does not compute them."""
     total = sum(end - begin for begin, end in busy)
     if only_experts:
-        calls = [one for one in ended if one.kind in (Kind.DISPATCH, Kind.COMBINE)]
-        works = [
-            (before.end_ns / 1e9, after.begin_ns / 1e9)
-            for before, after in pairwise(calls)
-            if before.kind is Kind.DISPATCH and after.kind is Kind.COMBINE
-        ]
-        return 1 - covered(union(works), busy) / total
-    waits = [(one.begin_ns / 1e9, one.end_ns / 1e9) for one in ended if one.kind.is_communication]
-    return covered(union(waits), busy) / total
+        return 1 - covered(union(expert_times(spans)), busy) / total
+    return covered(union(waits(spans)), busy) / total

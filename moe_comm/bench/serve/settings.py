@@ -15,7 +15,7 @@ CONTESTANTS = ("disaggregated", "colocated", "replicas", "hugging_face")
 PAGE = 64
 """Tokens of a page of the KV cache."""
 MOST_KV_TOKENS = 1 << 16
-TRACE = "poisson:rate=12,count=16,prompt=48,output=24"
+TRACE = "poisson:rate=16,count=16,prompt=48,output=16"
 
 
 @dataclass(frozen=True)

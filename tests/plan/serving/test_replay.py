@@ -137,7 +137,23 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
         (["--serve", "poisson:rate=1,count=1", "--price", "h20=0"], "--price must be NAME=X"),
         (["--serve", "poisson:rate=1"], "expected poisson:"),
         (["--serve", "no/such.jsonl"], "no/such.jsonl"),
-        ([], "--expert-hardware and --price apply to --serve"),
+        ([], "--expert-hardware, --price and --measured apply to --serve"),
+        *(
+            (["--serve", "poisson:rate=1,count=1", *option], "--serve cannot be combined with")
+            for option in (
+                ["--page", "page.html"],
+                ["--config", "train.toml"],
+                ["--trace", "step.json"],
+                ["--slow", "0=2"],
+                ["--loads", "run"],
+                ["--rematerialize"],
+                ["--coupled"],
+                ["--overlap", "all"],
+                ["--dispatcher", "all_gather"],
+                ["--ranks", "4"],
+            )
+        ),
+        (["--serve", "poisson:rate=1,count=1", "--measured", "no.json"], "--measured cannot be combined with --model"),
     ],
 )
 def test_invalid_requests_are_one_line(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
