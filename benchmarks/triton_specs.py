@@ -193,19 +193,15 @@ def _router_specs() -> tuple[KernelSpec, ...]:
     constants = {"ELEMENT": DTYPES[FP32], "WHOLE": True, **linear.TILING.blocks, "w_stride_inner": 1}
     logits = _spec("logits", linear.linear_kernel, BF16, constants, linear.TILING.warps, linear.TILING.stages)
     specs.append(replace(logits, types={**logits.types, "out_ptr": "*fp32"}))
-    tiling = linear_backward.ROWS_TILING
-    constants = {"ELEMENT": DTYPES[BF16], "ADDED": True, **tiling.blocks, "w_stride_column": 1}
-    rows = _spec(
-        "logits, gradient of tokens", linear_backward.linear_rows_kernel, BF16, constants, tiling.warps, tiling.stages
-    )
-    specs.append(replace(rows, types={**rows.types, "grad_ptr": "*fp32"}))
-    tiling = linear_backward.WEIGHTS_TILING
-    constants = {"PART": linear_backward.PART, **tiling.blocks}
-    weights = _spec(
-        "logits, gradient of weights", linear_backward.linear_weights_kernel, BF16, constants, tiling.warps,
-        tiling.stages,
+    tiling = linear_backward.TILING
+    constants = {
+        "ELEMENT": DTYPES[BF16], "ADDED": True, "PART": linear_backward.PART, **tiling.blocks, "w_stride_column": 1
+    }  # fmt: skip
+    gradients = _spec(
+        "logits, gradients of tokens and weights", linear_backward.linear_backward_kernel, BF16, constants,
+        tiling.warps, tiling.stages,
     )  # fmt: skip
-    specs.append(replace(weights, types={**weights.types, "grad_ptr": "*fp32", "out_ptr": "*fp32"}))
+    specs.append(replace(gradients, types={**gradients.types, "grad_ptr": "*fp32", "parts_ptr": "*fp32"}))
     constants = {"ELEMENT": DTYPES[BF16], "COLUMNS": linear_backward.SUM_ELEMENTS}
     parts = _spec("logits, sum of parts", linear_backward.sum_parts_kernel, BF16, constants)
     specs.append(replace(parts, types={**parts.types, "parts_ptr": "*fp32"}))

@@ -101,7 +101,7 @@ def _backward(
     ids_TK: Tensor, rule: Any, activation: Activation, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, the router's weight, w13 and w2. needs: whether these are needed."""
-    from moe_comm.kernels.triton.linear_backward import grad_of_rows, grad_of_weights  # needs Triton
+    from moe_comm.kernels.triton.linear_backward import linear_gradients  # needs Triton
     from moe_comm.kernels.triton.router import select_backward
 
     needs_x, needs_router, needs_w13, needs_w2 = needs
@@ -113,10 +113,7 @@ def _backward(
     grad_ED = None
     if needs_weights:
         (grad_TE,) = select_backward(logits_TE, ids_TK, grad_TK, None, rule)
-        if grad_x_TD is not None:
-            grad_of_rows(grad_TE, weight_ED, grad_x_TD)
-        if needs_router:
-            grad_ED = grad_of_weights(grad_TE, x_TD)
+        _, grad_ED = linear_gradients(grad_TE, x_TD, weight_ED, (needs_x, needs_router), grad_x_TD)
     return grad_x_TD, grad_ED, grad_w13, grad_w2
 
 
@@ -166,7 +163,7 @@ class _DeviceLayer(torch.autograd.Function):
             number = launches_of_backward(
                 sends_weights(x_TD.dtype), h_RG is None, (needs_x, needs_weights, needs_w13, needs_w2)
             )
-            number += needs_weights + needs_x + 2 * needs_router
+            number += 2 * needs_weights + needs_router
             return *_programs()[1](number, inputs, call.rule, call.activation, needs), None, None
 
 

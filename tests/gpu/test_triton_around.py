@@ -103,17 +103,19 @@ def test_swiglu_times_weights_has_the_bits_of_separate_kernels(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_gradients_of_logits_agree_with_float64_and_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    from moe_comm.kernels.triton.linear_backward import grad_of_rows, grad_of_weights
+    from moe_comm.kernels.triton.linear_backward import linear_gradients
 
     for tokens, experts, hidden in ((3000, 128, 2048), (100, 33, 200)):
         grad_TE = (_drawn(tokens, experts) * 1e-3).to(DEVICE)
         w_ED = _drawn(experts, hidden, dtype=dtype, seed=1).to(DEVICE)
         x_TD = _drawn(tokens, hidden, dtype=dtype, seed=2).to(DEVICE)
-        grad_x_TD, tolerance = grad_of_rows(grad_TE, w_ED), {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+        grad_x_TD, grad_ED = linear_gradients(grad_TE, x_TD, w_ED, (True, True))
+        tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
         torch.testing.assert_close(grad_x_TD, (grad_TE.double() @ w_ED.double()).to(dtype), **tolerance)
         exact_ED = (grad_TE.double().T @ x_TD.double()).to(dtype)
-        torch.testing.assert_close(grad_of_weights(grad_TE, x_TD), exact_ED, **tolerance)
-        assert torch.equal(grad_of_rows(grad_TE[5:70], w_ED), grad_x_TD[5:70])
+        torch.testing.assert_close(grad_ED, exact_ED, **tolerance)
+        of_rows, _ = linear_gradients(grad_TE[5:70], x_TD[5:70], w_ED, (True, False))
+        assert torch.equal(of_rows, grad_x_TD[5:70])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

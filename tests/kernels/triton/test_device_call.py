@@ -45,7 +45,7 @@ FORWARD = ["linear_kernel", "route_kernel", "count_chunks_kernel", "place_slots_
            "grouped_mm_tma_kernel", "swiglu_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel"]  # fmt: skip
 BACKWARD = ["take_rows_kernel", "grouped_mm_tma_kernel", "weighted_swiglu_backward_kernel",
             "grouped_weight_grad_kernel", "grouped_mm_tma_kernel", "weighted_sum_kernel", "take_rows_kernel",
-            "grouped_weight_grad_kernel", "route_backward_kernel", "linear_rows_kernel", "linear_weights_kernel",
+            "grouped_weight_grad_kernel", "route_backward_kernel", "linear_backward_kernel",
             "sum_parts_kernel"]  # fmt: skip
 FROZEN = ["take_rows_kernel", "take_rows_kernel", "grouped_mm_tma_kernel", "grouped_mm_tma_kernel",
           "weighted_swiglu_backward_kernel", "grouped_weight_grad_kernel", "grouped_mm_tma_kernel",
@@ -95,20 +95,23 @@ def test_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
 
 @on_ranks(1)
 def test_gradients_of_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
-    module = kernels("linear_backward")
+    both, linear_gradients = (True, True), kernels("linear_backward").linear_gradients
     for dtype in (torch.bfloat16, torch.float16):
         for rows, experts, hidden in ((150, 33, 40), (5, 16, 64), (0, 3, 8), (3, 5, 0)):
             grad_TE = drawn(rows, experts + 2)[:, :experts] * 1e-3
             w_ED = drawn(hidden, experts, dtype=dtype, seed=1).t()
             x_TD = drawn(rows, hidden + 3, dtype=dtype, seed=2)[:, :hidden]
-            grad_x_TD, grad_ED = module.grad_of_rows(grad_TE, w_ED), module.grad_of_weights(grad_TE, x_TD)
+            grad_x_TD, grad_ED = linear_gradients(grad_TE, x_TD, w_ED, both)
             # As the products of fp32 operands, rounded once; one unit in the last place for sums in another order.
             tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-7}
             torch.testing.assert_close(grad_x_TD, (grad_TE.double() @ w_ED.double()).to(dtype), **tolerance)
             torch.testing.assert_close(grad_ED, (grad_TE.double().T @ x_TD.double()).to(dtype), **tolerance)
-            assert torch.equal(module.grad_of_rows(grad_TE[2:4], w_ED), grad_x_TD[2:4])
-    with pytest.raises(InputError, match="needs a 16-bit operand"):
-        module.grad_of_rows(drawn(2, 3), drawn(4, 3))
+            of_rows, none = linear_gradients(grad_TE[2:4], x_TD[2:4], w_ED, (True, False))
+            assert torch.equal(of_rows, grad_x_TD[2:4]) and none is None
+            none, of_weights = linear_gradients(grad_TE, x_TD, w_ED, (False, True))
+            assert torch.equal(of_weights, grad_ED) and none is None
+    with pytest.raises(InputError, match="needs 16-bit tokens and weights"):
+        linear_gradients(drawn(2, 4), drawn(2, 3), drawn(4, 3), both)
 
 
 def saved_bytes(built: MoELayer, x_TD: Tensor) -> int:
@@ -183,7 +186,7 @@ def test_other_activations_frozen_experts_and_fp16_have_the_same_bits() -> None:
 
 FUSED_FORWARD = ["linear_kernel", "route_kernel", "count_chunks_kernel", "place_slots_kernel", "weighted_sum_kernel"]
 FUSED_BACKWARD = ["take_rows_kernel", "add_sections_kernel", "weighted_sum_kernel", "take_rows_kernel",
-                  "route_backward_kernel", "linear_rows_kernel", "linear_weights_kernel",
+                  "route_backward_kernel", "linear_backward_kernel",
                   "sum_parts_kernel"]  # fmt: skip
 
 
@@ -263,7 +266,7 @@ def emulated(driver: PythonDriver) -> Iterator[None]:
     for module in (device_call, device_layer):
         module._programs.cache_clear()
     routers = kernels("router")._FORWARD, kernels("router")._BACKWARD
-    for other in (kernels("linear")._PROGRAM, kernels("linear_backward")._BACKWARD, *routers):
+    for other in (kernels("linear")._PROGRAM, kernels("linear_backward")._PROGRAM, *routers):
         other._plans.clear()
 
     def launch(kernel: Any, grid: Sequence[int], on: Tensor, args: Sequence[Any], **settings: Any) -> None:
