@@ -128,3 +128,11 @@ class CheckpointError(MoeCommError):
 
 class CorruptFile(MoeCommError):
     """A file on disk is truncated, or its content does not match its checksum; the message names the file."""
+
+
+class StoreFull(MoeCommError, MemoryError):
+    """Offloaded state does not fit on its disk or in its memory; the message has the bytes needed and available."""
+
+
+class StoreIOError(MoeCommError):
+    """Offloaded state could not be read or written in time; the message has the cause and the position."""

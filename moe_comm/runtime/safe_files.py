@@ -30,6 +30,37 @@ def open_new(path: str | os.PathLike[str], dir_fd: int | None = None) -> BinaryI
     return open(path, "wb", opener=lambda *_: os.open(name, os.O_WRONLY | _NEW, 0o666, dir_fd=dir_fd))
 
 
+def open_unnamed(folder: str | os.PathLike[str]) -> tuple[int, bool]:
+    """Create a file without a name in ``folder``; its space is freed when its descriptor is closed.
+
+    Returns:
+        The descriptor, open for reading and writing, and whether I/O bypasses the page cache (``O_DIRECT``). Then
+        offsets, sizes and addresses must be multiples of 4096 bytes.
+    """
+    for direct in (os.O_DIRECT, 0):
+        try:
+            return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | direct, 0o600), bool(direct)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+                raise
+    # A file system without unnamed files: the name exists until the next line only.
+    name = Path(folder) / f"{secrets.token_hex(12)}.part"
+    handle = os.open(name, os.O_RDWR | _NEW, 0o600)
+    name.unlink()
+    return handle, False
+
+
+def file_system(path: str | os.PathLike[str]) -> str:
+    """Return the type of the file system of ``path``, such as "ext4"; "" if it is not known."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for fields in map(str.split, mounts):
+            if len(fields) > 2 and fields[2] == number and "-" in fields:
+                return fields[fields.index("-") + 1]
+    return ""
+
+
 def open_own_folder(path: str | os.PathLike[str]) -> int:
     """Open a folder, for use as ``dir_fd``, and return its descriptor."""
     return os.open(path, _FOLDER)

@@ -21,6 +21,7 @@ from moe_comm.errors import ConfigError, suggestion
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
 from moe_comm.topology.pipeline import check_micro_batches
 from moe_comm.train.data.settings import CorpusSettings
+from moe_comm.train.offload.settings import OffloadSection
 from moe_comm.train.section_base import Section
 from moe_comm.train.sections import (
     CheckpointSection,
@@ -55,6 +56,7 @@ class TrainConfig(Section):
     data: CorpusSettings = CorpusSettings()
     model: ModelSection = ModelSection()
     optimizer: OptimizerOptions = OptimizerOptions()
+    offload: OffloadSection = OffloadSection()
     parallel: ParallelSection = ParallelSection()
     placement: PlacementSection = PlacementSection()
     payload: PayloadSection = PayloadSection()
@@ -77,6 +79,15 @@ class TrainConfig(Section):
     def _check_replicas(self) -> Self:
         if self.placement.kind != "fixed" and self.parallel.dp_replicate > 1:
             raise ValueError(f'placement.kind = "{self.placement.kind}" requires parallel.dp_replicate = 1')
+        return self
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        if self.offload.optimizer != "none" and self.placement.kind != "fixed":
+            raise ValueError(
+                f'offload.optimizer = "{self.offload.optimizer}" requires placement.kind = "fixed": experts with '
+                "stored state cannot move"
+            )
         return self
 
     @model_validator(mode="after")

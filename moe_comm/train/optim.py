@@ -27,21 +27,27 @@ vectors, as in the original.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import gather_values, sum_values
 from moe_comm.runtime.event_layout import Kind as SpanKind
 from moe_comm.runtime.events import communication_span
 from moe_comm.topology import ParallelMesh
+from moe_comm.train.offload.resident import Piece, ResidentState, Sweep, gradient
+from moe_comm.train.offload.settings import OffloadSection
+from moe_comm.train.offload.streamed import StreamedState
 from moe_comm.train.parallel.bucket_schedule import Transfer
 from moe_comm.train.parallel.compress import buckets
 from moe_comm.train.parallel.norm import squared_norm
@@ -71,11 +77,18 @@ class Optimizer(ABC):
         in_flight: transfers that write the state. ``step`` and ``state_tensors`` wait for them and raise their errors.
     """
 
-    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
+    def __init__(
+        self,
+        owned: Sequence[OwnedParameter],
+        mesh: ParallelMesh,
+        options: OptimizerOptions,
+        memory: ResidentState | None = None,
+    ) -> None:
         self.owned, self.mesh, self.options = list(owned), mesh, options
+        self.memory = memory or ResidentState()
         self.steps = 0
         self.in_flight: list[Transfer] = []
-        self._state: dict[str, dict[str, Tensor]] = {item.name: {} for item in self.owned}
+        self._add()
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -83,14 +96,31 @@ class Optimizer(ABC):
         self.wait_state()
         self.steps += 1
         self._step(lr)
+        self.memory.finish()
+
+    @abstractmethod
+    def _add(self) -> None:
+        """Add the state to ``memory``."""
 
     @abstractmethod
     def _step(self, lr: float) -> None: ...
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """State by parameter name and state name: the live tensors, into which a checkpoint may load."""
+        """State by parameter name and state name: the live tensors, into which a checkpoint may load.
+
+        Those that are not in memory are NaN; see ``opened``.
+        """
         self.wait_state()
-        return {name: dict(state) for name, state in self._state.items()}
+        return {item.name: dict(self.memory.tensors.get(item.name, {})) for item in self.owned}
+
+    def opened(self, name: str, field: str, tensor: Tensor, write: bool = False) -> AbstractContextManager[Tensor]:
+        """Open state ``field``, or the masters, of parameter ``name``: ``tensor``, or a copy if it is not in memory.
+
+        Args:
+            write: values are only written, and stored at the end. Otherwise they are only read.
+        """
+        opener = self.memory.opener(name, field)
+        return contextlib.nullcontext(tensor) if opener is None else opener(write)
 
     def wait_state(self) -> None:
         """Wait for the transfers in flight."""
@@ -102,13 +132,19 @@ class Optimizer(ABC):
         """Set the number of completed steps, after loading the state."""
         self.steps = steps
 
-    def _make_state(self, owned: Sequence[OwnedParameter], *names: str) -> None:
-        for item in owned:
-            for name in names:
-                self._state[item.name][name] = torch.zeros_like(item.value, requires_grad=False)
+    def close(self) -> None:
+        """Release the file, memory and threads of offloaded state. The state is lost."""
+        self.memory.close()
 
     def _decay(self, item: OwnedParameter) -> float:
         return self.options.weight_decay if is_matrix(item) else 0.0
+
+    def _groups(self, sweep: Sweep) -> Iterator[tuple[float, list[Piece]]]:
+        """Yield the pieces with and without weight decay, without empty ones."""
+        for _, pieces in sweep:
+            for decay in dict.fromkeys((self.options.weight_decay, 0.0)):
+                if group := [piece for piece in pieces if self._decay(piece.item) == decay and piece.value.numel()]:
+                    yield decay, group
 
 
 def is_stack(item: OwnedParameter) -> bool:
@@ -125,13 +161,6 @@ def stacked(item: OwnedParameter, mesh: ParallelMesh) -> list[tuple[slice, slice
 def is_matrix(item: OwnedParameter) -> bool:
     """Return whether the parameter is a matrix, or a stack with one matrix per expert."""
     return len(item.sharding.shape) - is_stack(item) >= 2 and "norm" not in item.name
-
-
-def gradient(item: OwnedParameter) -> Tensor:
-    """Return the reduced gradient. Raises ``InputError`` if ``DataParallel.reduce`` was not called."""
-    if item.value.grad is None:
-        raise InputError(f"{item.name} has no gradient; call DataParallel.reduce before the optimizer's step")
-    return item.value.grad
 
 
 def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
@@ -156,79 +185,68 @@ def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
     return o.lr * (o.final_lr + (1 - o.final_lr) * remaining)
 
 
-class _TorchOptimizer(Optimizer):
-    """A torch optimizer with preallocated, named state."""
+class AdamW(Optimizer):
+    """AdamW, fused on CPU and CUDA. State: ``exp_avg``, ``exp_avg_sq``."""
 
-    _torch: torch.optim.Optimizer | None
-
-    def _groups(self, owned: Sequence[OwnedParameter]) -> list[dict[str, Any]]:
-        """Return the parameter groups with and without weight decay, without empty parameters."""
-        nonempty = [item for item in owned if item.value.numel()]
-        groups = [
-            {"params": [item.value for item in nonempty if self._decay(item) == decay], "weight_decay": decay}
-            for decay in dict.fromkeys((self.options.weight_decay, 0.0))
-        ]
-        return [group for group in groups if group["params"]]
+    def _add(self) -> None:
+        self._sweep = self.memory.add(self.owned, ("exp_avg", "exp_avg_sq"))
 
     def _step(self, lr: float) -> None:
         for item in self.owned:
             gradient(item)
-        if self._torch is not None:
-            for group in self._torch.param_groups:
-                group["lr"] = lr
-            self._torch.step()
+        (beta1, beta2), fused = self.options.betas, all(x.value.device.type in ("cpu", "cuda") for x in self.owned)
+        for decay, group in self._groups(self._sweep):
+            device = group[0].value.device if fused else torch.device("cpu")
+            counts = torch.full((len(group),), self.steps - 1, dtype=torch.float32, device=device)
+            adamw(
+                [piece.value for piece in group],
+                [piece.grad for piece in group],
+                [piece.state["exp_avg"] for piece in group],
+                [piece.state["exp_avg_sq"] for piece in group],
+                [],
+                list(counts.unbind()),
+                foreach=False if fused else True,
+                fused=fused,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=decay,
+                eps=self.options.eps,
+                maximize=False,
+            )
 
 
-class AdamW(_TorchOptimizer):
-    """AdamW, fused on CPU and CUDA. State: ``exp_avg``, ``exp_avg_sq``."""
-
-    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
-        super().__init__(owned, mesh, options)
-        self._make_state(self.owned, "exp_avg", "exp_avg_sq")
-        self._counts: list[Tensor] = []
-        self._torch = None
-        groups = self._groups(self.owned)
-        if not groups:
-            return
-        fused = all(item.value.device.type in ("cpu", "cuda") for item in self.owned)
-        self._torch = torch.optim.AdamW(
-            groups, lr=0.0, betas=options.betas, eps=options.eps, fused=fused, foreach=None if fused else True
-        )
-        for item in self.owned:
-            if item.value.numel():
-                count = torch.zeros((), dtype=torch.float32, device=item.value.device if fused else "cpu")
-                self._counts.append(count)
-                self._torch.state[item.value] = {"step": count, **self._state[item.name]}
-
-    def load_steps(self, steps: int) -> None:
-        super().load_steps(steps)
-        for count in self._counts:
-            count.fill_(steps)
-
-
-class SGD(_TorchOptimizer):
+class SGD(Optimizer):
     """SGD. With momentum, the state is ``momentum_buffer``."""
 
-    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
-        super().__init__(owned, mesh, options)
-        groups = self._groups(self.owned)
-        self._torch = None
-        if groups:
-            self._torch = torch.optim.SGD(groups, lr=0.0, momentum=options.momentum_of_kind, foreach=True)
-        if options.momentum_of_kind:
-            self._make_state(self.owned, "momentum_buffer")
-            for item in self.owned:
-                if self._torch is not None and item.value.numel():
-                    # With a zero buffer the first step sets it to the gradient, as torch does.
-                    self._torch.state[item.value] = dict(self._state[item.name])
+    def _add(self) -> None:
+        self._sweep = self.memory.add(self.owned, ("momentum_buffer",) if self.options.momentum_of_kind else ())
+
+    def _step(self, lr: float) -> None:
+        for item in self.owned:
+            gradient(item)
+        for decay, group in self._groups(self._sweep):
+            sgd(
+                [piece.value for piece in group],
+                [piece.grad for piece in group],
+                # With a zero buffer the first step sets it to the gradient, as torch does.
+                [piece.state.get("momentum_buffer") for piece in group],
+                foreach=True,
+                weight_decay=decay,
+                momentum=self.options.momentum_of_kind,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
 
 
 class LAMB(Optimizer):
     """LAMB. State: ``exp_avg``, ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
-        super().__init__(owned, mesh, options)
-        self._make_state(self.owned, "exp_avg", "exp_avg_sq")
+    def _add(self) -> None:
+        self._sweep = self.memory.add(self.owned, ("exp_avg", "exp_avg_sq"), [[item] for item in self.owned])
         self._norm_indices: list[slice] = []  # of each parameter: one norm, or one per expert
         end = 0
         for item in self.owned:
@@ -237,36 +255,41 @@ class LAMB(Optimizer):
         self._size = end
 
     def _step(self, lr: float) -> None:
-        updates = [self._update(item) for item in self.owned]
-        ratios = self._ratios(updates)
-        for item, update, ratio in zip(self.owned, updates, ratios, strict=True):
-            item.value.sub_(update.mul_(ratio.to(update.dtype)), alpha=lr)
-
-    def _update(self, item: OwnedParameter) -> Tensor:
         beta1, beta2 = self.options.betas
-        state, grad = self._state[item.name], gradient(item)
-        mean = state["exp_avg"].lerp_(grad, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        squares = torch.zeros(2, self._size, dtype=torch.float64, device=torch.device(self.mesh.device))
+        updates: dict[int, Tensor] = {}
+        for number, (piece,) in self._sweep:
+            grad = piece.grad
+            piece.state["exp_avg"].lerp_(grad, 1 - beta1)
+            piece.state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            update = self._update(piece)
+            self._add_squares(squares[:, self._norm_indices[number]], piece, update)
+            if self.memory.resident:
+                updates[number] = update
+        norms = sum_values(squares, self.mesh.group("tp", "cp", "dp")).sqrt_()
+        ratios = torch.where((norms > 0).all(0), norms[0] / norms[1], torch.ones_like(norms[0]))
+        for number, (piece,) in self._sweep:
+            update = updates.pop(number) if updates else self._update(piece)
+            ratio = self._spread(piece.item, ratios[self._norm_indices[number]])
+            piece.value.sub_(update.mul_(ratio.to(update.dtype)), alpha=lr)
+
+    def _update(self, piece: Piece) -> Tensor:
+        beta1, beta2 = self.options.betas
+        mean, square = piece.state["exp_avg"], piece.state["exp_avg_sq"]
         root = (square / (1 - beta2**self.steps)).sqrt_().add_(self.options.eps)
         update = (mean / (1 - beta1**self.steps)).div_(root)
-        return update.add_(item.value, alpha=self._decay(item))
+        return update.add_(piece.value, alpha=self._decay(piece.item))
 
-    def _ratios(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Return |w| / |update| for each parameter: a scalar, or one per expert, broadcastable to the parameter."""
-        device = updates[0].device if updates else torch.device(self.mesh.device)
-        squares = torch.zeros(2, self._size, dtype=torch.float64, device=device)
-        for item, update, indices in zip(self.owned, updates, self._norm_indices, strict=True):
-            if item.counts_once(self.mesh):
-                for row, values in zip(squares[:, indices], (item.value, update), strict=True):
-                    if is_stack(item):
-                        for local, experts in stacked(item, self.mesh):
-                            row[experts] += _squares(values[local])
-                    else:
-                        row[0] += squared_norm(values)
-        norms = sum_values(squares, self.mesh.group("tp", "cp", "dp")).sqrt_()
-        ratio = torch.where((norms > 0).all(0), norms[0] / norms[1], torch.ones_like(norms[0]))
-        items = zip(self.owned, self._norm_indices, strict=True)
-        return [self._spread(item, ratio[indices]) for item, indices in items]
+    def _add_squares(self, squares_2E: Tensor, piece: Piece, update: Tensor) -> None:
+        """Add the squared norms of weights and update: one, or one of each expert."""
+        item = piece.item
+        if item.counts_once(self.mesh):
+            for row, values in zip(squares_2E, (piece.value, update), strict=True):
+                if is_stack(item):
+                    for local, experts in stacked(item, self.mesh):
+                        row[experts] += _squares(values[local])
+                else:
+                    row[0] += squared_norm(values)
 
     def _spread(self, item: OwnedParameter, ratio: Tensor) -> Tensor:
         if not is_stack(item):
@@ -294,40 +317,47 @@ _BUCKET_BYTES = 64 << 20
 class Muon(Optimizer):
     """Muon for matrices, AdamW for the rest. State: ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
-        super().__init__(owned, mesh, options)
+    def _add(self) -> None:
         self.matrices = [item for item in self.owned if takes(item)]
         matrices = set(self.matrices)
-        self._make_state(self.matrices, "momentum_buffer")
-        self._adamw = AdamW([item for item in self.owned if item not in matrices], mesh, options)
-        self._state.update(self._adamw.state_tensors())
+        self._adamw = AdamW([item for item in self.owned if item not in matrices], self.mesh, self.options, self.memory)
+        families: dict[tuple[str, ...], list[OwnedParameter]] = {}
+        for item in self.matrices:
+            families.setdefault(self._gather_axes(item), []).append(item)
+        # Gather the full matrices of only a few parameters at a time.
+        self._buckets = [
+            (axes, [family[i] for i in bucket])
+            for axes, family in families.items()
+            for bucket in buckets([math.prod(item.sharding.shape) * 4 for item in family], self._bucket_bytes())
+        ]
+        self._sweep = self.memory.add(self.matrices, ("momentum_buffer",), [items for _, items in self._buckets])
+
+    def _bucket_bytes(self) -> int:
+        """Return the maximum bytes of full matrices in a bucket, the same on all ranks."""
+        return _BUCKET_BYTES if self.memory.resident else 0
 
     def load_steps(self, steps: int) -> None:
         super().load_steps(steps)
         self._adamw.load_steps(steps)
 
     def _step(self, lr: float) -> None:
-        self._adamw.step(lr)
-        families: dict[tuple[str, ...], list[OwnedParameter]] = {}
-        for item in self.matrices:
-            families.setdefault(self._gather_axes(item), []).append(item)
-        for axes, family in families.items():
-            # Gather the full matrices of only a few parameters at a time.
-            for bucket in buckets([math.prod(item.sharding.shape) * 4 for item in family], _BUCKET_BYTES):
-                self._update([family[i] for i in bucket], axes, lr)
+        self._adamw.steps = self.steps
+        self._adamw._step(lr)
+        for number, pieces in self._sweep:
+            self._update(pieces, self._buckets[number][0], lr)
 
-    def _update(self, items: Sequence[OwnedParameter], axes: tuple[str, ...], lr: float) -> None:
-        directions = [self._direction(item) for item in items]
-        for item, full in zip(items, self._gather(directions, items, axes), strict=True):
-            update = self._orthogonal(full, item)
-            local_update = torch.empty_like(item.value)
-            for local, place in _boxes(item, self.mesh, None):
+    def _update(self, pieces: Sequence[Piece], axes: tuple[str, ...], lr: float) -> None:
+        directions, items = [self._direction(piece) for piece in pieces], [piece.item for piece in pieces]
+        for piece, full in zip(pieces, self._gather(directions, items, axes), strict=True):
+            update = self._orthogonal(full, piece.item)
+            local_update = torch.empty_like(piece.value)
+            for local, place in _boxes(piece.item, self.mesh, None):
                 local_update[local] = update[place]
-            item.value.mul_(1 - lr * self._decay(item)).sub_(local_update, alpha=lr)
+            piece.value.mul_(1 - lr * self._decay(piece.item)).sub_(local_update, alpha=lr)
 
-    def _direction(self, item: OwnedParameter) -> Tensor:
-        momentum, grad = self.options.momentum_of_kind, gradient(item)
-        average = self._state[item.name]["momentum_buffer"].lerp_(grad, 1 - momentum)
+    def _direction(self, piece: Piece) -> Tensor:
+        momentum, grad = self.options.momentum_of_kind, piece.grad
+        average = piece.state["momentum_buffer"].lerp_(grad, 1 - momentum)
         return grad.lerp(average, momentum)  # Nesterov
 
     @staticmethod
@@ -426,6 +456,22 @@ def _boxes(
 _KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "lamb": LAMB, "muon": Muon}
 
 
-def make_optimizer(owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> Optimizer:
-    """Return an optimizer of the shards ``DataParallel.owned()``. ``options`` must be equal on all ranks."""
-    return _KINDS[options.kind](owned, mesh, options)
+def make_optimizer(
+    owned: Sequence[OwnedParameter],
+    mesh: ParallelMesh,
+    options: OptimizerOptions,
+    offload: OffloadSection | None = None,
+) -> Optimizer:
+    """Return an optimizer of the shards ``DataParallel.owned()``. Collective.
+
+    Args:
+        options: equal on all ranks.
+        offload: memory tier of the state and of separate masters, equal on all ranks; None: in memory.
+
+    Raises:
+        ConfigError, StoreFull, StoreIOError: the state cannot be offloaded; on every rank.
+    """
+    memory = ResidentState() if offload is None or offload.optimizer == "none" else StreamedState(offload, mesh)
+    optimizer = _KINDS[options.kind](owned, mesh, options, memory)
+    memory.start()
+    return optimizer

@@ -13,7 +13,8 @@ from __future__ import annotations
 import base64
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +36,25 @@ class Entry:
     """A local tensor, the shape of its global tensor, and the boxes of the global tensor that it contains.
 
     A rank may have no box of a tensor. Equal boxes on several ranks are replicas.
+
+    Attributes:
+        opener: opens a tensor of this shape that is not in memory, to read it, or with True to write it. ``tensor``
+            then has no values. None: ``tensor`` has them.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    opener: Callable[[bool], AbstractContextManager[Tensor]] | None = None
+
+    @contextmanager
+    def opened(self, write: bool = False) -> Iterator[Tensor]:
+        """Yield the local tensor in memory. ``write``: all of its values are written, and none are read."""
+        if self.opener is None:
+            yield self.tensor
+        else:
+            with self.opener(write) as tensor:
+                yield tensor
 
     @classmethod
     def of(

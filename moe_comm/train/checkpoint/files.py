@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -95,9 +96,15 @@ def write_block(file: IO[bytes], block: memoryview) -> None:
 
 
 def write_parts(
-    path: Path, parts: Sequence[tuple[str, Tensor]], note: Mapping[str, str]
+    path: Path,
+    parts: Sequence[tuple[str, Tensor]],
+    note: Mapping[str, str],
+    opened: Callable[[int], AbstractContextManager[Tensor]] | None = None,
 ) -> tuple[FileDigest, list[int]]:
     """Write ``parts``, CPU tensors with their keys, as a new safetensors file whose ``__metadata__`` is ``note``.
+
+    Args:
+        opened: returns the values of a part by its number, when it is written; None: the tensors have them.
 
     Returns:
         The file's digest, and the offset of each part's data in the file.
@@ -119,7 +126,8 @@ def write_parts(
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for n in order:
-            file.write(bytes_of(parts[n][1]))
+            with nullcontext(parts[n][1]) if opened is None else opened(n) as tensor:
+                file.write(bytes_of(tensor.cpu()))
     return file.digest, [8 + len(text) + start for start in starts]
 
 

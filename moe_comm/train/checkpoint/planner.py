@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from moe_comm.train.checkpoint.metadata import overlap
 class Stager:
     """Copies boxes of entries to buffers, which are reused: new memory costs more than the copy.
 
-    Buffers for tensors on a GPU are page-locked.
+    Buffers for tensors on a GPU are page-locked. Tensors that are not in memory are not copied: they are read when they
+    are written to the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,11 @@ class Stager:
 
     def stage(self, entries: Mapping[str, Entry], boxes: Sequence[tuple[str, int]]) -> Mapping[tuple[str, int], Tensor]:
         """Return CPU copies of the given boxes (name, index of the box). They are valid until the next call."""
-        sources = {(name, number): entries[name].local_box(number) for name, number in boxes}
+        sources = {
+            (name, number): entries[name].local_box(number)
+            for name, number in boxes
+            if entries[name].opener is None
+        }
         buffers: dict[tuple[str, int], Tensor] = {}
         for key, source in sources.items():
             buffer = self._buffers.pop(key, None)
@@ -118,11 +124,25 @@ class EntryPlanner(DefaultSavePlanner):
         # Only the boxes that this rank writes are staged, so a replicated tensor is copied on one rank.
         boxes = [(item.index.fqn, item.index.index or 0) for item in self._items]
         self._staged = self._stager.stage(self.state_dict, boxes)
-        self.on_staged()
+        if len(self._staged) == len(boxes):
+            self.on_staged()
         return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._staged[write_item.index.fqn, write_item.index.index or 0]
+        name, number = write_item.index.fqn, write_item.index.index or 0
+        staged = self._staged.get((name, number))
+        return self.state_dict[name].local_box(number) if staged is None else staged
+
+    @contextmanager
+    def opened(self, write_item: WriteItem) -> Iterator[Tensor]:
+        """Yield the values of ``resolve_data``."""
+        name, number = write_item.index.fqn, write_item.index.index or 0
+        entry: Entry = self.state_dict[name]
+        if entry.opener is None:
+            yield self._staged[name, number]
+        else:
+            with entry.opened() as tensor:
+                yield tensor[entry.boxes[number].local]
 
 
 def _write_items(name: str, entry: Entry) -> list[WriteItem]:

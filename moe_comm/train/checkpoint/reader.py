@@ -17,6 +17,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import groupby
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,14 @@ class CheckpointReader:
     @torch.no_grad()
     def fill(self, entries: Mapping[str, Entry], items: Sequence[ReadItem]) -> None:
         """Copy the planned boxes to the tensors of ``entries``. The files must have been verified."""
-        for item in items:
-            target = entries[item.dest_index.fqn].local_box(item.dest_index.index or 0)
-            for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-                target = target.narrow(dim, offset, length)
-            if 0 not in item.lengths:
-                self._copy(item, target)
+        for name, of_entry in groupby(items, key=lambda item: str(item.dest_index.fqn)):
+            with entries[name].opened(write=True) as tensor:
+                for item in of_entry:
+                    target = tensor[entries[name].boxes[item.dest_index.index or 0].local]
+                    for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                        target = target.narrow(dim, offset, length)
+                    if 0 not in item.lengths:
+                        self._copy(item, target)
 
     def _copy(self, item: ReadItem, target: Tensor) -> None:
         index, offsets, lengths = item.storage_index, item.storage_offsets, item.lengths

@@ -121,6 +121,7 @@ class _Writer(StorageWriter):
         results = []
         if plan.items:
             parts = []
+            assert isinstance(planner, EntryPlanner)
             for item in plan.items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
@@ -132,10 +133,13 @@ class _Writer(StorageWriter):
                         f"{path.parent} does not exist on rank {self._rank}, although rank 0 created it: the folder of "
                         f"the checkpoints must be on a file system that all ranks share"
                     )
-                digest, starts = files.write_parts(path, parts, {"step": str(self._step)})
+                digest, starts = files.write_parts(
+                    path, parts, {"step": str(self._step)}, lambda n: planner.opened(plan.items[n])
+                )
             self.written = digest.size
             for item, (_, tensor), start in zip(plan.items, parts, starts, strict=True):
                 results.append(WriteResult(item.index, tensor.nbytes, (ChunkLocation(name, start), digest)))
+            planner.on_staged()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -261,7 +265,8 @@ class Checkpointer:
     ) -> None:
         """Start to save in the background. Collective.
 
-        The tensors of the entries must not change before ``wait_staged``. Waits for the previous save first.
+        The tensors of the entries must not change before ``wait_staged``. Those that are not in memory are copied
+        when they are written. Waits for the previous save first.
 
         Args:
             entries: tensors of this rank, by global name ("model/layers.0.w13"). Equal names on several ranks are
@@ -397,8 +402,9 @@ class Checkpointer:
         """Save, and return whether it succeeded. If not, ``job.problem`` is set."""
 
         def staged() -> None:
-            job.stage_s = time.perf_counter() - job.started
-            job.staged.set()
+            if not job.staged.is_set():
+                job.stage_s = time.perf_counter() - job.started
+                job.staged.set()
 
         try:
             group, planner = self._group, self._planner

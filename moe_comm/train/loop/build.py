@@ -67,6 +67,7 @@ class TrainState:
         self.optimizer.wait_state()
         self.data_parallel.finish()
         self.data_parallel.close()
+        self.optimizer.close()
         for stage in self.stages:
             stage.close()  # type: ignore[operator]
         self.runner.close()
@@ -196,7 +197,7 @@ def build(
         full_precision=FULL_PRECISION,
         keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
     )
-    optimizer = make_optimizer(data_parallel.owned(), mesh, config.optimizer)
+    optimizer = make_optimizer(data_parallel.owned(), mesh, config.optimizer, config.offload)
     # With full recomputation, both halves of a split backward would recompute the whole layer.
     split_backward = config.model.recompute != "full"
     runner = make_runner(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from moe_comm.train.checkpoint.folder import complete_checkpoints
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
 from moe_comm.train.loop.build import TrainState
+from moe_comm.train.offload.resident import MASTERS
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.peer_memory import PeerSnapshots
 
@@ -168,8 +170,11 @@ class RunSaver:
             tensors = {f"{MODEL}/{name}": owned.value.detach()}
             tensors |= {f"{OPTIMIZER}/{name}/{key}": value for key, value in states.get(owned.name, {}).items()}
             for key, tensor in tensors.items():
+                entry = Entry.of(tensor, owned.sharding, place, sizes, owned.shard)
+                field = MASTERS if key.startswith(f"{MODEL}/") else key.rpartition("/")[2]
+                opener = train_state.optimizer.memory.opener(owned.name, field)
                 # With a V-shaped schedule this rank has both copies of a tied embedding; one of them is saved.
-                entries.setdefault(key, Entry.of(tensor, owned.sharding, place, sizes, owned.shard))
+                entries.setdefault(key, replace(entry, opener=opener))
         for stage in train_state.stages:
             for layer_name, layer in moe_layers(stage):
                 if layer.router.correction_bias is not None:
@@ -187,9 +192,14 @@ class RunSaver:
         states = train_state.optimizer.state_tensors()
         copies = {owned.name: owned for owned in train_state.data_parallel.owned() if owned.name in (EMBEDDING, HEAD)}
         if train_state.data_parallel.tied and len(copies) == 2:
-            copies[HEAD].value.copy_(copies[EMBEDDING].value)
-            for key, value in states.get(HEAD, {}).items():
-                value.copy_(states[EMBEDDING][key])
+            optimizer = train_state.optimizer
+            tensors = {name: {MASTERS: copies[name].value, **states.get(name, {})} for name in (EMBEDDING, HEAD)}
+            for key, value in tensors[HEAD].items():
+                with (
+                    optimizer.opened(EMBEDDING, key, tensors[EMBEDDING][key]) as source,
+                    optimizer.opened(HEAD, key, value, write=True) as target,
+                ):
+                    target.copy_(source)
 
     def _metadata(self, step: int) -> dict[str, Any]:
         return {

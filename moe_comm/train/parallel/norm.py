@@ -115,7 +115,8 @@ def check_equal_weights(
     by_axes: dict[tuple[str, ...], dict[str, Tensor]] = {}
     for item in owned:
         if item.replicas == 1:
-            by_axes.setdefault(item.replicated_axes, {})[item.name] = item.value
+            weights = item.weights if item.offloaded else None
+            by_axes.setdefault(item.replicated_axes, {})[item.name] = item.value if weights is None else weights
     for stage in stages:
         params = {id(param) for param in stage.parameters()}
         buffers = {name: value for name, value in replicated_tensors(stage) if id(value) not in params}

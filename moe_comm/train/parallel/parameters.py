@@ -25,6 +25,9 @@ class OwnedParameter:
         owner_axes: mesh axes over which the local parameter is sharded, fastest first; () if ``shard`` is None.
         even: the ``even`` argument of ``shard_slice``.
         replicas: number of blocks into which the ranks of ``owner_axes`` are divided. Each block stores all shards.
+        weights: what ``value`` is the master of: this rank's shard of the parameter that the model computes with, a
+            view. None: the model computes with ``value`` itself, or gathers it.
+        offloaded: ``value`` is not in memory between updates, which also write ``weights``.
         counted: False for the second copy of a tied parameter, which the norm excludes.
     """
 
@@ -36,6 +39,8 @@ class OwnedParameter:
     even: bool = False
     replicas: int = 1
     counted: bool = True
+    weights: Tensor | None = None
+    offloaded: bool = False
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:

@@ -101,7 +101,9 @@ class ReplicatedParameters:
         for item in trained:
             master = compute_in(item.param, item.dtype)
             value = item.param if master is None else nn.Parameter(master)
-            replica = _Replica(item, OwnedParameter(item.name, value, item.sharding), master is not None)
+            weights = None if master is None else item.param.detach()
+            owned = OwnedParameter(item.name, value, item.sharding, weights=weights)
+            replica = _Replica(item, owned, master is not None)
             self._replicas.append(replica)
             families.setdefault((mesh.ranks(*item.sharding.sum_axes), value.dtype), []).append(replica)
         self.buckets: list[ReplicatedBucket] = []
@@ -127,7 +129,7 @@ class ReplicatedParameters:
     @torch.no_grad()
     def publish(self) -> None:
         for replica in self._replicas:
-            if replica.has_master:
+            if replica.has_master and not replica.owned.offloaded:
                 replica.trained.param.copy_(replica.owned.value)
 
 
@@ -183,7 +185,9 @@ class ZeroBucket:
         self.world, index = dist.get_world_size(group), dist.get_rank(group)
         blocks = [shard_slice(item.param.shape, 0, self.world).shape(item.param.shape) for item in trained]
         first = trained[0].param
-        self.master_N = torch.zeros(sum(map(math.prod, blocks)), dtype=master_dtype(first), device=first.device)
+        # Only the values refer to it: its memory is freed when they are offloaded.
+        master_N = torch.zeros(sum(map(math.prod, blocks)), dtype=master_dtype(first), device=first.device)
+        self.width = master_N.numel()
         self.entries: list[_BucketEntry] = []
         offset = 0
         for item, block in zip(trained, blocks, strict=True):
@@ -192,16 +196,23 @@ class ZeroBucket:
             master = compute_in(param, item.dtype)
             initial = shard.of((param if master is None else master).detach())
             # Masters are contiguous, as fused optimizers require.
-            value = self.master_N[offset : offset + initial.numel()].view(initial.shape)
+            value = master_N[offset : offset + initial.numel()].view(initial.shape)
             value.copy_(initial)
-            owned = OwnedParameter(item.name, nn.Parameter(value), item.sharding, shard, item.sharding.sum_axes)
+            owned = OwnedParameter(
+                item.name,
+                nn.Parameter(value),
+                item.sharding,
+                shard,
+                item.sharding.sum_axes,
+                weights=shard.of(param.detach()),
+            )
             self.entries.append(_BucketEntry(item, owned, shard, block, offset))
             offset += math.prod(block)
         self.dtype = trained[0].dtype
         self.gaps = any(item.gaps for item in self.entries)
 
     def pack(self) -> Tensor:
-        blocks_WN = self.master_N.new_empty(self.world, self.master_N.numel())
+        blocks_WN = self.entries[0].owned.value.new_empty(self.world, self.width)
         for item in self.entries:
             param = item.trained.param
             item.scatter(blocks_WN, take_gradient(param))
@@ -218,9 +229,16 @@ class ZeroBucket:
             item.owned.value.grad = item.local(total).contiguous()
 
     def pack_weights(self) -> Tensor:
-        row_N = self.master_N.to(self.dtype, copy=self.gaps)
+        first = self.entries[0].owned
+        if any(item.owned.offloaded for item in self.entries):
+            row_N = first.value.new_zeros(self.width, dtype=self.dtype)
+        else:
+            row_N = first.value.detach().as_strided((self.width,), (1,), 0).to(self.dtype, copy=self.gaps)
         for item in self.entries:
-            if item.gaps:
+            if item.owned.offloaded:
+                assert item.owned.weights is not None
+                item.local(row_N).copy_(item.owned.weights)
+            elif item.gaps:
                 item.local(row_N).copy_(item.owned.value)
         return row_N
 

@@ -236,7 +236,11 @@ class PeerSnapshots(StepHook):
         if gpus and not self._pinned:
             self._pin(self._own_slots, gpus[0])
         views = layout.views(job.entries, buffer)
-        self._copies.copy((view, job.entries[name].tensor) for name, view in views.items())
+        in_memory = {name: view for name, view in views.items() if job.entries[name].opener is None}
+        self._copies.copy((view, job.entries[name].tensor) for name, view in in_memory.items())
+        for name in views.keys() - in_memory.keys():
+            with job.entries[name].opened() as tensor:
+                views[name].copy_(tensor)
         job.stage_s = time.perf_counter() - job.started
         job.staged.set()
         used = layout.content + len(job.state)
@@ -382,7 +386,8 @@ class PeerSnapshots(StepHook):
             return None
         with torch.no_grad():
             for name, view in layout.views(entries, snapshot.content).items():
-                entries[name].tensor.copy_(view)
+                with entries[name].opened(write=True) as tensor:
+                    tensor.copy_(view)
         self._complete = (snapshot.header.epoch, snapshot.header.step)
         self._resumed_step = snapshot.header.step
         return snapshot.header.step, snapshot.state

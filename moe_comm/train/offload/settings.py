@@ -1,0 +1,52 @@
+"""The section [offload] of a configuration: memory tiers of the optimizer state."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from moe_comm.train.section_base import MOST, Section
+
+Tier = Literal["none", "host", "file"]
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?")
+
+
+class OffloadSection(Section):
+    """Where optimizer state and separate fp32 masters are stored between updates.
+
+    Attributes:
+        optimizer: "none": in memory, on the device of the parameters. "file": in a file for each rank. "host": in the
+            host's memory, for ranks on a GPU.
+        budget: bytes of memory on the device for parts of the state, for each rank: a number of bytes, or a text such
+            as "512MiB".
+        path: an existing folder on a local disk for the files.
+        in_flight: parts that are read or written while another one is updated.
+        deadline_s: seconds to wait for one part.
+        checksums: verify the CRC-32 of each part that is read from the file.
+    """
+
+    optimizer: Tier = "none"
+    budget: str | int = 0
+    path: str = Field(default="", max_length=4096)
+    in_flight: int = Field(default=2, ge=1, le=64)
+    deadline_s: float = Field(default=60.0, gt=0, le=MOST)
+    checksums: bool = True
+
+    @property
+    def budget_bytes(self) -> int:
+        """``budget`` in bytes."""
+        match = _SIZE.fullmatch(str(self.budget))
+        if match is None:
+            raise ValueError(f"budget must be a number of bytes or a text such as '512MiB'; got {self.budget!r}")
+        return int(float(match[1]) * _UNITS[match[2] or ""])
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.budget_bytes and self.optimizer != "none":
+            raise ValueError(f"optimizer = {self.optimizer!r} requires budget, such as '512MiB' for each rank")
+        if self.optimizer == "file" and not self.path:
+            raise ValueError("optimizer = 'file' requires path, a folder on a local disk")
+        return self

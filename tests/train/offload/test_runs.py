@@ -1,0 +1,164 @@
+"""Runs with offloaded state have the same bits as runs without, also after a resume from each other's checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import ConfigError, CorruptFile, StoreFull, StoreIOError
+from moe_comm.train import run
+from moe_comm.train.offload import files
+from tests.pool import RankPool
+from tests.train.common import session
+from tests.train.loop.test_resume import AUTO, _run_until, folder_of, losses_of, state_of
+
+SIZE = ("model.hidden=64", "model.ffn=128", "optimizer.clip=0.5")
+"""State of 0.2 to 4 MB on a rank, and gradients that are clipped."""
+ZERO1 = ("parallel.sharding=zero1", "parallel.ep=1")
+CASES = {
+    "zero1, bf16, overlap": (
+        "256KiB",
+        (*ZERO1, "model.dtype=bfloat16", "parallel.overlap_gradients=on", "run.nonfinite=rerun"),
+    ),
+    "fsdp, bf16, recompute": (
+        "256KiB",
+        ("parallel.sharding=fsdp", "model.dtype=bfloat16", "model.recompute=full", "checkpoint.background=false"),
+    ),
+    "zbv, tied, sgd, bf16": (
+        "192KiB",
+        (
+            *("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie=true", "model.dtype=bfloat16"),
+            *("optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.03"),
+        ),
+    ),
+    "zero1, muon": ("2MiB", (*ZERO1, "optimizer.kind=muon", "optimizer.momentum=0.9", "optimizer.lr=0.01")),
+    "tp, etp, lamb": ("1MiB", ("parallel.tp=2", "parallel.etp=2", "parallel.ep=1", "optimizer.kind=lamb")),
+    "ep": ("200KiB", ("parallel.ep=2", "offload.in_flight=1", "offload.checksums=false")),
+}
+
+
+def offload(folder: Path, budget: str) -> list[str]:
+    return ["offload.optimizer=file", f"offload.path={folder}", f"offload.budget={budget}"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_offloaded_runs_have_the_bits_of_resident_ones(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, case: str
+) -> None:
+    budget, settings = CASES[case]
+    common = [*shared_settings, *SIZE, *settings, "run.steps=6", "checkpoint.every=2"]
+    resident, mixed = ([*common, f"run.folder={tmp_path / name}"] for name in ("resident", "mixed"))
+    stored = offload(tmp_path, budget)
+    pool2.run(_run_until, (resident, None), timeout=90)
+    pool2.run(_run_until, ([*mixed, *stored], 2), timeout=90)
+    pool2.run(_run_until, ([*mixed, AUTO], 4), timeout=90)
+    pool2.run(_run_until, ([*mixed, *stored, AUTO], None), timeout=90)
+    assert losses_of(folder_of(mixed)) == losses_of(folder_of(resident))
+    actual, expected = state_of(folder_of(mixed)), state_of(folder_of(resident))
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "resident"], "a file of state remains"
+
+
+def _updates(rank: int, world: int, settings: list[str]) -> list[Any]:
+    with session(settings) as active:
+        reports = []
+        for step in range(3):
+            active.trainer.train_step(step)
+            reports.append(active.trainer.train_state.optimizer.memory.report)
+        return reports
+
+
+def test_a_sweep_moves_only_what_did_not_stay_in_memory(shared_settings: list[str], tmp_path: Path) -> None:
+    settings = [*shared_settings, *SIZE, "model.dtype=bfloat16", *offload(tmp_path, "512KiB")]
+    reports = _updates(0, 1, settings)
+    assert reports[0].stored > 4 * (512 << 10)
+    assert all(report.peak <= report.budget for report in reports)
+    # Chunks in the budget at the end of a sweep are the first of the next one, and are not written meanwhile.
+    kept = reports[2].budget // (64 << 10) * (64 << 10)
+    assert reports[2].read <= reports[2].stored - kept + (64 << 10)
+    assert reports[2].written <= reports[2].stored - kept + (64 << 10)
+
+
+def _fail(rank: int, world: int, arg: tuple[list[str], str]) -> str:
+    """Train with a fault of rank 1's file, and return the class of the error that this rank raises."""
+    settings, fault = arg
+    calls = 0
+
+    def faulty(original: Any) -> Any:
+        def call(file: int, view: memoryview, offset: int) -> int:
+            nonlocal calls
+            calls += 1
+            if rank == 1 and calls > 60:
+                if fault == "flip":
+                    count = original(file, view, offset)
+                    view[5] ^= 4
+                    return int(count)
+                if fault == "end":
+                    return 0
+                raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
+            # Short transfers are completed.
+            return int(original(file, view[: len(view) // 2 // 4096 * 4096 or len(view)], offset))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        name = "write_block" if fault == "ENOSPC" else "read_block"
+        patch.setattr(files, name, faulty(getattr(files, name)))
+        with session(settings) as active:
+            try:
+                active.trainer.fit()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("EIO", StoreIOError), ("ENOSPC", StoreIOError), ("flip", CorruptFile), ("end", CorruptFile)]
+)
+def test_an_error_of_one_rank_is_raised_on_every_rank(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, fault: str, kind: type[Exception]
+) -> None:
+    kinds = {"EIO": "optimizer.kind=muon", "flip": "optimizer.kind=lamb"}  # they communicate in the update
+    settings = [*shared_settings, *SIZE, *ZERO1, *offload(tmp_path, "2MiB"), kinds.get(fault, "optimizer.kind=adamw")]
+    settings += ["offload.budget=200KiB"] if "adamw" in settings[-1] else []
+    for text in pool2.run(_fail, (settings, fault), timeout=90):
+        assert text.startswith(kind.__name__), text
+        assert fault in text or fault in ("flip", "end")
+
+
+def test_the_budget_is_checked_before_the_first_step(shared_settings: list[str], tmp_path: Path) -> None:
+    least = 3 * (64 << 10)
+    for budget, fits in ((least, True), (least - 1, False)):
+        settings = [*shared_settings, *SIZE, *offload(tmp_path, str(budget))]
+        if fits:
+            assert _updates(0, 1, settings)[-1].peak == least
+        else:
+            with pytest.raises(ConfigError, match=f"{least - 1} bytes, and at least {least} are needed"):
+                _updates(0, 1, settings)
+
+
+def test_faults_at_the_start_are_typed(
+    shared_settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [*shared_settings, *SIZE, *offload(tmp_path, "1MiB")]
+    with pytest.raises(StoreIOError, match="memory: choose a local disk"):
+        _updates(0, 1, [*settings, "offload.path=/dev/shm"])
+    with pytest.raises(StoreIOError, match="No such file"):
+        _updates(0, 1, [*settings, f"offload.path={tmp_path / 'missing'}"])
+    with pytest.raises(ConfigError, match="use 'file'"):
+        _updates(0, 1, [*settings, "offload.optimizer=host"])
+    with pytest.raises(ConfigError, match="placement.kind"):
+        run(None, [*settings, "placement.kind=relocate"])
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreFull, match=r"needs \d+ bytes .* free"):
+        _updates(0, 1, settings)
