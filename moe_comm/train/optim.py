@@ -205,7 +205,7 @@ class AdamW(Optimizer):
                 [piece.state["exp_avg_sq"] for piece in group],
                 [],
                 list(counts.unbind()),
-                foreach=False if fused else True,
+                foreach=not fused,
                 fused=fused,
                 amsgrad=False,
                 beta1=beta1,

@@ -44,9 +44,7 @@ class Stager:
     def stage(self, entries: Mapping[str, Entry], boxes: Sequence[tuple[str, int]]) -> Mapping[tuple[str, int], Tensor]:
         """Return CPU copies of the given boxes (name, index of the box). They are valid until the next call."""
         sources = {
-            (name, number): entries[name].local_box(number)
-            for name, number in boxes
-            if entries[name].opener is None
+            (name, number): entries[name].local_box(number) for name, number in boxes if entries[name].opener is None
         }
         buffers: dict[tuple[str, int], Tensor] = {}
         for key, source in sources.items():

@@ -47,6 +47,7 @@ class Backing(ABC):
     def write(self, offset: int, source: Tensor) -> None:
         """Write ``source``, uint8 [N]."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release memory or the file."""
 

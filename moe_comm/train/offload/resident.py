@@ -107,5 +107,3 @@ class ResidentState:
 
     def close(self) -> None:
         """Release files, memory and threads."""
-
-

@@ -196,9 +196,7 @@ class StreamedState(ResidentState):
             backing = HostMemory(total)
         else:
             backing = LocalFile(Path(options.path).expanduser(), total, options.checksums)
-        self._store = Store(
-            backing, self._chunks, slots, self._budget, device, options.in_flight, options.deadline_s
-        )
+        self._store = Store(backing, self._chunks, slots, self._budget, device, options.in_flight, options.deadline_s)
         self.report = OffloadReport(total, self._budget.total, 0)
 
     def _stored(self, item: OwnedParameter) -> Stored:

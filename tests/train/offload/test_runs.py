@@ -110,11 +110,11 @@ def _fail(rank: int, world: int, arg: tuple[list[str], str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         name = "write_block" if fault == "ENOSPC" else "read_block"
         patch.setattr(files, name, faulty(getattr(files, name)))
-        with session(settings) as active:
-            try:
+        try:
+            with session(settings) as active:
                 active.trainer.fit()
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return "none"
 
 
@@ -153,7 +153,7 @@ def test_faults_at_the_start_are_typed(
         _updates(0, 1, [*settings, f"offload.path={tmp_path / 'missing'}"])
     with pytest.raises(ConfigError, match="use 'file'"):
         _updates(0, 1, [*settings, "offload.optimizer=host"])
-    with pytest.raises(ConfigError, match="placement.kind"):
+    with pytest.raises(ConfigError, match=r"placement\.kind"):
         run(None, [*settings, "placement.kind=relocate"])
 
     def full(*_: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -74,6 +75,9 @@ class Throttled(Backing):
             time.sleep(self._seconds)
         self._memory.write(offset, source)
 
+    def close(self) -> None:
+        self._memory.close()
+
 
 def test_transfers_overlap_with_computation() -> None:
     seconds = 0.02
@@ -102,11 +106,15 @@ def test_a_transfer_that_hangs_ends_at_the_deadline() -> None:
 
     hang = threading.Event()
     store, _ = make(Hanging(0.0), deadline_s=0.2)
-    with pytest.raises(StoreIOError, match="deadline_s = 0.2"):
+
+    def sweep() -> None:
         for key in range(len(CHUNKS)):
             store.announce([key])
             store.take(key)
             store.release(key, dirty=True, keep=False)
+
+    with pytest.raises(StoreIOError, match=r"deadline_s = 0\.2"):
+        sweep()
     hang.set()
     store.close()
 
@@ -149,7 +157,7 @@ def test_layouts_cover_each_element_once() -> None:
                 assert part.start % 64 == 0
                 ranges.setdefault(part.item, []).append((part.start, part.stop))
                 used += [(offset, offset + 4 * (part.stop - part.start)) for offset in part.offsets.values()]
-            assert all(first[1] <= second[0] for first, second in zip(used, used[1:], strict=False))
+            assert all(first[1] <= second[0] for first, second in itertools.pairwise(used))
             assert not used or used[-1][1] <= chunk.nbytes
         for number, item in enumerate(items):
             covered = [at for start, stop in ranges.get(number, []) for at in range(start, stop)]
