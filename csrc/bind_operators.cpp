@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu/balance.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
 #include "cpu/rank_slots.h"
@@ -195,6 +196,23 @@ void bind_operators(py::module_& m) {
         return ids_of_mask(pointer<uint8_t>(mask), tokens, experts, top_k, pointer<int64_t>(ids));
       },
       py::arg("mask"), py::arg("shape"), py::arg("ids"), "See cpu/rank_slots.h. shape: T, E, K.");
+
+  m.def(
+      "plan_rows",
+      [](const std::vector<int64_t>& loads, const std::vector<int64_t>& home, int64_t world,
+         std::array<int64_t, 4> limits, const std::vector<std::array<int64_t, 2>>& residents) {
+        const auto [rows, memory, worth, copies] = limits;
+        std::vector<Resident> present;
+        for (const auto& [expert, rank] : residents) present.push_back({expert, rank});
+        const std::vector<Lent> lent = plan_rows(loads, home, world, {rows, memory, worth, copies}, present);
+        std::vector<std::array<int64_t, 3>> result;
+        for (const Lent& one : lent) result.push_back({one.expert, one.rank, one.rows});
+        return std::pair(result, plan_digest(lent));
+      },
+      py::arg("loads"), py::arg("home"), py::arg("world"), py::arg("limits"), py::arg("residents"),
+      "See cpu/balance.h. limits: rows, memory, worth, copies. Returns (expert, rank, rows) of each lent expert, and "
+      "the "
+      "digest.");
 
   m.def(
       "bare_gather",

@@ -338,6 +338,13 @@ def local_slots(
     words: int, shape: tuple[int, int, int], own: tuple[int, int], id_bytes: int, outputs: tuple[int, int, int]
 ) -> None: ...
 def ids_of_mask(mask: int, shape: tuple[int, int, int], ids: int) -> int: ...
+def plan_rows(
+    loads: Sequence[int],
+    home: Sequence[int],
+    world: int,
+    limits: tuple[int, int, int, int],
+    residents: Sequence[tuple[int, int]],
+) -> tuple[list[list[int]], int]: ...
 def bare_gather(src: int, index: int, dst: int, count: int, row_bytes: int, threads: int, /) -> None: ...
 def bare_weighted_sum(
     dst: int, src: int, weights: int, tokens: int, top_k: int, hidden: int, dtype: int, threads: int, /

@@ -80,6 +80,7 @@ from moe_comm.layers.transformer.config import TransformerConfig as TransformerC
 from moe_comm.layers.transformer.model import Transformer as Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan as ModelPlan
 from moe_comm.overlap.options import Overlap as Overlap
+from moe_comm.topology.balance import Balance as Balance
 from moe_comm.topology.mesh import ParallelMesh as ParallelMesh
 from moe_comm.topology.parallel import ParallelConfig as ParallelConfig
 from moe_comm.topology.placement import ExpertPlacement as ExpertPlacement, Placement as Placement

@@ -63,6 +63,8 @@ class Dispatcher(RowOperations):
         maker: id of this dispatcher, unique in the process.
         expert_placement: the placement by which the caller replaces expert ids by ids of slots; each dispatch compares
             it between ranks. None: ids of experts are ids of slots. ``placement`` is the layout of the slots.
+        plan_digest: hash of the experts that the layer of the next dispatch lends to other ranks; 0: none. Compared
+            between ranks.
         trained: bits that the layer of the next dispatch sets: which of ``header.TRAINED`` require gradients. Compared
             between ranks.
         before_dispatch: called before each dispatch.
@@ -90,6 +92,7 @@ class Dispatcher(RowOperations):
         self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
         self.corruption = CorruptionLog()
         self.expert_placement: Placement | None = None
+        self.plan_digest = 0
         self.trained = 0
         self.before_dispatch: list[Callable[[], None]] = []
         self.has_unknown_experts = False
@@ -417,10 +420,15 @@ class Dispatcher(RowOperations):
             maker=self.maker,
             calls=self.calls,
             scaled=scaled,
-            placement=0 if self.expert_placement is None else self.expert_placement.digest,
+            placement=self._placement_digest(),
             trained=self.trained,
             dispatcher=self,
         )
+
+    def _placement_digest(self) -> int:
+        """Return the digest of the placement of experts, with the upper bits of ``plan_digest``."""
+        digest = 0 if self.expert_placement is None else self.expert_placement.digest
+        return digest ^ self.plan_digest >> 24 << 16
 
     # --- for the backends ---
 

@@ -256,6 +256,7 @@ class ExpertCall:
             with the dispatch, ``rows`` is an empty tensor that only connects the autograd functions of dispatch and
             compute.
         handle: the dispatch handle.
+        lent: which experts the layer lends to other ranks for this call; None without ``MoELayer.balance``.
         skips_empty_slots: whether ``compute`` accepts parameters without those of the last experts, if these have no
             rows, with the counts of the others.
         saved_bytes: bytes of rows, inputs of the activation and outputs that autograd keeps for backward, after
@@ -264,6 +265,7 @@ class ExpertCall:
 
     rows: Tensor
     handle: DispatchHandle
+    lent: Any = None
     skips_empty_slots = True
     saved_bytes = 0
 

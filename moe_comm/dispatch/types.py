@@ -12,6 +12,7 @@ from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.seconds import seconds_of
+from moe_comm.topology.balance import Balance
 
 DROPPED = -1
 """Expert id of a dropped slot. A slot is one of the K (token, expert) pairs of a token; a dropped one adds nothing."""
@@ -72,6 +73,8 @@ class DispatchOptions:
         peer_to_peer: options of the ``peer_to_peer`` backend.
         checksums: compare dispatched rows with checksums from the sender; see ``checksums.py``. Costs one pass over
             tokens and rows, and an exchange of 16 bytes per expert.
+        balance: layers lend experts to other ranks in passes in which their homes have too many rows; see ``Balance``.
+            Only for the CPU. None: never.
     """
 
     timeout_s: float = 300.0
@@ -80,11 +83,14 @@ class DispatchOptions:
     wire_dtypes: WireDtypes = UNCHANGED
     peer_to_peer: PeerToPeerOptions = field(default_factory=PeerToPeerOptions)
     checksums: bool = False
+    balance: Balance | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout_s", seconds_of("timeout_s", self.timeout_s))
         if not isinstance(self.wire_dtypes, WireDtypes):
             raise ConfigError(f"wire_dtypes must be a WireDtypes; got {self.wire_dtypes!r}")
+        if self.balance is not None and not self.deterministic:
+            raise ConfigError("balance keeps the bits of results, so it needs DispatchOptions(deterministic=True)")
         if self.deterministic and not self.wire_dtypes.invariant:
             raise ConfigError(
                 "with fp8 scales per group of rows the results depend on the number of ranks; use fp8_block for "

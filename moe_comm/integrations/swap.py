@@ -173,6 +173,8 @@ def parallelize_moe(
                 placements[count] = placement.fitting(count, world)
             else:
                 placements[count] = Placement.contiguous(count, world, placement)
+            if options is not None and options.balance is not None:
+                placements[count] = options.balance.placement(placements[count])
         for block, plan in own if linear_adapters else ():
             settings = expert_gemm_dtype, overlap, placements[block.num_experts]
             _block_lora().refuse_adapters(linear_adapters, block, plan, settings)

@@ -19,7 +19,7 @@ from pydantic import ValidationError, model_validator
 
 from moe_comm.errors import ConfigError, suggestion
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
-from moe_comm.topology.pipeline import check_micro_batches
+from moe_comm.topology.pipeline import can_split, check_micro_batches
 from moe_comm.train.data.settings import CorpusSettings
 from moe_comm.train.offload.settings import OffloadSection
 from moe_comm.train.section_base import Section
@@ -87,6 +87,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f'offload.optimizer = "{self.offload.optimizer}" requires placement.kind = "fixed": experts with '
                 "stored state cannot move"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_balance(self) -> Self:
+        schedule, pp = self.parallel.schedule, self.parallel.pp
+        if self.placement.balance is not None and can_split(schedule, pp):
+            raise ValueError(
+                f"placement.balance does not support parallel.schedule {schedule!r}, which splits backward"
             )
         return self
 

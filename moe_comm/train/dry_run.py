@@ -239,7 +239,7 @@ class _ParameterStorage:
         self.optimizer = config.optimizer
         self.accumulates = config.data.micro_batches > 1
         self.pipeline = mapping.pp > 1
-        self.slots = config.placement.slots if mapping.ep > 1 else 0  # copies of experts of other ranks
+        self.slots = config.placement.slots_of(config.model.experts, mapping.ep)  # for experts of other ranks
         self.rematerialize = config.placement.rematerialize
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:

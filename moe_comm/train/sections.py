@@ -11,6 +11,7 @@ from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
+from moe_comm.topology.balance import Balance
 from moe_comm.topology.load_window import ReplaySettings
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.train.section_base import MOST, Section
@@ -312,6 +313,26 @@ class ParallelSection(DataParallelOptions):
         return result
 
 
+class BalanceSection(Section):
+    """When experts are lent to other ranks for one forward and backward pass; see ``moe_comm.Balance``.
+
+    Attributes:
+        rows: maximum rows of a rank, as a multiple of the mean, where lending pays.
+        memory: maximum rows of a rank, as a multiple of the rows of the largest batch of a rank. None: no such limit.
+        copies: slots for experts of other ranks on each rank, in each layer. None: as many as its experts.
+        worth: rows of the busiest rank that each copy must save.
+    """
+
+    rows: float = Field(default=1.125, ge=1, le=MOST_RANKS)
+    memory: float | None = Field(default=None, ge=1, le=MOST_RANKS)
+    copies: int | None = Field(default=None, ge=1, le=MOST_EXPERTS)
+    worth: int = Field(default=20, ge=0, le=MOST)
+
+    def settings(self) -> Balance:
+        """Return the settings of the layers."""
+        return Balance(self.rows, self.memory, self.copies, self.worth)
+
+
 class PlacementSection(Section):
     """Placement of experts on the expert-parallel ranks.
 
@@ -328,6 +349,8 @@ class PlacementSection(Section):
         window: a decision is made from the loads of the last ``window`` steps of the interval since the previous
             decision, and of the interval before it. After wrong switches, from those of up to 8 intervals.
         threshold: share of the busiest rank's rows that a switch must save.
+        balance: with "fixed", lend experts to other ranks in passes in which their homes have too many rows:
+            ``{rows = 1.125}``, and ``memory``, ``copies`` and ``worth`` of ``moe_comm.Balance``. None: never.
     """
 
     kind: Literal["fixed", "relocate", "replicate"] = "fixed"
@@ -336,6 +359,13 @@ class PlacementSection(Section):
     every: int = Field(default=100, ge=1)
     window: int = Field(default=5, ge=1, le=MOST_STEPS)
     threshold: float = Field(default=0.05, ge=0, lt=1)
+    balance: BalanceSection | None = None
+
+    @model_validator(mode="after")
+    def _check_balance(self) -> Self:
+        if self.balance is not None and self.kind != "fixed":
+            raise ValueError(f'placement.balance chooses the copies, so it needs kind "fixed"; got {self.kind!r}')
+        return self
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
@@ -352,6 +382,12 @@ class PlacementSection(Section):
         if self.rematerialize and self.kind != "replicate":
             raise ValueError(f"rematerialize applies to the copies of kind 'replicate'; got kind {self.kind!r}")
         return self
+
+    def slots_of(self, num_experts: int, world: int) -> int:
+        """Return the slots for copies of a rank, of ``world`` ranks that share the experts of a layer."""
+        if self.balance is None or world == 1:
+            return self.slots if world > 1 else 0
+        return self.balance.settings().placement(Placement.contiguous(num_experts, world)).slots or 0
 
     def first(self, num_experts: int, world: int, layers: int) -> Placement:
         """Return the placement of the first step on ``world`` ranks. ``layers``: number of MoE layers of a rank."""

@@ -57,7 +57,9 @@ def run(out: Path, **changed: Any) -> dict[str, Any]:
 
 
 def test_bits_stay_equal_and_peers_move_more_than_decisions(tmp_path: Path) -> None:
-    result = run(tmp_path / "out.json", drift=3)
+    result = run(tmp_path / "out.json", drift=3, balance=1.0)
+    lending = result["contestants"].pop("balance")
+    assert 1.0 <= lending["busiest_over_mean"] < 1.05 and lending["published_bytes"] > 0 == lending["switches"]
     assert result["bits_equal"] and result["checked_steps"] == 5  # first, last, and after each of three decisions
     assert [one["step"] for one in result["decisions"]] == [3, 6, 9, 3, 6, 9]
     assert set(result["contestants"]) == {"fixed", "relocate", "replicate"} and set(result["peers"]) == {

@@ -27,6 +27,7 @@ from moe_comm.errors import ConfigError, RoutingError, UnsupportedModel
 from moe_comm.integrations.hugging_face import expert_parameters, swap_moe, swapped_experts
 from moe_comm.kernels.activations import Activation
 from moe_comm.topology import Placement
+from moe_comm.topology.balance import Balance
 from tests.integrations.blocks.styles import D, Mixtral as OwnBlock, TwoLayers
 from tests.integrations.models import (
     SMALL,
@@ -51,7 +52,13 @@ def run_swapped(rank: int, world: int, arg: tuple[str, int, dict[str, Any]]) -> 
     """Return the logits of this rank's batch, and gradients reduced over the ranks."""
     folder, ep, settings = arg
     backend, placement = settings.get("backend", "auto"), settings.get("placement")
-    model = swap_moe(load(folder, dtype=settings.get("dtype")), ep_group(ep), backend=backend, placement=placement)
+    model = swap_moe(
+        load(folder, dtype=settings.get("dtype")),
+        ep_group(ep),
+        backend=backend,
+        placement=placement,
+        options=DispatchOptions(balance=settings.get("balance")),
+    )
     model.train()
     if settings.get("rematerialize"):
         moe_comm.rematerialize_copies(model)
@@ -62,6 +69,8 @@ def run_swapped(rank: int, world: int, arg: tuple[str, int, dict[str, Any]]) -> 
     logits = model(ids[rank], use_cache=False).logits
     token_loss(logits, ids[rank], num_targets(ids)).backward()
     moe_comm.sync_gradients(model)
+    plans = [experts.last_plan for experts in swapped_experts(model).values()]
+    assert any(plan is not None and plan.lent for plan in plans) == (settings.get("balance") is not None)
     return logits.detach(), gradients(model)
 
 
@@ -154,6 +163,24 @@ def test_copies_of_experts_change_no_bit_of_the_output(
         if ".experts." in name:
             got, wanted = (torch.cat([ranks[rank][1][name] for rank in (0, 1)]) for ranks in (results, expected))
             torch.testing.assert_close(got, wanted[order], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointing", [{}, {"reentrant": False}, {"reentrant": True}])
+def test_lent_experts_change_no_bit_but_those_of_their_gradients(
+    checkpointing: dict[str, Any], saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    settings = {"checkpointing": bool(checkpointing)} | checkpointing
+    expected, results = (
+        pool4.run(run_swapped, (saved("mixtral"), 2, settings | {"balance": balance}), timeout=120)
+        for balance in (None, Balance(rows=1.0, worth=0))
+    )
+    for (logits, grads), (wanted, wanted_grads) in zip(results, expected, strict=True):
+        assert torch.equal(logits, wanted) and grads.keys() == wanted_grads.keys()
+        for name, grad in grads.items():
+            if ".experts." in name:
+                torch.testing.assert_close(grad, wanted_grads[name], rtol=1e-5, atol=1e-7)
+            else:
+                assert torch.equal(grad, wanted_grads[name]), name
 
 
 @pytest.mark.parametrize("checkpointing", [{}, {"reentrant": False}, {"reentrant": True}])

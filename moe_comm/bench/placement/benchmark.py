@@ -5,6 +5,7 @@ These contestants have equal weights, tokens and routing, and are interleaved in
     fixed       consecutive experts on each rank
     relocate    every few steps, a decision from the loads of the last steps (``moe_comm.topology.rebalance``)
     replicate   the same, with slots for copies; each step publishes them and reduces their gradients
+    balance     with --balance: fixed experts that are lent to other ranks in each step (``moe_comm.Balance``)
     eplb        EPLB's placement of the same loads, always applied at the same steps
 
 EPLB with replicas in as many slots is not run, because its replicas have no homes: only the rows of its ranks are
@@ -34,15 +35,17 @@ from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import run_rounds, slowest
 from moe_comm.bench.common.ranks import on_hosts, on_ranks, run_benchmark, say
 from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb, eplb_replicas, rows_of_replicas
+from moe_comm.dispatch import DispatchOptions
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, Routing
 from moe_comm.layers.parallel.collectives import channel_of
+from moe_comm.topology.balance import Balance
 from moe_comm.topology.load_window import LoadWindow
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, Moves, busiest_rows, over_mean
 
-FIXED, RELOCATE, REPLICATE, PEERS = "fixed", "relocate", "replicate", ("eplb",)
+FIXED, RELOCATE, REPLICATE, BALANCE, PEERS = "fixed", "relocate", "replicate", "balance", ("eplb",)
 TRIALS = 3
 """Number of steps and of moves that measure the seconds of a row and of a move before the first decision."""
 
@@ -64,9 +67,12 @@ class _Contestant:
         slots = bench.slots if name == REPLICATE else None
         placement = Placement.contiguous(bench.experts, bench.ranks, slots=slots)
         router = RouterConfig(num_experts=bench.experts, top_k=bench.top_k)
+        balance = Balance(bench.balance) if name == BALANCE and bench.balance is not None else None
+        options = DispatchOptions(balance=balance)
         self.layer = MoELayer.build(
             MoEConfig(hidden=bench.hidden, ffn=bench.ffn, router=router, placement=placement),
             dist.group.WORLD,
+            options=options,
             seed=bench.seed,
             dtype=bench.torch_dtype,
             label=name,
@@ -98,8 +104,10 @@ class _Contestant:
     def backward(self) -> None:
         assert self.y_TD is not None
         self.y_TD.backward(self.grad_TD)
-        if self.layer.copies is not None:
-            self.published_bytes += self.layer.copies.reduce()
+        if (copies := self.layer.copies) is not None:
+            self.published_bytes += copies.reduce()
+        if copies is not None and self.layer.last_plan is not None:
+            self.published_bytes, copies.published_bytes = self.published_bytes + copies.published_bytes, 0
 
     def step(self, ids_TK: Tensor, clock: Clock) -> None:
         """Run and measure a step."""
@@ -135,12 +143,13 @@ class _Contestant:
     def results(self) -> dict[str, str]:
         """Return digests of this rank's output and input gradient, and of the weight gradients of all experts."""
         assert self.y_TD is not None and self.x_TD.grad is not None
+        lent = {} if self.layer.last_plan is None else self.layer.last_plan.cuts
         own = {"output": _digest(self.y_TD), "input gradient": _digest(self.x_TD.grad)}
         local = {
             f"{name} gradient of expert {expert}": _digest(parameter.grad[at])
             for name, parameter in self.layer.experts.named_parameters()
             for at, expert in enumerate(self.layer.placement.homes_of(dist.get_rank()))
-            if parameter.grad is not None and len(self.layer.placement.owners[expert]) == 1
+            if parameter.grad is not None and len(self.layer.placement.owners[expert]) == 1 and expert not in lent
         }
         return own | {name: digest for rank in gather(local) for name, digest in rank.items()}
 
@@ -152,7 +161,8 @@ def _digest(tensor: Tensor) -> str:
 
 def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     """Run the benchmark on this rank and return the result, the same on every rank. Collective."""
-    layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *PEERS)]
+    balanced = () if bench.balance is None else (BALANCE,)
+    layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *balanced, *PEERS)]
     deciding: dict[str, _Contestant] = {
         contestant.name: contestant for contestant in layers if contestant.name in bench.kinds
     }

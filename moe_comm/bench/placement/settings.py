@@ -24,6 +24,7 @@ from moe_comm.bench.common.settings import (
     check_cores_per_rank,
 )
 from moe_comm.errors import ConfigError
+from moe_comm.topology.balance import Balance
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, PlacementKind
 
@@ -66,6 +67,10 @@ class PlacementBench(BatchShape):
     slots: Annotated[
         int, typer.Option(min=0, help="Copies of experts that each rank can hold with replicate; 0: without it.")
     ] = 1
+    balance: Annotated[
+        float | None,
+        typer.Option(help="Also lend experts within a step: most rows of a rank, as a multiple of the mean."),
+    ] = None
     hosts: AnyHosts = 1
     link_gbit: LinkGbit = 1.0
     cores_per_rank: Annotated[
@@ -89,6 +94,8 @@ class PlacementBench(BatchShape):
         check_cores_per_rank(self.cores_per_rank, self.ranks)
         if self.ranks % self.hosts:
             raise ConfigError(f"ranks must be divisible by hosts; got {self.ranks} ranks, {self.hosts} hosts")
+        if self.balance is not None:
+            Balance(self.balance)  # raises ConfigError
         if not 0 <= self.slots <= (most := Placement.contiguous(self.experts, self.ranks).most_slots):
             raise ConfigError(f"slots must be from 0 to the {most} experts of other ranks; got {self.slots}")
 

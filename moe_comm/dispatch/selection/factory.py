@@ -93,6 +93,8 @@ def new_dispatcher(
         if backend not in BACKENDS:
             raise ConfigError(f"unknown dispatch backend {backend!r}; known: {', '.join(BACKENDS)}")
         placement = ExpertPlacement.of(num_experts, world, experts_per_rank)
+        if options.balance is not None and (expert_placement is None or expert_placement.slots is None) and world > 1:
+            raise ConfigError("DispatchOptions.balance is for layers that make their dispatcher and lend its experts")
     except ConfigError as error:
         fault = error
     if group is None or world == 1:

@@ -179,11 +179,11 @@ class EPExperts(ExpertParallel):
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, real: RealTokens | None = None
     ) -> Tensor:
         fault = self._publish_if_due(self)
-        if fault is not None:
-            self.dispatcher.refuse(fault, label=self.label)
-        hidden_states, top_k_index, top_k_weights = self.dispatcher.readable(
-            self.label, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
+        (hidden_states, top_k_index, top_k_weights), unreadable = as_tensors(
+            hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
         )
+        if (fault := fault or unreadable) is not None:
+            self._refuse(self, fault)
         fp8 = self.gemm_dtype == "fp8"
         try:
             if real is None and self.padding is not None:
@@ -193,7 +193,7 @@ class EPExperts(ExpertParallel):
             x_TD = expert_input(hidden_states if real is None else real.take(hidden_states), self.gate_up_proj)
             top_k_index = mark_invalid(top_k_index, top_k_weights)
         except InputError as error:  # raised on every rank
-            self.dispatcher.refuse(error, label=self.label)
+            self._refuse(self, error)
         except Exception as error:  # the other ranks would wait in dispatch
             self.dispatcher.abort(error, label=self.label)
             raise
@@ -232,7 +232,7 @@ class EPExperts(ExpertParallel):
             raise fault  # the other ranks may be in no call
         if fault is not None:
             self._publish_if_due(self)  # as the other ranks do before they dispatch
-            self.dispatcher.refuse(fault, label=self.label)
+            self._refuse(self, fault)
 
     def publish_copies(self) -> int:
         """Send the weights of experts to the ranks that hold copies; see ``MoELayer.publish_copies``. Collective."""

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
+from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import once_differentiable
@@ -211,12 +212,15 @@ class ExpertCopies:
             "load_state_dict, the next forward pass does so"
         )
 
-    def materialize(self) -> None:
-        """Publish if a shared stack does not contain the current weights of this layer. Publishing is collective."""
+    def materialize(self, call: Any = None) -> None:
+        """Publish if a shared stack does not contain the current weights of this layer. Publishing is collective.
+
+        call: for ``LentExperts`` only.
+        """
         if self._shared is not None and (self._due or not self._filled):
             self.publish()
 
-    def materialize_in_backward(self, result: Tensor) -> None:
+    def materialize_in_backward(self, result: Tensor, call: Any = None) -> None:
         """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
         if self._shared is not None and result.requires_grad:
             result.register_hook(lambda _: self.materialize())
@@ -242,9 +246,7 @@ class ExpertCopies:
         transfer_rows(channel_of(self._shards.group), self._transfers, stacks, receive, what)
         self._due, self._fill = False, 0 if self._shared is None else self._shared.fills
         self._versions = self._present_versions()
-        sent = self._count(self._transfers) * _row_bytes(stacks)
-        self.published_bytes += sent
-        return sent
+        return self._count_sent(self._transfers, stacks)
 
     @property
     def _filled(self) -> bool:
@@ -280,20 +282,8 @@ class ExpertCopies:
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=dtype)
             grads.append(plain(param.grad))
-        sums: list[dict[int, Tensor]] = [{} for _ in grads]
-
-        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-            at = one.destination_row
-            for grad, row, of_rows in zip(grads, rows, sums, strict=True):
-                wide = torch.promote_types(grad.dtype, torch.float32)
-                of_rows.setdefault(at, grad[at].to(wide)).add_(row)  # in place if the gradient is fp32
-
         what = f"reducing the gradients of copies of layer {self._label!r}"
-        transfer_rows(channel_of(self._shards.group), self._back, copies, receive, what)
-        for grad, of_rows in zip(grads, sums, strict=True):
-            for at, total in of_rows.items():
-                if total.dtype != grad.dtype:
-                    grad[at].copy_(total)
+        add_rows(channel_of(self._shards.group), self._back, copies, grads, what)
         self.clear()
         self.weights_changed()
         return self._count(self._back) * _row_bytes(copies)
@@ -311,6 +301,12 @@ class ExpertCopies:
 
     def _present_versions(self) -> list[int]:
         return [0 if param.is_inference() else param._version for param in self._params().values()]
+
+    def _count_sent(self, transfers: Sequence[RowTransfer], stacks: Sequence[Tensor]) -> int:
+        """Add the bytes that this rank has sent to ``published_bytes``, and return them."""
+        sent = self._count(transfers) * _row_bytes(stacks)
+        self.published_bytes += sent
+        return sent
 
     def _count(self, transfers: Sequence[RowTransfer]) -> int:
         rank = self._shards.group.rank()
@@ -334,6 +330,32 @@ class ExpertCopies:
                 param.data = rows_SX[:homes]
         self._stacks[name] = rows_SX
         return rows_SX
+
+
+def add_rows(
+    channel: SharedChannel,
+    transfers: Sequence[RowTransfer],
+    sources: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    what: str,
+) -> None:
+    """Add rows of ``sources`` of other ranks to rows of ``sums``, in the order of ``transfers``. Collective.
+
+    A row is added in fp32 and rounded once.
+    """
+    wide: list[dict[int, Tensor]] = [{} for _ in sums]
+
+    def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
+        at = one.destination_row
+        for total, row, of_rows in zip(sums, rows, wide, strict=True):
+            dtype = torch.promote_types(total.dtype, torch.float32)
+            of_rows.setdefault(at, total[at].to(dtype)).add_(row)  # in place if the sum is fp32
+
+    transfer_rows(channel, transfers, sources, receive, what)
+    for total, of_rows in zip(sums, wide, strict=True):
+        for at, row in of_rows.items():
+            if row.dtype != total.dtype:
+                total[at].copy_(row)
 
 
 def _transfers(placement: Placement, shards: ExpertShards) -> Iterator[RowTransfer]:

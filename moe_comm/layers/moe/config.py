@@ -177,6 +177,8 @@ def build_dispatcher(
 
     if not on_meta:
         return make_on(device)
+    if options is not None and options.balance is not None:
+        placement = options.balance.placement(placement)
     dispatcher = DeferredDispatcher(placement.layout.sliced(etp), group, group_rank(group), options, make_on)
     dispatcher.expert_placement = placement
     return dispatcher
@@ -201,6 +203,15 @@ def expert_dispatcher(
         etp: slices of each expert. The dispatcher treats each slice as an expert.
         rows: sizes of the rows, for the choice of the backend.
     """
+    if options is not None and options.balance is not None:
+        try:
+            if fp8:
+                raise ConfigError('balance does not support expert_gemm_dtype="fp8"; use "same"')
+            if overlap is not None and overlap.uses_kernels:
+                raise ConfigError("balance does not support the device executor; use Overlap(executor='pipelined')")
+            placement = options.balance.placement(placement)
+        except ConfigError as fault:
+            refuse_dispatcher(fault, group, options)
     slots = placement.layout.sliced(etp)
     fused = overlap is not None and overlap.uses_kernels
     return new_dispatcher(

@@ -13,16 +13,16 @@ transformers keep an instance for each experts module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall, serial_call
-from moe_comm.errors import MoeCommError
+from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.data_parallel.attach import attach_experts
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.gradients import adapter_fault
@@ -32,6 +32,7 @@ from moe_comm.topology import ExpertPlacement, Placement, Sharding
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
+    from moe_comm.layers.data_parallel.lending import CallPlan, LentCall
     from moe_comm.overlap.options import Overlap
 
 
@@ -63,7 +64,7 @@ class SlotTable:
     """
 
     def __init__(self, placement: Placement, parts: int) -> None:
-        slices = placement.layout.slice_ids(parts)
+        self._slices = slices = placement.layout.slice_ids(parts)
         owners = [[slices[slot] for slot in slots] for slots in placement.slot_ids()]
         self._placement = placement
         # Offset from an expert id to its slot id: 0 for negative ids; for ids past the last expert, the number of slots
@@ -77,7 +78,7 @@ class SlotTable:
             if len(slots) > 1
         }
 
-    def __call__(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids_TK: Tensor, weights_TK: Tensor, plan: CallPlan | None = None) -> tuple[Tensor, Tensor]:
         """Return [T, K * parts] ids of the slots of each token's experts, and their weights.
 
         Negative ids remain. An id past the last expert becomes an id past the last slot, which dispatch rejects.
@@ -90,6 +91,9 @@ class SlotTable:
         ids_TKP = ids_TK.unsqueeze(-1) + self._added_EP[ids_TK.clamp(-1, self._placement.num_experts) + 1]
         if self._owners:
             self._divide(ids_TK.reshape(-1), ids_TKP.view(-1, parts))
+        for expert, (slots, lengths) in () if plan is None else plan.cuts.items():
+            slots_OP = torch.tensor([self._slices[slot] for slot in slots], dtype=torch.int64, device="cpu")
+            _assign(ids_TK.reshape(-1), ids_TKP.view(-1, parts), expert, slots_OP, lengths)
         if parts == 1:
             return ids_TKP.squeeze(-1), weights_TK
         return ids_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(ids_TKP).flatten(1)
@@ -103,10 +107,15 @@ class SlotTable:
 
         lengths = cut_rows(counts[:experts], self._placement)
         for expert, slots_OP in self._owners.items():
-            # With the size, the CPU does not wait for the GPU.
-            rows_N = (ids_N == expert).nonzero_static(size=counts[expert]).squeeze(1)
-            for slots_P, rows in zip(slots_OP, rows_N.split(lengths[expert]), strict=True):
-                slots_NP[rows] = slots_P
+            _assign(ids_N, slots_NP, expert, slots_OP, lengths[expert])
+
+
+def _assign(ids_N: Tensor, slots_NP: Tensor, expert: int, slots_OP: Tensor, lengths: Sequence[int]) -> None:
+    """Write the slots of the owners of an expert; ``lengths``: this rank's rows for each, in order."""
+    # With the size, the CPU does not wait for the GPU.
+    rows_N = (ids_N == expert).nonzero_static(size=sum(lengths)).squeeze(1)
+    for slots_P, rows in zip(slots_OP, rows_N.split(list(lengths)), strict=True):
+        slots_NP[rows] = slots_P
 
 
 _layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
@@ -133,6 +142,8 @@ class ExpertParallel(ParallelModule):
         place: coordinates of this rank on the axes "ep" and "etp".
         sizes: sizes of these axes.
         slots: ids of slots by id of an expert; None if they are equal.
+        last_plan: the experts that were lent in the last call, and the rows of each rank; None without
+            ``DispatchOptions.balance``.
         in_flight_hook: see ``MoELayer``.
         compiled_id: the layer's number in the graphs of ``torch.compile`` (``compiled.py``). A tensor, which is an
             input of a graph, so layers of equal modules use one graph.
@@ -154,6 +165,7 @@ class ExpertParallel(ParallelModule):
         self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.count, "etp": part.index}
         self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
         self._use_placement(dispatcher.expert_placement or Placement.of_layout(layout))
+        self.last_plan: CallPlan | None = None
         self.in_flight_hook: Callable[[], None] | None = None
         self._number()
 
@@ -217,7 +229,34 @@ class ExpertParallel(ParallelModule):
             from moe_comm.layers.data_parallel.copies import ExpertCopies
 
             experts.copies = ExpertCopies(experts, shards, self.placement, self.label)
+            if (balance := dispatcher.options.balance) is not None:
+                from moe_comm.layers.data_parallel.lending import LentExperts
+
+                experts.copies = LentExperts(experts, shards, self.placement, balance, self.label)
         return True
+
+    def _lend(self, experts: Any, ids_TK: Tensor | None) -> LentCall | None:
+        """Choose the experts to lend in the next call, and send their weights. Collective with ``balance``.
+
+        Args:
+            ids_TK: global expert ids; None: this rank raises an error in its next dispatch.
+
+        Returns:
+            The call; None without ``balance``.
+        """
+        copies: Any = getattr(experts, "copies", None)
+        if self.dispatcher.options.balance is None or copies is None:
+            return None
+        if ids_TK is not None and ids_TK.device.type != "cpu":
+            raise ConfigError(f"balance supports experts on the CPU only; got tokens on {ids_TK.device}")
+        lent: LentCall = copies.begin(ids_TK)
+        self.last_plan = lent.plan
+        return lent
+
+    def _refuse(self, experts: Any, fault: MoeCommError) -> NoReturn:
+        """Raise ``fault`` of this rank on every rank, in place of the next dispatch."""
+        self._lend(experts, None)
+        self.dispatcher.refuse(fault, label=self.label)
 
     def _use_placement(self, placement: Placement) -> None:
         parts = self.sizes["etp"]
@@ -272,23 +311,28 @@ class ExpertParallel(ParallelModule):
         gradients = getattr(experts, "expert_gradients", None)
         if gradients is not None:
             dispatcher.trained = gradients.trained(experts, weights_TK)
+        lent: LentCall | None = None
         if self.slots is not None:
             with dispatcher.abort_on_error(self.label):
-                ids_TK, weights_TK = self.slots(ids_TK, weights_TK)
+                lent = self._lend(experts, ids_TK)
+                ids_TK, weights_TK = self.slots(ids_TK, weights_TK, None if lent is None else lent.plan)
+        dispatcher.plan_digest = 0 if lent is None else lent.plan.digest
         if on_device and self.overlap is None and self.in_flight_hook is None:
             from moe_comm.dispatch.device_call import device_call  # only for experts on a GPU
 
-            call = device_call(dispatcher, x_TD, ids_TK, weights_TK, self.label)
-            if call is not None:
-                return call
+            on_gpu = device_call(dispatcher, x_TD, ids_TK, weights_TK, self.label)
+            if on_gpu is not None:
+                return on_gpu
         if self.overlap is None:
-            return serial_call(
+            call = serial_call(
                 dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, observed=observed
             )
+            call.lent = lent
+            return call
         from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors
 
         top_k = ids_TK.shape[1]
-        return dispatch_rows(
+        call = dispatch_rows(
             dispatcher,
             x_TD,
             ids_TK,
@@ -301,6 +345,8 @@ class ExpertParallel(ParallelModule):
             in_place=in_place,
             observed=observed,
         )
+        call.lent = lent
+        return call
 
     def _prepare_experts(self, experts: nn.Module, call: ExpertCall) -> tuple[int, ...]:
         """Write the weights of the copies of experts. Collective if another layer has used their memory.
@@ -309,12 +355,12 @@ class ExpertParallel(ParallelModule):
             Row counts of the slots to compute with. Slots for copies are left out if there is no copy.
         """
         copies: ExpertCopies | None = getattr(experts, "copies", None)
-        if copies is not None and self._uses_copies(call):
-            copies.materialize()
+        if copies is not None and (call.lent is not None or self._uses_copies(call)):
+            copies.materialize(call.lent)
         counts = call.handle.rows_per_expert
         homes = self.placement.homes_per_rank[self.place["ep"]]
         # A rank without experts always computes with the slots for copies, so that its parameters have gradients.
-        return counts[:homes] if homes and call.skips_empty_slots and not self.placement.has_copies else counts
+        return counts[:homes] if homes and not self._uses_copies(call) else counts
 
     def _follow_backward(self, experts: nn.Module, call: ExpertCall, out_RD: Tensor) -> None:
         """Register the hooks that run in backward before the experts that computed ``out_RD``."""
@@ -322,7 +368,7 @@ class ExpertParallel(ParallelModule):
             self._call_in_backward(out_RD)
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         if copies is not None and self._uses_copies(call):  # after the hook, in which other layers may use the memory
-            copies.materialize_in_backward(out_RD)
+            copies.materialize_in_backward(out_RD, call.lent)
 
     def _call_in_backward(self, rows: Tensor) -> None:
         """Call ``in_flight_hook`` in backward before the operator that returned ``rows``."""
@@ -332,4 +378,5 @@ class ExpertParallel(ParallelModule):
 
     def _uses_copies(self, call: ExpertCall) -> bool:
         """Return whether a rank may compute with the slots for copies; equal on all ranks."""
-        return self.placement.has_copies or not call.skips_empty_slots
+        has_copies = self.placement.has_copies if call.lent is None else bool(call.lent.plan.lent)
+        return has_copies or not call.skips_empty_slots

@@ -388,6 +388,8 @@ class MoELayer(ExpertParallel):
         """Raise ConfigError unless ``placement`` keeps the number of experts and slots of each rank."""
         from moe_comm.layers.moe.relocation import check_relocation
 
+        if self.dispatcher.options.balance is not None and placement.has_copies:
+            raise ConfigError(f"balance of layer {self.label!r} chooses the copies; pass a placement without copies")
         check_relocation(self.placement, placement)
 
     def set_placement(self, placement: Placement) -> None:
@@ -615,7 +617,7 @@ class MoELayer(ExpertParallel):
                 routing = Routing(weights_TK.long(), weights_TK)
             with suppress(InputError):  # caused by the same fault, such as different numbers of sequences
                 self._exchange_without_tokens(routing, token_index, x.shape[0] if x.dim() == 3 else 1)
-            self.dispatcher.refuse(fault, label=self.label)
+            self._refuse(self.experts, fault)
         return x
 
     def _select_slots(self, routing: Routing, index_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

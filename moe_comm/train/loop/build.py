@@ -114,6 +114,7 @@ def _dispatch_options(config: TrainConfig) -> DispatchOptions:
         deterministic=config.parallel.deterministic and wire_dtypes.invariant,
         wire_dtypes=wire_dtypes,
         checksums=config.guard.checksums,
+        balance=None if (section := config.placement.balance) is None else section.settings(),
     )
 
 

@@ -1,0 +1,247 @@
+"""Balance of the rows of one step: which rows of an expert are computed on another rank than its home.
+
+    rows of each expert ──plan_rows──▶ (expert, rank, rows) to lend      no rank computes more than ``limit`` rows
+
+    homes {0 1} {2 3}, rows 9 3 1 1, limit 7:   12 2 without lending, 7 7 with 5 rows of expert 0 on rank 1
+
+Rows of an expert are ordered by (source rank, token, slot) and cut into consecutive intervals: the home's first, then
+those of the other ranks in ascending order. Integers only, so all ranks compute the same plan from the same counts. The
+native core has the same function (csrc/cpu/balance.h); this module is its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from moe_comm.errors import ConfigError
+from moe_comm.topology.placement import Placement
+
+PARTS = 1000
+"""Ratios are compared in thousandths."""
+_ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class Lent(NamedTuple):
+    """Rows of an expert that a rank computes, which is not its home."""
+
+    expert: int
+    rank: int
+    rows: int
+
+
+class Limits(NamedTuple):
+    """Limits of the rows of a rank in one step.
+
+    rows: lend to keep to it, where that pays. memory: never exceeded. worth: rows of the busiest rank that each copy
+    must save. copies: slots for copies on each rank.
+    """
+
+    rows: int
+    memory: int
+    worth: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Lend experts to other ranks in steps in which their homes have too many rows.
+
+    In each forward pass the ranks exchange their row counts before the rows. A rank with more rows than the limit lends
+    experts: other ranks receive their weights and compute some of their rows, and backward returns the gradients to the
+    home. The outputs and the gradients of tokens and routing weights keep their bits.
+
+    Args:
+        rows: maximum rows of a rank, as a multiple of the mean. Even random routing varies, so 1.0 lends in nearly
+            every step. Precise to thousandths.
+        memory: maximum rows of a rank, as a multiple of the (token, slot) pairs of the rank that has the most. It also
+            applies where lending does not pay. None: no such limit.
+        copies: slots for experts of other ranks on each rank, whose weights take memory. None: as many as the rank with
+            the most experts has, which are enough for any routing. With fewer, steps may exceed ``rows``.
+        worth: rows of the busiest rank that each copy must save: the cost of sending an expert's weights and gradient,
+            divided by that of a row. About 20 on CPU ranks of one host, 1800 on an H100 with NVLink.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    rows: float = 1.125
+    memory: float | None = None
+    copies: int | None = None
+    worth: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "memory"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 1 <= value <= 1e6):
+                raise ConfigError(f"Balance.{name} must be a multiple of at least 1; got {value!r}")
+        for name, least in (("copies", 1), ("worth", 0)):
+            value = getattr(self, name)
+            if not (name == "copies" and value is None) and (type(value) is not int or not least <= value < 2**31):
+                raise ConfigError(f"Balance.{name} must be an integer of at least {least}; got {value!r}")
+
+    def placement(self, homes: Placement) -> Placement:
+        """Return ``homes`` with slots for copies.
+
+        Raises:
+            ConfigError: ``homes`` has copies or slots for them; or ``memory`` is set, and the ranks have too few slots
+                to keep to it with any routing.
+        """
+        if homes.world == 1:
+            return homes
+        most = max(homes.homes_per_rank)
+        if self.memory is not None and self.copies is not None and self.copies < most:
+            raise ConfigError(
+                f"Balance(memory={self.memory}) holds for any routing only with copies of at least {most}, the largest "
+                f"number of experts of a rank; got copies={self.copies}"
+            )
+        slots = most if self.copies is None else min(self.copies, most)
+        if homes.has_copies or homes.slots not in (None, slots):
+            raise ConfigError("balance chooses the copies of experts; pass a placement without copies and slots")
+        return replace(homes, slots=slots)
+
+    def limits(self, rows: int, slots: int, world: int, copies: int) -> Limits:
+        """Return the limits of a step.
+
+        Args:
+            rows: rows of all ranks.
+            slots: (token, slot) pairs of the rank that has the most.
+            copies: slots for copies on each rank.
+        """
+        even = -(-rows // world)
+        limit = max(even, rows * round(self.rows * PARTS) // (PARTS * world))
+        memory = rows if self.memory is None else max(even, -(-slots * round(self.memory * PARTS) // PARTS))
+        return Limits(min(limit, memory), memory, self.worth, copies)
+
+    def words(self) -> tuple[int, ...]:
+        """Return the settings as integers, which all ranks compare."""
+        memory = 0 if self.memory is None else round(self.memory * PARTS)
+        return round(self.rows * PARTS), memory, self.copies or 0, self.worth
+
+
+def plan_rows(
+    loads_E: Sequence[int], home_E: Sequence[int], world: int, limits: Limits, residents: Iterable[tuple[int, int]] = ()
+) -> tuple[Lent, ...]:
+    """Return the rows to lend, by expert and rank; () if no rank has too many rows, or lending does not pay.
+
+    A copy that is not resident costs ``limits.worth`` rows of the busiest rank. With too few slots for ``limits.rows``,
+    a larger limit is used, but not above ``limits.memory``.
+
+    Args:
+        loads_E: rows of each expert.
+        home_E: home of each expert.
+        residents: (expert, rank) of copies whose weights are on the rank already; they are used first.
+    """
+    residents = sorted(set(residents), key=lambda one: (-loads_E[one[0]], one))
+    total_W = rows_of_ranks(loads_E, home_E, world, ())
+    busiest = max(total_W)
+    for limit, required in ((limits.rows, False), (limits.memory, True)):
+        while limit < busiest:
+            lent = _within(loads_E, home_E, total_W, limit, limits.copies, residents)
+            if lent is None:
+                limit += -(-(busiest - limit) // 2)
+                continue
+            saved = busiest - max(rows_of_ranks(loads_E, home_E, world, lent))
+            if required or saved > limits.worth * _transfers(lent, home_E, world, residents):
+                return lent
+            break
+    return ()
+
+
+def digest(lent: Iterable[Lent]) -> int:
+    """Return a 64-bit hash of a plan; 0 for the empty plan."""
+    value = 0
+    for one in lent:
+        for word in one:
+            value = (value ^ word + 1) * _ODD & _MASK
+            value ^= value >> 32
+    return value
+
+
+def rows_of_ranks(loads_E: Sequence[int], home_E: Sequence[int], world: int, lent: Iterable[Lent]) -> list[int]:
+    """Return the rows that each rank computes."""
+    total_W = [0] * world
+    for load, home in zip(loads_E, home_E, strict=True):
+        total_W[home] += load
+    for expert, rank, rows in lent:
+        total_W[home_E[expert]] -= rows
+        total_W[rank] += rows
+    return total_W
+
+
+def _transfers(lent: Sequence[Lent], home_E: Sequence[int], world: int, residents: Sequence[tuple[int, int]]) -> int:
+    """Return the largest number of experts that a rank sends or receives."""
+    out_W, in_W = [0] * world, [0] * world
+    for expert, rank, _ in lent:
+        if (expert, rank) not in residents:
+            out_W[home_E[expert]] += 1
+            in_W[rank] += 1
+    return max(*out_W, *in_W)
+
+
+def _within(
+    loads_E: Sequence[int],
+    home_E: Sequence[int],
+    total_W: Sequence[int],
+    limit: int,
+    copies: int,
+    residents: Sequence[tuple[int, int]],
+) -> tuple[Lent, ...] | None:
+    """Return a plan in which no rank has more than ``limit`` rows, or None if a rank has too few slots for copies."""
+    world, left_E = len(total_W), list(loads_E)
+    moved: dict[tuple[int, int], int] = {}
+    surplus, room = [max(one - limit, 0) for one in total_W], [max(limit - one, 0) for one in total_W]
+    for expert, rank in residents:
+        if rows := min(surplus[home_E[expert]], room[rank], left_E[expert]):
+            moved[expert, rank] = rows
+            left_E[expert] -= rows
+            surplus[home_E[expert]] -= rows
+            room[rank] -= rows
+    pairs = []
+    while max(surplus):
+        donor, taker = surplus.index(max(surplus)), room.index(max(room))
+        rows = min(surplus[donor], room[taker])
+        pairs.append((donor, taker, rows))
+        surplus[donor] -= rows
+        room[taker] -= rows
+    lent = _experts_of(pairs, left_E, home_E, moved)
+    if _most(lent, world) > copies:  # a plan with one donor for each rank needs at most as many slots as it has experts
+        lent = _experts_of(_even(total_W), list(loads_E), home_E, {})
+    return lent if _most(lent, world) <= copies else None
+
+
+def _even(total_W: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (donor, taker, rows) after which all ranks have equal rows, up to one. Each taker has one donor."""
+    world, pairs = len(total_W), []
+    base, extra = divmod(sum(total_W), world)
+    over_W = [rows - base - (rank < extra) for rank, rows in enumerate(total_W)]
+    while max(over_W) > 0:
+        donor, taker = over_W.index(max(over_W)), over_W.index(min(over_W))
+        pairs.append((donor, taker, -over_W[taker]))
+        over_W[donor] += over_W[taker]
+        over_W[taker] = 0
+    return pairs
+
+
+def _experts_of(
+    pairs: Iterable[tuple[int, int, int]], left_E: list[int], home_E: Sequence[int], moved: dict[tuple[int, int], int]
+) -> tuple[Lent, ...]:
+    """Choose the experts of ``pairs``, the most rows first: the smallest expert that is enough, or else the largest."""
+    for donor, taker, rows in sorted(pairs, key=lambda pair: (pair[0], -pair[2], pair[1])):
+        own = [expert for expert, home in enumerate(home_E) if home == donor]
+        while rows:
+            enough = [expert for expert in own if left_E[expert] >= rows]
+            expert = min(enough, key=left_E.__getitem__) if enough else max(own, key=left_E.__getitem__)
+            part = min(left_E[expert], rows)
+            moved[expert, taker] = moved.get((expert, taker), 0) + part
+            left_E[expert] -= part
+            rows -= part
+    return tuple(Lent(*pair, rows) for pair, rows in sorted(moved.items()))
+
+
+def _most(lent: Sequence[Lent], world: int) -> int:
+    count_W = [0] * world
+    for one in lent:
+        count_W[one.rank] += 1
+    return max(count_W)

@@ -1,0 +1,261 @@
+"""Layers that lend experts to other ranks (``Balance``), compared with the same layers without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import moe_comm
+from moe_comm.dispatch import DispatchOptions, make_dispatcher
+from moe_comm.errors import ConfigError, InputError, RankMismatch, RoutingError
+from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
+from moe_comm.layers.data_parallel import rematerialize_copies
+from moe_comm.layers.data_parallel.expert_shard import plain
+from moe_comm.layers.moe.config import MoEGroups
+from moe_comm.overlap.options import Overlap
+from moe_comm.topology import Placement
+from moe_comm.topology.balance import Balance
+from tests.layers.reference import draw
+from tests.pool import RankPool, on_ranks
+
+HIDDEN, FFN, EXPERTS, TOP_K = 24, 8, 8, 2
+ALWAYS = Balance(rows=1.0, worth=0)
+CONFIG = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, TOP_K), expert_bias=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layer to build, and its tokens."""
+
+    backend: str = "shared_memory"
+    etp: int = 1
+    overlap: Overlap | None = None
+    dtype: torch.dtype = torch.float32
+    tokens: str = "skewed"
+    recompute: bool = False
+    checkpointed: bool = False
+    balance: Balance | None = None
+
+
+CALLS = 2
+
+
+def build(balance: Balance | None, run: Run = Run(), **settings: Any) -> MoELayer:
+    config = replace(CONFIG, recompute=run.recompute, **settings)
+    options = DispatchOptions(timeout_s=60, balance=balance)
+    groups = MoEGroups(dist.group.WORLD, run.etp)
+    layer = MoELayer.build(
+        config, groups, backend=run.backend, options=options, overlap=run.overlap, seed=3, dtype=run.dtype
+    )
+    with torch.no_grad():
+        for bias in (layer.experts.b13, layer.experts.b2):
+            assert bias is not None
+            bias.fill_(0.1)
+    return layer
+
+
+def routed(layer: MoELayer, run: Run, rank: int, call: int) -> tuple[Tensor, Any]:
+    """Return tokens and their routing. Each call has other experts with many rows."""
+    count = 0 if run.tokens == "none on rank 1" and rank == 1 else 16 + 8 * rank
+    x = draw(count, HIDDEN, seed=rank + 10 * call, dtype=run.dtype).requires_grad_()
+    routing = layer.router(x, 1)
+    hot = torch.arange(count) % 4 != 0
+    ids = torch.where(hot[:, None], torch.tensor([(3 * call) % EXPERTS, (3 * call + 1) % EXPERTS]), routing.ids_TK)
+    if run.tokens == "all to one expert":
+        ids = torch.full_like(ids, -1)
+        ids[:, 0] = 5
+    elif run.tokens == "dropped":
+        ids = ids.masked_fill(torch.arange(count).unsqueeze(1) % 3 == 0, -1)
+    weights = routing.weights_TK.detach().requires_grad_()
+    return x, routing._replace(ids_TK=ids, weights_TK=weights)
+
+
+def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
+    """Run all forward passes, then all backward passes. Return outputs, gradients, and what was computed where."""
+    layer = build(run.balance, run)
+    result: dict[str, Any] = {"rows": [], "plans": [], "counts": []}
+    calls = []
+    for call in range(CALLS):
+        x, routing = routed(layer, run, rank, call)
+        y = checkpoint(layer, x, routing, use_reentrant=False) if run.checkpointed else layer(x, routing)
+        calls.append((x, routing.weights_TK, y))
+        assert layer.dispatch_stats is not None
+        result["rows"].append(layer.dispatch_stats.received)
+        result["counts"].append(int((routing.ids_TK >= 0).sum()))
+        result["plans"].append(None if layer.last_plan is None else (layer.last_plan.lent, layer.last_plan.rows))
+    for call, (x, weights, y) in enumerate(calls):
+        y.backward(draw(*y.shape, seed=50 + rank + 10 * call, dtype=run.dtype))
+        result |= {f"y{call}": y.detach(), f"x{call}": x.grad, f"weights{call}": weights.grad}
+    moe_comm.sync_gradients(layer, dist.group.WORLD)
+    shards = layer.experts.expert_gradients.shards
+    for name, param in layer.experts.named_parameters():
+        assert param.grad is not None
+        result[f"grad {name}"] = shards.gather(name, plain(param.grad))
+    layer.dispatcher.close()
+    return result
+
+
+PIPELINED = Overlap(2, 1, executor="pipelined")
+CASES = [
+    (2, Run()),
+    (2, Run("all_to_all", overlap=Overlap(3, 1, executor="pipelined"), tokens="none on rank 1")),
+    (2, Run("shared_memory", overlap=PIPELINED, recompute=True, tokens="dropped")),
+    (2, Run("all_gather", checkpointed=True)),
+    (4, Run("shared_memory", dtype=torch.bfloat16, checkpointed=True)),
+    (4, Run("all_to_all", etp=2)),
+    (4, Run("shared_memory", tokens="all to one expert")),
+]
+
+
+@pytest.mark.parametrize(("world", "run"), CASES)
+def test_lent_experts_keep_the_bits_and_no_rank_has_more_rows_than_the_mean(
+    pools: dict[int, RankPool], world: int, run: Run
+) -> None:
+    if run.backend == "shared_memory":
+        pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    expected, first, again = (
+        pools[world].run(run_layer, replace(run, balance=one), timeout=120) for one in (None, ALWAYS, ALWAYS)
+    )
+    even = [-(-sum(one["counts"][call] for one in first) // (world // run.etp)) for call in range(CALLS)]
+    for rank, (wanted, got, repeated) in enumerate(zip(expected, first, again, strict=True)):
+        for call in range(CALLS):
+            lent, rows = got["plans"][call]
+            assert lent and got["rows"][call] == rows[rank // run.etp] <= even[call] == max(rows)
+        for name, value in wanted.items():
+            if name.startswith("grad"):
+                tolerance = 1e-6 if run.dtype is torch.float32 else 2e-2
+                torch.testing.assert_close(got[name], value, rtol=10 * tolerance, atol=tolerance)
+                assert torch.equal(got[name], repeated[name]), f"{name} differs between two runs"
+            elif isinstance(value, Tensor):
+                assert torch.equal(got[name], value), f"{name} of rank {rank}"
+    assert max(one["rows"][0] for one in expected) > even[0]
+
+
+@on_ranks(2)
+def test_weights_are_sent_only_when_they_have_changed(group: dist.ProcessGroup, rank: int) -> None:
+    layer, fixed = (build(balance, Run("all_to_all")) for balance in (ALWAYS, None))
+    copies = layer.copies
+    assert copies is not None
+    sent = []
+    for step in range(3):
+        results = []
+        for one in (layer, fixed):
+            x, routing = routed(one, Run(), rank, 0)
+            with torch.no_grad():
+                for _ in range(2):
+                    results.append(one(x, routing))
+            y = one(x, routing)
+            y.sum().backward()
+            moe_comm.sync_gradients(one, group)
+            with torch.no_grad():
+                for param in one.experts.parameters():
+                    param.add_(0.01 * (step + 1))  # no call of the layer says so
+                    param.grad = None
+            results.append(y.detach())
+        assert all(torch.equal(*pair) for pair in zip(results[:3], results[3:], strict=True))
+        sent.append(copies.published_bytes)
+    one_expert = sum(p[0].numel() * p.element_size() for p in layer.experts.parameters())
+    assert layer.last_plan is not None
+    homes = [layer.placement.homes[one.expert] for one in layer.last_plan.lent]
+    takers = [one.rank for one in layer.last_plan.lent]
+    assert homes and sent == [n * one_expert * (homes.count(rank) + takers.count(rank)) for n in (1, 2, 3)]
+    for one in (layer, fixed):
+        one.dispatcher.close()
+
+
+@on_ranks(2)
+def test_even_routing_lends_nothing_and_trains_the_same_bits(group: dist.ProcessGroup, rank: int) -> None:
+    layer, fixed = (build(balance, Run("all_to_all")) for balance in (Balance(), None))
+    results = []
+    for one in (layer, fixed):
+        x, routing = routed(one, Run(), rank, 0)
+        ids = (torch.arange(x.shape[0]).unsqueeze(1) + torch.tensor([0, 4])) % EXPERTS
+        routing = routing._replace(ids_TK=ids)
+        y = one(x, routing)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(plain(p.grad) for p in one.experts.parameters() if p.grad is not None)])
+    assert len(results[0]) == 6 and all(map(torch.equal, *results))
+    assert layer.last_plan is not None and not layer.last_plan.lent and layer.copies.published_bytes == 0
+    for one in (layer, fixed):
+        one.dispatcher.close()
+
+
+@on_ranks(2)
+def test_interleaved_calls_use_their_own_copies(group: dist.ProcessGroup, rank: int) -> None:
+    layers = [build(balance, Run("all_to_all", overlap=PIPELINED)) for balance in (replace(ALWAYS, copies=1), None)]
+    outputs = []
+    for layer in layers:
+        given = [routed(layer, Run(), rank, call) for call in range(2)]
+        calls = [layer.begin(x, routing) for x, routing in given]
+        for call in calls:
+            call.compute()
+        results = [call.result() for call in calls]
+        torch.stack([one.square().sum() for one in results]).sum().backward()
+        outputs.append([*(one.detach() for one in results), *(x.grad for x, _ in given)])
+    assert all(map(torch.equal, *outputs))
+    for layer in layers:
+        layer.dispatcher.close()
+
+
+@on_ranks(2)
+def test_experts_move_between_calls(group: dist.ProcessGroup, rank: int) -> None:
+    layers = [build(balance, Run("all_to_all")) for balance in (ALWAYS, None)]
+    outputs: list[list[Tensor]] = [[], []]
+    for layer, results in zip(layers, outputs, strict=True):
+        for _ in range(2):
+            x, routing = routed(layer, Run(), rank, 0)
+            results.append(layer(x, routing).detach())
+            layer.relocate(layer.placement.with_owners([*layer.placement.owners[1:], layer.placement.owners[0]]))
+    assert all(map(torch.equal, *outputs))
+    assert layers[0].last_plan is not None and layers[0].last_plan.lent
+    for layer in layers:
+        layer.dispatcher.close()
+
+
+@on_ranks(2)
+def test_errors_of_one_rank_are_raised_on_every_rank(group: dist.ProcessGroup, rank: int) -> None:
+    for backend in ("all_to_all", "shared_memory"):
+        layer = build(ALWAYS, Run(backend))
+        x, routing = routed(layer, Run(), rank, 0)
+        with pytest.raises(InputError, match=r"hidden|D"):
+            layer(x[:, :-rank] if rank else x, routing)
+        bad = routing._replace(ids_TK=routing.ids_TK.masked_fill(torch.tensor(rank == 1), EXPERTS))
+        with pytest.raises(RoutingError, match="outside"):
+            layer(x, bad)
+        y = layer(x, routing)
+        assert y.shape == x.shape
+        assert layer.copies is not None
+        layer.copies.balance = replace(ALWAYS, worth=rank)
+        with pytest.raises(RankMismatch, match="other settings"):
+            layer(x, routing)
+        layer.dispatcher.close()
+
+
+@on_ranks(2)
+def test_combinations_that_are_not_supported_are_refused(group: dist.ProcessGroup, rank: int) -> None:
+    with pytest.raises(ConfigError, match="deterministic=True"):
+        DispatchOptions(deterministic=False, balance=ALWAYS)
+    with pytest.raises(ConfigError, match="for layers"):
+        make_dispatcher(EXPERTS, group, options=DispatchOptions(balance=ALWAYS))
+    copied = Placement(((0, 1), (0,), (1,), (1,)), 2)
+    for balance, settings, overlap in (
+        (ALWAYS, {"expert_gemm_dtype": "fp8", "hidden": 128}, None),
+        (ALWAYS, {}, Overlap(executor="device")),
+        (ALWAYS, {"router": RouterConfig(4, 2), "placement": copied}, None),
+        (Balance(memory=1.5, copies=1), {}, None),
+    ):
+        config, options = replace(CONFIG, **settings), DispatchOptions(balance=balance)
+        with pytest.raises(ConfigError, match=r"[bB]alance"):
+            MoELayer.build(config, group, seed=3, options=options, overlap=overlap)
+    layer = build(ALWAYS, Run("all_to_all"))
+    with pytest.raises(ConfigError, match="rematerialized"):
+        rematerialize_copies(layer)
+    with pytest.raises(ConfigError, match="chooses the copies"):
+        layer.relocate(replace(layer.placement, owners=((0, 1), *layer.placement.owners[1:])))
+    layer.dispatcher.close()

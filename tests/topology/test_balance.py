@@ -1,0 +1,122 @@
+"""Plans that lend rows to other ranks: their bounds, the best ones by search, and the native core."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from moe_comm.errors import ConfigError
+from moe_comm.topology import Placement
+from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
+
+
+def draw_case(rng: random.Random) -> tuple[list[int], list[int], int, Limits, list[tuple[int, int]]]:
+    """Return skewed loads, homes in any order and number, ranks, limits and residents."""
+    world = rng.randint(1, 9)
+    home_E = [rng.randrange(world) for _ in range(rng.randint(1, 20))]
+    skew = rng.choice((1, 3, 20, 1000))
+    loads_E = [rng.choice((0, rng.randint(0, 9), rng.randint(0, 9 * skew))) for _ in home_E]
+    most = max(map(home_E.count, range(world)))
+    even = -(-sum(loads_E) // world)
+    rows = even + rng.choice((0, 0, even // 8, rng.randint(0, even + 1)))
+    memory = rng.choice((rows, 2 * rows, sum(loads_E)))
+    limits = Limits(rows, memory, rng.choice((0, 0, 3, 50)), rng.choice((most, most, most + 2, 1)))
+    elsewhere = [(e, r) for e, r in product(range(len(home_E)), range(world)) if home_E[e] != r]
+    return loads_E, home_E, world, limits, rng.sample(elsewhere, rng.randint(0, min(len(elsewhere), 12)))
+
+
+def test_no_rank_exceeds_the_limit_and_plans_are_small() -> None:
+    rng, lending, fallbacks = random.Random(1), 0, 0
+    for _ in range(3000):
+        loads_E, home_E, world, limits, residents = draw_case(rng)
+        lent = plan_rows(loads_E, home_E, world, limits, residents)
+        before, after = (rows_of_ranks(loads_E, home_E, world, one) for one in ((), lent))
+        most = max(map(home_E.count, range(world)))
+        copies = [sum(one.rank == rank for one in lent) for rank in range(world)]
+        assert sum(after) == sum(loads_E) and min(after) >= 0 and max(after) <= max(before)
+        assert max(copies) <= limits.copies and lent == tuple(sorted(set(lent)))
+        assert all(one.rows > 0 and home_E[one.expert] != one.rank for one in lent)
+        for expert, load in enumerate(loads_E):
+            assert sum(one.rows for one in lent if one.expert == expert) <= load
+        if limits.copies >= most:
+            assert max(after) <= limits.memory
+            if limits.worth == 0 or (lent and max(before) <= limits.memory):
+                assert max(after) <= limits.rows
+        if max(before) <= limits.rows:
+            assert not lent
+        lending += bool(lent)
+        # The greedy plan may need more slots than the limit, and another one is used.
+        fallbacks += lent != plan_rows(loads_E, home_E, world, limits._replace(copies=len(home_E)), residents)
+    assert lending > 1000 and fallbacks > 50
+
+
+def test_plans_reach_the_smallest_number_of_rows_that_a_search_finds() -> None:
+    """With one slot for a copy: a search over all copies and all their rows."""
+    rng = random.Random(2)
+    for _ in range(60):
+        world = rng.randint(2, 3)
+        home_E = list(range(world))
+        loads_E = [rng.choice((0, rng.randint(0, 7))) for _ in home_E]
+        even = -(-sum(loads_E) // world)
+        lent = plan_rows(loads_E, home_E, world, Limits(even, sum(loads_E), 0, 1))
+        best = max(loads_E)
+        for experts in product(home_E, repeat=world):
+            for rows in product(*(range(loads_E[e] + 1) for e in experts)):
+                moved = [Lent(e, r, n) for r, (e, n) in enumerate(zip(experts, rows, strict=True)) if e != r and n]
+                if all(sum(one.rows for one in moved if one.expert == e) <= loads_E[e] for e in home_E):
+                    best = min(best, max(rows_of_ranks(loads_E, home_E, world, moved)))
+        assert max(rows_of_ranks(loads_E, home_E, world, lent)) == best == even
+
+
+def test_resident_copies_are_used_first_and_cost_nothing() -> None:
+    loads_E, home_E = [9, 3, 1, 1], [0, 0, 1, 1]
+    limits = Limits(7, 14, 4, 2)
+    assert plan_rows(loads_E, home_E, 2, limits) == (Lent(0, 1, 5),)
+    assert plan_rows(loads_E, home_E, 2, limits._replace(worth=5)) == ()
+    assert plan_rows(loads_E, home_E, 2, limits._replace(worth=5, memory=11)) == (Lent(1, 1, 1),)
+    assert plan_rows(loads_E, home_E, 2, limits._replace(worth=5), [(0, 1)]) == (Lent(0, 1, 5),)
+    assert plan_rows(loads_E, home_E, 2, limits, [(1, 1)]) == (Lent(0, 1, 2), Lent(1, 1, 3))
+    assert digest(()) == 0 and digest([Lent(0, 1, 5)]) != digest([Lent(0, 1, 4)])
+
+
+def check_native(seed: int, cases: int) -> None:
+    core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    rng = random.Random(seed)
+    for _ in range(cases):
+        case = draw_case(rng)
+        wanted = plan_rows(*case)
+        lent, hashed = core.plan_rows(*case)
+        assert tuple(Lent(*one) for one in lent) == wanted and hashed == digest(wanted), case
+
+
+def test_the_native_core_returns_the_same_plans() -> None:
+    check_native(3, 3000)
+
+
+@pytest.mark.slow
+def test_the_native_core_returns_the_same_plans_for_many_loads() -> None:
+    check_native(4, 100_000)
+
+
+def test_settings_that_cannot_hold_are_refused() -> None:
+    homes = Placement.contiguous(6, 2)
+    assert Balance().placement(homes).slots == 3 and Balance(copies=1).placement(homes).slots == 1
+    assert Balance().placement(Placement.contiguous(6, 1)).slots is None
+    assert Balance(1.25, 1.5).limits(100, 60, 2, 3) == (62, 90, 20, 3)
+    assert Balance(1.25, 1.0).limits(101, 51, 2, 3) == (51, 51, 20, 3)
+    for values in (
+        {"rows": 0.9},
+        {"rows": True and "1"},
+        {"memory": 0.5},
+        {"copies": 0},
+        {"worth": -1},
+        {"worth": 1.5},
+    ):
+        with pytest.raises(ConfigError, match="Balance"):
+            Balance(**values)
+    with pytest.raises(ConfigError, match="at least 3"):
+        Balance(memory=1.5, copies=2).placement(homes)
+    with pytest.raises(ConfigError, match="without copies"):
+        Balance().placement(Placement.contiguous(6, 2, slots=1))

@@ -1,0 +1,68 @@
+"""Training while experts are lent to other ranks, compared with training without."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.train.config import load
+from tests.pool import RankPool
+from tests.train.common import SGD, Trained, assert_close, assert_floats, session, whole
+
+LEND = "placement.balance={rows = 1.0, worth = 0}"
+
+
+def train_lending(rank: int, world: int, settings: list[str]) -> tuple[Trained, list[int]]:
+    """Train, and return also the number of experts that were lent in the last pass of each step."""
+    lent = []
+    with session(settings) as active:
+        layers = [layer for _, layer in moe_layers(active.stages[0])]
+
+        def count(report: object) -> None:
+            lent.append(sum(len(layer.last_plan.lent) for layer in layers if layer.last_plan is not None))
+
+        status = active.trainer.fit(count)
+        reports = active.trainer.reports
+        trained = Trained(
+            [one.loss for one in reports],
+            [one.grad_norm for one in reports],
+            [],
+            active.parts(),
+            active.trainer.evaluate(),
+            status,
+        )
+        return trained, lent
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["parallel.sharding=zero1", "parallel.overlap_chunks=2"],
+        ["parallel.sharding=replicate", "parallel.interleave=true", "parallel.overlap_chunks=2"],
+        ["parallel.sharding=fsdp", "model.recompute=full"],
+    ],
+)
+def test_a_run_that_lends_experts_trains_the_same_model(
+    settings: list[str], shared_settings: list[str], pool2: RankPool
+) -> None:
+    settings = [*shared_settings, "parallel.ep=2", *SGD, *settings]
+    expected = [one for one, _ in pool2.run(train_lending, settings, timeout=120)]
+    results = pool2.run(train_lending, [*settings, LEND], timeout=120)
+    for (trained, lent), wanted in zip(results, expected, strict=True):
+        assert len(lent) == 4 and min(lent) > 0
+        assert trained.losses[0] == wanted.losses[0]  # later ones follow from gradients with other bits
+        assert_floats(trained.losses, wanted.losses)
+        assert_floats(trained.norms, wanted.norms, 3e-5)
+        assert_floats([trained.validation], [wanted.validation])
+    assert_close(whole([one.parts for one, _ in results]), whole([one.parts for one in expected]), 3e-4)
+
+
+def test_settings_that_balance_does_not_support_are_refused() -> None:
+    for other in ("placement.kind=relocate", "placement.slots=1"):
+        with pytest.raises(ConfigError, match=r"balance|slots"):
+            load(None, [LEND, other])
+    with pytest.raises(ConfigError, match="splits backward"):
+        load(None, [LEND, "parallel.pp=2", "parallel.schedule=zero_bubble", "data.micro_batches=4"])
+    with pytest.raises(ConfigError, match="rows"):
+        load(None, ["placement.balance={rows = 0.5}"])
