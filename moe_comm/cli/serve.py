@@ -27,6 +27,10 @@ def serve(
     experts: Annotated[
         int, typer.Option(min=0, help="Ranks that have only experts; 0: the attention ranks have them.")
     ] = 0,
+    micro_batches: Annotated[
+        int,
+        typer.Option(min=1, max=4, help="Forward passes of an attention rank at a time: one computes, one waits."),
+    ] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one, which is printed.")
@@ -49,7 +53,7 @@ def serve(
     """Serve a model over ranks with attention and ranks with experts, with transformers' OpenAI-compatible server."""
     module = load("moe_comm.integrations.serve_ranks", "serve")
     batching = module.Batching(kv_tokens, batch_tokens) if continuous_batching else None
-    config = module.ServeConfig(model, attention, experts, host, port, dtype, device, batching)
+    config = module.ServeConfig(model, attention, experts, host, port, dtype, device, batching, micro_batches)
     ranks = ranks_to_use(attention + experts)
     if signal.SIGINT in launch(serve_rank, (config,), ranks, preload=LOADED):
         raise Interrupted(signal.SIGINT)

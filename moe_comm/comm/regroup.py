@@ -33,8 +33,21 @@ def decline(comm: Communicator) -> None:
         comm.store.set(_key(comm.rank), "")
 
 
+def begin(comm: Communicator, error: PeerError) -> None:
+    """Stop the operations of a group in which a rank has died, on all ranks. Raise ``error`` if none has died."""
+    try:
+        if not isinstance(error, PeerDied) and not comm.store.check([BEGUN]):
+            raise error
+        comm.store.set(BEGUN, "1")
+    except MoeCommError:
+        raise
+    except Exception as lost:
+        raise error from lost
+    comm.abandon(f"rank {comm.rank} has found that a rank died")  # else ranks on other hosts would wait for this one
+
+
 def survivors(comm: Communicator, error: PeerError, state: object, timeout_s: float) -> dict[int, object]:
-    """Return the states of the ranks that go on, by rank. Collective over the ranks that are alive.
+    """Return the states of the ranks that go on, by rank, after ``begin``. Collective over the ranks that are alive.
 
     The group is unusable afterwards. Use ``comm.subgroup`` of these ranks.
 
@@ -44,7 +57,7 @@ def survivors(comm: Communicator, error: PeerError, state: object, timeout_s: fl
         timeout_s: seconds to wait for ranks that are not known to have died.
 
     Raises:
-        PeerError: ``error``, if no rank has died, a rank has declined, or the store does not respond.
+        PeerError: ``error``, if a rank has declined, or the store does not respond.
         PeerDied: the other ranks went on without this one.
     """
     try:
@@ -63,10 +76,6 @@ def survivors(comm: Communicator, error: PeerError, state: object, timeout_s: fl
 
 def _survivors(comm: Communicator, error: PeerError, state: object, timeout_s: float) -> dict[int, object]:
     store, ranks, end = comm.store, set(range(comm.world)), time.monotonic() + timeout_s
-    if not isinstance(error, PeerDied) and not store.check([BEGUN]):
-        raise error
-    store.set(BEGUN, "1")
-    comm.abandon(f"rank {comm.rank} has found that a rank died")  # else ranks on other hosts would wait for this one
     states: dict[int, object] = {}
     dead: set[int] = set()
     while not store.check([MEMBERS]):

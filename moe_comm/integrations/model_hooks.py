@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from torch import nn
 
+from moe_comm.integrations.hugging_face.cut_batch import Managers, divided
 from moe_comm.integrations.hugging_face.swap import EPExperts
 
 T = TypeVar("T")
+
+
+class Batches(Protocol):
+    """What cuts batches into micro-batches.
+
+    Attributes:
+        count: most micro-batches of a batch.
+    """
+
+    count: int
+
+    def smallest(self) -> int: ...
+
+    def generate(self, model: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
 
 class ModelHooks:
@@ -21,10 +37,17 @@ class ModelHooks:
         models: with all their experts, each also inside of inner models.
         before: forward pre-hook.
         after: forward hook, which is also called after an exception and after Ctrl-C, without the results.
+        batches: cuts batches; None: they are not cut.
     """
 
-    def __init__(self, models: Sequence[nn.Module], before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._after = after
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        before: Callable[..., None],
+        after: Callable[..., None],
+        batches: Batches | None = None,
+    ) -> None:
+        self._after, self._batches = after, batches
         self._handles: list[Any] = []
         self._managers: list[Any] = []
         self._patched: list[tuple[nn.Module, str, Any]] = []
@@ -44,6 +67,8 @@ class ModelHooks:
                 self._patch(module, "_call_impl", partial(self._interruptible, module, module._call_impl))
                 if (compiled := module._compiled_call_impl) is not None:
                     self._patch(module, "_compiled_call_impl", partial(self._interruptible, module, compiled))
+            if self._batches is not None and hasattr(module, "generate"):
+                self._patch(module, "generate", partial(self._batches.generate, module, module.generate))
             if hasattr(module, "init_continuous_batching"):
                 # A bound method of the model inside adapters, if ``module`` is PEFT's wrapper of it.
                 make: Any = module.init_continuous_batching
@@ -63,11 +88,25 @@ class ModelHooks:
             self._after(model)
             raise
 
-    def _make_manager(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace ``init_continuous_batching`` of a model: remember the manager."""
-        manager = make(*args, **kwargs)
-        if manager not in self._managers:
-            self._managers.append(manager)
+    def _make_manager(
+        self,
+        make: Callable[..., Any],
+        config: Any = None,
+        continuous_batching_config: Any = None,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
+        """Replace ``init_continuous_batching`` of a model: remember the manager, and those of micro-batches."""
+        config, cache, count = more.pop("generation_config", config), continuous_batching_config, 1
+        if self._batches is not None:
+            count = self._batches.count
+            cache = divided(count, cache)
+        manager = make(config, copy(cache), *args, **more)
+        if manager not in self._managers:  # else it is kept for several calls of ``generate_batch``
+            managers = [manager, *(make(config, copy(cache), *args, **more) for _ in range(count - 1))]
+            self._managers += managers
+            if self._batches is not None:
+                Managers(managers, self._batches.smallest)
         return manager
 
     def hidden_errors(self) -> Iterator[BaseException]:
@@ -82,7 +121,7 @@ class ModelHooks:
 
     def stop_managers(self) -> None:
         """Stop the managers that still run: after the context, their calls of experts would be in no round."""
-        for manager in self._managers:
+        for manager in reversed(self._managers):
             with suppress(Exception):
                 if manager.is_running():
                     paused = getattr(manager.background_thread_status, "is_pause_requested", bool)

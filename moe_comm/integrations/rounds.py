@@ -14,6 +14,8 @@ on any rank there is no round, and the ranks vote again after a pause.
 Calls of a forward pass that skips layers, or raises, are completed without tokens. So a round always calls all experts
 of the model, in the order of its modules, once each.
 
+``MicroBatches`` has rounds for each micro-batch, so that a rank can run several forward passes at a time.
+
 If a rank dies, the others can go on (``Recovery``). They may be in different calls then: the last call of a rank may
 have ended before that of another one. All ranks repeat the calls from the first that a rank has not ended, without
 tokens where they have their results.
@@ -21,7 +23,6 @@ tokens where they have their results.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,16 +30,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.agree import gather_texts
 from moe_comm.comm.channel import needs_report, raised_text
-from moe_comm.errors import ConfigError, MoeCommError, PeerError, PeerRaised, known_to_peers, mark_known
+from moe_comm.errors import ConfigError, PeerError, PeerRaised, mark_known
 from moe_comm.integrations.hugging_face.swap import EPExperts, unwrapped_name
-from moe_comm.integrations.model_hooks import ModelHooks
 from moe_comm.integrations.recovery import Recovery
 from moe_comm.topology import Placement
 
@@ -75,30 +75,44 @@ class _Model:
         return cls(calls)
 
 
-class _Running(threading.local):
-    """The models whose forward pass runs in this thread, the outermost first.
+class Parent(Protocol):
+    """What rounds need of ``MicroBatches``."""
 
-    handled: the exception that was handled before the first.
-    """
+    wanted: Placement | None
 
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.handled: BaseException | None = None
+    @property
+    def runs_model(self) -> bool: ...
+
+    def enter(self, number: int) -> None: ...
+
+    def check(self) -> None: ...
+
+    def fail(self, error: BaseException, number: int) -> None: ...
+
+    def tell_hidden(self) -> None: ...
+
+    def moved(self, own: bool) -> None: ...
+
+    def refuse_wanted(self) -> None: ...
 
 
 class Rounds:
-    """The rounds of the models of one group, in this process.
+    """The rounds of one micro-batch of the models of a group, in this process.
 
     One thread at a time, the *owner*, communicates: it votes, and calls experts in a round. A thread that runs a model
     is the owner from the first call of a round to the last.
 
+    Args:
+        number: of the micro-batch.
+        parent: of these rounds.
+
     Attributes:
-        error: why the context has ended before all ranks have left it.
-        ended: whether this rank has left the context; copies of its models still refer to it.
+        error: why the rounds have ended before all ranks have left the context.
     """
 
-    def __init__(self, models: Sequence[nn.Module], recovery: Recovery) -> None:
+    def __init__(self, models: Sequence[nn.Module], recovery: Recovery, number: int, parent: Parent) -> None:
         self.error: BaseException | None = None
+        self._number, self._parent = number, parent
         self._recovery, self._models = recovery, [_Model.of(model) for model in models]
         self._device = next(self._models[0].calls[0][0].parameters()).device
         self._changed = threading.Condition()
@@ -106,25 +120,20 @@ class Rounds:
         self._waiting = 0  # threads that want to run a model
         self._closing = False
         self._votes, self._kind, self._ended_calls = 0, -1, 0  # of the last vote: its number, its result; calls since
-        self._wanted: Placement | None = None
-        self._refused: Placement | None = None  # for ranks that have died since
         self._report: BaseException | None = None  # an error of this rank that the others do not know
         self._began = self._ended = self._round_s = 0.0  # times and duration of the last round of this rank
         self._gap_s = 0.0  # usual time to the next
         self._last = -1  # kind of the last round
-        self._running = _Running()
-        self._all_left = self._empty = self.ended = False
+        self._all_left = self._empty = False
         self._of: dict[int, list[int]] = {}
         for index, one in enumerate(self._models):
             for experts, _ in one.calls:
-                experts.rounds = self
                 self._of.setdefault(id(experts), []).append(index)
-        self._hooks = ModelHooks(models, self._before, self._after)
-        self._thread = threading.Thread(target=self._follow, name="moe_comm serving", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._follow, name=f"moe_comm serving {number}", daemon=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # ``call`` refuses the experts of copies
+    def start(self) -> None:
+        """Start the thread that takes part in rounds of other ranks."""
+        self._thread.start()
 
     # --- in the threads that run a model ---
 
@@ -136,17 +145,17 @@ class Rounds:
         Raises:
             ConfigError: ``experts`` are those of a copied model, or gradients are enabled.
         """
-        if self._runs_empty() or self.ended:  # a copy of a model, after the context
+        if self.runs_empty():
             return run(*arguments)
         if id(experts) not in self._of:
             raise ConfigError("a copy of a model in a serving context cannot run in it; copy the model before")
-        _check_no_gradients(chain(arguments, experts.parameters()))
+        check_no_gradients(chain(arguments, experts.parameters()))
         candidates = self._of[id(experts)]
-        if not self._owns():
+        if not self.owns():
             self._begin(candidates)
         position = self._position(experts)
         if position < 0:  # another model, or a layer again
-            self._finish()
+            self.finish()
             self._begin(candidates)
             position = self._position(experts)
         self._run_empty(position)
@@ -159,42 +168,15 @@ class Rounds:
         self._ended_calls = position + 1
         if self._ended_calls == len(self._calls):
             self._release()
-        elif not self._running.models:
-            self._finish()
+        elif not self._parent.runs_model:
+            self.finish()
         return result
 
-    def place(self, placement: Placement) -> None:
-        """Move the experts of all models before the next round. Called on one rank; returns when it is done."""
-        if any(experts._modules for one in self._models for experts, _ in one.calls):
-            raise ConfigError("experts with adapters cannot move to other ranks")
-        with self._changed:
-            if self._owns():
-                raise ConfigError("experts cannot move during a forward pass; change the placement between two")
-            while self._wanted is not None:
-                self._changed.wait(POLL_S)
-                self.check()
-            self._wanted = placement
-            self._changed.notify_all()
-            while self._wanted is placement:
-                self._changed.wait(POLL_S)
-                self.check()
-            if self._refused is placement:
-                self._refused = None
-                raise ConfigError("a rank died before the experts moved; pass a placement for the other ranks")
-
-    def check(self) -> None:
-        """Raise the error that has ended the context, if any."""
-        error = self.error
-        if isinstance(error, MoeCommError):
-            raise type(error)(*error.args) from error
-        if error is not None:
-            raise error
-
-    def _runs_empty(self) -> bool:
+    def runs_empty(self) -> bool:
         """Return whether this thread is in ``_run_empty``."""
-        return self._empty and self._owns()
+        return self._empty and self.owns()
 
-    def _owns(self) -> bool:
+    def owns(self) -> bool:
         """Return whether a round runs in this thread."""
         return self._owner == threading.get_ident()
 
@@ -219,7 +201,7 @@ class Rounds:
             while self._vote(WORK, kinds[0]) not in kinds:
                 self._run_empty()
         except BaseException:
-            if not self._owns():
+            if not self.owns():
                 raise
             with self._failing():  # Ctrl-C between these steps: the other ranks may be in the round
                 raise
@@ -232,14 +214,14 @@ class Rounds:
             try:
                 while self._owner is not None:
                     self._changed.wait()
-                self.check()
+                self._parent.check()
                 self._owner = threading.get_ident()
             finally:
                 self._waiting -= 1
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Complete the round of this thread without tokens."""
-        if self._owns():
+        if self.owns():
             self._run_empty()
             self._release()
 
@@ -251,41 +233,17 @@ class Rounds:
             if self._waiting or self._closing:
                 self._changed.notify_all()
 
-    @torch._disable_dynamo
-    def _before(self, model: nn.Module, _: Any) -> None:
-        """Forward pre-hook. A call of the same model that has not ended was interrupted."""
-        if self._runs_empty() or self.ended:  # of an adapter around experts; of a copy, after the context
-            return
-        models = self._running.models
-        if model in models:
-            del models[models.index(model) :]
-        if not models:
-            self._running.handled = sys.exc_info()[1]
-        models.append(model)
-        _check_no_gradients(model.parameters())
-
-    @torch._disable_dynamo
-    def _after(self, model: nn.Module, *_: Any) -> None:
-        """Forward hook, also called after an exception."""
-        if self._runs_empty() or self.ended:
-            return
-        models = self._running.models
-        if model in models:
-            del models[models.index(model) :]
-        if models:
-            return
-        self._finish()
-        error = sys.exc_info()[1]
-        # One that was handled before the call, in whose ``except`` block the caller runs the model, is not of the call.
-        if error is not None and error is not self._running.handled:
-            self._tell(error)
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the thread report an error of this rank to the others, unless they know it."""
+    def tell(self, error: BaseException) -> None:
+        """Let the thread report an error of this rank to the others, which ends these rounds on all ranks."""
         with self._changed:
-            if self.error is None and self._report is None and not known_to_peers(error):
+            if self.error is None and self._report is None:
                 self._report = error
                 self._changed.notify_all()
+
+    def notify(self) -> None:
+        """Let the thread look whether it votes."""
+        with self._changed:
+            self._changed.notify_all()
 
     # --- in the thread of the context ---
 
@@ -293,6 +251,7 @@ class Rounds:
         """Take part in rounds of other ranks while no thread of this rank runs a model."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self._parent.enter(self._number)
         pause_s = SHORTEST_PAUSE_S
         with suppress(BaseException):  # kept in ``error``
             while not self._all_left:
@@ -302,8 +261,7 @@ class Rounds:
                     if self.error is not None:
                         return
                     self._owner = threading.get_ident()
-                for error in self._hooks.hidden_errors():
-                    self._tell(error)
+                self._parent.tell_hidden()
                 kind = self._vote(LEFT if self._closing else IDLE)
                 self._run_empty()
                 with self._changed:
@@ -312,6 +270,7 @@ class Rounds:
                     if kind < 0 and not self._all_left:
                         self._changed.wait(pause_s)
                 pause_s = SHORTEST_PAUSE_S if kind >= 0 else min(2 * pause_s, LONGEST_PAUSE_S)
+            self._recovery.decline()
 
     def _wait_s(self) -> float:
         """Return the seconds until the thread should look again whether it votes; 0: it votes."""
@@ -319,7 +278,7 @@ class Rounds:
             return 0
         if self._owner is not None or self._waiting:
             return POLL_S
-        if self._closing or self._report is not None or self._wanted is not None:
+        if self._closing or self._report is not None or self._parent.wanted is not None:
             return 0
         grace_s = max(min(GRACE * self._gap_s, MOST_ROUNDS * self._round_s), SHORTEST_GRACE_S)
         return self._ended + grace_s - time.monotonic()
@@ -330,9 +289,9 @@ class Rounds:
         """Return the kind of the next round; -1 if no rank has work. Kinds take turns. Collective."""
         while True:
             with self._failing():
-                number, wanted = self._votes, self._wanted
+                number, wanted = self._votes, self._parent.wanted
                 if wanted is not None:
-                    self._recovery.offer(number, wanted)
+                    self._recovery.offer(self._number, number, wanted)
                 try:
                     votes = self._try_vote(state if wanted is None else CHANGE, kind)
                 except PeerError as error:
@@ -342,8 +301,8 @@ class Rounds:
                     return self._kind  # of this vote, which has ended on another rank
                 states = [vote[0] for vote in votes]
                 if CHANGE in states:
-                    self._recovery.move(states.index(CHANGE), number)
-                    self._moved(wanted if self._recovery.rank == states.index(CHANGE) else None)
+                    self._recovery.move(self._number, states.index(CHANGE), number, self._parent.moved)
+                    self._forget_top_k()
                     continue
             return self._kind
 
@@ -361,14 +320,6 @@ class Rounds:
         self._votes, self._kind, self._ended_calls = self._votes + 1, self._last if kinds else -1, 0
         return votes
 
-    def _moved(self, placement: Placement | None) -> None:
-        """Continue with another placement of the experts. ``placement``: of this rank's call of ``place``."""
-        self._forget_top_k()
-        with self._changed:
-            if self._wanted is placement:
-                self._wanted = None
-                self._changed.notify_all()
-
     def _forget_top_k(self) -> None:
         for one in self._models:  # a rank may know those of a call that others repeat
             one.top_k.clear()
@@ -380,12 +331,9 @@ class Rounds:
         ranks are repeated here without tokens if they have ended here.
         """
         own = [self._votes, self._kind, self._ended_calls, self._all_left, self._last]
-        states = self._recovery.recover(error, own)
+        states = self._recovery.recover(self._number, error, own)
         self._forget_top_k()
-        with self._changed:
-            if self._wanted is not None and self._wanted.world != self._recovery.channel.world:
-                self._wanted, self._refused = None, self._wanted
-                self._changed.notify_all()
+        self._parent.refuse_wanted()
         latest = max(states)
         if self._votes < latest[0]:
             self._votes, self._kind, _, self._all_left, self._last = latest
@@ -406,7 +354,7 @@ class Rounds:
     def _raise_reported(self, report: BaseException | None) -> None:
         """Raise the first error that a rank has reported. Collective."""
         text = "" if report is None else f"raised {type(report).__name__}: {report}"
-        texts = gather_texts(self._recovery.channel, "the errors of ranks that serve", text)
+        texts = gather_texts(self._recovery.channels[self._number], "the errors of ranks that serve", text)
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         error = report or PeerRaised(f"rank {rank} {text}. Serving has ended on all ranks")
         mark_known(error)
@@ -455,7 +403,7 @@ class Rounds:
         return known[position]
 
     def _gather(self, what: str, words: list[int]) -> list[list[int]]:
-        channel = self._recovery.channel
+        channel = self._recovery.channels[self._number]
         sent = torch.tensor(words, dtype=torch.int64, device=channel.control_device)
         rows: list[list[int]] = channel.all_gather(sent, f"{what} of ranks that serve").tolist()
         return rows
@@ -466,7 +414,7 @@ class Rounds:
         try:
             yield
         except BaseException as error:
-            channel = self._recovery.channel
+            channel = self._recovery.channels[self._number]
             self._recovery.decline()
             if needs_report(error, channel.comm):  # Ctrl-C, too: the other ranks would wait until their deadline
                 channel.give_up(f"rank {channel.rank} {raised_text(error, '')}")
@@ -474,39 +422,19 @@ class Rounds:
                 self.error = self.error or error
                 self._owner = None
                 self._changed.notify_all()
+            self._parent.fail(error, self._number)
             raise
 
-    # --- the end of the context ---
-
-    def close(self, error: BaseException | None) -> None:
-        """Take part until all ranks have left the context, or until an error. ``error``: that has left it here."""
-        with suppress(Exception):
-            self._finish()  # of a call that Ctrl-C has interrupted
-        if error is not None:
-            self._tell(error)
-        try:
-            self._hooks.stop_managers()
-            with self._changed:
-                self._closing = True
-                self._changed.notify_all()
-            self._thread.join()
-        except BaseException as interrupt:
-            self._tell(interrupt)
-            self._thread.join()
-            raise
-        finally:
-            self._recovery.decline()
-            self._detach()
-
-    def _detach(self) -> None:
-        self.ended = True
-        self._hooks.remove()
-        for one in self._models:
-            for experts, _ in one.calls:
-                experts.rounds = None
+    def close(self) -> None:
+        """Take part until all ranks have left the context, or until an error."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
 
 
-def _check_no_gradients(tensors: Iterable[Tensor]) -> None:
+def check_no_gradients(tensors: Iterable[Tensor]) -> None:
+    """Raise ConfigError if gradients are enabled and a tensor requires one."""
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         raise ConfigError("gradients are enabled in a serving context; run the model under torch.no_grad()")
 

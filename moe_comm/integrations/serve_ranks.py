@@ -51,6 +51,7 @@ class ServeConfig:
         port: 0: a free one.
         device: "cpu" or "cuda"; None: as ``init_ranks``.
         batching: how an attention rank runs several requests; None: one after the other.
+        micro_batches: forward passes of an attention rank that run at the same time.
     """
 
     model: str
@@ -61,6 +62,7 @@ class ServeConfig:
     dtype: str = "auto"
     device: str | None = None
     batching: Batching | None = None
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,10 @@ def serve_rank(config: ServeConfig) -> int:
         model = from_pretrained(config.model, device=ranks.device, dtype=config.dtype, placement=placement)
         stopped = stack.enter_context(_signals())
         if ranks.rank >= config.attention:
-            serve_experts(model)
+            serve_experts(model, micro_batches=config.micro_batches)
         else:
-            with serving(model):
+            with serving(model, micro_batches=config.micro_batches) as context:
+                context.calibrate()
                 _serve(model, config, sockets, ports, stopped)
         return stopped[0] if stopped else 0
 

@@ -67,7 +67,7 @@ def dying(death: Death, model: Any) -> None:
         if name is not None:
             setattr(one, name, count(getattr(one, name)))
     if death.where == "in a vote":
-        rounds = experts[0].rounds
+        rounds = experts[0].rounds.rounds[0]
         rounds._try_vote = count(rounds._try_vote)  # private: no public call tells when a rank votes
 
 
@@ -230,7 +230,7 @@ def outdated(rank: int, world: int, run: Run) -> None:
         return
     with run.model(group) as model, moe_comm.serving(model, checkpoint=run.folder) as serving:
         plain, (ids,) = load(run.folder), prompts(0, 1)
-        rounds: Any = next(iter(swapped_experts(model).values())).rounds
+        rounds: Any = next(iter(swapped_experts(model).values())).rounds.rounds[0]
         if rank == 2:
             vote = rounds._try_vote
 

@@ -233,7 +233,7 @@ def interrupted(rank: int, world: int, arg: tuple[str, str]) -> str:
                     "between layers": (layer.self_attn, "forward"),
                     "between layers, compiled": (layer.self_attn, "forward"),
                     "in an operation": (layer.mlp.experts, "_run"),
-                    "before a vote": (layer.mlp.experts.rounds, "_vote"),
+                    "before a vote": (layer.mlp.experts.rounds.rounds[0], "_vote"),
                 }
                 target, name = at[where]
                 with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):

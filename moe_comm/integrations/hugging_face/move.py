@@ -25,7 +25,7 @@ from moe_comm.topology import Box, Placement
 @torch.no_grad()
 def move_experts(
     models: Sequence[nn.Module],
-    group: ProcessGroup,
+    groups: Sequence[ProcessGroup],
     members: Sequence[int],
     new_placement: Callable[[Placement], Placement],
     *,
@@ -34,6 +34,7 @@ def move_experts(
     """Move the experts of ``models`` to the ranks of ``group``, from their ranks there. Collective over ``group``.
 
     Args:
+        groups: ``group``, then those of further micro-batches, with the same ranks.
         members: for each rank of ``group``, its rank in the present group of the experts.
         new_placement: returns the placement over ``group`` from the present one.
         from_copies: whether copies of experts have their weights, on all ranks.
@@ -42,7 +43,7 @@ def move_experts(
         For each model, the parts of parameters that no rank of ``group`` has: see ``load_parts``. They are not
         initialized.
     """
-    dispatchers: dict[Dispatcher, Dispatcher] = {}
+    dispatchers: dict[Dispatcher, list[Dispatcher]] = {}
     lost: list[dict[int, list[Box]]] = []
     seen: set[EPExperts] = set()
     for model in models:
@@ -51,18 +52,33 @@ def move_experts(
             if experts in seen:
                 continue
             seen.add(experts)
-            old = experts.dispatcher
+            old = experts.dispatchers[0]
             if old not in dispatchers:
-                dispatchers[old] = _dispatcher(experts, group, new_placement(experts.placement))
-            lost[-1] |= _move(experts, dispatchers[old], group, members, from_copies)
+                dispatchers[old] = _dispatchers(experts, groups, new_placement(experts.placement))
+            lost[-1] |= _move(experts, dispatchers[old], groups[0], members, from_copies)
     return lost
 
 
-def _dispatcher(experts: EPExperts, group: ProcessGroup, placement: Placement) -> Dispatcher:
-    """Return a dispatcher like that of ``experts`` for another placement. Collective."""
-    old, device = experts.dispatcher, next(experts.parameters(recurse=False)).device
-    # The hosts of ``group`` may have different numbers of ranks.
-    backend = "all_to_all" if old.name == "hierarchical" and group is not old.group else old.name
+def add_dispatchers(models: Sequence[nn.Module], groups: Sequence[ProcessGroup]) -> None:
+    """Give the experts of ``models`` a dispatcher for each of ``groups`` of the same ranks. Collective."""
+    dispatchers: dict[Dispatcher, list[Dispatcher]] = {}
+    for experts in {one: None for model in models for one in swapped_experts(model).values()}:
+        own = experts.dispatchers[0]
+        if own not in dispatchers:
+            dispatchers[own] = [_dispatcher(experts, group, experts.placement, own.name) for group in groups]
+        experts.dispatchers = [own, *dispatchers[own]]
+
+
+def _dispatchers(experts: EPExperts, groups: Sequence[ProcessGroup], placement: Placement) -> list[Dispatcher]:
+    old = experts.dispatchers[0]
+    # The hosts of the groups may have different numbers of ranks.
+    backend = "all_to_all" if old.name == "hierarchical" and groups[0] is not old.group else old.name
+    return [_dispatcher(experts, group, placement, backend) for group in groups]
+
+
+def _dispatcher(experts: EPExperts, group: ProcessGroup, placement: Placement, backend: str) -> Dispatcher:
+    """Return a dispatcher with the settings of that of ``experts``. Collective."""
+    old, device = experts.dispatchers[0], next(experts.parameters(recurse=False)).device
     made = expert_dispatcher(
         placement, group, backend, old.options, experts.overlap, experts.gemm_dtype == "fp8", device=device
     )
@@ -71,9 +87,14 @@ def _dispatcher(experts: EPExperts, group: ProcessGroup, placement: Placement) -
 
 
 def _move(
-    experts: EPExperts, dispatcher: Dispatcher, group: ProcessGroup, members: Sequence[int], from_copies: bool
+    experts: EPExperts,
+    dispatchers: Sequence[Dispatcher],
+    group: ProcessGroup,
+    members: Sequence[int],
+    from_copies: bool,
 ) -> dict[int, list[Box]]:
     """Move the experts of one module. Return the parts of its parameters that no rank has."""
+    dispatcher = dispatchers[0]
     old, new = experts.placement, dispatcher.expert_placement or Placement.of_layout(dispatcher.placement)
     stored = old.experts_of if from_copies else old.homes_of
     rows_of = [{expert: row for row, expert in enumerate(stored(member))} for member in members]
@@ -103,7 +124,7 @@ def _move(
     if group_size(group) > 1:
         what = f"moving the experts of layer {experts.label!r}"
         transfer_rows(channel_of(group), transfers, [stacks[name] for name in names], receive, what)
-    experts.redistribute(dispatcher, values)
+    experts.redistribute(dispatchers, values)
     return {id(getattr(experts, name)): _boxes(lost, values[name].shape[1:]) for name in names} if lost else {}
 
 

@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch import Dispatcher
+from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid, on_device
 from moe_comm.integrations.hugging_face.padding import PaddingMask
@@ -46,13 +48,22 @@ from moe_comm.runtime.memory import as_tensors
 from moe_comm.topology import Placement, Sharding, Split
 
 _log = logging.getLogger(__name__)
+_NOTHING = nullcontext()
 T = TypeVar("T")
 
 
 class ExpertRounds(Protocol):
-    """Calls of experts in which all ranks take part; see ``integrations/rounds.py``."""
+    """Calls of experts in which all ranks take part; see ``integrations/micro_batches.py``.
+
+    number: of the micro-batch of this thread.
+    """
 
     ended: bool
+
+    @property
+    def number(self) -> int: ...
+
+    def computing(self, call: ExpertCall) -> AbstractContextManager[Any]: ...
 
     def call(self, experts: EPExperts, run: Callable[..., T], arguments: tuple[Tensor, Tensor, Tensor]) -> T: ...
 
@@ -68,6 +79,7 @@ class EPExperts(ExpertParallel):
     Attributes:
         adapters: the active low-rank adapters by parameter, which the caller sets during a call in its thread; see
             ``lora.py``.
+        dispatchers: for each micro-batch of a ``serving`` context, else one.
         can_be_adapted: whether PEFT may adapt the parameters, which requires their names in the original model.
         rounds: in which the experts are called in a ``serving`` context; else None.
         only_part: whether this rank has no other parameters of the model.
@@ -79,6 +91,7 @@ class EPExperts(ExpertParallel):
     copies: ExpertCopies | None = None
     padding: PaddingMask | None = None
     rounds: ExpertRounds | None = None
+    dispatchers: Sequence[Dispatcher]
     only_part = False
     can_be_adapted = True
 
@@ -108,9 +121,18 @@ class EPExperts(ExpertParallel):
         shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in self.layout.parameters.items()}
         self._attach(self, shardings, self._replicated)
 
-    def redistribute(self, dispatcher: Dispatcher, values: Mapping[str, Tensor]) -> None:
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The dispatcher of the micro-batch of this thread."""
+        return self.dispatchers[0 if len(self.dispatchers) == 1 or self.rounds is None else self.rounds.number]
+
+    @dispatcher.setter
+    def dispatcher(self, value: Dispatcher) -> None:
+        self.dispatchers = [value]
+
+    def redistribute(self, dispatchers: Sequence[Dispatcher], values: Mapping[str, Tensor]) -> None:
         """Use another placement, or other ranks, with ``values`` as the parameters of this rank's experts."""
-        self.dispatcher = dispatcher
+        self.dispatcher = dispatcher = dispatchers[0]
         self.place, self.sizes = {"ep": dispatcher.rank, "etp": 0}, {"ep": dispatcher.world, "etp": 1}
         self._use_placement(dispatcher.expert_placement or Placement.of_layout(dispatcher.placement))
         self.copies = None
@@ -120,6 +142,7 @@ class EPExperts(ExpertParallel):
             mark_replaced(old, new, f"{self.label}.{name}", "a change of the placement")
             self.register_parameter(name, new)
         self._distribute()
+        self.dispatchers = dispatchers
 
     def _local_parameter(self, experts: Any, name: str, homes: Sequence[int]) -> nn.Parameter:
         return _local_slice(getattr(experts, name), homes, self.dispatcher.world)
@@ -203,7 +226,7 @@ class EPExperts(ExpertParallel):
             self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place, on_device=device
         )
         try:
-            with without_autocast(x_TD):
+            with self._computing(call), without_autocast(x_TD):
                 rows_per_expert, copies = self._prepare_experts(self, call), self.copies
                 stacks = copies is not None and len(rows_per_expert) == copies.num_slots
                 weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
@@ -217,6 +240,10 @@ class EPExperts(ExpertParallel):
             raise
         y_TD = call.combine(out_RD).to(hidden_states.dtype)
         return y_TD if real is None else real.spread(y_TD)
+
+    def _computing(self, call: ExpertCall) -> AbstractContextManager[Any]:
+        """Return the context of the computation of this rank's rows."""
+        return _NOTHING if self.rounds is None else self.rounds.computing(call)
 
     def check_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise InputError on every rank if the block that contains these experts is given no tokens on this one.
