@@ -54,11 +54,16 @@ TEST(gemm_reads_and_writes_its_operands_only) {
   std::mt19937_64 random(1);
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
   for (int trial = 0; trial < 60 * test::repeats(); ++trial) {
-    const bool bf16 = trial % 2 == 1, across = trial % 4 >= 2, listed = trial % 3 == 0;
+    const bool bf16 = trial % 2 == 1, across = trial % 4 >= 2, listed = trial % 3 == 0, wide = trial == 15;
     const int dtype = bf16 ? kBFloat16 : kFloat32;
-    const int64_t experts = 1 + below(3), n = 1 + below(80), k = 1 + below(trial % 5 == 0 ? 1200 : 90);
+    int64_t experts = 1 + below(3), n = 1 + below(80), k = 1 + below(trial % 5 == 0 ? 1200 : 90);
     std::vector<int64_t> sizes;
     for (int64_t e = 0; e < experts; ++e) sizes.push_back(below(4) == 0 ? 0 : below(40));
+    if (wide) {  // blocks of wide products of AMX
+      experts = 1;
+      n = k = 193;
+      sizes = {195};
+    }
     int64_t total = 0;
     for (int64_t s : sizes) total += s;
     const Matrix one(total + 1, k, bf16, random), two(3, k, bf16, random), y(total + 1, n, bf16, random);

@@ -47,6 +47,17 @@ void leave(uint64_t before) {
 // Not the compiler's intrinsics: those of gcc 12 do not say that they read and write memory.
 #define MOE_TILE_LOAD(tile, address, stride) \
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(address), "r"(stride) : "memory")
+// For the operand that passes, while a panel of the other one stays in L1.
+#define MOE_TILE_STREAM(tile, address, stride) \
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile::"r"(address), "r"(stride) : "memory")
+#define MOE_TILE_LOAD_AS(stream, tile, address, stride) \
+  do {                                                  \
+    if (stream) {                                       \
+      MOE_TILE_STREAM(tile, address, stride);           \
+    } else {                                            \
+      MOE_TILE_LOAD(tile, address, stride);             \
+    }                                                   \
+  } while (0)
 #define MOE_TILE_STORE(tile, address) \
   __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(address), "r"(int64_t{64}) : "memory")
 #define MOE_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
@@ -84,8 +95,10 @@ struct Side {
   }
 };
 
+enum class Passing { kNone, kLeft, kRight };
+
 // Tile registers: 0 to 3 results, 4 and 5 the left operand, 6 and 7 the right one. rows, columns: registers of them.
-template <int rows, int columns>
+template <int rows, int columns, Passing passing>
 MOE_INLINE void multiply(const Left& left, const char* right, int64_t steps, char* c, bool load, Side& side) {
   const char *a = left.at, *b = right;
   const int64_t stride = left.stride, half = left.half, step = left.step, b_stride = kRightStride;
@@ -102,13 +115,13 @@ MOE_INLINE void multiply(const Left& left, const char* right, int64_t steps, cha
   }
   for (; steps > 0; --steps, a += step, b += 2 * kTileBytes) {
     side.step();
-    MOE_TILE_LOAD(6, b, b_stride);
-    MOE_TILE_LOAD(4, a, stride);
-    if (columns == 2) MOE_TILE_LOAD(7, b + 64, b_stride);
+    MOE_TILE_LOAD_AS(passing == Passing::kRight, 6, b, b_stride);
+    MOE_TILE_LOAD_AS(passing == Passing::kLeft, 4, a, stride);
+    if (columns == 2) MOE_TILE_LOAD_AS(passing == Passing::kRight, 7, b + 64, b_stride);
     MOE_TILE_DOT(0, 4, 6);
     if (columns == 2) MOE_TILE_DOT(1, 4, 7);
     if (rows == 2) {
-      MOE_TILE_LOAD(5, a + half, stride);
+      MOE_TILE_LOAD_AS(passing == Passing::kLeft, 5, a + half, stride);
       MOE_TILE_DOT(2, 5, 6);
       if (columns == 2) MOE_TILE_DOT(3, 5, 7);
     }
@@ -119,29 +132,31 @@ MOE_INLINE void multiply(const Left& left, const char* right, int64_t steps, cha
   if (rows == 2 && columns == 2) MOE_TILE_STORE(3, c + 3 * kTileBytes);
 }
 
+template <Passing passing>
 void multiply_panels(int rows, int columns, const Left& left, const char* right, int64_t steps, char* c, bool load,
                      Side& side) {
   if (rows > kSide) {
     if (columns > kSide) {
-      multiply<2, 2>(left, right, steps, c, load, side);
+      multiply<2, 2, passing>(left, right, steps, c, load, side);
     } else {
-      multiply<2, 1>(left, right, steps, c, load, side);
+      multiply<2, 1, passing>(left, right, steps, c, load, side);
     }
   } else if (columns > kSide) {
-    multiply<1, 2>(left, right, steps, c, load, side);
+    multiply<1, 2, passing>(left, right, steps, c, load, side);
   } else {
-    multiply<1, 1>(left, right, steps, c, load, side);
+    multiply<1, 1, passing>(left, right, steps, c, load, side);
   }
 }
 
-constexpr int64_t kBlockBytes = 128 << 10;    // of columns; the next block is prefetched while this one is used
 constexpr int64_t kResultsBytes = 768 << 10;  // of a block
 constexpr int64_t kMostDepth = 4096;          // of a block, if lines run along k
-constexpr int64_t kLeastDepth = 64, kAcrossDepth = 256;  // and across k
-constexpr int64_t kRowBytes = 1 << 20;                   // packed rows
+// If lines run across k. A panel of kAcrossDepth stays in L1. With fewer rows or k than kMany, memory limits the rate:
+// blocks of up to kBlockBytes have more columns and fewer k, and the next one is prefetched.
+constexpr int64_t kAcrossDepth = 512, kMany = 192, kFewDepth = 256, kLeastDepth = 64;
+constexpr int64_t kBlockBytes = 128 << 10;
+constexpr int64_t kRowBytes = 1 << 20;  // packed rows
 constexpr int64_t kLeastRows = 128, kMostRows = 512;
 constexpr int64_t kAroundBytes = 1 << 20;  // results of an expert that are written around the caches
-constexpr int64_t kMostPanels = 64;
 
 struct Buffers {
   Scratch rows, columns, results;
@@ -161,18 +176,16 @@ class Blocks {
     const int64_t whole = parts(p.depth, kUnit) * kUnit;
     const int64_t rows = std::min<int64_t>(std::max<int64_t>(kRowBytes / (whole * 2), kLeastRows), kMostRows);
     rows_ = parts(parts(p.m, parts(p.m, rows)), kPanel) * kPanel;
-    // Lines along k are read whole, over a few columns, and lines across k over many columns and a few k, because each
-    // piece of a page needs a translation.
-    if (swapped_) {
-      depth_ = parts(parts(whole, parts(whole, kMostDepth)), kUnit) * kUnit;
-      panels_ = kBlockBytes / (depth_ * kPanel * 2);
-    } else {
-      panels_ = std::min(parts(p.columns, kPanel), kResultsBytes / (rows_ * kPanel * 4));
-      depth_ = std::min(kAcrossDepth, kBlockBytes / (std::max<int64_t>(panels_, 1) * kPanel * 2)) / kUnit * kUnit;
-      depth_ = std::min(whole, std::max(depth_, kLeastDepth));
-      if (whole <= 2 * kAcrossDepth) depth_ = whole;
+    // Lines along k are read whole, over one panel of columns, because each piece of a page needs a translation.
+    ahead_ = swapped_ || std::min(p.m, p.depth) < kMany;
+    const int64_t most = swapped_ ? kMostDepth : kAcrossDepth;
+    depth_ = parts(parts(whole, parts(whole, most)), kUnit) * kUnit;
+    panels_ = swapped_ ? 1 : std::min(parts(p.columns, kPanel), kResultsBytes / (rows_ * kPanel * 4));
+    panels_ = std::max<int64_t>(panels_, 1);
+    if (ahead_ && !swapped_ && whole > 2 * kFewDepth) {
+      depth_ = std::clamp(kBlockBytes / (panels_ * kPanel * 2), kLeastDepth, kFewDepth) / kUnit * kUnit;
     }
-    panels_ = std::min(std::max<int64_t>(panels_, 1), kMostPanels);
+    side_.packing.fetch = !ahead_;
     row_bytes_ = whole * kPanel * 2;
     in_place_ = swapped_ && !p.b.place;
     around_ = p.out_dtype == kBFloat16 && !p.accumulate && p.m * p.columns * 2 >= kAroundBytes && !swapped_ &&
@@ -248,11 +261,11 @@ class Blocks {
     const int64_t row_panels = parts(last_row_ - first_row_, kPanel);
     whole_ = depth == p_.depth;
     results_ = buffers().results.get((whole_ ? 2 : row_panels * panels) * kResultBytes);
-    side_.ahead = after(n, k0);
+    side_.ahead = ahead_ ? after(n, k0) : Ahead{};
     side_.ahead.per_tile = static_cast<int>(
         parts((side_.ahead.last - side_.ahead.line) * parts(side_.ahead.bytes, 64), row_panels * panels * steps));
     if (swapped_) {
-      in_rows_first(n, k0, last, depth);
+      pass_rows(n, k0, last, depth);
       return;
     }
     // Of a tile that is finished at once: not the memory of the tile before.
@@ -289,25 +302,18 @@ class Blocks {
     }
   }
 
-  void in_rows_first(int64_t n, int64_t k0, int64_t last, int64_t depth) {
-    const int64_t steps = parts(depth, kUnit), panel_bytes = steps * 2 * kTileBytes, panels = parts(last - n, kPanel);
-    char* packed = buffers().columns.get(panels * panel_bytes);
-    Left columns[kMostPanels];
-    for (int64_t j = 0; j < panels; ++j) {
-      const int64_t first = p_.column_first + n + j * kPanel;
-      char* to = packed + j * panel_bytes;
-      if (in_place_ && depth % kUnit == 0 && n + (j + 1) * kPanel <= last) {
-        columns[j] = {p_.b.line(first) + k0 * 2, p_.b.stride, p_.b.stride * kSide, 64};
-      } else {
-        pack_left(p_.b, first, count(n + j * kPanel, last), k0, depth, to, side_.ahead);
-        columns[j] = {to, 64, kTileBytes, 2 * kTileBytes};
-      }
+  // One panel of columns whose lines run along k.
+  void pass_rows(int64_t n, int64_t k0, int64_t last, int64_t depth) {
+    const int64_t first = p_.column_first + n, steps = parts(depth, kUnit);
+    Left columns{p_.b.line(first) + k0 * 2, p_.b.stride, p_.b.stride * kSide, 64};
+    if (!in_place_ || depth % kUnit != 0 || n + kPanel > last) {
+      char* packed = buffers().columns.get(steps * 2 * kTileBytes);
+      pack_left(p_.b, first, count(n, last), k0, depth, packed, side_.ahead);
+      columns = {packed, 64, kTileBytes, 2 * kTileBytes};
     }
     for (int64_t row = first_row_, i = 0; row < last_row_; row += kPanel, ++i) {
-      for (int64_t j = 0; j < panels; ++j) {
-        const int64_t at = whole_ ? ++tiles_ % 2 : i * panels + j;
-        tile(row, n + j * kPanel, k0, steps, columns[j], rows_at(row, k0), results_ + at * kResultBytes);
-      }
+      const int64_t at = whole_ ? ++tiles_ % 2 : i;
+      tile(row, n, k0, steps, columns, rows_at(row, k0), results_ + at * kResultBytes);
     }
   }
 
@@ -331,8 +337,11 @@ class Blocks {
     side_.out_lines = 0;
     if (last && !around_) side_.prefetch_results(to, steps);
     side_.parts = static_cast<int>(parts(side_.finishing.left, steps));
-    multiply_panels(swapped_ ? n : m, swapped_ ? m : kPanel, left, right, steps, results, k0 > 0 || p_.accumulate,
-                    side_);
+    const bool load = k0 > 0 || p_.accumulate, one_panel = last_row_ - first_row_ <= kPanel;
+    const auto multiply = !swapped_   ? (ahead_ ? multiply_panels<Passing::kNone> : multiply_panels<Passing::kLeft>)
+                          : one_panel ? multiply_panels<Passing::kLeft>
+                                      : multiply_panels<Passing::kRight>;
+    multiply(swapped_ ? n : m, swapped_ ? m : kPanel, left, right, steps, results, load, side_);
     side_.finishing.rest();
     if (last) side_.finishing.start(c, to, swapped_);
   }
@@ -340,7 +349,7 @@ class Blocks {
   const Product& p_;
   const Following* following_;
   const bool swapped_;
-  bool in_place_, around_;
+  bool in_place_, around_, ahead_;
   int64_t depth_, panels_, rows_, row_bytes_;
   int64_t first_row_ = 0, last_row_ = 0;
   char* packed_rows_ = nullptr;
