@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,6 +161,9 @@ def test_weights_are_sent_only_when_they_have_changed(group: dist.ProcessGroup, 
             results.append(y.detach())
         assert all(torch.equal(*pair) for pair in zip(results[:3], results[3:], strict=True))
         sent.append(copies.published_bytes)
+    x, routing = routed(layer, Run(), rank, 0)
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied(x, routing), layer(x, routing))
     one_expert = sum(p[0].numel() * p.element_size() for p in layer.experts.parameters())
     assert layer.last_plan is not None
     homes = [layer.placement.homes[one.expert] for one in layer.last_plan.lent]

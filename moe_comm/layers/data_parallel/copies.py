@@ -262,6 +262,10 @@ class ExpertCopies:
     @property
     def num_slots(self) -> int:
         """Slots of this rank: its experts, and those for copies."""
+        return self._all_slots
+
+    @property
+    def _all_slots(self) -> int:
         return self.placement.slots_per_rank[self._shards.place["ep"]]
 
     @torch.no_grad()
@@ -321,9 +325,9 @@ class ExpertCopies:
             return old
         with torch.inference_mode(False), torch.no_grad():
             if self._shared is not None:
-                rows_SX = self._shared.rows(name, param, self.num_slots)
+                rows_SX = self._shared.rows(name, param, self._all_slots)
             else:
-                rows_SX = torch.zeros(self.num_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
+                rows_SX = torch.zeros(self._all_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
                 rows_SX[:homes] = param
                 if old is not None and old.device.type != "meta":
                     rows_SX[homes:] = old[homes:]

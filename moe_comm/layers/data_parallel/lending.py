@@ -53,9 +53,16 @@ class CallPlan:
 
 @dataclass(eq=False, slots=True)
 class LentCall:
-    """A call with its plan, and the stacks [slots, ...] that its experts compute with; {} if no expert is lent."""
+    """A call with its plan, and the stacks that its experts compute with.
+
+    Attributes:
+        plan: the plan.
+        slots: slots that the plan uses on this rank: its experts, then those for copies.
+        stacks: [slots, ...] by name; {} if no expert is lent.
+    """
 
     plan: CallPlan
+    slots: int
     stacks: dict[str, Tensor]
 
 
@@ -63,10 +70,10 @@ class _Stacked(torch.autograd.Function):
     """Return the stacks of parameters. Backward returns the gradients of lent experts to their homes."""
 
     @staticmethod
-    def forward(ctx: Any, lending: LentExperts, plan: CallPlan, names: tuple[str, ...], *params: Tensor) -> Any:
+    def forward(ctx: Any, lending: LentExperts, plan: CallPlan, stacks: list[Tensor], *params: Tensor) -> Any:
         ctx.save_for_backward(*params)  # backward raises if one has changed
-        ctx.lending, ctx.plan, ctx.names = lending, plan, names
-        return tuple(lending.stack(name).data for name in names)
+        ctx.lending, ctx.plan = lending, plan
+        return tuple(stack.data for stack in stacks)
 
     @staticmethod
     @once_differentiable
@@ -206,16 +213,19 @@ class LentExperts(ExpertCopies):
         Arguments and errors are those of ``plan``. The stacks become part of the autograd graph before the dispatch, so
         their backward, which returns gradients, follows that of the dispatch: no rows are in flight then.
         """
-        plan = self.plan(ids_TK)
-        call = LentCall(plan, {})
+        plan, ep = self.plan(ids_TK), self._shards.place["ep"]
+        homes = self.placement.homes_per_rank[ep]
+        used = [index + 1 for one, index in zip(plan.lent, plan.place, strict=True) if one.rank == ep]
+        # A rank without experts computes with all slots, so that its parameters have gradients.
+        call = LentCall(plan, homes + max(used, default=0) if homes else self._all_slots, {})
         self.materialize(call)
-        # A rank without experts computes with the slots, so that its parameters have gradients.
-        if plan.lent or not self.placement.homes_per_rank[self._shards.place["ep"]]:
+        if plan.lent or not homes:
             params = self._params()
-            call.stacks |= {name: self._stack(name).data for name in params}
-            names = tuple(name for name, param in params.items() if param.requires_grad)
+            call.stacks |= {name: self._stack(name)[: call.slots].data for name in params}
+            names = [name for name, param in params.items() if param.requires_grad]
             if torch.is_grad_enabled() and names:
-                values = _Stacked.apply(self, plan, names, *(params[name] for name in names))
+                stacks = [call.stacks[name] for name in names]
+                values = _Stacked.apply(self, plan, stacks, *(params[name] for name in names))
                 call.stacks |= dict(zip(names, values, strict=True))
         return call
 
@@ -248,22 +258,24 @@ class LentExperts(ExpertCopies):
     def materialize_in_backward(self, result: Tensor, call: LentCall | None = None) -> None:
         """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
         if call is not None and call.plan.lent and result.requires_grad:
-            again = LentCall(call.plan, {})  # the stacks would keep their own graph alive
+            again = LentCall(call.plan, call.slots, {})  # the stacks would keep their own graph alive
             result.register_hook(lambda _: self.materialize(again))
 
-    def stack(self, name: str) -> Tensor:
-        """Return all slots of a parameter, [slots, ...]."""
-        return self._stack(name)
+    @property
+    def num_slots(self) -> int:
+        """Slots that the next experts compute with if experts are lent."""
+        return self._call.slots if self._call is not None and self._call.stacks else self._all_slots
 
     def stacked(self) -> dict[str, Tensor]:
-        assert self._call is not None
-        return self._call.stacks
+        call, self._call = self._call, None  # not kept: a deep copy of the module could not copy the graph
+        assert call is not None
+        return call.stacks
 
     def return_gradients(self, plan: CallPlan, grads: list[Tensor]) -> list[Tensor]:
         """Add the gradients of lent experts to those of their homes. Collective if experts were lent.
 
         Args:
-            grads: of the stacks of the trained parameters, [slots, ...]. Changed in place.
+            grads: of the stacks of the trained parameters. Changed in place.
 
         Returns:
             The gradients of the parameters.

@@ -359,6 +359,8 @@ class ExpertParallel(ParallelModule):
             copies.materialize(call.lent)
         counts = call.handle.rows_per_expert
         homes = self.placement.homes_per_rank[self.place["ep"]]
+        if call.lent is not None and call.lent.stacks:
+            return counts[: call.lent.slots]
         # A rank without experts always computes with the slots for copies, so that its parameters have gradients.
         return counts[:homes] if homes and not self._uses_copies(call) else counts
 
