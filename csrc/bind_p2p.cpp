@@ -182,11 +182,11 @@ void bind_plan(py::module_& m) {
       .def("dispatch",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t tokens, int64_t top_k,
               int64_t ids_at, int64_t place_at, int64_t chunk, int64_t x_at, int64_t stride, int64_t hidden,
-              int64_t dtype, const std::array<int64_t, 7>& how, const std::array<int64_t, 5>& links) {
+              int64_t dtype, const std::array<int64_t, 8>& how, const std::array<int64_t, 5>& links) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.dispatch(t, {{tokens, top_k}, ids_at, place_at, chunk}, {x_at, stride, hidden, dtype},
-                        {how[0], how[1], how[2], how[3], how[4], how[5], how[6]},
+                        {how[0], how[1], how[2], how[3], how[4], how[5], how[6], how[7]},
                         {links[0], links[1], links[2], links[3], links[4]});
            })
       .def("arrive", &Plan::arrive, py::call_guard<Release>())

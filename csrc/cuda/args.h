@@ -239,22 +239,24 @@ struct Report {
 
 // meet: one block. Starts a turn. Writes this rank's header, offer and, if with_counts, slots per expert to all peers;
 // waits for theirs; compares headers. With counts, it then converts expert_rows_at to first rows and writes summary_at
-// and the report. Without counts, the slot words are not read.
-#define MOE_P2P_MEET(X)                                                                                       \
-  MOE_P2P_GROUP(X)                                                                                            \
-  MOE_P2P_SLOTS(X)                                                                                            \
-  X(with_counts)                                                                                              \
-  X(header_at) /* [49] in host memory that the device reads */                                                \
-  X(offer_0)                                                                                                  \
-  X(offer_1)                                                                                                  \
-  X(offer_2)                                                                                                  \
-  X(offer_3)                                                                                                  \
-  X(offer_4)                                                                                                  \
-  X(offers_at)      /* [W, 5] int64 on the device: all offers of this turn, for the kernels that follow */    \
-  X(all_headers_at) /* [W, 49] in host memory, or 0 */                                                        \
-  X(all_counts_at)  /* [W, E] int64 on the device: slots of each rank for each expert; written with counts */ \
-  X(host_counts_at) /* the same in host memory, or 0 */                                                       \
-  X(summary_at)     /* [L + 1] int64 on the device: first row of each of this rank's experts, then the end;   \
+// and the report. Without counts, the slot words are not read. After a fault, summary_at has zeros, so kernels that
+// read numbers of rows there compute nothing.
+#define MOE_P2P_MEET(X)                                                                                        \
+  MOE_P2P_GROUP(X)                                                                                             \
+  MOE_P2P_SLOTS(X)                                                                                             \
+  X(with_counts)                                                                                               \
+  X(strict)    /* with counts: a fault on every rank if one of them receives more rows than it has room for */ \
+  X(header_at) /* [49] in host memory that the device reads */                                                 \
+  X(offer_0)                                                                                                   \
+  X(offer_1)                                                                                                   \
+  X(offer_2)                                                                                                   \
+  X(offer_3)                                                                                                   \
+  X(offer_4)                                                                                                   \
+  X(offers_at)      /* [W, 5] int64 on the device: all offers of this turn, for the kernels that follow */     \
+  X(all_headers_at) /* [W, 49] in host memory, or 0 */                                                         \
+  X(all_counts_at)  /* [W, E] int64 on the device: slots of each rank for each expert; written with counts */  \
+  X(host_counts_at) /* the same in host memory, or 0 */                                                        \
+  X(summary_at)     /* [L + 1] int64 on the device: first row of each of this rank's experts, then the end;    \
                        never beyond this rank's room */
 
 // push, and push_fp8 for rows that are quantised: any number of blocks; each takes chunks in turn. Writes each slot's

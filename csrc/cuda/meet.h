@@ -184,6 +184,10 @@ MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64
   });
   const int64_t* upto = running_sums(m, x.sums, x.more, experts + 1);
   const int64_t* offers = at<const int64_t>(a.offers_at);
+  m.each(a.strict ? world : 0, [&](int p) {
+    const int64_t room = offers[p * kOfferWords + kRoom];
+    if (room >= 0 && upto[offsets[p + 1]] - upto[offsets[p]] > room) m.lowest(&x.totals[4], p);
+  });
   m.each(experts, [&](int e) {
     const int64_t owner = owner_of(offsets, world, e), room = offers[owner * kOfferWords + kRoom];
     const int64_t row = upto[e] - upto[offsets[owner]] + x.earlier[e];
@@ -218,6 +222,7 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   x.totals = m.template shared<int64_t>(6);
   m.each(static_cast<int>(kHeaderWords), [&](int i) { x.header[i] = at<const int64_t>(a.header_at)[i]; });
   m.each(6, [&](int i) { x.totals[i] = i == 2 ? a.chunks : i == 3 || i == 4 ? world : 0; });
+  m.each(a.with_counts ? static_cast<int>(a.local_experts) + 1 : 0, [&](int i) { at<int64_t>(a.summary_at)[i] = 0; });
   if (state.fault != kNone) return;
   m.sync();
   if (a.with_counts) {
@@ -284,6 +289,11 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   }
   if (a.with_counts) meet_lay_out(m, a, blocks, parity, x);
   m.sync();
+  if (a.strict && x.totals[4] < world) {
+    m.each(static_cast<int>(a.local_experts) + 1, [&](int i) { at<int64_t>(a.summary_at)[i] = 0; });
+    m.each(1, [&](int) { fail(m, g, turn, {kNoRoom, x.totals[4], kPosted, 0, 0}); });
+    return;
+  }
   m.each(1, [&](int) { m.store_release(&at<Report>(a.report_at)->turn, turn); });
 }
 

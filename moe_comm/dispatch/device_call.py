@@ -16,10 +16,10 @@ Invalid expert ids are reported in pinned memory (``InvalidIds``): results are N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from moe_comm.comm.header import check
 from moe_comm.dispatch.backends.local import InvalidIds, LocalDispatcher
 from moe_comm.dispatch.expert_call import ExpertCall, sends_weights
 from moe_comm.dispatch.operation import dispatch_fault
+from moe_comm.dispatch.types import DeviceCounts
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.gpu.gemm import TakenRows
 from moe_comm.kernels import expert_mlp_gpu, tensor_cores
@@ -49,43 +50,14 @@ if TYPE_CHECKING:
     from moe_comm.kernels.triton.program import Program
 
 
-class DeviceCounts(Sequence[int]):
-    """Row counts of experts, which are copied from the device when they are read."""
-
-    def __init__(self, counts: Tensor, check: Callable[[], None]) -> None:
-        self._counts, self._check = counts, check
-        self._known: list[int] | None = None
-
-    def __len__(self) -> int:
-        return self._counts.shape[0] - 2
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return self._read()[:-2][index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._read()[:-2])
-
-    @property
-    def dropped(self) -> int:
-        """Number of dropped slots."""
-        return self._read()[-2]
-
-    def _read(self) -> list[int]:
-        if self._known is None:
-            self._known = self._counts.tolist()
-            self._check()
-        return self._known
+def device_counts(counts: Tensor, invalid: InvalidIds) -> DeviceCounts:
+    """Return the counts [E + 2] of ``place``: rows of each expert, dropped and invalid slots."""
+    return DeviceCounts(counts[:-2], invalid.check, lambda: int(counts[-2]))
 
 
 @dataclass(slots=True, eq=False)
 class DeviceHandle:
-    """What a layer reads of ``DispatchHandle``. Reading ``num_rows`` or ``num_dropped`` waits for the device."""
+    """What a layer reads of ``DispatchHandle``."""
 
     num_tokens: int
     top_k: int
@@ -94,16 +66,6 @@ class DeviceHandle:
     device: torch.device
     rows_per_expert: DeviceCounts
     label: str
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return sum(self.rows_per_expert)
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of slots with id -1."""
-        return self.rows_per_expert.dropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,9 +277,8 @@ def device_call(
         check([], 0, operation)
         inputs = ids_TK.contiguous(), invalid.report(ids_TK.shape[1], experts)
         place_TK, counts, order = _programs()[0](2, inputs, experts, tensor_cores.takes_slots(x_TD))
-    handle = DeviceHandle(
-        tokens, ids_TK.shape[1], hidden, x_TD.dtype, x_TD.device, DeviceCounts(counts, invalid.check), operation.label
-    )
+    rows = device_counts(counts, invalid)
+    handle = DeviceHandle(tokens, ids_TK.shape[1], hidden, x_TD.dtype, x_TD.device, rows, operation.label)
     return DeviceCall(dispatcher, x_TD, weights_TK, _Rows(place_TK, counts, order), handle)
 
 

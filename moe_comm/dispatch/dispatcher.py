@@ -317,6 +317,14 @@ class Dispatcher(RowOperations):
         """Return uninitialised [num_rows, width] storage that this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
+    def keeps_counts(self, x_TD: Tensor) -> bool:
+        """Return whether ``dispatch_uncounted`` supports these tokens; the same on every rank."""
+        return False
+
+    def dispatch_uncounted(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
+        """Dispatch without waiting for the row counts, which are ``DeviceCounts``."""
+        raise ConfigError(f"{self.name} counts rows on the CPU")
+
     def check_ids(self) -> None:
         """Wait for the device, and raise the error of invalid expert ids that no call has raised.
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.serial_run import SerialRun, version_of
-from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.dispatch.types import DeviceCounts, Dispatched, DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import (
     compute_dtype,
@@ -61,7 +61,8 @@ def sends_weights(dtype: torch.dtype, scaled: bool = False) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Backward:
-    """What backward needs besides tensors. counts_E: rows per expert, if the experts run in one launch on a GPU."""
+    """What backward needs besides tensors. counts_E: rows per expert, if the experts run in one launch on a GPU.
+    uncounted: the host does not know them, and the number of rows is that of the layer's other calls."""
 
     experts: LocalExperts
     sizes: tuple[int, ...]
@@ -70,6 +71,7 @@ class _Backward:
     label: str
     guard: Guard
     run: SerialRun | None = None
+    uncounted: bool = False
 
 
 class _Grouped(torch.autograd.Function):
@@ -93,7 +95,8 @@ class _Grouped(torch.autograd.Function):
 
             rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
             out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
-            h_RG = expert_mlp_gpu.forward(mlp, rows_RD, call.counts_E, out_RD)
+            forward = expert_mlp_gpu.repeated_forward if call.uncounted else expert_mlp_gpu.forward
+            h_RG = forward(mlp, rows_RD, call.counts_E, out_RD)
             saved = rows_RD, None, h_RG if keep and not mlp.recompute else None
         elif (run := call.run) is not None and run.in_place:
             x_TD, rows = run.take()
@@ -160,9 +163,8 @@ class _Grouped(torch.autograd.Function):
 
                 assert isinstance(gradients, Tensor)
                 weights = None if weights_R is None else RowWeights(weights_R, None, dots_R)
-                of_weights = expert_mlp_gpu.backward(
-                    experts, rows_RD, saved_RG, gradients, call.counts_E, grad_rows, needs, weights
-                )
+                backward = expert_mlp_gpu.repeated_backward if call.uncounted else expert_mlp_gpu.backward
+                of_weights = backward(experts, rows_RD, saved_RG, gradients, call.counts_E, grad_rows, needs, weights)
                 grads = [*of_weights, *[None] * (len(tensors) - len(of_weights))]
             if dots_R is not None:
                 assert run is not None
@@ -186,7 +188,8 @@ def grouped(
 
     Args:
         rows_RD: [R, D], sorted by expert as ``dispatch`` returns them, in the dtype of the weights.
-        rows_per_expert: Rows of each of the E experts; zero is allowed. The sum is R.
+        rows_per_expert: Rows of each of the E experts; zero is allowed. The sum is R, or less for ``DeviceCounts``,
+            which need experts that ``expert_mlp_gpu`` takes.
         alloc: Allocates the output and the rows' gradient, which other ranks may read in place.
         label: Name of the layer, for the span of backward.
         guard: Context of backward.
@@ -202,15 +205,17 @@ def grouped(
     if torch.is_grad_enabled():
         for t in (rows_RD, *tensors):  # a generator is slower
             has_backward = has_backward or (t is not None and t.requires_grad)
-    counts_E = None
-    if isinstance(experts, ExpertMLP) and rows_RD.device.type in TRITON_DEVICES:
+    counts_E, uncounted = None, isinstance(rows_per_expert, DeviceCounts)
+    if isinstance(rows_per_expert, DeviceCounts):
+        counts_E, rows_per_expert = rows_per_expert.on_device, ()
+    elif isinstance(experts, ExpertMLP) and rows_RD.device.type in TRITON_DEVICES:
         from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
 
         if expert_mlp_gpu.takes(experts, rows_RD):
             counts_E = torch.tensor(rows_per_expert, dtype=torch.int64, device="cpu").to(
                 rows_RD.device, non_blocking=True
             )
-    call = _Backward(experts.with_tensors(), tuple(rows_per_expert), alloc, counts_E, label, guard, run)
+    call = _Backward(experts.with_tensors(), tuple(rows_per_expert), alloc, counts_E, label, guard, run, uncounted)
     return _Grouped.apply(rows_RD, scaled, experts, has_backward, call, *tensors)  # type: ignore[no-any-return]
 
 
@@ -296,7 +301,9 @@ class ExpertCall:
         """
         dispatcher, label = self._dispatcher, self.handle.label
         run = self._serial
-        if run is None or not run.in_place:
+        if isinstance(rows_per_expert, DeviceCounts):
+            mlp.check_weights(rows)
+        elif run is None or not run.in_place:
             mlp.check(rows, rows_per_expert)
         else:
             # FSDP returns an alias.
@@ -375,6 +382,16 @@ def serial_call(
         run = SerialRun(dispatcher, handle, (x_TD, ids_TK, weights_TK), observed, rows)
         connected = run.connected(x_TD, weights_TK, None)
     return ExpertCall(dispatcher, Dispatched(connected, handle), weights_TK, run)
+
+
+def uncounted_call(
+    dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, label: str, observed: bool
+) -> ExpertCall:
+    """Run ``serial_call`` with ``Dispatcher.dispatch_uncounted``, for experts that ``expert_mlp_gpu`` takes."""
+    dispatched = dispatcher.dispatch_uncounted(x_TD, ids_TK, label)
+    call = call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)
+    call.skips_empty_slots = False
+    return call
 
 
 def call_of(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.seconds import seconds_of
 from moe_comm.topology.balance import Balance
 
+OnDevice = Literal["", "rows", "tokens"]
+"""What experts can be computed from without row counts on the CPU: nothing, dispatched rows, or also the tokens."""
 DROPPED = -1
 """Expert id of a dropped slot. A slot is one of the K (token, expert) pairs of a token; a dropped one adds nothing."""
 INVALID_LOGITS = -2
@@ -30,7 +33,10 @@ class PeerToPeerOptions:
         num_blocks: maximum number of thread blocks of the kernels that move rows; None: two per multiprocessor. A
             smaller number, such as 16, leaves multiprocessors to other kernels. Does not change results.
         relay: send a token's row once to each rank and copy it there, instead of once to each of its experts.
-        capacity_rows: maximum number of rows that ``dispatch_fixed`` receives.
+        capacity_rows: number of rows for which ``dispatch_fixed`` and layers have room on each rank. With it, a layer
+            with 16-bit experts without biases keeps the counts on the GPU, and the host does not wait for them. A
+            layer's call that sends a rank more rows raises ``HeapError`` on every rank. T tokens on each of W ranks
+            send T * K rows to a rank on average, and at most W * T * min(K, experts of the rank).
         own_stream: run operations on a separate stream, which the caller's stream waits for.
         emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
         bulk_copies: dispatch copies rows with cp.async.bulk, which needs few multiprocessors. Only on GPUs that have it
@@ -98,6 +104,45 @@ class DispatchOptions:
             )
 
 
+class DeviceCounts(Sequence[int]):
+    """Row counts of experts, which are copied from the device when they are read.
+
+    Attributes:
+        on_device: [E] int64.
+    """
+
+    def __init__(self, on_device: Tensor, check: Callable[[], None], dropped: Callable[[], int]) -> None:
+        self.on_device, self._check, self._dropped = on_device, check, dropped
+        self._known: list[int] | None = None
+
+    def __len__(self) -> int:
+        return self.on_device.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._read())
+
+    @property
+    def dropped(self) -> int:
+        """Number of dropped slots."""
+        self._read()
+        return self._dropped()
+
+    def _read(self) -> list[int]:
+        if self._known is None:
+            self._known = self.on_device.tolist()
+            self._check()
+        return self._known
+
+
 @dataclass(slots=True, eq=False)  # created in every dispatch; a frozen dataclass takes longer to construct
 class DispatchHandle:
     """Describes the rows of one dispatch. ``combine`` and both backward passes take it. Do not modify it.
@@ -106,7 +151,8 @@ class DispatchHandle:
         num_tokens, top_k, hidden: sizes T, K and D of the dispatched tokens.
         dtype, device: of the rows.
         rows_per_expert: number of rows of each local expert, in order of expert id. ``rows_RD`` has them in this order.
-        num_rows: sum of ``rows_per_expert``.
+            ``DeviceCounts`` if the host does not know them.
+        num_rows: sum of ``rows_per_expert``; the room for rows if these are ``DeviceCounts``.
         num_dropped: number of this rank's slots with id -1.
         num_own: number of this rank's slots whose rows stay on this rank. None if rows are relayed or gathered: the
             inner collectives record their bytes.

@@ -153,7 +153,8 @@ class Sending(NamedTuple):
     blocks: maximum number of thread blocks. format: encoding of the rows, and power_of_two: of their scales.
     bulk: whether to copy rows by cp.async.bulk. wait: whether kernels that wait for the rows of all ranks follow.
     order_at: address of ``order_words`` int64 words for a list of the slots by expert, or 0. by_expert: whether to send
-    rows in this order, with a flag for each tile. Rows that are converted or relayed are sent by token.
+    rows in this order, with a flag for each tile. Rows that are converted or relayed are sent by token. strict: whether
+    more rows for a rank than its offer has room for are a fault, on every rank, instead of overflow.
     """
 
     blocks: int
@@ -163,6 +164,7 @@ class Sending(NamedTuple):
     wait: int = 1
     order_at: int = 0
     by_expert: int = 0
+    strict: int = 0
 
 
 class RowFlags(NamedTuple):

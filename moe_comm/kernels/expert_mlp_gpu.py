@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.row_weights import RowWeights, scale_
+
+if TYPE_CHECKING:
+    from moe_comm.kernels.triton.program import Program
 
 DTYPES = (torch.bfloat16, torch.float16)
 """fp32 uses cuBLAS, expert by expert, because these kernels multiply it without tensor cores."""
@@ -129,6 +133,57 @@ def backward(
 
     last = None if grad_rows_RD is None else lambda rows, w: grouped_mm_into(rows, w, counts_E, grad_rows_RD)
     return backward_by(mlp, rows_RD, h_RG, grad_RD, counts_E, needs, (None, last), weights)
+
+
+@lru_cache(maxsize=1)
+def _programs() -> tuple[Program, Program]:
+    from moe_comm.kernels.triton.program import Program  # needs Triton
+
+    return Program(_forward), Program(_backward)
+
+
+def _forward(
+    rows_RD: Tensor, w13: Tensor, w2: Tensor, counts_E: Tensor, out_RD: Tensor, activation: Activation
+) -> tuple[Tensor]:
+    return (forward(ExpertMLP((w13, w2, None, None), activation), rows_RD, counts_E, out_RD),)
+
+
+def repeated_forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -> Tensor:
+    """Run ``forward`` as a program, for a number of rows that calls repeat."""
+    (h_RG,) = _programs()[0](3, (rows_RD, *mlp.tensors[:2], counts_E, out_RD), mlp.activation)
+    return h_RG  # type: ignore[no-any-return]
+
+
+def _backward(
+    grad_RD: Tensor, rows_RD: Tensor, h_RG: Tensor | None, counts_E: Tensor, w13: Tensor, w2: Tensor,
+    grad_rows_RD: Tensor | None, weights_R: Tensor | None, dots_R: Tensor | None, activation: Activation,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    weights = None if weights_R is None else RowWeights(weights_R, None, dots_R)
+    mlp = ExpertMLP((w13, w2, None, None), activation)
+    return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)
+
+
+def repeated_backward(
+    mlp: ExpertMLP,
+    rows_RD: Tensor,
+    h_RG: Tensor | None,
+    grad_RD: Tensor,
+    counts_E: Tensor,
+    grad_rows_RD: Tensor | None,
+    needs: Sequence[bool],
+    weights: RowWeights | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Run ``backward`` as a program, for a number of rows that calls repeat."""
+    w13, w2, _, _ = mlp.tensors
+    needs_w13, needs_w2, *_ = needs
+    if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
+        return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)
+    weights_R, dots_R = (None, None) if weights is None else (weights.weights_N, weights.dots_N)
+    launched = 2 + (h_RG is None) + (grad_rows_RD is not None) + needs_w13 + needs_w2
+    inputs = grad_RD, rows_RD, h_RG, counts_E, w13, w2, grad_rows_RD, weights_R, dots_R
+    grad_w13, grad_w2 = _programs()[1](launched, inputs, mlp.activation, (needs_w13, needs_w2))
+    return grad_w13, grad_w2
 
 
 def backward_by(

@@ -18,7 +18,7 @@ operations, and the group is unusable afterwards. The protocol is in csrc/cuda/a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, dense
 from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
-from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.dispatch.types import DeviceCounts, Dispatched, DispatchHandle
+from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.protocol import SAME
@@ -83,10 +84,32 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             raise ConfigError("dispatch_fixed needs PeerToPeerOptions(capacity_rows=...), the same on every rank")
         (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
         operation = self.dispatch_operation(x_TD, ids_TK, label, DISPATCH_FIXED, fault=fault)
-        ends: list[Tensor] = []
+        firsts: list[Tensor] = []
         with self.running(operation):
-            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, ends))
-        return FixedDispatched(dispatched.rows_RD, ends[0], dispatched.handle)
+            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, firsts))
+        return FixedDispatched(dispatched.rows_RD, firsts[0][1:].to(torch.int32), dispatched.handle)
+
+    def keeps_counts(self, x_TD: Tensor) -> bool:
+        options = self.options
+        return (
+            self.peer_options.capacity_rows is not None
+            and x_TD.dtype in (torch.bfloat16, torch.float16)
+            and options.wire_dtypes == UNCHANGED
+            and not options.checksums
+            and not self.peer_options.fast_combine
+            and min(self.placement.experts_per_rank) > 0
+        )
+
+    def dispatch_uncounted(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
+        """Dispatch as ``dispatch_fixed``; more rows than a rank has room for are a fault on every rank."""
+        operation = self.dispatch_operation(x_TD, ids_TK, label, DISPATCH_FIXED)
+        firsts: list[Tensor] = []
+        with self.running(operation):
+            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, firsts, strict=True), label)
+        handle = dispatched.handle
+        counts = DeviceCounts(firsts[0].diff(), self.check, partial(_dropped, handle.state))
+        handle.rows_per_expert = counts  # type: ignore[assignment]
+        return dispatched
 
     def low_latency_dispatch(
         self, x_TD: Tensor, ids_TK: Tensor, max_tokens: int, *, label: str = ""
@@ -183,8 +206,11 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         """Record that ``stream`` uses ``x``, so that its memory is not reused before, as ``Tensor.record_stream``."""
         record_stream(self.memory.operations.heap, x, stream)
 
-    def _send_fixed(self, x_TD: Tensor, ids_TK: Tensor, ends: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
-        """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
+    def _send_fixed(
+        self, x_TD: Tensor, ids_TK: Tensor, firsts: list[Tensor], *, strict: bool = False
+    ) -> tuple[Tensor, DispatchHandle]:
+        """Run ``_send`` with a receive buffer of fixed size. Append the first row of each expert, and the end of the
+        rows, to ``firsts``."""
         if self.context.operation.fault is not None:
             self._refuse()
         operations, row_format = self.memory.operations, self._row_format(x_TD, "dispatch")
@@ -197,11 +223,17 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             except HeapError as problem:
                 self._raise_no_room(problem)
             offer = received.offer._replace(room=capacity)
-            place_TK = self._move_rows(self.packed(self.context.operation), x_TD, ids_TK, row_format, offer, capacity)
+            packed = self.packed(self.context.operation)
+            place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, offer, capacity, strict=strict)
             rows_RD = received.rows()
-            ends.append(operations.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
+            firsts.append(operations.scratch.summary[: len(self.local_experts) + 1].clone())
             if self.memory.emulated:
                 self.memory.check(ids_TK)
-            self._stream.use_by_caller(rows_RD, place_TK, ends[-1])
+            self._stream.use_by_caller(rows_RD, place_TK, firsts[-1])
         balanced = ids_TK.numel() // self.world  # an estimate: the CPU may not know the counts
         return rows_RD, self._handle(x_TD, (), rows_RD.shape[0], 0, place_TK, balanced)
+
+
+def _dropped(place_TK: Tensor) -> int:
+    """Return the number of slots without a row."""
+    return int((place_TK < 0).sum())

@@ -185,7 +185,7 @@ class PeerGroupMemory:
         if report.fault == NO_ROOM:
             return HeapError(
                 f"rank {report.who} has no room for its rows in {describe(self.current)}; increase "
-                "PeerToPeerOptions.heap_bytes on every rank"
+                "PeerToPeerOptions.heap_bytes, and capacity_rows if it is set, on every rank"
             )
         headers, experts = self.operations.headers, self.operations.shape.experts
         for words in headers:

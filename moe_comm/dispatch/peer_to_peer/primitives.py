@@ -326,6 +326,7 @@ class PeerToPeerPrimitives(Dispatcher):
         offer: Offer,
         capacity: int,
         wait: bool = True,
+        strict: bool = False,
     ) -> Tensor:
         """Queue the kernels of a dispatch. Return [T, K], which will have the location of each slot's row."""
         operations, place_TK = self.memory.operations, torch.empty_like(ids_TK)
@@ -341,6 +342,8 @@ class PeerToPeerPrimitives(Dispatcher):
             num_words = order_words(ids_TK.numel(), self.num_experts)
             self.send_order = torch.empty(num_words, dtype=torch.int64, device=ids_TK.device)
             how = how._replace(order_at=words_address(self.send_order), by_expert=self.send_by_expert)
+        if strict:
+            how = how._replace(strict=1)
         operations.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
         return place_TK
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.dispatch.types import INVALID_LOGITS
+from moe_comm.dispatch.types import INVALID_LOGITS, OnDevice
 from moe_comm.kernels.activations import Composed
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -46,20 +46,21 @@ def start_call(
     x_TD, ids_TK, weights_TK = dispatcher.readable(parallel.label, x=x_TD, ids=ids_TK, weights=weights_TK)
     with dispatcher.abort_on_error(parallel.label):
         ids_TK = mark_invalid(ids_TK, weights_TK)
-    device = layout is not None and not fp8 and on_device(layout, experts, x_TD)
+    device = "" if layout is None or fp8 else on_device(layout, experts, x_TD)
     return parallel._start_call(experts, x_TD, ids_TK, weights_TK, fp8=fp8, on_device=device)
 
 
-def on_device(layout: ExpertsLayout, experts: nn.Module, x_TD: Tensor) -> bool:
-    """Return whether a GPU can compute all experts without row counts on the CPU; see ``Experts.on_device``."""
+def on_device(layout: ExpertsLayout, experts: nn.Module, x_TD: Tensor) -> OnDevice:
+    """Return what a GPU can compute all experts from without row counts on the CPU; see ``Experts.on_device``."""
     if x_TD.device.type not in TRITON_DEVICES or {*layout.parameters} != {"gate_up_proj", "down_proj"}:
-        return False
+        return ""
     weights = experts.gate_up_proj, experts.down_proj
-    return (
-        all(type(w) is nn.Parameter and w.dtype == x_TD.dtype and w.shape[0] > 0 for w in weights)
-        and isinstance(layout.activation, Composed)
-        and not has_hooks(experts)
-    )
+    supported = all(
+        type(w) is nn.Parameter and w.dtype == x_TD.dtype and w.shape[0] > 0 for w in weights
+    ) and isinstance(layout.activation, Composed)
+    if not supported:
+        return ""
+    return "rows" if has_hooks(experts) else "tokens"
 
 
 def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

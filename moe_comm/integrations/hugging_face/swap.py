@@ -221,7 +221,8 @@ class EPExperts(ExpertParallel):
             self.dispatcher.abort(error, label=self.label)
             raise
         in_place = not self.adapters
-        device = in_place and not fp8 and self.copies is None and on_device(self.layout, self, x_TD)
+        plain = in_place and not fp8 and self.copies is None
+        device = on_device(self.layout, self, x_TD) if plain else ""
         call = self._start_call(
             self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place, on_device=device
         )

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.dispatch import Dispatcher
-from moe_comm.dispatch.expert_call import ExpertCall, serial_call
+from moe_comm.dispatch.expert_call import ExpertCall, serial_call, uncounted_call
+from moe_comm.dispatch.types import OnDevice
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.data_parallel.attach import attach_experts
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
@@ -291,7 +292,7 @@ class ExpertParallel(ParallelModule):
         fp8: bool = False,
         beside: tuple[int, int] = (0, 0),
         in_place: bool = False,
-        on_device: bool = False,
+        on_device: OnDevice = "",
         observed: bool = False,
     ) -> ExpertCall:
         """Dispatch the rows of a call. Collective.
@@ -304,7 +305,7 @@ class ExpertParallel(ParallelModule):
             beside: work of the caller while rows, and later results, are in flight, as widths of dense MLPs with the
                 same FLOPs.
             in_place: whether the experts can read rows in place; the same on every rank.
-            on_device: whether the experts support ``device_call``.
+            on_device: what the experts can be computed from without row counts on the CPU.
             observed: see ``serial_call``.
         """
         dispatcher = self.dispatcher
@@ -317,12 +318,14 @@ class ExpertParallel(ParallelModule):
                 lent = self._lend(experts, ids_TK)
                 ids_TK, weights_TK = self.slots(ids_TK, weights_TK, None if lent is None else lent.plan)
         dispatcher.plan_digest = 0 if lent is None else lent.plan.digest
-        if on_device and self.overlap is None and self.in_flight_hook is None:
+        if on_device == "tokens" and self.overlap is None and self.in_flight_hook is None:
             from moe_comm.dispatch.device_call import device_call  # only for experts on a GPU
 
             on_gpu = device_call(dispatcher, x_TD, ids_TK, weights_TK, self.label)
             if on_gpu is not None:
                 return on_gpu
+        if on_device and self.overlap is None and dispatcher.keeps_counts(x_TD):
+            return uncounted_call(dispatcher, x_TD, ids_TK, weights_TK, label=self.label, observed=observed)
         if self.overlap is None:
             call = serial_call(
                 dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, observed=observed

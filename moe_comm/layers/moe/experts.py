@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_comm.dispatch.expert_call import ExpertCall, run_mlp
+from moe_comm.dispatch.types import OnDevice
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, Composed, activation_of
 from moe_comm.kernels.autograd import cast_parameter
@@ -210,15 +211,12 @@ class Experts(nn.Module):
             return run_mlp(rows_RD, rows_per_expert, mlp)
         return call.compute(rows_RD, rows_per_expert, mlp)
 
-    def on_device(self, x_TD: Tensor) -> bool:
-        """Return whether a GPU can compute all experts without row counts on the CPU (``dispatch/device_call.py``).
-
-        Hooks, such as those of FSDP, may need the rows.
-        """
+    def on_device(self, x_TD: Tensor) -> OnDevice:
+        """Return what a GPU can compute all experts from without row counts on the CPU."""
         w13, w2 = self.w13, self.w2
         if not w13.is_cuda and w13.device.type not in TRITON_DEVICES:
-            return False
-        return (
+            return ""
+        supported = (
             type(w13) is nn.Parameter
             and type(w2) is nn.Parameter
             and self.b13 is None
@@ -227,8 +225,10 @@ class Experts(nn.Module):
             and self.num_experts > 0
             and (w13.dtype == x_TD.dtype or torch.is_autocast_enabled(x_TD.device.type))
             and isinstance(self.activation, Composed)
-            and not has_hooks(self)
         )
+        if not supported:
+            return ""
+        return "rows" if has_hooks(self) else "tokens"  # hooks, such as those of FSDP, may need the rows
 
     def mlp_for(self, rows: Tensor, slots: int = 0) -> ExpertMLP:
         """Return the parameters in the dtype in which ``rows`` are computed.

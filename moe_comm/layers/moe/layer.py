@@ -33,6 +33,7 @@ from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.operation import tokens_fault
+from moe_comm.dispatch.types import DeviceCounts
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.kernels.native import TRITON_DEVICES
@@ -94,7 +95,9 @@ class DispatchStats:
 
 
 def _stats_of(etp: int, slots: int, handle: DispatchHandle | DeviceHandle, dropped: Tensor | None) -> DispatchStats:
-    return DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+    counts = handle.rows_per_expert
+    assert isinstance(counts, DeviceCounts)
+    return DispatchStats(slots, slots - counts.dropped // etp, sum(counts), dropped)
 
 
 def _stats_of_whole(handle_of_call: Callable[[], DeviceHandle]) -> DispatchStats:
@@ -558,14 +561,14 @@ class MoELayer(ExpertParallel):
             fp8=getattr(self.experts, "gemm_dtype", "same") == "fp8",
             beside=(width + self.beside[0], self.beside[1]),
             in_place=own,
-            on_device=own and self.experts.on_device(x_TD),
+            on_device=self.experts.on_device(x_TD) if own else "",
             observed=not own or has_hooks(self.experts, foreign=True),
         )
         etp, handle = self.sizes["etp"], call.handle
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
         stats = partial(_stats_of, etp, slots, handle, dropped)
-        if isinstance(handle, DispatchHandle):  # else reading the counts would wait for the device
+        if not isinstance(handle.rows_per_expert, DeviceCounts):  # else reading the counts would wait for the device
             stats = partial(DispatchStats, slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
         self._stats = stats  # once: attributes of modules are slow to set
         if self.in_flight_hook is not None:

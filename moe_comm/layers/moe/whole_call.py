@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.local import InvalidIds, LocalDispatcher
-from moe_comm.dispatch.device_call import DeviceCounts, DeviceHandle
+from moe_comm.dispatch.device_call import DeviceHandle, device_counts
 from moe_comm.dispatch.device_layer import DeviceRouter, device_layer
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
@@ -66,7 +66,7 @@ def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle
         or x.shape[-1:] != (router.hidden,)
         or not x.numel()
         or torch.is_autocast_enabled(x.device.type)
-        or not experts.on_device(x)
+        or experts.on_device(x) != "tokens"
         or has_hooks(router)
         or not for_triton(x, router.weight, bias_E, experts.w13, experts.w2)
     ):
@@ -88,5 +88,5 @@ def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle
 def _handle(
     counts: Tensor, invalid: InvalidIds, shape: torch.Size, dtype: torch.dtype, top_k: int, label: str
 ) -> DeviceHandle:
-    rows = DeviceCounts(counts, invalid.check)
+    rows = device_counts(counts, invalid)
     return DeviceHandle(shape[0], top_k, shape[1], dtype, counts.device, rows, label)

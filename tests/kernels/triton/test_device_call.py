@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -22,11 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.dispatch import device_call, device_layer
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.slots.capacity import Capacity
-from moe_comm.errors import InputError, KernelError, RoutingError
+from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
+from moe_comm.errors import HeapError, InputError, KernelError, RoutingError
 from moe_comm.gpu.record import BufferIndex
-from moe_comm.kernels import native, recording, tensor_cores
+from moe_comm.kernels import expert_mlp_gpu, native, recording, tensor_cores
 from moe_comm.kernels.activations import activation_of
 from moe_comm.layers.moe import whole_call
+from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
@@ -145,7 +148,7 @@ def test_a_layer_never_waits_for_counts_and_has_the_same_bits() -> None:
                 built = layer(**settings)
                 built.experts.recompute = recompute
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Experts, "on_device", lambda *_: False)
+                    patch.setattr(Experts, "on_device", lambda *_: "")
                     expected, stats = passes(built, x_TD, routing), built.dispatch_stats
                 actual, launched = needed_kernels(lambda b=built, r=routing: passes(b, x_TD, r), stop)
                 assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
@@ -174,7 +177,7 @@ def test_other_activations_frozen_experts_and_fp16_have_the_same_bits() -> None:
             x_TD = drawn(TOKENS, HIDDEN, dtype=built.experts.w2.dtype)
             for given in (None, Routing(some_ids(TOKENS, TOP_K, EXPERTS), torch.full((TOKENS, TOP_K), 0.3))):
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Experts, "on_device", lambda *_: False)
+                    patch.setattr(Experts, "on_device", lambda *_: "")
                     expected = passes(built, x_TD, given)
                 actual = passes(built, x_TD, given)
                 assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual), (settings, frozen)
@@ -263,7 +266,7 @@ class Interpreted:
 def emulated(driver: PythonDriver) -> Iterator[None]:
     """Return a context in which programs are recorded, and repeated by native code on the driver."""
     launches, program = kernels("launch"), kernels("program")
-    for module in (device_call, device_layer):
+    for module in (device_call, device_layer, expert_mlp_gpu):
         module._programs.cache_clear()
     routers = kernels("router")._FORWARD, kernels("router")._BACKWARD
     for other in (kernels("linear")._PROGRAM, kernels("linear_backward")._PROGRAM, *routers):
@@ -292,7 +295,7 @@ def emulated(driver: PythonDriver) -> Iterator[None]:
 def step_by_step(built: MoELayer, x_TD: Tensor, routing: Routing | None = None) -> list[Tensor]:
     """Return ``passes`` of router, dispatch, experts and combine one after the other, without records."""
     with pytest.MonkeyPatch.context() as without:
-        without.setattr(Experts, "on_device", lambda *_: False)
+        without.setattr(Experts, "on_device", lambda *_: "")
         without.setattr(kernels("launch"), "repeats", lambda device: False)
         return passes(built, x_TD, routing)
 
@@ -556,6 +559,60 @@ def test_invalid_ids_make_results_nan_and_raise_in_the_next_call() -> None:
         built.dispatcher.check_ids()
     finally:
         native.TRITON_DEVICES.discard("cpu")
+
+
+@on_ranks(2)
+def test_layers_over_peer_to_peer_with_room_for_rows_never_wait_for_counts(rank: int) -> None:
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+
+    kernels("device")
+    driver = PythonDriver()
+
+    def build(capacity: int | None, dtype: torch.dtype = torch.bfloat16) -> MoELayer:
+        peers = PeerToPeerOptions(emulate=True, capacity_rows=capacity)
+        options = DispatchOptions(timeout_s=60, peer_to_peer=peers)
+        config = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, TOP_K))
+        return MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=options, seed=1, dtype=dtype)
+
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            counted, fixed = build(None, dtype), build(50, dtype)
+            unused = fixed.dispatcher.empty_rows(500, HIDDEN, dtype, torch.device("cpu")).fill_(torch.nan)
+            del unused  # rows without a slot are not read
+            for tokens in (TOKENS + rank, rank):
+                x_TD = drawn(tokens, HIDDEN, dtype=dtype, seed=rank)
+                weights_TK = torch.rand(tokens, TOP_K, generator=torch.Generator().manual_seed(4)).requires_grad_()
+                for routing in (None, Routing(some_ids(tokens, TOP_K, EXPERTS, rank), weights_TK)):
+                    expected, stats = passes(counted, x_TD, routing), counted.dispatch_stats
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(PeerToPeerDispatcher, "_send", stop)
+                        actual, _ = needed_kernels(lambda b=fixed, r=routing, x=x_TD: passes(b, x, r), stop)
+                    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual) > 3
+                    assert fixed.dispatch_stats == stats and fixed.saved_bytes >= counted.saved_bytes
+        x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=rank)
+        built = build(2 * TOKENS)
+        one_rank = Routing(torch.tensor([[0, 1]] * TOKENS), torch.ones(TOKENS, TOP_K))
+        with pytest.raises(HeapError, match=r"rank 0 has no room for its rows.*capacity_rows"):
+            built(x_TD, one_rank)
+        wrong = one_rank._replace(ids_TK=one_rank.ids_TK.clone())
+        wrong.ids_TK[3, 1] += 7 * rank
+        with pytest.raises(RoutingError, match="expert id 8 of token 3"):
+            build(50)(x_TD, wrong)
+        assert torch.equal(build(50)(x_TD, one_rank), build(None)(x_TD, one_rank))
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+    with emulated(driver):
+        counted, fixed = build(None), build(50)
+        for seed in range(4):
+            x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=seed + rank)
+            weights_TK = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            routing = Routing(some_ids(TOKENS, TOP_K, EXPERTS, seed), weights_TK)
+            driver.named.clear()
+            actual, entered = passes(fixed, x_TD, routing), driver.named.count("cuCtxGetCurrent")
+            assert entered == (2 if seed > 1 else 0)  # the GEMMs, forward and backward
+            assert all(map(torch.equal, step_by_step(counted, x_TD, routing), actual))
 
 
 @on_ranks(1)
