@@ -31,10 +31,7 @@ _GRAPHS: dict[int, tuple[Tensor, list[Tensor]]] = {}
 """Calls whose backward pass has not run, by the value of ``call``: the output, and what needs a gradient."""
 _numbers = count(1)
 _places = count()
-_SCHEMA = (
-    "(Tensor[] inputs, bool[] present, Tensor[] parameters, Tensor layer, bool[] needs, ScalarType dtype, "
-    "ScalarType? autocast, int place) -> (Tensor, Tensor)"
-)
+# Not inferred from the annotations: a list of dtypes.
 _SCHEMA_BACKWARD = (
     "(Tensor grad, Tensor call, SymInt[] sizes, int[] dims, ScalarType[] dtypes, Tensor[] parameters) -> Tensor[]"
 )
@@ -73,7 +70,7 @@ def call_layer(
     return y  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("moe_comm::layer", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op("moe_comm::layer", mutates_args=())
 def _layer(
     inputs: Sequence[Tensor],
     present: Sequence[bool],
@@ -121,15 +118,8 @@ def _layer(
 
 @_layer.register_fake
 def _(
-    inputs: Sequence[Tensor],
-    present: Sequence[bool],
-    parameters: Sequence[Tensor],
-    layer: Tensor,
-    needs: Sequence[bool],
-    dtype: torch.dtype,
-    autocast: torch.dtype | None,
-    place: int,
-) -> tuple[Tensor, Tensor]:
+    inputs: Sequence[Tensor], present: Any, parameters: Any, layer: Any, needs: Any, dtype: torch.dtype, *_: Any
+) -> Any:
     first = inputs[0]
     return torch.empty(first.shape, dtype=dtype, device=first.device), torch.empty(1, dtype=torch.int64, device="cpu")
 
@@ -174,15 +164,8 @@ def _empty_gradients(
 
 
 @_layer_backward.register_fake
-def _(
-    grad: Tensor,
-    call: Tensor,
-    sizes: Sequence[int],
-    dims: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    parameters: Sequence[Tensor],
-) -> list[Tensor]:
-    return _empty_gradients(grad, sizes, dims, dtypes, parameters)
+def _(grad: Tensor, call: Tensor, *expected: Any) -> list[Tensor]:
+    return _empty_gradients(grad, *expected)
 
 
 def _like(expected: Tensor, grad: Tensor | None) -> Tensor:
