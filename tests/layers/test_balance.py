@@ -67,7 +67,7 @@ def routed(layer: MoELayer, run: Run, rank: int, call: int) -> tuple[Tensor, Any
     x = draw(count, HIDDEN, seed=rank + 10 * call, dtype=run.dtype).requires_grad_()
     routing = layer.router(x, 1)
     hot = torch.arange(count) % 4 != 0
-    ids = torch.where(hot[:, None], torch.tensor([(3 * call) % EXPERTS, (3 * call + 1) % EXPERTS]), routing.ids_TK)
+    ids = torch.where(hot[:, None], torch.tensor([(2 * call) % EXPERTS, (2 * call + 1) % EXPERTS]), routing.ids_TK)
     if run.tokens == "all to one expert":
         ids = torch.full_like(ids, -1)
         ids[:, 0] = 5

@@ -127,11 +127,12 @@ class LentExperts(ExpertCopies):
         return 0
 
     @torch.no_grad()
-    def plan(self, ids_TK: Tensor | None) -> CallPlan:
+    def plan(self, ids_TK: Tensor | None, trains: bool) -> CallPlan:
         """Return the plan of the next call. Collective.
 
         Args:
             ids_TK: expert ids of this rank's tokens. Invalid ones are not counted. None: this rank has none.
+            trains: whether a backward pass may follow.
 
         Raises:
             RankMismatch: ranks have other settings; on every rank.
@@ -148,7 +149,7 @@ class LentExperts(ExpertCopies):
             ids_N = ids_TK.reshape(-1)
             own[:experts] = torch.bincount(ids_N[(ids_N >= 0) & (ids_N < experts)], minlength=experts)
         settings = self.balance.words()
-        own[experts:] = torch.tensor((changed, torch.is_grad_enabled(), *settings), dtype=torch.int64, device="cpu")
+        own[experts:] = torch.tensor((changed, trains, *settings), dtype=torch.int64, device="cpu")
         what = f"the row counts of layer {self._label!r}"
         words_WX = channel_of(group).all_gather(own, what)
         if (words_WX[:, experts + 2 :] != own[experts + 2 :]).any():
@@ -172,7 +173,7 @@ class LentExperts(ExpertCopies):
         for one in lent:
             rows[placement.homes[one.expert]] -= one.rows
             rows[one.rank] += one.rows
-        place = self._places(lent)
+        place = self._places(lent, sticky=not any(grads_W))
         before_E = counts_WE[:rank].sum(0)
         cuts: dict[int, tuple[list[int], list[int]]] = {}
         offsets, homes = placement.layout.offsets, placement.homes_per_rank
@@ -190,17 +191,21 @@ class LentExperts(ExpertCopies):
                 lengths[owner] = max(0, min(end, last) - max(start, first))
         return CallPlan(lent, place, hashed, tuple(rows), cuts)
 
-    def _places(self, lent: Sequence[Lent]) -> tuple[int, ...]:
-        """Return a slot for each lent expert: the one with its weights, or else an empty one, or the first unused."""
-        used = {(one.rank, self._held[one.rank].index(one.expert)) for one in lent if self._has(one)}
-        place = []
+    def _places(self, lent: Sequence[Lent], sticky: bool) -> tuple[int, ...]:
+        """Return a slot for each lent expert: the first unused one from the number of the expert on, modulo the slots.
+
+        Recomputation must find the same slots, because the order of the rows follows from them. Only ``sticky`` plans
+        prefer the slots that have the weights already.
+        """
+        kept = {(one.rank, self._held[one.rank].index(one.expert)) for one in lent if sticky and self._has(one)}
+        used, place = set(kept), []
         for one in lent:
-            held = self._held[one.rank]
-            if self._has(one):
-                place.append(held.index(one.expert))
+            if sticky and self._has(one):
+                place.append(self._held[one.rank].index(one.expert))
                 continue
-            free = [slot for slot in range(len(held)) if (one.rank, slot) not in used]
-            place.append(min(free, key=lambda slot: held[slot] != EMPTY))
+            slots = len(self._held[one.rank])
+            order = ((one.expert + step) % slots for step in range(slots))
+            place.append(next(slot for slot in order if (one.rank, slot) not in used))
             used.add((one.rank, place[-1]))
         return tuple(place)
 
@@ -210,10 +215,10 @@ class LentExperts(ExpertCopies):
     def begin(self, ids_TK: Tensor | None) -> LentCall:
         """Plan a call and send the weights of lent experts, before its rows are dispatched. Collective.
 
-        Arguments and errors are those of ``plan``. The stacks become part of the autograd graph before the dispatch, so
+        ids_TK and errors are those of ``plan``. The stacks become part of the autograd graph before the dispatch, so
         their backward, which returns gradients, follows that of the dispatch: no rows are in flight then.
         """
-        plan, ep = self.plan(ids_TK), self._shards.place["ep"]
+        plan, ep = self.plan(ids_TK, torch.is_grad_enabled()), self._shards.place["ep"]
         homes = self.placement.homes_per_rank[ep]
         used = [index + 1 for one, index in zip(plan.lent, plan.place, strict=True) if one.rank == ep]
         # A rank without experts computes with all slots, so that its parameters have gradients.
