@@ -241,6 +241,7 @@ class _ParameterStorage:
         self.pipeline = mapping.pp > 1
         self.slots = config.placement.slots_of(config.model.experts, mapping.ep)  # for experts of other ranks
         self.rematerialize = config.placement.rematerialize
+        self.budget = config.offload.limit
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
         """Return the parameter, gradient and optimizer memory of the rank with coordinates ``place``."""
@@ -267,7 +268,7 @@ class _ParameterStorage:
         if self.strategy == "fsdp" and not self.pipeline:
             root = gathered.pop("", 0)
             total = replace(total, weights=total.resident + root + sum(sorted(gathered.values())[-2:]))
-        return total
+        return total.offloaded(self.budget)
 
     def _strategy_of(self, sharding: Sharding) -> ShardingMode:
         return "zero1" if self.strategy == "fsdp" and sharding.expert and self.slots else self.strategy
@@ -334,8 +335,11 @@ def _mapping(result: DryRun) -> str:
 def _memory(result: DryRun, config: TrainConfig) -> str:
     p, model = config.parallel, config.model
     fullest = max((position.fullest for position in result.positions), key=lambda rank: rank.total)
-    head = ("pp", "rank", "parameters", "weights", "gradients", "masters+state", "activations*", "all")
-    widths = (3, 6, 12, 9, 11, 15, 14, 9)
+    head: tuple[str, ...] = ("pp", "rank", "parameters", "weights", "gradients", "masters+state", "activations*", "all")
+    widths: tuple[int, ...] = (3, 6, 12, 9, 11, 15, 14, 9)
+    tier = config.offload.optimizer
+    if tier != "none":
+        head, widths = (*head, f"in {tier}"), (*widths, 10)
     unit, size = ("GiB", GIB) if fullest.total >= GIB else ("MiB", MIB)
 
     def scaled(num_bytes: int) -> str:
@@ -349,7 +353,8 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
     for pp, position in enumerate(result.positions):
         rank = position.fullest
         fixed = rank.fixed
-        sizes = (fixed.weights, fixed.gradients, fixed.optimizer, rank.activations, rank.total)
+        sizes: tuple[int, ...] = (fixed.weights, fixed.gradients, fixed.optimizer, rank.activations, rank.total)
+        sizes += () if tier == "none" else (fixed.stored,)
         cells = [str(pp), str(rank.rank), _short(fixed.params), *map(scaled, sizes)]
         line = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         lines.append(line + ("  <- peak" if rank == fullest and len(result.positions) > 1 else ""))
@@ -358,6 +363,12 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
         f"  not included. 'all' counts the larger of the activations and the buffers of the gradient reduction "
         f"({scaled(fullest.fixed.at_update)} on rank {fullest.rank}).",
     ]
+    if tier != "none":
+        moved = 2 * max(0, fullest.fixed.stored - config.offload.budget_bytes)
+        lines.append(
+            f"  'masters+state' counts the offloaded state by its budget. A step moves about {scaled(moved)} {unit} on "
+            f"rank {fullest.rank},\n  which takes {moved / 1e9:.2g} s at 1 GB/s."
+        )
     return "\n".join(lines)
 
 

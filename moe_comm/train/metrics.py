@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_comm.layers.moe.load import LayerLoad, load_statistics
 from moe_comm.observe.records import LineWriter, LoadLine, PlacementLine, cut_after
 from moe_comm.runtime.safe_files import make_folders
+from moe_comm.train.offload.resident import OffloadReport
 
 SERIES = 200
 """Default maximum number of per-layer values that a sink writes for a step: a dashboard cannot show 61 layers with 256
@@ -159,7 +160,7 @@ class PlacementReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Metrics of one training step, identical on all ranks except for ``times`` and ``memory_bytes``.
+    """Metrics of one training step, identical on all ranks except for ``times``, ``memory_bytes`` and ``offload``.
 
     Attributes:
         step: number of the step, from 1.
@@ -172,6 +173,7 @@ class StepReport:
         stop: reason why training ends after this step; "" if it continues.
         reruns: number of reruns of the step, see ``moe_comm.train.resilience.guard``.
         placement: decisions on the placement of experts after the step; None without any.
+        offload: transfers of offloaded state of this rank in the last update; None if it is in memory.
     """
 
     step: int
@@ -187,6 +189,7 @@ class StepReport:
     stop: str = ""
     reruns: int = 0
     placement: PlacementReport | None = None
+    offload: OffloadReport | None = None
 
     @property
     def seconds(self) -> float:
@@ -247,6 +250,7 @@ class JsonlSink(_LineSink):
         placement = values.pop("placement")
         if placement is not None and placement["layers"]:
             values["placement"] = {name: value for name, value in placement.items() if name != "decisions"}
+        values["offload"] = None if report.offload is None else values["offload"] | {"overlap": report.offload.overlap}
         metrics = report.load.metrics()
         layers = layers_to_write(report.load.imbalance, len(metrics), self._series)
         values["load"] = {"layers": layers} | {name: [series[i] for i in layers] for name, series in metrics.items()}
@@ -312,6 +316,9 @@ class TensorBoardSink(MetricsSink):
         }
         if report.mfu is not None:
             values["train/mfu"] = report.mfu
+        if report.offload is not None:
+            values["offload/waited_s"] = report.offload.waited_s
+            values["offload/overlap"] = report.offload.overlap
         metrics = load.metrics()
         for name, (median, worst) in across_layers(metrics).items():
             values |= {f"router/{name}_p50": median, f"router/{name}_p95": worst}

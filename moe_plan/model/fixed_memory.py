@@ -42,7 +42,8 @@ class FixedMemory:
     """Bytes on one rank that do not depend on its tokens. ``params`` counts elements.
 
     ``at_update`` bytes are only allocated during the optimizer update. ``resident`` is the part of ``weights`` that is
-    not sharded, and therefore never gathered or freed.
+    not sharded, and therefore never gathered or freed. ``stored`` is the part of ``optimizer`` that can be offloaded:
+    all of it, except the masters of fsdp, which are gathered.
     """
 
     params: int = 0
@@ -51,6 +52,13 @@ class FixedMemory:
     optimizer: int = 0
     at_update: int = 0
     resident: int = 0
+    stored: int = 0
+
+    def offloaded(self, budget: int | None) -> FixedMemory:
+        """Return the memory if ``stored`` bytes stream through a budget of memory; None: they are in memory."""
+        if budget is None:
+            return replace(self, stored=0)
+        return replace(self, optimizer=self.optimizer - self.stored + min(self.stored, budget))
 
     def __add__(self, other: FixedMemory) -> FixedMemory:
         return FixedMemory(*(first + second for first, second in zip(astuple(self), astuple(other), strict=True)))
@@ -87,7 +95,8 @@ class ParameterShard:
             masters = MASTER * number if self.size < MASTER else 0
             summed = masters if self.summing > 1 else 0
             weights = self.size * number
-            return FixedMemory(number, weights, MASTER * number, masters + self.state * number, summed, weights)
+            optimizer = masters + self.state * number
+            return FixedMemory(number, weights, MASTER * number, optimizer, summed, weights, optimizer)
         largest_shard, own_shard = (
             math.prod(shard_slice(self.shape, at, self.owners, sharding == "fsdp").shape(self.shape))
             for at in (0, self.index % self.owners)
@@ -96,7 +105,9 @@ class ParameterShard:
         masters = MASTER * largest_shard
         weights = self.size * number
         at_update, resident = 0 if partial else masters, weights if sharding == "zero1" else 0
-        return FixedMemory(number, weights, gradients, masters + self.state * own_shard, at_update, resident)
+        stored = self.state * own_shard + (masters if sharding == "zero1" else 0)
+        optimizer = masters + self.state * own_shard
+        return FixedMemory(number, weights, gradients, optimizer, at_update, resident, stored)
 
 
 def state_bytes(optimizer: Optimizer, momentum: bool, matrix: bool) -> int:
@@ -206,9 +217,9 @@ def fixed_parts(
 
 def fixed_of(parts: StageContents, memory_of_part: Sequence[FixedMemory], gathered: bool) -> FixedMemory:
     """Return the memory of a stage. Without ``gathered``, only its two largest layers hold complete weights."""
-    totals = [0, 0, 0, 0, 0, 0]
+    totals = [0, 0, 0, 0, 0, 0, 0]
     for count, part in zip(parts, memory_of_part, strict=True):
-        values = (part.params, part.weights, part.gradients, part.optimizer, part.at_update, part.resident)
+        values = astuple(part)
         for index, value in enumerate(values):
             totals[index] += count * value
     if not gathered:

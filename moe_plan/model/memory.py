@@ -46,6 +46,7 @@ class MemoryPolicy:
     cut_shared: tensor-parallel ranks shard the shared experts, as in Megatron. In the bundled trainer each rank holds
     all shared experts and runs them on its own tokens.
     outputs: experts save their outputs for backward, as in Megatron.
+    offload: bytes of memory for offloaded optimizer state and masters. None: they are in memory.
     """
 
     optimizer: Optimizer = "adamw"
@@ -53,6 +54,7 @@ class MemoryPolicy:
     reshard: bool = False
     cut_shared: bool = False
     outputs: bool = False
+    offload: int | None = None
 
 
 DEFAULT_POLICY = MemoryPolicy()
@@ -145,7 +147,7 @@ def memory(
             layers = (parts.dense, parts.moe)
             largest = max((part.params for part, count in zip(fixed, layers, strict=False) if count), default=0)
             by_contents[parts, len(stages)] = (
-                fixed_of(parts, fixed, gathered),
+                fixed_of(parts, fixed, gathered).offloaded(policy.offload),
                 parts.last * losses + tokens * estimate.recomputed(*layers),
                 round(buffers.at(parts, len(stages)) + (MASTER * largest if partial else 0)),
             )

@@ -123,6 +123,21 @@ def test_sharded_state_is_stored_once(strategy: str) -> None:
     assert alone.positions[0].ranks[0].fixed.optimizer == 8 * run.shape.params  # fp32 weights are their own masters
 
 
+@pytest.mark.parametrize(("strategy", "stored"), [("zero1", 12), ("fsdp", 8)])
+def test_offloaded_state_is_counted_by_its_budget(strategy: str, stored: int) -> None:
+    even = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")
+    shape = (*even, f"parallel.sharding={strategy}", "model.dtype=bfloat16", "data.batch=16")
+    offload = ("offload.optimizer=file", "offload.budget=64KiB", "offload.path=/var/tmp")
+    run, resident = dry_run(*shape, *offload), dry_run(*shape)
+    assert sum(rank.fixed.stored for rank in run.positions[0].ranks) == stored * run.shape.params
+    for rank, before in zip(run.positions[0].ranks, resident.positions[0].ranks, strict=True):
+        assert before.fixed.stored == 0
+        assert rank.fixed.optimizer == before.fixed.optimizer - rank.fixed.stored + (64 << 10)
+    text = describe(load(None, [*shape, *offload]))
+    assert "in file" in text and "counts the offloaded state by its budget" in text
+    assert "in file" not in describe(load(None, list(shape)))
+
+
 def measured_bytes(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes of a real run on this rank before its first step."""
     config = load(None, settings)

@@ -249,6 +249,16 @@ function memory({ runs, state }) {
   if (single) traces = overlay(runs, state, "memory_bytes", { scale: 1 / 2 ** 30 });
   return { traces, layout: { xaxis: steps, yaxis: { title: { text: single ? "GiB, rank 0" : "GiB" }, rangemode: "tozero" }, showlegend: traces.length > 1 } };
 }
+function tiers({ runs, state }) {
+  const view = state.view.tiers || "time";
+  const lines = { time: [["update", "update"], ["waited", "waits in the update"], ["busy", "transfers"]], moved: [["read", "read"], ["written", "written"]],
+                  stored: [["stored", "stored"], ["peak", "most in memory"]] }[view];
+  const names = { update: "offload_update_s", waited: "offload_waited_s", busy: "offload_busy_s" };
+  const scale = view === "time" ? 1 : 1 / 2 ** 20, traces = [];
+  lines.forEach(([key, label], number) => overlay(runs, state, names[key] || `offload_${key}`, { scale, band: false }).forEach((one) =>
+    traces.push({ ...one, name: runs.length > 1 ? `${one.name}: ${label}` : label, legendgroup: undefined, line: { ...one.line, color: state.colors[number] }, marker: { color: state.colors[number] }, showlegend: true })));
+  return { traces, layout: { xaxis: steps, yaxis: { title: { text: view === "time" ? "seconds" : "MiB" }, rangemode: "tozero" }, showlegend: true } };
+}
 function stalls({ runs, state }) {
   if (runs.length === 1 && state.run.ranks.rank.length) {
     const traces = ofRanks(state, "checkpoint", 1);
@@ -305,5 +315,5 @@ const marked = (chart) => (input) => {
   return { traces, layout: { ...layout, shapes, annotations } };
 };
 
-const CHARTS = { loss, gradient, throughput, mfu, split, experts, owners, health, stragglers, links, memory, stalls, timeline };
+const CHARTS = { loss, gradient, throughput, mfu, split, experts, owners, health, stragglers, links, memory, tiers, stalls, timeline };
 for (const name of Object.keys(CHARTS)) CHARTS[name] = marked(CHARTS[name]);

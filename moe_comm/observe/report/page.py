@@ -94,6 +94,13 @@ PANELS = (
         empty="No rank records were written (observe.events).",
     ),
     Panel("memory", "Memory"),
+    Panel(
+        "tiers",
+        "Offloaded optimizer state",
+        "Rank 0. The update waits when no chunk is in memory; transfers may also continue after it.",
+        (("time", "seconds of a step"), ("moved", "bytes of a step"), ("stored", "bytes stored and in memory")),
+        empty="No optimizer state was offloaded (offload.optimizer).",
+    ),
     Panel("stalls", "Checkpoint stalls", "Time waiting for the copy of the state and for the save."),
     Panel(
         "timeline",

@@ -33,6 +33,9 @@ MOST_LAYER_STEPS, MOST_LAYERS, MOST_LOADS = 600, 512, 400_000
 SMALL_FILE = 4 << 20
 PARTS = ("compute", "communication", "data", "checkpoint", "loop")
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "total", *PARTS, "memory_bytes")
+OFFLOAD = ("update_s", "waited_s", "busy_s", "read", "written", "stored", "peak")
+"""Values of offloaded state in metrics.jsonl, as curves with the prefix ``offload_``."""
+ALL_CURVES = (*CURVES, *(f"offload_{name}" for name in OFFLOAD))
 HEALTH = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
 Record = TypeVar("Record", PlacementLine, RankStep, LoadLine, Attempt, FaultRecord)
 
@@ -194,7 +197,9 @@ def _curves(path: Path, notes: list[str]) -> Curves:
         flat["loop"] = value.get("loop_s")
         if "total" not in flat:
             flat["total"] = value.get("seconds")
-        lines[step] = [number(flat.get(name)) for name in CURVES]
+        if isinstance(offload := value.get("offload"), dict):
+            flat |= {f"offload_{name}": offload.get(name) for name in OFFLOAD}
+        lines[step] = [number(flat.get(name)) for name in ALL_CURVES]
         if isinstance(why := value.get("skipped"), str) and why and len(skipped) < MOST_EVENTS:
             skipped[int(step)] = why
         if isinstance(load := value.get("load"), dict):
@@ -205,10 +210,10 @@ def _curves(path: Path, notes: list[str]) -> Curves:
                 layers = dict(list(layers.items())[::2])
                 stride *= 2
     steps = sorted(lines)
-    table = np.array([lines[step] for step in steps]).reshape(len(steps), len(CURVES))
+    table = np.array([lines[step] for step in steps]).reshape(len(steps), len(ALL_CURVES))
     return Curves(
         np.array(steps, dtype=np.float64),
-        {name: table[:, i] for i, name in enumerate(CURVES)},
+        {name: table[:, i] for i, name in enumerate(ALL_CURVES)},
         tuple(sorted(skipped.items())),
         tuple(sorted(validation.items())),
         *_layers(layers),

@@ -148,7 +148,7 @@ def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Parallel
         cluster,
         workload(config, shape),
         config.data.batch,
-        MemoryPolicy(config.optimizer.kind, bool(config.optimizer.momentum_of_kind)),
+        MemoryPolicy(config.optimizer.kind, bool(config.optimizer.momentum_of_kind), offload=config.offload.limit),
         min(RESERVE, cluster.accelerator.memory_bytes // 8),
     )
     space = replace(search_space(config), ep=_degrees_with_slots(config, shape, cluster.gpus))

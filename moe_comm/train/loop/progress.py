@@ -100,5 +100,6 @@ def _numbers(report: StepReport, tokens_per_s: float, seconds_left: float) -> st
     return (
         f"loss {report.loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
         f"{'' if report.mfu is None else f'MFU {report.mfu:.0%}  '}"
+        f"{'' if report.offload is None else f'offload waits {report.offload.waited_s / report.seconds:.0%}  '}"
         f"load imbalance {report.load.worst_imbalance:.2f}  {remaining} left"
     )

@@ -207,6 +207,7 @@ class Trainer:
             stop=next((reason for reason, flag in zip(STOP_REASONS, summary.stops, strict=True) if flag), ""),
             reruns=guard.reruns,
             placement=placement,
+            offload=train_state.optimizer.memory.report,
         )
 
     def _check_weights(self) -> None:

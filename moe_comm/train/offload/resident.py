@@ -67,10 +67,45 @@ class Sweep:
         return self._chunks()
 
 
+@dataclass(frozen=True)
+class OffloadReport:
+    """Statistics of the last update of this rank.
+
+    Attributes:
+        stored: bytes of state and masters of this rank.
+        budget, peak: bytes of memory that they may use, and the most used so far.
+        read, written: bytes since the previous update.
+        update_s: duration of the sweeps.
+        waited_s: time in ``update_s`` without computation, because no chunk was in memory.
+        busy_s: time since the previous update in which chunks were read or written.
+    """
+
+    stored: int
+    budget: int
+    peak: int
+    read: int = 0
+    written: int = 0
+    update_s: float = 0.0
+    waited_s: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def overlap(self) -> float:
+        """The longer of computation and transfers, relative to the duration of the update: 1 if they overlap fully."""
+        longest = max(self.update_s - self.waited_s, min(self.busy_s, self.update_s))
+        return longest / self.update_s if self.update_s else 1.0
+
+
 class ResidentState:
-    """Optimizer state in memory, allocated when the optimizer is constructed."""
+    """Optimizer state in memory, allocated when the optimizer is constructed.
+
+    Attributes:
+        tensors: state by parameter and name.
+        report: statistics of the last update, if the state is not in memory.
+    """
 
     resident = True
+    report: OffloadReport | None = None
 
     def __init__(self) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {}

@@ -43,6 +43,11 @@ class OffloadSection(Section):
             raise ValueError(f"budget must be a number of bytes or a text such as '512MiB'; got {self.budget!r}")
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
+    @property
+    def limit(self) -> int | None:
+        """Bytes of memory for offloaded state; None if it is in memory."""
+        return None if self.optimizer == "none" else self.budget_bytes
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.budget_bytes and self.optimizer != "none":

@@ -31,39 +31,10 @@ from moe_comm.layers.parallel.collectives import channel_of, sum_values
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.offload.files import Backing, HostMemory, LocalFile
 from moe_comm.train.offload.layout import Chunk, Part, Stored, chunk_bytes, cut, whole
-from moe_comm.train.offload.resident import MASTERS, Opener, Piece, ResidentState, Sweep
+from moe_comm.train.offload.resident import MASTERS, OffloadReport, Opener, Piece, ResidentState, Sweep
 from moe_comm.train.offload.settings import OffloadSection
 from moe_comm.train.offload.store import Budget, Store
 from moe_comm.train.parallel.parameters import OwnedParameter
-
-
-@dataclass(frozen=True)
-class OffloadReport:
-    """Statistics of the last update of this rank.
-
-    Attributes:
-        stored: bytes of state and masters of this rank.
-        budget, peak: bytes of memory that they may use, and the most used so far.
-        read, written: bytes since the previous update.
-        update_s: duration of the sweeps.
-        waited_s: time in ``update_s`` without computation, because no chunk was in memory.
-        busy_s: time since the previous update in which chunks were read or written.
-    """
-
-    stored: int
-    budget: int
-    peak: int
-    read: int = 0
-    written: int = 0
-    update_s: float = 0.0
-    waited_s: float = 0.0
-    busy_s: float = 0.0
-
-    @property
-    def overlap(self) -> float:
-        """The longer of computation and transfers, relative to the duration of the update: 1 if they overlap fully."""
-        longest = max(self.update_s - self.waited_s, min(self.busy_s, self.update_s))
-        return longest / self.update_s if self.update_s else 1.0
 
 
 @dataclass

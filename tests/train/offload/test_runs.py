@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from moe_comm.errors import ConfigError, CorruptFile, StoreFull, StoreIOError
+from moe_comm.observe.report.figures import panels
+from moe_comm.observe.report.read import read_run
 from moe_comm.train import run
 from moe_comm.train.offload import files
 from tests.pool import RankPool
@@ -63,6 +65,9 @@ def test_offloaded_runs_have_the_bits_of_resident_ones(
     assert actual.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "resident"], "a file of state remains"
+    shown = panels(read_run(folder_of(mixed)))["curves"]["values"]
+    assert [value is not None for value in shown["offload_stored"]] == [True, True, False, False, True, True]
+    assert "offload_stored" not in panels(read_run(folder_of(resident)))["curves"]["values"]
 
 
 def _updates(rank: int, world: int, settings: list[str]) -> list[Any]:
@@ -78,6 +83,10 @@ def test_a_sweep_moves_only_what_did_not_stay_in_memory(shared_settings: list[st
     settings = [*shared_settings, *SIZE, "model.dtype=bfloat16", *offload(tmp_path, "512KiB")]
     reports = _updates(0, 1, settings)
     assert reports[0].stored > 4 * (512 << 10)
+    with session(settings) as active:  # as planned, without alignment and with the routers' own masters
+        state = active.trainer.train_state
+        planned = sum(item.value.numel() * 4 * (2 + (item.weights is not None)) for item in state.data_parallel.owned())
+    assert planned <= reports[0].stored < 1.02 * planned
     assert all(report.peak <= report.budget for report in reports)
     # Chunks in the budget at the end of a sweep are the first of the next one, and are not written meanwhile.
     kept = reports[2].budget // (64 << 10) * (64 << 10)
