@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.options import echo, load
 from moe_comm.errors import ConfigError
+from moe_comm.runtime.untrusted import parse_object, read_bounded
 
 if TYPE_CHECKING:
     from moe_comm.layers.transformer.shape import ModelShape
@@ -101,6 +101,8 @@ def plan_serving(
     echo(f"the trace needs {count} instance(s) of the first plan: {latency}", err)
 
 
+MOST_BYTES = 16 << 20
+"""Largest result of ``bench serve`` that is read."""
 NODES, MICRO_BATCHES = range(1, 5), range(1, 5)
 """Numbers of attention nodes and micro-batches that ``plan_measured`` predicts."""
 
@@ -117,7 +119,7 @@ def plan_measured(file: Path, options: ServeOptions, json_out: str | None) -> No
 
     trace = read_trace(options.trace)
     try:
-        measured = json.loads(file.read_text("utf-8"))
+        measured = parse_object(read_bounded(file, MOST_BYTES))
         values, most_tokens = measured["plan"]["costs"], int(measured["settings"]["batch_tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is no result of bench serve with one attention rank: {error}") from None

@@ -87,11 +87,11 @@ class MeasuredCosts:
                 tuple(map(float, values[name])) for name in ("attention", "experts", "transfer")
             ]
             sizes = [int(values[name]) for name in ("layers", "num_experts", "chosen", "cache_tokens")]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"these are no measured costs of serving: {error}") from None
         numbers = [value for one in lists for value in one]
         right = [len(one) for one in lists] == [4, 3, 2] and all(0 <= one < np.inf for one in numbers)
-        if not right or not any(numbers) or min(sizes) < 1:
+        if not right or not any(numbers) or min(sizes) < 1 or sizes[2] > sizes[1]:
             raise ConfigError(f"these are no measured costs of serving: {values}")
         return cls(lists[0], lists[1], lists[2], *sizes)
 

@@ -14,7 +14,7 @@ from moe_comm import cli
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.serve.benchmark import Contest
 from moe_comm.bench.serve.contestants import ServeContestant, model_folder
-from moe_comm.bench.serve.requests import Answer, idle_share, latencies, union
+from moe_comm.bench.serve.requests import Answer, complete_from, idle_share, latencies, since, union
 from moe_comm.bench.serve.settings import CONTESTANTS, ServeBench
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.event_layout import Kind, Span
@@ -91,6 +91,10 @@ def test_idle_shares_are_of_the_time_with_requests() -> None:
     assert idle_share(spans, busy, only_experts=False) == pytest.approx(1.5 / 4)
     # The experts compute from 3 to 5 s, of which one second has requests.
     assert idle_share(spans, busy, only_experts=True) == pytest.approx(3 / 4)
+    # If the vote is no longer kept, the time before the dispatch does not count.
+    assert complete_from(spans, 3, most=3) == 0.0 and complete_from(spans[1:], 3, most=2) == 2.0
+    assert since(busy, 2.0) == [(2.0, 4.0), (8.0, 8.5)] and since(busy, 4.0) == busy[1:]
+    assert idle_share(spans[1:], since(busy, 2.0), only_experts=False) == pytest.approx(1 / 2.5)
 
 
 def test_latencies_count_the_wait_before_the_first_token() -> None:

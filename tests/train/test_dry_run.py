@@ -286,6 +286,17 @@ def _peak_in_flight(actions: list[Any]) -> int:
     return peak
 
 
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "fsdp"])
+def test_offloaded_state_needs_the_budget(strategy: str) -> None:
+    settings = ("parallel.ranks=4", "parallel.ep=2", f"parallel.sharding={strategy}", "model.dtype=bfloat16")
+    none = ("optimizer.kind=sgd", "optimizer.momentum=0")  # no state: masters only
+    offload = ("offload.optimizer=file", "offload.path=/data", "offload.budget=1000")
+    resident, masters, stored = (dry_run(*settings, *more).positions[0].ranks[0].fixed for more in ((), none, offload))
+    kept = masters.optimizer if strategy == "fsdp" else 0
+    assert kept + 1000 == stored.optimizer < resident.optimizer
+    assert replace(stored, optimizer=resident.optimizer) == resident
+
+
 def test_slots_for_copies_need_weights_and_gradients_but_no_optimizer_state() -> None:
     mapping = ("parallel.ranks=2", "model.experts=6", "model.hidden=16", "model.ffn=24", "model.dtype=bfloat16")
     without, with_slots = (

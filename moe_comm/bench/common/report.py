@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,14 +38,26 @@ def check_writable(out: str | None) -> None:
 
 
 def write_json(result: dict[str, Any], out: str | None) -> None:
-    """Write one JSON object to the file ``out``. ``-`` is standard output; None writes nothing."""
+    """Write one JSON object to the file ``out``. ``-`` is standard output; None writes nothing.
+
+    Numbers that JSON does not have, such as a median without values, are written as null.
+    """
     if out is None:
         return
-    text = json.dumps(result, indent=2) + "\n"
+    text = json.dumps(_with_nulls(result), indent=2, allow_nan=False) + "\n"
     if out == "-":
         sys.stdout.write(text)
     else:
         write_file(Path(out), text)
+
+
+def _with_nulls(value: Any) -> Any:
+    """Return ``value`` with None instead of NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: _with_nulls(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(tables: list[Table], json_out: str | None = None) -> None:

@@ -38,9 +38,11 @@ from moe_comm.bench.serve.requests import (
     Answer,
     PromptRequest,
     at_once,
+    complete_from,
     idle_share,
     latencies,
     serve,
+    since,
     union,
     with_prompts,
 )
@@ -58,12 +60,20 @@ NEAR_TIE = 1e-3
 
 @dataclass
 class Served:
-    """A run. answers: of all ranks; seconds: until the last token. spans, begun: of this rank."""
+    """A run.
+
+    Attributes:
+        answers: of all ranks.
+        seconds: until the last token.
+        spans, begun: of this rank.
+        complete_from_s: when the first span began that all ranks have kept; 0 if they have kept all.
+    """
 
     answers: list[Answer]
     seconds: float
     spans: list[Span]
     begun: list[Begun]
+    complete_from_s: float
 
 
 @dataclass
@@ -129,9 +139,12 @@ class Contest:
                     answers = serve(contestant.model, own, self.cache, started)
             else:
                 started()
-        spans = read_spans(EVENTS.region, RECORDS, 0 if header is None else header.head)
+        first, end = (0 if one is None else one.head for one in (header, read_header(EVENTS.region)))
+        spans = read_spans(EVENTS.region, RECORDS, first)
+        complete_from_s = max(gather(complete_from(spans, end - first, RECORDS)))
         everyone = [one for answers in gather(answers) for one in answers]
-        return Served(everyone, max(one.times_s[-1] for one in everyone) - start_s, spans, begun)
+        seconds = max(one.times_s[-1] for one in everyone) - start_s
+        return Served(everyone, seconds, spans, begun, complete_from_s)
 
     def compare(self, name: str, answers: Sequence[Answer]) -> None:
         """Raise ``WrongAnswer`` unless the tokens are those of the first contestant. Collective."""
@@ -179,16 +192,17 @@ class Contest:
         measured.rates.append(sum(len(one.tokens) for one in served.answers) / served.seconds)
         if contestant.calibrates:
             own, *others = gather(served.spans)
-            measured.steps += steps_of(gather(served.begun)[0], served.answers, own, others)
+            begun = [one for one in gather(served.begun)[0] if one[0] >= served.complete_from_s]
+            measured.steps += steps_of(begun, served.answers, own, others)
         served = self.run(contestant, self.requests)
         self.compare(contestant.name, served.answers)
         measured.answers += served.answers
         measured.seconds.append(served.seconds)
         rows = [one.rows for one in served.spans if one.rows]
         counts = sum(map(sum, rows)), sum(map(len, rows)), max((max(one) for one in rows), default=0)
-        busy = union([(one.arrival_s, one.times_s[-1]) for one in served.answers])
+        busy = since(union([(one.arrival_s, one.times_s[-1]) for one in served.answers]), served.complete_from_s)
         only_experts = self.rank not in contestant.takers
-        idle = None if contestant.local else idle_share(served.spans, busy, only_experts=only_experts)
+        idle = None if contestant.local or not busy else idle_share(served.spans, busy, only_experts=only_experts)
         shares: dict[str, list[float]] = {}
         totals = [0, 0]
         for rank, (share, (total, calls, most)) in enumerate(gather((idle, counts))):

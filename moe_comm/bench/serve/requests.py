@@ -156,6 +156,19 @@ def covered(parts: Sequence[Interval], within: Sequence[Interval]) -> float:
     return total
 
 
+def complete_from(spans: Sequence[Span], recorded: int, most: int) -> float:
+    """Return the time from which on all spans of this rank are known, if only the newest ``most`` are kept.
+
+    recorded: the number of spans of the run.
+    """
+    return spans[0].begin_ns / 1e9 if recorded > most and spans else 0.0
+
+
+def since(intervals: Sequence[Interval], start_s: float) -> list[Interval]:
+    """Return what is not before ``start_s``."""
+    return [(max(begin, start_s), end) for begin, end in intervals if end > start_s]
+
+
 def waits(spans: Sequence[Span]) -> list[Interval]:
     """Return the times in which this rank dispatches, combines or votes, and so mostly waits."""
     return [(one.begin_ns / 1e9, one.end_ns / 1e9) for one in spans if one.end_ns and one.kind.is_communication]

@@ -68,15 +68,18 @@ def chunk_bytes(budget: int, in_flight: int) -> int:
 
 
 def cut(items: Sequence[Stored], capacity: int) -> list[Chunk]:
-    """Divide parameters into chunks of ranges of at most ``capacity`` bytes."""
+    """Divide parameters into chunks of ranges of at most ``capacity`` bytes.
+
+    A parameter without fields is one part without bytes: it is updated in memory.
+    """
     chunks: list[Chunk] = []
     parts: list[Part] = []
     used = 0
     for item in items:
         start = 0
         unit = UNIT * item.itemsize * len(item.fields)
-        while start < item.elements and item.fields:
-            units = (capacity - used) // unit
+        while start < item.elements:
+            units = (capacity - used) // unit if unit else -(-item.elements // UNIT)
             if not units:
                 chunks.append(Chunk(tuple(parts), _aligned(used, BLOCK)))
                 parts, used = [], 0

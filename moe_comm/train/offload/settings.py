@@ -11,7 +11,7 @@ from moe_comm.train.section_base import MOST, Section
 
 Tier = Literal["none", "host", "file"]
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?")
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]iB)?")
 
 
 class OffloadSection(Section):

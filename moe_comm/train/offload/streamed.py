@@ -101,7 +101,11 @@ class StreamedState(ResidentState):
                     item.offloaded = True
         except MoeCommError as error:
             outcome = error
-        self._agree(outcome)
+        try:
+            self._agree(outcome)
+        except BaseException:
+            self.close()  # the process may go on: with another folder or budget
+            raise
 
     def opener(self, name: str, field: str) -> Opener | None:
         number = next((n for n, item in enumerate(self._items) if item.name == name), None)

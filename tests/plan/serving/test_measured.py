@@ -9,6 +9,7 @@ import pytest
 
 from moe_comm import cli
 from moe_comm.errors import ConfigError
+from moe_comm.runtime.untrusted import parse_object
 from moe_plan.serving.cost import ServeMapping
 from moe_plan.serving.measured import MeasuredCosts, MeasuredStep
 from moe_plan.serving.replay import replay
@@ -55,7 +56,7 @@ def test_coefficients_are_not_negative() -> None:
 def test_few_steps_and_other_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 8 steps; got 3"):
         MeasuredCosts.fit(STEPS[:3], 4, 16, 2, 4096)
-    for wrong in ({"attention": [1.0]}, {"layers": 0}, {"experts": [-1.0, 0, 0]}, {"transfer": None}):
+    for wrong in ({"attention": [1.0]}, {"layers": 0}, {"experts": [-1.0, 0, 0]}, {"transfer": None}, {"chosen": 17}):
         with pytest.raises(ConfigError, match="no measured costs"):
             MeasuredCosts.from_dict(COSTS.to_dict() | wrong)
 
@@ -71,6 +72,13 @@ def test_the_command_predicts_a_trace_from_a_result_of_bench_serve(
     expected = replay(COSTS, ONE, trace, 512).summary()
     assert rows[0] == {"n_a": 1, "m": 1, "keeps_bounds": False} | expected and expected["ttft_p99_s"] > 0.02
     assert len(rows) == 16 and "missed" in capsys.readouterr().out
-    file.write_text("{}")
-    assert cli.run(["plan", "--serve", text, "--measured", str(file)]) == 2
-    assert "no result of bench serve" in capsys.readouterr().err
+    infinite = '{"plan": {"costs": {}}, "settings": {"batch_tokens": 1e999}}'
+    for wrong in ("{}", "[" * 100_000, infinite, infinite.replace("1e999", "Infinity")):
+        file.write_text(wrong)
+        assert cli.run(["plan", "--serve", text, "--measured", str(file)]) == 2
+        assert "no result of bench serve" in capsys.readouterr().err
+    one_token = tmp_path / "trace.jsonl"
+    one_token.write_text(json.dumps({"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 1}))
+    file.write_text(json.dumps({"plan": {"costs": COSTS.to_dict()}, "settings": {"batch_tokens": 512}}))
+    assert cli.run(["plan", "--serve", str(one_token), "--measured", str(file), "--json", str(out)]) == 0
+    assert parse_object(out.read_text())["predicted"][0]["tpot_p50_s"] is None

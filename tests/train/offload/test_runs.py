@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,21 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(
         assert fault in text or fault in ("flip", "end")
 
 
+def test_parameters_without_stored_state_are_updated(shared_settings: list[str], tmp_path: Path) -> None:
+    """SGD without momentum has no state, and fp32 weights have no separate masters."""
+    settings = [*shared_settings, "optimizer.kind=sgd", "optimizer.lr=0.3", "run.steps=2"]
+    weights = []
+    for options in ([], offload(tmp_path, "192KiB")):
+        with session([*settings, *options]) as active:
+            owned = active.trainer.train_state.data_parallel.owned()
+            before = {item.name: item.value.detach().clone() for item in owned}
+            active.trainer.train_step(0)
+            weights.append({item.name: item.value.detach().clone() for item in owned})
+            assert any(not torch.equal(before[name], value) for name, value in weights[-1].items())
+    resident, stored = weights
+    assert [name for name, value in resident.items() if not torch.equal(value, stored[name])] == []
+
+
 def test_the_budget_is_checked_before_the_first_step(shared_settings: list[str], tmp_path: Path) -> None:
     least = 3 * (64 << 10)
     for budget, fits in ((least, True), (least - 1, False)):
@@ -168,6 +184,11 @@ def test_faults_at_the_start_are_typed(
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_block", full)
+        with pytest.raises(StoreIOError, match="cannot write"):
+            _updates(0, 1, [*settings, "model.dtype=bfloat16", "offload.budget=192KiB"])
+    assert [one.name for one in threading.enumerate() if one.name.startswith("moe_comm offload")] == []
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreFull, match=r"needs \d+ bytes .* free"):
         _updates(0, 1, settings)

@@ -146,6 +146,8 @@ def test_a_file_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_layouts_cover_each_element_once() -> None:
     items = [Stored(n, size, 4, ("master", "a", "b")) for n, size in enumerate((5000, 1, 0, 64, 9000, 63))]
+    items.append(Stored(6, 5000, 4, ()))
+    assert cut(items[-1:], BLOCK)[0].nbytes == 0
     chunks = cut(items, 2 * BLOCK)
     assert max(chunk.nbytes for chunk in chunks) == 2 * BLOCK
     for stored in (chunks, whole([items[:2], items[2:3], items[3:]])):
