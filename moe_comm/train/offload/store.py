@@ -208,7 +208,13 @@ class Store:
         self._free.clear()
 
     def _advance(self) -> None:
-        """Start to read announced chunks while there is free memory."""
+        """Start to read announced chunks while there is free memory; keep an error for the next ``take``."""
+        try:
+            self._read_wanted()
+        except Exception as error:
+            self._error = self._error or error
+
+    def _read_wanted(self) -> None:
         while self._wanted:
             key = self._wanted[0]
             resident = self._resident.get(key)

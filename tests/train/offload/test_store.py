@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moe_comm.errors import StoreFull, StoreIOError
 from moe_comm.runtime.safe_files import open_unnamed
-from moe_comm.train.offload.files import Backing, HostMemory, LocalFile
+from moe_comm.train.offload import store as store_module
+from moe_comm.train.offload.files import Backing, HostMemory, LocalFile, aligned_bytes
 from moe_comm.train.offload.layout import BLOCK, Chunk, Stored, cut, whole
 from moe_comm.train.offload.store import Budget, Store
 
@@ -116,6 +117,25 @@ def test_a_transfer_that_hangs_ends_at_the_deadline() -> None:
     with pytest.raises(StoreIOError, match=r"deadline_s = 0\.2"):
         sweep()
     hang.set()
+    store.close()
+
+
+def test_memory_that_cannot_be_allocated_is_an_error_of_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait in the collectives of an update, so nothing else may raise."""
+    with pytest.raises(StoreFull, match="cannot be allocated"):
+        aligned_bytes(1 << 60, CPU)
+    allocated: list[int] = []
+
+    def allocate(nbytes: int, device: torch.device) -> Tensor:
+        allocated.append(nbytes)
+        return aligned_bytes(nbytes if len(allocated) < 2 else 1 << 60, device)
+
+    backing = HostMemory(sum(SIZES))
+    monkeypatch.setattr(store_module, "aligned_bytes", allocate)
+    store, _ = make(backing)
+    store.announce([0, 1])
+    with pytest.raises(StoreFull, match="cannot be allocated"):
+        store.take(0)
     store.close()
 
 
