@@ -113,6 +113,22 @@ class TrainConfig(Section):
             raise ValueError(f"parallel.interleave runs two micro-batches at a time: {'; '.join(messages)}")
         return self
 
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        parallel = self.parallel
+        if parallel.lengths == "static":
+            return self
+        required = (
+            (parallel.context == "ring", 'parallel.context = "ring"'),
+            (self.data.documents == "separate", 'data.documents = "separate"'),
+            (parallel.pp == 1 and (not parallel.auto or "pp" in parallel.model_fields_set), "parallel.pp = 1"),
+            (not parallel.interleave, "parallel.interleave = false"),
+            (self.model.capacity is None, "no model.capacity"),
+        )
+        if missing := [setting for fits, setting in required if not fits]:
+            raise ValueError(f'parallel.lengths = "balanced" requires {", ".join(missing)}')
+        return self
+
 
 def ready_configs() -> dict[str, Path]:
     """Return the path of each preset configuration of the package, by name."""

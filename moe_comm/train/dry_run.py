@@ -32,6 +32,7 @@ from moe_comm.train.auto.choose import choose, described, resolved
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data.sources import check_files
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
+from moe_comm.train.lengths.solve import CAPACITY
 from moe_comm.train.loop.build import (
     DTYPES,
     FULL_PRECISION,
@@ -164,6 +165,8 @@ def max_tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
             f"for {mapping.dp} data-parallel ranks; each needs at least one: raise data.batch or lower "
             "data.micro_batches"
         )
+    if parallel.lengths == "balanced":
+        return math.ceil(CAPACITY * rows * data.seq_len / (mapping.cp * mapping.dp * mapping.tp))
     chunks = mapping.cp * (2 if parallel.context != "ulysses" and mapping.cp > 1 else 1)
     if data.seq_len % chunks or data.seq_len // mapping.cp % mapping.tp:
         raise ConfigError(

@@ -258,6 +258,10 @@ class ParallelSection(DataParallelOptions):
         dp: data-parallel size. None: ranks / (tp x cp x pp).
         ep: expert-parallel size. None: the largest that fits.
         context: context parallelism over the cp ranks.
+        lengths: "static": each sequence is split over the cp ranks. "balanced": each document of a micro-batch runs
+            on as many of the cp x dp ranks as balance their work, short ones on a single rank. The batches and, up to
+            rounding, the gradients stay the same. It requires ``context = "ring"``, ``data.documents = "separate"``,
+            pp = 1, no ``interleave`` and no capacity.
         schedule: pipeline schedule.
         virtual: pipeline stages per rank (interleaved schedules).
         stage_layers: layers of each stage. None: even split.
@@ -283,6 +287,7 @@ class ParallelSection(DataParallelOptions):
     ep: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     etp: int = Field(default=1, ge=1, le=MOST_RANKS)
     context: Literal["ulysses", "ring", "token_ring"] = "ulysses"
+    lengths: Literal["static", "balanced"] = "static"
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
     virtual: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
     stage_layers: list[int] | None = Field(default=None, max_length=MOST_LAYERS)

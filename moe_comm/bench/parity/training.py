@@ -16,8 +16,8 @@ from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.topology import Box, ParallelMesh, Sharding
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
+from moe_comm.train.lengths.feed import open_feed
 from moe_comm.train.loop.build import architecture_of, build
-from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.loop.job import open_corpus
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.parallel.parameters import named_parameters
@@ -86,8 +86,9 @@ def session(config: TrainConfig, **options: Any) -> Iterator[Session]:
     ranks = Ranks.make()
     mesh = ParallelMesh(config.parallel.mapping(ranks.world))
     corpus = open_corpus(config, ranks)
-    train_state = build(config, architecture_of(config, corpus.vocab_size), mesh)
-    feed = CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
+    architecture = architecture_of(config, corpus.vocab_size)
+    train_state = build(config, architecture, mesh)
+    feed = open_feed(config, corpus, mesh, architecture, config.run.steps)
     with contextlib.ExitStack() as stack:
         stack.enter_context(feed)
         stack.callback(train_state.close)

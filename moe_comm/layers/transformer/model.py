@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autograd import accumulate_dtype
+from moe_comm.layers.attention.placed import PlacedDocuments
 from moe_comm.layers.attention.rope import Rope, RopeTable
 from moe_comm.layers.attention.sequence import Documents, local_positions
 from moe_comm.layers.moe.layer import MoELayer
@@ -218,13 +219,13 @@ class Transformer(ParallelModule):
             if x.dim() != 2:
                 raise InputError(f"the first stage expects token ids [B, S]; got {tuple(x.shape)}")
             length = x.shape[1]
-            self._check_length(length)
+            self._check_length(length, inputs)
             x = self.embed(x)
         else:
             if x.dim() != 3 or x.shape[-1] != self.config.hidden:
                 raise InputError(f"this stage expects activations [B, S, {self.config.hidden}]; got {tuple(x.shape)}")
             length = x.shape[1] * plan.sizes["tp"]
-            self._check_length(length)
+            self._check_length(length, inputs)
         return x, self._token_context(x, length, inputs)
 
     def _finish_output(self, x_BSD: Tensor) -> Tensor:
@@ -285,7 +286,9 @@ class Transformer(ParallelModule):
             mask_BS = mask_BS[:, plan.place["tp"] * local :][:, :local] if local < length else mask_BS
         return TokenContext(rope, documents, index_BS, mask_BS)
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, length: int, inputs: StageInput) -> None:
+        if isinstance(inputs.documents, PlacedDocuments):
+            return  # the tokens of a rank are of several sequences
         full = length * self.plan.sizes["cp"]
         if full > self.config.max_length:
             raise InputError(f"sequences must have at most max_length = {self.config.max_length} tokens; got {full}")

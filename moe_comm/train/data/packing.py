@@ -14,6 +14,7 @@ the next token.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -222,6 +223,41 @@ def make_packing(
     if kind == "random":
         return RandomWindows(tokens, seq_len, separate, key)
     return (Contiguous if kind == "contiguous" else BestFit)(tokens, seq_len, separate)
+
+
+class DocumentRun(NamedTuple):
+    """Tokens of one document in one sequence.
+
+    start: position of the first token in the file. closed: the document ends here, so that the last token has no
+    target if documents are separate.
+    """
+
+    start: int
+    length: int
+    closed: bool
+
+
+def document_runs(packing: Packing, index: int) -> list[DocumentRun]:
+    """Return the documents of sequence ``index`` in order, without reading tokens; none for -1."""
+    runs = []
+    for start, length in packing.segments(index) if index >= 0 else []:
+        ends = packing.token_range.document_starts(start, start + length).tolist()
+        open_end = [] if ends and ends[-1] == start + length else [start + length]
+        for end in (*ends, *open_end):
+            runs.append(DocumentRun(start, end - start, not (open_end and end == open_end[0])))
+            start = end
+    return runs
+
+
+def read_run(packing: Packing, run: DocumentRun, begin: int, size: int) -> tuple[Ints, Ints]:
+    """Return ids and targets [size] of the tokens of ``run`` from ``begin``, with separate documents."""
+    start, stop = run.start + begin, run.start + begin + size
+    tokens = packing.token_range.file.read(start, min(stop + 1, packing.token_range.stop))
+    targets = np.full(size, IGNORE, np.int64)
+    targets[: len(tokens) - 1] = tokens[1:]
+    if run.closed and begin + size == run.length:
+        targets[-1] = IGNORE
+    return tokens[:size].astype(np.int64), targets
 
 
 def read_row(packing: Packing, index: int) -> Row:

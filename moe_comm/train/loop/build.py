@@ -129,22 +129,27 @@ def build_stages(
         architecture = replace(architecture, moe=replace(architecture.moe, placement=placement, experts_per_rank=None))
     overlap = Overlap(parallel.overlap_chunks, executor=parallel.executor) if parallel.overlap_chunks else None
     expert_overlap = Overlap("auto", executor=parallel.executor) if overlaps_experts(config, architecture) else None
+    # With balanced lengths, attention sends keys between all ranks that have different tokens.
+    cp_group = mesh.group("cp", "dp") if parallel.lengths == "balanced" else mesh.group("cp")
     return [
         Transformer(
             architecture,
-            ModelPlan.of(
-                mesh,
-                layers=tuple(plan.layers_of(stage)),
-                has_embedding=plan.is_first(stage),
-                has_head=plan.is_last(stage),
-                context=parallel.context,
-                recompute=config.model.recompute,
-                overlap=overlap,
-                expert_overlap=overlap or expert_overlap,
-                backend=parallel.backend,
-                options=_dispatch_options(config),
-                dtype=torch.float32,
-                device=device,
+            replace(
+                ModelPlan.of(
+                    mesh,
+                    layers=tuple(plan.layers_of(stage)),
+                    has_embedding=plan.is_first(stage),
+                    has_head=plan.is_last(stage),
+                    context=parallel.context,
+                    recompute=config.model.recompute,
+                    overlap=overlap,
+                    expert_overlap=overlap or expert_overlap,
+                    backend=parallel.backend,
+                    options=_dispatch_options(config),
+                    dtype=torch.float32,
+                    device=device,
+                ),
+                cp_group=cp_group,
             ),
         )
         for stage in plan.stages_of(mesh.place["pp"])

@@ -40,9 +40,9 @@ from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, Statistics, prepare_all
 from moe_comm.train.hooks import CollapseHint, PlannedCollections, StepHook
+from moe_comm.train.lengths.feed import open_feed
 from moe_comm.train.loop.build import DTYPES, TrainState, architecture_of, build
 from moe_comm.train.loop.export import draw_sample, export_model
-from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.loop.progress import Progress, make_progress
 from moe_comm.train.loop.recording import NonblockingSink, Recording
 from moe_comm.train.loop.run_folder import RunFolder
@@ -69,6 +69,7 @@ class _Run:
     ranks: Ranks
     folder: RunFolder
     progress: Progress
+    architecture: TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def run_config(config: TrainConfig) -> RunResult:
     state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
     folder = RunFolder.make(config, ranks, snapshots)
     progress.log(_start_text(config, architecture, corpus, mesh, folder))
-    return _train(_Run(config, state, corpus, ranks, folder, progress), host_memory)
+    return _train(_Run(config, state, corpus, ranks, folder, progress, architecture), host_memory)
 
 
 def device_of_run() -> str:
@@ -173,8 +174,7 @@ def _train(run: _Run, host_memory: PersistentMemory | None) -> RunResult:
         sinks = _open_sinks(run, start.step, record_fault)
         for sink in sinks:
             stack.callback(sink.close)
-        steps, micro_batches = run.config.run.steps, run.config.data.micro_batches
-        feed = CorpusFeed(run.corpus, run.state.mesh, run.config.parallel.context, micro_batches, steps)
+        feed = open_feed(run.config, run.corpus, run.state.mesh, run.architecture, run.config.run.steps)
         stack.enter_context(feed)
         hint = CollapseHint(run.config, run.state.num_experts, run.state.top_k, run.progress.log)
         hooks = _make_hooks(run, saver, start.step, watcher, attempts, hint)

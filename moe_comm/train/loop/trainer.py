@@ -30,8 +30,9 @@ from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
 from moe_comm.train.hooks import StepHook
+from moe_comm.train.lengths.feed import open_feed
 from moe_comm.train.loop.build import TrainState, build
-from moe_comm.train.loop.feed import CorpusFeed, Feed, StepBatch
+from moe_comm.train.loop.feed import Feed, StepBatch
 from moe_comm.train.loop.progress import Progress
 from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
@@ -339,7 +340,7 @@ def trial_seconds(
     """
     mesh = ParallelMesh(config.parallel.mapping(ranks.world), device)
     state = build(config, architecture, mesh)
-    with CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, steps) as feed:
+    with open_feed(config, corpus, mesh, architecture, steps) as feed:
         trainer = Trainer(config, state, feed, ranks)
         seconds = [trainer.train_step(step).times.total for step in range(steps)]
     state.close()

@@ -60,12 +60,17 @@ class ActivationShape:
         return batch, length // self.sequence_parts, self.hidden
 
 
-def check_batches(batches: Sequence[MicroBatch]) -> None:
-    """Raise ``InputError`` unless all micro-batches have the same shape, which the buffers between stages require."""
+def check_batches(batches: Sequence[MicroBatch], same_shape: bool = True) -> None:
+    """Raise ``InputError`` unless the micro-batches have ids and targets of one shape [B, S].
+
+    Args:
+        same_shape: the shape must also be the same for all micro-batches, as the buffers between stages require.
+    """
     if not batches:
         raise InputError("a step requires at least one micro-batch; got none")
     shape = tuple(batches[0].ids_BS.shape)
     for index, batch in enumerate(batches):
+        shape = shape if same_shape else tuple(batch.ids_BS.shape)
         if len(shape) != 2 or tuple(batch.ids_BS.shape) != shape or tuple(batch.targets_BS.shape) != shape:
             raise InputError(
                 f"all micro-batches must have ids and targets of the same shape [B, S]; micro-batch 0 has ids {shape}, "

@@ -61,7 +61,7 @@ class Accumulation:
         Raises:
             ConfigError: the number of interleaved micro-batches is odd, or the module does not support interleaving.
         """
-        check_batches(batches)
+        check_batches(batches, same_shape=self._together > 1)
         check_micro_batches("1f1b", 1, len(batches), interleave=self._together > 1)
         losses: list[Tensor] = []
         for start in range(0, len(batches), self._together):
@@ -82,7 +82,7 @@ class Accumulation:
 
     def forward_only(self, batches: Sequence[MicroBatch]) -> Tensor:
         """See ``Pipeline.forward_only``."""
-        check_batches(batches)
+        check_batches(batches, same_shape=False)
         with torch.no_grad():
             losses = torch.stack([self._loss(batch) for batch in batches]).double()
         _reshard([self._module])

@@ -1,0 +1,66 @@
+"""Work of documents on the ranks of context and data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_comm.layers.transformer.shape import ModelShape
+
+SCORES_BACKWARD, WEIGHTS_BACKWARD = 2.5, 2.0
+"""Backward FLOPs per forward FLOP: of scores, which flash attention computes again, and of products with weights."""
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """Work of a document, in FLOPs of forward and backward of the whole model. Integers: equal on every machine.
+
+    Attributes:
+        pair: work per query and key.
+        token: work per token at its own rank. Experts are not included if their rows go to other ranks.
+        pairs_window: (window, share of layers without it in 1/1024); None: all layers attend to all previous tokens.
+        key_bytes: bytes per token that one rank receives and returns for attention: keys and values forward and
+            backward, and their gradients, over all layers.
+    """
+
+    pair: int
+    token: int
+    window: int | None = None
+    full_layers: int = 0
+    layers: int = 1
+    key_bytes: int = 0
+
+    @classmethod
+    def of(cls, shape: ModelShape, experts_stay: bool, itemsize: int = 4) -> LengthCost:
+        """Return the cost of a model.
+
+        Args:
+            experts_stay: a rank computes the experts of its own tokens (ep = 1).
+            itemsize: bytes of a key element. Gradients are fp32.
+        """
+        blocks = shape.blocks()
+        pair = sum(times * block.per_context for block, times in blocks)
+        token = sum(
+            times * weight.flops
+            for block, times in blocks
+            for weight in block.weights
+            if weight.product and (experts_stay or weight.operator != "experts")
+        )
+        attentions = sum(times for block, times in blocks if block.per_context)
+        elements = shape.key_heads * (shape.score_dim + shape.value_dim)
+        return cls(
+            round(pair * (1 + SCORES_BACKWARD)),
+            round(token * (1 + WEIGHTS_BACKWARD)),
+            shape.window,
+            shape.full_layers,
+            shape.layers,
+            attentions * elements * (2 * itemsize + 4),
+        )
+
+    def work(self, length: int) -> int:
+        """Return the work of a document of ``length`` tokens."""
+        pairs = full = length * (length + 1) // 2
+        window = self.window
+        if window is not None and window < length:
+            narrow = window * (window + 1) // 2 + (length - window) * window
+            pairs = narrow + (full - narrow) * self.full_layers // self.layers
+        return self.pair * pairs + self.token * length

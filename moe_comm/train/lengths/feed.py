@@ -1,0 +1,141 @@
+"""Batches of documents on the ranks that ``solve`` assigns them to.
+
+    global micro-batch ──offsets──▶ documents ──solve──▶ ranks of each ──read──▶ this rank's tokens [1, T]
+
+A micro-batch has the same documents as with static lengths, so that a step's loss and gradients differ in rounding
+only. Lengths come from the offsets of the corpus: each rank computes the ranks of all documents and reads its own
+tokens, in the thread that prefetches the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.attention.placed import DocumentPlacement
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.topology import ParallelMesh
+from moe_comm.train.config import TrainConfig
+from moe_comm.train.data import Batch, Corpus, GlobalBatch
+from moe_comm.train.data.packing import DocumentRun, Packing, document_runs, read_run
+from moe_comm.train.lengths.cost import LengthCost
+from moe_comm.train.lengths.solve import Assignment, solve
+from moe_comm.train.loop.feed import CorpusFeed
+from moe_comm.train.pipeline.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class PlacedBatch(Batch):
+    """This rank's tokens of a micro-batch, [1, T]. placement: the documents of all ranks."""
+
+    placement: DocumentPlacement | None = None
+
+
+class BalancedFeed(CorpusFeed):
+    """Batches of ``corpus`` for this rank of ``mesh``, with documents on the ranks that balance their work.
+
+    Args:
+        cost: work of a document.
+        micro_batches: micro-batches per step.
+        last: number of steps of the run.
+    """
+
+    def __init__(self, corpus: Corpus, mesh: ParallelMesh, cost: LengthCost, micro_batches: int, last: int) -> None:
+        super().__init__(corpus, mesh, "ring", micro_batches, last)
+        self._cost = cost
+        self._world = mesh.size("cp", "dp")
+        self._rank = mesh.place["dp"] * mesh.size("cp") + mesh.place["cp"]
+
+    def _read(self, batch: GlobalBatch) -> list[Batch]:
+        micro_batches = (batch.micro(i, self._micro_batches) for i in range(self._micro_batches))
+        return [self._read_documents(micro_batch) for micro_batch in micro_batches]
+
+    def _read_documents(self, batch: GlobalBatch) -> Batch:
+        runs = documents_of(batch)
+        lengths = [run.length for _, run in runs]
+        ranks = solve(lengths, self._world, self._cost).ranks
+        placement = DocumentPlacement.of(lengths, ranks, self._world, self._mesh.size("tp"))
+        pieces, padding = placement.pieces[self._rank], placement.padding[self._rank]
+        tokens = sum(piece.size for piece in pieces)
+        # Token 0 is a valid id for padding: it has no target, and MoE layers skip it.
+        ids_S, positions_S = torch.zeros(2, tokens + padding, dtype=torch.int64, device="cpu")
+        targets_S = torch.full_like(ids_S, -100)
+        at = 0
+        for document, begin, size in pieces:
+            part = slice(at, at + size)
+            packing, run = runs[document]
+            ids, targets = read_run(packing, run, begin, size)
+            ids_S[part], targets_S[part] = torch.from_numpy(ids), torch.from_numpy(targets)
+            positions_S[part] = torch.arange(begin, begin + size, device="cpu")
+            at += size
+        positions_S[tokens:] = torch.arange(padding, device="cpu")
+        mask_S = torch.arange(tokens + padding, device="cpu") < tokens
+        return PlacedBatch(
+            ids_S[None],
+            targets_S[None],
+            positions_S[None],
+            None,
+            batch.num_targets,
+            mask_S[None] if any(placement.padding) else None,
+            placement,
+        )
+
+    def _micro(self, batch: Batch) -> MicroBatch:
+        assert isinstance(batch, PlacedBatch) and batch.placement is not None
+        documents = batch.placement.documents(batch.ids_BS.device)
+        return MicroBatch(batch.ids_BS, batch.targets_BS, batch.positions_BS, documents, batch.mask_BS)
+
+
+def documents_of(batch: GlobalBatch) -> list[tuple[Packing, DocumentRun]]:
+    """Return the documents of all sequences, without reading tokens. Padding is left out."""
+    indices = zip(batch.indices.source_B.tolist(), batch.indices.index_B.tolist(), strict=True)
+    return [
+        (batch.packings[source], run)
+        for source, index in indices
+        for run in document_runs(batch.packings[source], index)
+    ]
+
+
+def assign(batch: GlobalBatch, world: int, cost: LengthCost) -> tuple[list[int], Assignment]:
+    """Return the lengths of the documents of a micro-batch, and their ranks."""
+    lengths = [run.length for _, run in documents_of(batch)]
+    return lengths, solve(lengths, world, cost)
+
+
+def open_feed(
+    config: TrainConfig, corpus: Corpus, mesh: ParallelMesh, architecture: TransformerConfig, last: int
+) -> CorpusFeed:
+    """Return the batches of this rank for ``config.parallel.lengths``.
+
+    Raises:
+        ConfigError: the model cannot be trained with balanced lengths.
+    """
+    parallel, micro_batches = config.parallel, config.data.micro_batches
+    if parallel.lengths == "static":
+        return CorpusFeed(corpus, mesh, parallel.context, micro_batches, last)
+    check_model(architecture)
+    return BalancedFeed(corpus, mesh, cost_of(config, architecture, mesh.size("ep")), micro_batches, last)
+
+
+def cost_of(config: TrainConfig, architecture: TransformerConfig, ep: int) -> LengthCost:
+    """Return the work of documents of a run. ``ep``: ranks that share experts."""
+    itemsize = 2 if config.model.dtype == "bfloat16" else 4
+    return LengthCost.of(ModelShape.of(architecture), ep == 1, itemsize)
+
+
+def check_model(architecture: TransformerConfig) -> None:
+    """Raise ConfigError if results of the model depend on the sequences of a rank."""
+    reasons: Sequence[tuple[bool, str]] = (
+        (architecture.moe.capacity is not None, "a capacity of experts"),
+        (
+            architecture.moe.router.balance_form == "sequence" and architecture.moe.router.balance_loss > 0,
+            "a balance loss of each sequence",
+        ),
+    )
+    for applies, reason in reasons:
+        if applies:
+            raise ConfigError(f'parallel.lengths = "balanced" does not support {reason}: sequences are not kept whole')

@@ -1,0 +1,191 @@
+"""Documents on their ranks: the same tokens, losses and gradients as whole sequences in one process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.layers.parallel.module import shardings_of
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import Transformer
+from moe_comm.topology import ParallelMesh
+from moe_comm.train.config import TrainConfig
+from moe_comm.train.data import Corpus, prepare_all
+from moe_comm.train.lengths.feed import PlacedBatch, check_model, documents_of, open_feed
+from moe_comm.train.loop.build import architecture_of, build_stages
+from tests.pool import RankPool
+from tests.train.common import config_of
+from tests.train.data.common import corpus_of, pairs, write_jsonl
+
+LENGTHS = [40, 3, 1, 5, 9, 2, 14, 40, 6, 1, 8, 3, 17, 4, 2, 11, 40, 7, 5]
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "best_fit", "random"])
+def test_documents_have_the_tokens_and_targets_of_the_sequences(packing: str, tmp_path: Path) -> None:
+    corpus = corpus_of([LENGTHS], tmp_path, seq_len=16, batch=4, packing=packing, documents="separate", validation=0.1)
+    steps = [corpus.batch_of(step) for step in range(4)] + corpus.validation_batches()
+    for batch in steps:
+        whole = batch.local()
+        expected = []
+        for row, length in enumerate(whole.ids_BS.ne(corpus.end_of_text).sum(1).tolist()):
+            for column in range(length):
+                values = (whole.ids_BS, whole.targets_BS, whole.positions_BS)
+                expected.append(tuple(int(value[row, column]) for value in values))
+        from moe_comm.train.data.packing import read_run
+
+        actual = []
+        for own, run in documents_of(batch):
+            cut = run.length // 2  # in two parts, as on two ranks
+            for begin, size in ((0, cut), (cut, run.length - cut)):
+                if size:
+                    ids, targets = read_run(own, run, begin, size)
+                    actual += zip(ids.tolist(), targets.tolist(), range(begin, begin + size), strict=True)
+        assert actual == expected
+
+
+SETTINGS = (
+    *("data.seq_len=32", "data.batch=8", "data.micro_batches=2", "data.documents=separate", "data.packing=best_fit"),
+    *("model.hidden=16", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.experts=4", "model.ffn=24"),
+    *("model.init_std=0.2", "model.aux_loss=0.1", "model.z_loss=0.01", "parallel.context=ring"),
+    *("parallel.lengths=balanced", "data.validation=0.1", "parallel.backend=all_to_all"),
+)
+CASES: dict[str, tuple[str, ...]] = {
+    "GQA, ep 4": ("parallel.cp=2", "parallel.ep=4"),
+    "MLA, cp 4": (
+        "parallel.cp=4",
+        "parallel.ep=1",
+        "model.family=deepseek_v3",
+        "model.expert_groups=2",
+        "model.aux_loss=0",
+    ),
+    "window, dp 4": ("parallel.dp=4", "parallel.ep=2", "model.family=mixtral", "model.window=5"),
+    "tp 2": ("parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "model.family=olmoe", "model.kv_heads=4"),
+    "empty ranks": ("parallel.dp=4", "data.batch=2", "data.seq_len=3", "data.packing=contiguous"),
+}
+
+
+@torch.no_grad()
+def prepare_model(config: TrainConfig, corpus: Corpus, mesh: ParallelMesh, alone: bool) -> Transformer:
+    architecture = architecture_of(config, corpus.vocab_size)
+    stage = Transformer(architecture) if alone else build_stages(config, architecture, mesh)[0]
+    initialize(stage, 0)
+    for _, layer in moe_layers(stage):
+        layer.aux_scale = 1 / config.data.micro_batches
+    return stage.double().train()
+
+
+def compare(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[list[int], list[tuple[int, int]], float]:
+    """Compare loss and gradients of two steps with this process alone, in float64.
+
+    Returns:
+        tokens of this rank in each micro-batch, (token, target) of all of them, and the largest relative difference.
+    """
+    settings, folder = arg
+    config = config_of(settings)
+    corpus = Corpus.open([folder], config.data, 0)
+    mesh = ParallelMesh(config.parallel.mapping(world))
+    model, alone = (prepare_model(config, corpus, mesh, alone) for alone in (False, True))
+    shardings = shardings_of(model)
+    tokens: list[int] = []
+    seen: list[tuple[int, int]] = []
+    largest = 0.0
+    with open_feed(config, corpus, mesh, model.config, 2) as feed:
+        for step in range(2):
+            batch = feed.train(step)
+            losses = torch.zeros(2, dtype=torch.float64)
+            for micro in batch.micro:
+                hidden = model(micro.ids_BS, **micro.arguments)
+                loss = model.loss(hidden, micro.targets_BS) / batch.num_targets
+                loss.backward()
+                losses[0] += loss.detach()
+                tokens.append(micro.ids_BS.shape[1] if micro.mask_BS is None else int(micro.mask_BS.sum()))
+                seen += pairs(micro.ids_BS, micro.targets_BS) if mesh.place["tp"] == 0 else []
+            for index in range(config.data.micro_batches):
+                whole = corpus.batch_of(step).micro(index, config.data.micro_batches).local()
+                hidden = alone(whole.ids_BS, whole.positions_BS, whole.documents_BS, whole.mask_BS)
+                loss = alone.loss(hidden, whole.targets_BS) / batch.num_targets
+                loss.backward()
+                losses[1] += loss.detach() / world
+    dist.all_reduce(losses)
+    largest = float((losses[0] - losses[1]).abs() / losses[1])
+    expected = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        group = mesh.sum_group(shardings[name])
+        if group is not None:
+            dist.all_reduce(parameter.grad, group=group)
+        whole_grad = expected[name].grad
+        assert whole_grad is not None, name
+        part = shardings[name].take(whole_grad, mesh.place, mesh.sizes)
+        largest = max(largest, float((parameter.grad - part).abs().max() / whole_grad.abs().max().clamp_min(1e-30)))
+    model.close()
+    alone.close()
+    return tokens, seen, largest
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_balanced_lengths_equal_those_of_one_process(case: str, pool4: RankPool, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    documents = ["x" * 31] + [
+        "".join(rng.choices("abcdef", k=min(31, int(rng.lognormvariate(1.6, 1))))) for _ in range(80)
+    ]
+    settings = [*SETTINGS, *CASES[case], f"data.source={write_jsonl(tmp_path / 'd.jsonl', documents)}"]
+    settings.append(f"data.cache={tmp_path}")
+    config = config_of(settings)
+    (folder,) = prepare_all(config.data)
+    corpus = Corpus.open([folder], config.data, 0)
+    results = pool4.run(compare, (settings, str(folder)))
+    assert max(difference for *_, difference in results) <= 1e-10
+    expected = [corpus.batch_of(step).local() for step in range(2)]
+    all_pairs = sorted(pair for batch in expected for pair in pairs(batch.ids_BS, batch.targets_BS))
+    assert sorted(pair for _, seen, _ in results for pair in seen) == all_pairs
+    if case == "empty ranks":
+        assert any(not count for tokens, *_ in results for count in tokens)
+    else:
+        assert any(len(set(counts)) > 1 for counts in zip(*(tokens for tokens, *_ in results), strict=True))
+
+
+def test_a_batch_depends_on_the_step_alone_and_no_rank_reads_all_of_it(tmp_path: Path) -> None:
+    corpus = corpus_of([LENGTHS], tmp_path, seq_len=32, batch=4, documents="separate", packing="best_fit")
+    config = config_of([*SETTINGS, "data.batch=4", "data.micro_batches=1"])
+    architecture = architecture_of(config, 256)
+    mesh = ParallelMesh(config.parallel.mapping(1))
+    feeds = [open_feed(config, corpus, mesh, architecture, 9) for _ in range(2)]
+    for feed in feeds:
+        feed._world, feed._rank = 4, 1  # type: ignore[attr-defined]  # without processes
+    (first,), (again,) = (feed._read(corpus.batch_of(3)) for feed in feeds)
+    for feed in feeds:
+        feed.__exit__(None, None, None)
+    assert isinstance(first, PlacedBatch) and isinstance(again, PlacedBatch)
+    assert first.placement == again.placement and torch.equal(first.ids_BS, again.ids_BS)
+    assert 0 < first.ids_BS.shape[1] < 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("data.documents=joined",), "data.documents"),
+        (("parallel.context=ulysses",), "parallel.context"),
+        (("parallel.pp=2",), "parallel.pp = 1"),
+        (("parallel.auto=true",), "parallel.pp = 1"),
+        (("model.capacity=1.5",), "no model.capacity"),
+    ],
+)
+def test_settings_that_do_not_fit_raise(changes: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of([*SETTINGS, *changes])
+
+
+def test_a_balance_loss_of_each_sequence_raises() -> None:
+    architecture = architecture_of(config_of(SETTINGS), 256)
+    router: Any = replace(architecture.moe.router, balance_form="sequence", balance_loss=0.1)
+    with pytest.raises(ConfigError, match="a balance loss of each sequence"):
+        check_model(replace(architecture, moe=replace(architecture.moe, router=router)))
