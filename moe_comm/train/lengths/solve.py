@@ -135,14 +135,17 @@ class _Problem:
         while self.budget > 0 and max(placement.loads) * 100 > self.mean * (100 + CLOSE_PERCENT):
             slowest = placement.loads.index(max(placement.loads))
             candidates = [document for document in self.order if slowest in placement.ranks[document]][:CANDIDATES]
-            moves = [((document, group),) for document in candidates for group in self.groups]
+            moves: list[tuple[tuple[int, tuple[int, ...]], ...]] = [
+                ((document, group),) for document in candidates for group in self.groups
+            ]
             moves += [
                 ((document, placement.ranks[other]), (other, placement.ranks[document]))
                 for document in candidates
                 for other in self.order[:: max(1, len(self.order) // CANDIDATES)]
                 if placement.ranks[other] != placement.ranks[document]
             ]
-            best, lowest = None, placement.power()
+            best: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+            lowest = placement.power()
             for move in moves:
                 self.budget -= 1
                 old = tuple((document, placement.ranks[document]) for document, _ in move)
