@@ -52,6 +52,7 @@ def test_contestants_serve_a_trace_with_the_same_tokens(tmp_path: Path) -> None:
         assert value > 0 and plan["errors"][name] == pytest.approx(value / measured[name] - 1)
     whole = rows["hugging_face"]["weight_mib"][0]
     attention, experts = rows["disaggregated"]["weight_mib"]
+    assert rows["micro_batches"]["weight_mib"] == rows["disaggregated"]["weight_mib"]
     assert rows["replicas"]["weight_mib"] == [whole] * 2 and attention + experts == pytest.approx(whole)
     assert rows["colocated"]["weight_mib"] == [pytest.approx(attention + experts / 2)] * 2
 
@@ -106,6 +107,7 @@ def test_latencies_count_the_wait_before_the_first_token() -> None:
     "wrong",
     [
         {"attention": 2},
+        {"micro_batches": 5},
         {"contestants": ("vllm",)},
         {"contestants": ("replicas", "replicas")},
         {"experts": 1},

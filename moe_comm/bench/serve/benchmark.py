@@ -103,9 +103,6 @@ class Contest:
         trace = bench.requests()
         self.requests = with_prompts(trace, vocabulary(folder), bench.seed)
         self.pages = bench.pages(trace)
-        self.cache = ContinuousBatchingConfig(
-            num_blocks=self.pages, page_size=PAGE, max_batch_tokens=bench.batch_tokens
-        )
         self.contestants = list[ServeContestant]()
         self.measured = {name: Measurements() for name in bench.contestants}
         self.tokens: dict[int, tuple[int, ...]] | None = None
@@ -131,12 +128,18 @@ class Contest:
             time.sleep(max(0.0, start_s - time.monotonic()))
             return start_s
 
+        # Micro-batches divide the cache, and each request must fit a part.
+        cache = ContinuousBatchingConfig(
+            num_blocks=self.pages * contestant.micro_batches,
+            page_size=PAGE,
+            max_batch_tokens=self.bench.batch_tokens,
+        )
         answers, begun = list[Answer](), list[Begun]()
         with contestant.serving():
             if self.rank in takers:
                 own = requests[takers.index(self.rank) :: len(takers)]
                 with log_steps(contestant.model) if contestant.calibrates else nullcontext(begun) as begun:
-                    answers = serve(contestant.model, own, self.cache, started)
+                    answers = serve(contestant.model, own, cache, started)
             else:
                 started()
         first, end = (0 if one is None else one.head for one in (header, read_header(EVENTS.region)))
@@ -202,7 +205,9 @@ class Contest:
         counts = sum(map(sum, rows)), sum(map(len, rows)), max((max(one) for one in rows), default=0)
         busy = since(union([(one.arrival_s, one.times_s[-1]) for one in served.answers]), served.complete_from_s)
         only_experts = self.rank not in contestant.takers
-        idle = None if contestant.local or not busy else idle_share(served.spans, busy, only_experts=only_experts)
+        # Spans do not tell which micro-batch waits.
+        alone = contestant.local or contestant.micro_batches > 1
+        idle = None if alone or not busy else idle_share(served.spans, busy, only_experts=only_experts)
         shares: dict[str, list[float]] = {}
         totals = [0, 0]
         for rank, (share, (total, calls, most)) in enumerate(gather((idle, counts))):

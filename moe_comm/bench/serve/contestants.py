@@ -76,16 +76,18 @@ class ServeContestant:
     Attributes:
         takers: ranks that take requests, in turn.
         local: whether a rank serves without the others.
+        micro_batches: forward passes that run at the same time on a rank.
     """
 
     name: str
     model: Any
     takers: tuple[int, ...]
     local: bool
+    micro_batches: int = 1
 
     def serving(self) -> AbstractContextManager[Any]:
         """Return the context in which the model runs. Collective."""
-        return nullcontext() if self.name == HUGGING_FACE else serving(self.model)
+        return nullcontext() if self.name == HUGGING_FACE else serving(self.model, micro_batches=self.micro_batches)
 
     @property
     def calibrates(self) -> bool:
@@ -112,8 +114,9 @@ def build(name: str, bench: ServeBench, folder: str, together: ProcessGroup) -> 
     group, placement, takers = together, None, everyone
     if name == "replicas":
         group = dist.new_group([rank], use_local_synchronization=True)
-    if name == "disaggregated":
+    if name in ("disaggregated", "micro_batches"):
         takers = everyone[: bench.attention]
         placement = separate_experts(folder, bench.attention, bench.ranks - bench.attention)
     model = from_pretrained(folder, group, placement=placement, device="cpu", **_OPTIONS)
-    return ServeContestant(name, model, takers, local=name == "replicas")
+    count = bench.micro_batches if name == "micro_batches" else 1
+    return ServeContestant(name, model, takers, local=name == "replicas", micro_batches=count)

@@ -11,10 +11,10 @@ from moe_comm.bench.common.settings import Experts, Ffn, Hidden, Seed, TopK, che
 from moe_comm.errors import ConfigError
 from moe_plan.serving.trace import TraceRequest, read_trace
 
-CONTESTANTS = ("disaggregated", "colocated", "replicas", "hugging_face")
+CONTESTANTS = ("disaggregated", "micro_batches", "colocated", "replicas", "hugging_face")
 PAGE = 64
 """Tokens of a page of the KV cache."""
-MOST_KV_TOKENS = 1 << 16
+MOST_KV_TOKENS, MOST_MICRO_BATCHES = 1 << 16, 4
 TRACE = "poisson:rate=16,count=16,prompt=48,output=16"
 
 
@@ -38,6 +38,12 @@ class ServeBench:
     ] = None
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start; under torchrun, the number of its ranks.")] = 2
     attention: Annotated[int, typer.Option(min=1, help="Ranks that run the model if the others have the experts.")] = 1
+    micro_batches: Annotated[
+        int,
+        typer.Option(
+            min=2, max=MOST_MICRO_BATCHES, help="Forward passes at the same time of contestant micro_batches."
+        ),
+    ] = 2
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4
     hidden: Hidden = 256
     ffn: Ffn = 256
@@ -60,6 +66,8 @@ class ServeBench:
             check_choice("contestant", name, CONTESTANTS)
         if len(set(self.contestants)) < len(self.contestants) or not self.contestants:
             raise ConfigError(f"contestants must be different names, at least one; got {self.contestants}")
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise ConfigError(f"micro_batches must be at most {MOST_MICRO_BATCHES}; got {self.micro_batches}")
         if not self.attention < self.ranks:
             raise ConfigError(f"attention must be less than the {self.ranks} ranks; got {self.attention}")
         if self.model is None and not max(self.top_k, self.ranks) <= self.experts:
