@@ -62,7 +62,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     bucket = Bucket(args.rate)
-    files.read_block, files.write_block = bucket.limited(files.read_block), bucket.limited(files.write_block)
+    for name in ("read_block", "write_block"):
+        setattr(files, name, bucket.limited(getattr(files, name)))
     folder: Path = args.folder
     text = folder / "text.txt"
     text.write_text("".join(f"line {n}: the square of {n} is {n * n}\n" for n in range(20_000)))
@@ -83,17 +84,17 @@ def main() -> None:
                 elapsed = _step(active, step)
                 if step >= 2:
                     seconds[name].append(elapsed)
-            reports.append(memory.report)
+            if step >= 2 and memory.report is not None:
+                reports.append(memory.report)
         _compare(resident, offloaded)
     times = {name: median(values) for name, values in seconds.items()}
-    last = reports[2:]
-    stored, budget, peak = state_bytes / 1e6, memory.report.budget / 1e6, last[-1].peak / 1e6
-    print(f"state {stored:.0f} MB, budget {budget:.0f} MB, peak {peak:.0f} MB")
+    budget, peak = (getattr(reports[-1], name) / 1e6 for name in ("budget", "peak"))
+    print(f"state {state_bytes / 1e6:.0f} MB, budget {budget:.0f} MB, peak {peak:.0f} MB")
     ratio = times["memory"] / times["file"]
     print(f"step in memory {times['memory']:.3f} s, with the file {times['file']:.3f} s: {ratio:.2f}x the speed")
     for name in ("update_s", "waited_s", "busy_s", "overlap"):
-        print(f"{name} {median(getattr(report, name) for report in last):.3f}")
-    moved = median((report.read + report.written) for report in last)
+        print(f"{name} {median(getattr(report, name) for report in reports):.3f}")
+    moved = median(report.read + report.written for report in reports)
     print(f"moved {moved / 1e6:.0f} MB a step; the bandwidth alone takes {moved / args.rate:.3f} s")
 
 

@@ -89,7 +89,7 @@ def generate(rank: int, world: int, cut: Cut) -> None:
     ("backend", "shape", "micro_batches"),  # without attention ranks, all ranks have experts and run the model
     [
         ("shared_memory", (1, 1), 2),
-        ("shared_memory", (2, 1), 4),
+        pytest.param("shared_memory", (2, 1), 4, marks=pytest.mark.slow),
         ("all_to_all", (1, 2), 3),
         ("peer_to_peer", (1, 1), 2),
         ("shared_memory", (0, 2), 2),
@@ -189,9 +189,9 @@ def dies(rank: int, world: int, death: Death) -> list[str]:
     ("backend", "shape", "where", "recovers"),
     [
         ("shared_memory", (1, 2), "with rows", True),
-        ("shared_memory", (2, 1), "before dispatch", True),
-        ("shared_memory", (1, 1), "in a vote", True),
-        ("all_to_all", (1, 2), "with rows", True),
+        pytest.param("shared_memory", (2, 1), "before dispatch", True, marks=pytest.mark.slow),
+        pytest.param("shared_memory", (1, 1), "in a vote", True, marks=pytest.mark.slow),
+        pytest.param("all_to_all", (1, 2), "with rows", True, marks=pytest.mark.slow),
         ("shared_memory", (1, 2), "with rows", False),
     ],
 )
