@@ -169,7 +169,8 @@ def test_one_attention_rank_answers_curl_and_the_openai_client(
 
 @pytest.mark.slow
 def test_requests_are_balanced_and_end_at_an_interrupt(folder: str, expected: Callable[[str, int], str]) -> None:
-    options = ("--attention", "2", "--experts", "1", "--continuous-batching", "--kv-tokens", "2048")
+    options = ("--attention", "2", "--experts", "1", "--continuous-batching", "--kv-tokens", "4096")
+    options += ("--micro-batches", "2")
     with serve(folder, *options) as server:
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(lambda prompt: server.complete(folder, prompt, 12), PROMPTS))
