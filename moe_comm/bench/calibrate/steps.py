@@ -31,8 +31,8 @@ from moe_comm.bench.calibrate.ranks import MODELS, TIMEOUT_S
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
+from moe_comm.train.feed import StepBatch
 from moe_comm.train.loop.build import architecture_of, build
-from moe_comm.train.loop.feed import StepBatch
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.ranks import Ranks

@@ -28,8 +28,8 @@ from moe_comm.topology.pipeline import stages_per_rank
 from moe_comm.train.auto.choose import workload
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
+from moe_comm.train.feed import CorpusFeed
 from moe_comm.train.loop.build import build
-from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks

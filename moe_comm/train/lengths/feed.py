@@ -22,9 +22,9 @@ from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Batch, Corpus, GlobalBatch
 from moe_comm.train.data.packing import DocumentRun, Packing, document_runs, read_run
+from moe_comm.train.feed import CorpusFeed
 from moe_comm.train.lengths.cost import LengthCost
 from moe_comm.train.lengths.solve import Assignment, solve
-from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.pipeline.batch import MicroBatch
 
 

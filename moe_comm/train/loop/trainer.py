@@ -29,10 +29,10 @@ from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
+from moe_comm.train.feed import Feed, StepBatch
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.lengths.feed import open_feed
 from moe_comm.train.loop.build import TrainState, build
-from moe_comm.train.loop.feed import Feed, StepBatch
 from moe_comm.train.loop.progress import Progress
 from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
