@@ -164,6 +164,12 @@ def test_weights_are_sent_only_when_they_have_changed(group: dist.ProcessGroup, 
     x, routing = routed(layer, Run(), rank, 0)
     copied = copy.deepcopy(layer)
     assert torch.equal(copied(x, routing), layer(x, routing))
+    with torch.no_grad():
+        for one in (layer, fixed):
+            for param in one.experts.parameters():
+                param.data.mul_(2)  # not seen by autograd
+            one.publish_copies()
+        assert torch.equal(layer(x, routing), fixed(x, routing))
     one_expert = sum(p[0].numel() * p.element_size() for p in layer.experts.parameters())
     assert layer.last_plan is not None
     homes = [layer.placement.homes[one.expert] for one in layer.last_plan.lent]
@@ -188,6 +194,20 @@ def test_even_routing_lends_nothing_and_trains_the_same_bits(group: dist.Process
     assert layer.last_plan is not None and not layer.last_plan.lent and layer.copies.published_bytes == 0
     for one in (layer, fixed):
         one.dispatcher.close()
+
+
+@on_ranks(4)
+def test_memory_limits_the_rows_of_slices(group: dist.ProcessGroup, rank: int) -> None:
+    layer = build(Balance(rows=1000, memory=1.5, worth=0), Run("all_to_all", etp=2))
+    x = draw(20, HIDDEN, seed=rank, dtype=torch.float32)
+    for share, lends in ((14, False), (18, True)):  # of 20 tokens: to experts of the first two ranks
+        first = torch.arange(20) < share
+        ids = torch.where(first[:, None], torch.tensor([0, 1]), torch.tensor([4, 5]))
+        routing = layer.router(x, 1)._replace(ids_TK=ids)
+        layer(x, routing)
+        assert layer.last_plan is not None and bool(layer.last_plan.lent) is lends
+        assert max(layer.last_plan.rows) <= 1.5 * 2 * ids.numel()  # slices of two ranks' pairs
+    layer.dispatcher.close()
 
 
 @on_ranks(2)

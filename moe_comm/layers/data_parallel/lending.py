@@ -123,7 +123,8 @@ class LentExperts(ExpertCopies):
         """Do nothing: ``materialize`` sends the weights that a call needs."""
 
     def publish(self) -> int:
-        """Return 0: the plan of a call determines the copies."""
+        """Send weights again from the next call on. Return 0: the plan of a call determines the copies."""
+        self.weights_changed()
         return 0
 
     @torch.no_grad()
@@ -165,7 +166,8 @@ class LentExperts(ExpertCopies):
         residents = [] if any(grads_W) else [(e, r) for r, held in enumerate(self._held) for e in held if e != EMPTY]
         slots = placement.slots or 0
         loads_E, world = counts_WE.sum(0).tolist(), placement.world
-        limits = self.balance.limits(sum(loads_E), int(counts_WE.sum(1).max()), world, slots)
+        # With slices, each (token, slot) pair is a row of ``parts`` ranks.
+        limits = self.balance.limits(sum(loads_E), parts * int(counts_WE.sum(1).max()), world, slots)
         lent, hashed = _plan(loads_E, placement, limits, residents)
         rows = [0] * world
         for load, home in zip(loads_E, placement.homes, strict=True):

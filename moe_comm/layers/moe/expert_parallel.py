@@ -226,14 +226,14 @@ class ExpertParallel(ParallelModule):
         dispatcher.has_unknown_experts = False
         attach_experts(experts, shards, replicated, self.label)
         experts.copies = None
-        if self.placement.slots_per_rank != self.placement.homes_per_rank:  # slots for copies
+        if (balance := dispatcher.options.balance) is not None:
+            from moe_comm.layers.data_parallel.lending import LentExperts
+
+            experts.copies = LentExperts(experts, shards, self.placement, balance, self.label)
+        elif self.placement.slots_per_rank != self.placement.homes_per_rank:  # slots for copies
             from moe_comm.layers.data_parallel.copies import ExpertCopies
 
             experts.copies = ExpertCopies(experts, shards, self.placement, self.label)
-            if (balance := dispatcher.options.balance) is not None:
-                from moe_comm.layers.data_parallel.lending import LentExperts
-
-                experts.copies = LentExperts(experts, shards, self.placement, balance, self.label)
         return True
 
     def _lend(self, experts: Any, ids_TK: Tensor | None) -> LentCall | None:
