@@ -100,6 +100,7 @@ class Recovery:
         self._parts: list[tuple[Communicator, Any]] = []
         self.channels = self._channels(channel)
         add_dispatchers(models, [one.comm.group for one in self.channels[1:]])
+        self.publish_copies()
 
     def _channels(self, first: SharedChannel) -> list[SharedChannel]:
         """Return the channels of all micro-batches; ``first`` is that of the group. Collective."""

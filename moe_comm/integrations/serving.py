@@ -22,7 +22,7 @@ from moe_comm.errors import ConfigError, MoeCommError, PeerError, UnsupportedMod
 from moe_comm.integrations.hugging_face.attention import swapped_attention
 from moe_comm.integrations.hugging_face.cut_batch import SMALLEST_BATCH
 from moe_comm.integrations.hugging_face.linears import swapped_linears
-from moe_comm.integrations.hugging_face.swap import swapped_experts
+from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
 from moe_comm.integrations.micro_batches import MicroBatches
 from moe_comm.integrations.recovery import Recovery
 from moe_comm.topology import Placement
@@ -124,7 +124,10 @@ class Serving:
         world = self._recovery.channels[0].world
         if not isinstance(placement, Placement):
             placement = Placement.contiguous(count, world, placement)
-        self._rounds.place(placement.fitting(count, world))
+        placement = placement.fitting(count, world)
+        if placement.has_copies and any(map(_lends, self._models)):
+            raise ConfigError("balance chooses the copies of experts; pass a placement without copies")
+        self._rounds.place(placement)
 
 
 def _seconds(model: Any, ids_BS: Tensor, length: int) -> float:
@@ -168,7 +171,7 @@ def serving(*models: nn.Module, checkpoint: Checkpoint = None, micro_batches: in
             enabled in a call, or ``micro_batches`` is out of range.
         UnsupportedModel: a model is also sharded by FSDP2, ``swap_attention`` or ``swap_linears``, or is in
             DistributedDataParallel with ``broadcast_buffers``, or there is a ``checkpoint`` and experts have adapters,
-            or several micro-batches on a GPU.
+            or several micro-batches on a GPU, with ``DispatchOptions.balance`` or with rematerialized copies.
         RankMismatch: ranks pass different models.
         PeerRaised: another rank raised, as above.
         PeerError: Ctrl-C has interrupted an operation on another rank.
@@ -251,12 +254,28 @@ def _cannot_recover(models: Sequence[nn.Module], checkpoints: Sequence[str | Pat
     return None if missing is None else ConfigError(f"the checkpoint {missing} does not exist")
 
 
+def _lends(model: nn.Module) -> bool:
+    """Return whether a model lends experts (``DispatchOptions.balance``)."""
+    return any(one.dispatcher.options.balance is not None for one in swapped_experts(model).values())
+
+
+def _sends_weights(experts: EPExperts) -> bool:
+    """Return whether calls of ``experts`` send weights to other ranks."""
+    copies = experts.copies
+    return copies is not None and (copies.rematerialized or experts.dispatcher.options.balance is not None)
+
+
 def _fault(models: Sequence[nn.Module], micro_batches: int) -> MoeCommError | None:
     for model in models:
         name = type(model).__name__
         if micro_batches > 1 and any(parameter.is_cuda for parameter in model.parameters()):
             return UnsupportedModel(
                 "micro-batches run in threads of a rank, which would share the stream of its GPU; use one on GPUs"
+            )
+        if micro_batches > 1 and any(map(_sends_weights, swapped_experts(model).values())):
+            return UnsupportedModel(
+                "calls of micro-batches have no order, so they cannot send weights of experts: use one micro-batch "
+                "with DispatchOptions.balance and rematerialized copies"
             )
         if any(one.rounds is not None and not one.rounds.ended for one in swapped_experts(model).values()):
             return ConfigError(f"this {name} is already in a serving context; pass all models to one context")

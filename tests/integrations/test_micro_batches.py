@@ -15,8 +15,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import moe_comm
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.errors import ConfigError, MoeCommError, PeerDied, RankMismatch
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.errors import ConfigError, MoeCommError, PeerDied, RankMismatch, UnsupportedModel
+from moe_comm.integrations.hugging_face import swap_moe
+from moe_comm.layers.data_parallel import rematerialize_copies
 from moe_comm.topology import Placement
+from moe_comm.topology.balance import Balance
 from tests.integrations.models import VOCAB, load
 from tests.integrations.test_disaggregated import Run
 from tests.integrations.test_recovery import Death, dying
@@ -226,6 +230,33 @@ def placed(rank: int, world: int, run: Run) -> None:
 
 def test_experts_move_while_micro_batches_run(saved: Callable[[str], str], pool4: RankPool) -> None:
     pool4.run(placed, Run(saved("mixtral"), 1, 2, "shared_memory"), timeout=60)
+
+
+def sends_weights(rank: int, world: int, folder: str) -> None:
+    """Copies are published before the first call. Calls that send weights need one micro-batch."""
+    group = dist.new_group(range(2))
+    if rank >= 2:
+        return
+    copies = Placement(tuple((e % 2, 1 - e % 2) if e < 3 else (e % 2,) for e in range(8)), 2)
+    plain, ids = load(folder), batch(rank)
+    model = swap_moe(load(folder), group, placement=copies)
+    with moe_comm.serving(model, micro_batches=2):
+        assert torch.equal(tokens(model, ids), tokens(plain, ids))
+    rematerialize_copies(model)
+    lending = swap_moe(load(folder), group, options=DispatchOptions(balance=Balance(1.0, worth=0)))
+    for one in (model, lending):
+        with pytest.raises(UnsupportedModel, match="order"), moe_comm.serving(one, micro_batches=2):
+            pass
+    with moe_comm.serving(lending) as serving:
+        if rank == 0:
+            with pytest.raises(ConfigError, match="balance"):
+                serving.place(copies)
+        assert torch.equal(tokens(lending, ids), tokens(plain, ids))
+    dist.destroy_process_group(group)
+
+
+def test_calls_of_micro_batches_send_no_weights(saved: Callable[[str], str], pool4: RankPool) -> None:
+    pool4.run(sends_weights, saved("qwen3_moe"), timeout=60)
 
 
 class _Stop(Exception):
