@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 WIDTH, HEIGHT = 1280, 900
+DRAWN_S = 60.0
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -41,3 +43,9 @@ def headless(profile: Path) -> Iterator[Any]:
         yield driver
     finally:
         driver.quit()
+
+
+def wait_until_drawn(driver: Any) -> None:
+    """Wait until the page has drawn all panels, which it marks with ``data-ready``."""
+    wait = import_module("selenium.webdriver.support.wait").WebDriverWait(driver, DRAWN_S)
+    wait.until(lambda _: driver.execute_script("return document.documentElement.dataset.ready") == "yes")

@@ -178,7 +178,9 @@ def dump(config: TrainConfig) -> str:
 
 
 def _toml(value: object) -> str:
-    """Return ``value`` as JSON, which is also TOML if DEL is escaped."""
+    """Return ``value`` as JSON, which is also TOML if DEL is escaped, and a section in a section as an inline table."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -12,7 +12,7 @@ import pytest
 from moe_comm.observe.records import FAULTS, METRICS, FaultRecord, append
 from moe_comm.observe.report import write_report
 from moe_comm.observe.report.page import PANELS
-from tests.browser import WIDTH, headless
+from tests.browser import WIDTH, headless, wait_until_drawn
 from tests.support.synthetic import Straggler, SyntheticFault, SyntheticRun, write_run
 
 pytest.importorskip("plotly", reason="needs the observe extra")
@@ -30,14 +30,22 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     faults = (SyntheticFault(10, "died", (1,)), SyntheticFault(20, "nonfinite", (2,), "skip", injected=True))
     a = SyntheticRun(
-        ranks=4, steps=40, ranks_per_host=2, pp=2, ep=2, layers=3, stragglers=(Straggler(3, 1.4),), faults=faults
+        ranks=4,
+        steps=40,
+        offloads=True,
+        ranks_per_host=2,
+        pp=2,
+        ep=2,
+        layers=3,
+        stragglers=(Straggler(3, 1.4),),
+        faults=faults,
     )
     write_run(folder / "a", a)
     hostile = "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script>"
     append(folder / "a" / FAULTS, FaultRecord(1_700_000_050.0, 12, hostile, [3], "none", hostile))
     for step in (20, 40):
         append(folder / "a" / METRICS, {"step": step, "validation/loss": 2.0})
-    write_run(folder / "b", SyntheticRun(ranks=2, steps=30, step_s=1.2, seed=1))
+    write_run(folder / "b", SyntheticRun(ranks=2, steps=30, step_s=1.2, seed=1, offloads=True))
     reports = {"a": [folder / "a"], "b": [folder / "b"], "both": [folder / "a", folder / "b"]}
     return {name: write_report(runs, folder / f"{name}.html") for name, runs in reports.items()}
 
@@ -98,7 +106,7 @@ def marks(browser: Any, name: str) -> int:
 
 def check_panels(browser: Any) -> None:
     """Check that every panel is drawn and labelled."""
-    assert run_in(browser, "return document.documentElement.dataset.ready") == "yes"
+    wait_until_drawn(browser)
     for panel in PANELS:
         assert marks(browser, panel.name), f"{panel.name} is empty"
         box = run_in(browser, f"return document.getElementById('chart-{panel.name}').getBoundingClientRect().toJSON()")

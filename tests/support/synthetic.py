@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from moe_comm.observe.records import (
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, decide
+from moe_comm.train.offload.resident import OffloadReport
 from tests.support.synthetic_spans import Step, spans_of
 
 Floats = NDArray[np.float64]
@@ -94,6 +95,7 @@ class SyntheticRun:
         rank_every: steps between the lines of a rank. 0: about 120,000 lines in total.
         checkpoint_every: steps between checkpoints. 0: none.
         span_steps: steps whose spans are written.
+        offloads: metrics contain transfers of offloaded optimizer state.
     """
 
     ranks: int = 8
@@ -116,6 +118,7 @@ class SyntheticRun:
     slow_links: tuple[SlowLink, ...] = ()
     faults: tuple[SyntheticFault, ...] = ()
     span_steps: tuple[int, ...] = ()
+    offloads: bool = False
     seed: int = 0
 
     def mapping(self) -> ParallelConfig:
@@ -283,6 +286,10 @@ def _write_metrics(
                 "load": load,
                 "tokens_per_s": run.tokens / done.total_s,
             }
+            if run.offloads:
+                read = int(2e8 * random.random())
+                report = OffloadReport(1 << 30, 1 << 28, 1 << 28, read, read, update_s=0.3, waited_s=0.2, busy_s=0.25)
+                values["offload"] = asdict(report)
             file.write(to_json(values) + "\n")
 
 

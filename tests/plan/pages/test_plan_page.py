@@ -17,7 +17,7 @@ from moe_plan.pages.plan_page import OPERATORS, PASSES, data_of, panels, write_p
 from moe_plan.pages.timeline import timeline
 from moe_plan.search.request import PlanCandidate, PlanRequest
 from moe_plan.step.simulate import simulate
-from tests.browser import WIDTH, headless
+from tests.browser import WIDTH, headless, wait_until_drawn
 
 pytest.importorskip("plotly", reason="needs the observe extra")
 MAX_BYTES = 5_000_000
@@ -59,7 +59,7 @@ def test_every_panel_is_drawn_without_network_access(browser: Any, pages: dict[s
     for name, names in panels_by_page.items():
         browser.get(pages[name].as_uri())
         run = browser.execute_script
-        assert run("return document.documentElement.dataset.ready") == "yes"
+        wait_until_drawn(browser)
         assert [one.get_attribute("id") for one in browser.find_elements("css selector", ".chart")] == [
             f"chart-{panel}" for panel in names
         ]

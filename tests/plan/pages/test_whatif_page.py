@@ -15,7 +15,7 @@ from moe_plan.pages.whatif_page import page_data, write_page
 from moe_plan.whatif.analysis import WhatIf, what_if
 from moe_plan.whatif.run_trace import make_run_trace
 from moe_plan.whatif.text import rank_heat, stage_heat, text
-from tests.browser import headless
+from tests.browser import headless, wait_until_drawn
 from tests.plan.whatif.test_run_trace import Clock, record_collective
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script>"
@@ -87,7 +87,7 @@ def test_every_panel_is_drawn_without_network_access(browser: Any, result: WhatI
     write_page(result, page, HOSTILE)
     browser.get(page.as_uri())
     run = browser.execute_script
-    assert run("return document.documentElement.dataset.ready") == "yes"
+    wait_until_drawn(browser)
     count_marks = "return document.querySelectorAll(`#chart-${arguments[0]} :is(.js-line, .point, image, .hm)`).length"
     for name in ("workers", "operations", "places", "slowdown", "seconds"):
         assert run(count_marks, name), f"{name} is empty"
