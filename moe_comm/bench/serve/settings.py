@@ -26,7 +26,7 @@ class ServeBench:
         str,
         typer.Option(
             metavar="TRACE",
-            help="Requests: JSON lines, or poisson:rate=R,count=N[,prompt=N][,output=N][,seed=N], as plan --serve.",
+            help="Requests: JSON lines, or poisson:rate=R,count=N,prompt=N,output=N,seed=N, as for plan --serve.",
         ),
     ] = TRACE
     model: Annotated[
