@@ -1,7 +1,6 @@
 """``MicroBatches``: the forward passes that a rank runs at the same time. See ``serving``.
 
-Each has a number, with rounds, a process group and a dispatcher of its own, so that nothing orders the calls of one
-before those of another:
+Each has a number, and its own rounds, process group and dispatcher, so calls of one do not wait for those of another:
 
     attention rank   attention 0 │ attention 1 │ attention 0 │ attention 1 │ ...
     expert rank                  │   experts 0 │   experts 1 │   experts 0 │ ...
@@ -42,7 +41,7 @@ _NOTHING = nullcontext()
 
 
 class _Running(threading.local):
-    """What runs in this thread.
+    """Forward passes of this thread.
 
     Attributes:
         models: whose forward passes run, the outermost first.

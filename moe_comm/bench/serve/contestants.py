@@ -71,7 +71,7 @@ def vocabulary(folder: str) -> int:
 
 @dataclass(eq=False)
 class ServeContestant:
-    """A model on this rank, and what it does there.
+    """A model on this rank, and the requests that the rank takes.
 
     Attributes:
         takers: ranks that take requests, in turn.

@@ -165,7 +165,7 @@ def complete_from(spans: Sequence[Span], recorded: int, most: int) -> float:
 
 
 def since(intervals: Sequence[Interval], start_s: float) -> list[Interval]:
-    """Return what is not before ``start_s``."""
+    """Return the parts of ``intervals`` after ``start_s``."""
     return [(max(begin, start_s), end) for begin, end in intervals if end > start_s]
 
 

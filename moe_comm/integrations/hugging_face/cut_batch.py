@@ -3,7 +3,7 @@
     generate(ids_BS)        rows 0 1 ─▶ generate ─╮       manager.add_request   ─▶ manager 0 ─╮
                             rows 2 3 ─▶ generate ─┴▶ rows                       ─▶ manager 1 ─┴▶ results
 
-Each part is a call of transformers' own code with its own KV cache, in a thread of its own.
+Each part is one call of transformers in its own thread, with its own KV cache.
 """
 
 from __future__ import annotations
