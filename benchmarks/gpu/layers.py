@@ -58,18 +58,8 @@ def measure(settings: LayerBench, name: str, timer: Timer, reference: dict[str, 
         run.forward()
         run.backward()
         peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-        # Keep the weight gradients of a few experts only: those of all experts take a quarter of the memory.
-        results = {
-            what: value if value.dim() < 3 else value[:COMPARED].clone() for what, value in run.results().items()
-        }
-        run.free()
         limit = max(kind.tolerance or 0.0, allowed_error(settings, x_TD))
-        error = max((relative_error(results[what], want) for what, want in reference.items()), default=0.0)
-        if not error <= limit:
-            raise AssertionError(f"{name} differs from the first contestant by {error:.3g} (allowed {limit:.3g})")
-        if not reference:
-            reference.update(results)
-        del results
+        error = _compared(name, run, reference, limit)
         forward = timer.measure(run.forward, kernels=False)
 
         def both() -> None:
@@ -78,6 +68,10 @@ def measure(settings: LayerBench, name: str, timer: Timer, reference: dict[str, 
             run.free()
 
         times = timer.measure(both)
+        # From the third call on, launches of moe_comm are repeated from a record.
+        run.forward()
+        run.backward()
+        error = max(error, _compared(name, run, reference, limit))
     finally:
         run.contestant.close()
     return {
@@ -91,6 +85,19 @@ def measure(settings: LayerBench, name: str, timer: Timer, reference: dict[str, 
         **times,
         "tflop_s": settings.flops / times["device_us"] / 1e6,
     }
+
+
+def _compared(name: str, run: ContestantRun, reference: dict[str, Tensor], limit: float) -> float:
+    """Return the largest relative error of the last pass of ``run``, and free it. The first pass is the reference."""
+    # Keep the weight gradients of a few experts only: those of all experts take a quarter of the memory.
+    results = {what: value if value.dim() < 3 else value[:COMPARED].clone() for what, value in run.results().items()}
+    run.free()
+    error = max((relative_error(results[what], want) for what, want in reference.items()), default=0.0)
+    if not error <= limit:
+        raise AssertionError(f"{name} differs from the first contestant by {error:.3g} (allowed {limit:.3g})")
+    if not reference:
+        reference.update(results)
+    return error
 
 
 def operations(name: str, device: str) -> Iterator[tuple[str, Work]]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.gpu.sources import ROOT
+
 Kind = Literal["build", "smoke", "measurement", "tests"]
 SHORT = ("movement", "ceilings", "products", "fused")
 """Modules with operations of a few seconds. Operations of other modules may compile kernels or fill the memory."""
-Family = Literal["", "peer_to_peer", "bulk", "triton", "layer"]
+Family = Literal["", "peer_to_peer", "bulk", "triton", "fused", "fp8", "layer"]
 BEGIN = ("build", "smoke", "ceilings")
 PRESETS: dict[str, tuple[str, ...]] = {
     "move": (*BEGIN, "kernel-tests", "dispatch", "few", "bulk", "virtual", "virtual-tests", "hidden", "host"),
@@ -131,13 +133,17 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     # Loading a kernel may wait for running kernels, and streams must not share a hardware queue.
     together = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     measurement("virtual", 60, "movement", "virtual", family="peer_to_peer", env=together)
-    # Each GEMM in CUDA C++ against Triton and float64, before their rates.
+    # Each GEMM in CUDA C++ against Triton and float64, before their rates. Those that have never run on a GPU are in
+    # processes of their own, because an error of a kernel ends the use of CUDA in its process.
     in_cuda = {"MOE_COMM_GEMM": "cuda"}
-    gemm_tests = ("tests/gpu/test_gemm.py", "tests/gpu/test_weight_gemm.py", "-m", "gpu")
-    tests("gemm-tests", 60, *gemm_tests, family="triton", test_s=30, env=in_cuda)
+    of_rows, of_weights = "tests/gpu/test_gemm.py", "tests/gpu/test_weight_gemm.py"
+    tests("gemm-tests", 60, of_rows, of_weights, "-m", "gpu", "-k", "not fused and not e4m3", family="triton",
+          test_s=30, env=in_cuda)  # fmt: skip
+    tests("gemm-tests-fused", 45, of_rows, "-m", "gpu", "-k", "fused", family="fused", env=in_cuda)
+    tests("gemm-tests-fp8", 45, of_rows, "-m", "gpu", "-k", "e4m3", family="fp8", env=in_cuda)
     measurement("hidden", 75, "hidden", family="triton")
     measurement("products", 90, "products", family="triton")
-    measurement("fused", 60, "fused", family="triton", env=in_cuda)
+    measurement("fused", 60, "fused", family="fused", env=in_cuda)
     for shape in LAYERS:
         measurement(f"layer-{shape}", 75, "layers", shape, family="layer")
     measurement("host-profile-qwen3-30b-a3b", 45, "host_profile", "qwen3-30b-a3b", family="layer")
@@ -147,8 +153,11 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     tests("triton-tests", 120, "tests/gpu/test_triton_on_gpu.py", "tests/gpu/test_triton_around.py", family="triton",
           test_s=60)  # fmt: skip
     features = "tests/gpu/test_features_on_gpu.py"
-    others = ("--ignore-glob", "*/test_triton_*", "--ignore", "tests/gpu/test_resources.py", "--ignore", features)
-    tests("gpu-tests", 120, "tests/gpu", "-m", "not slow", *others, family="peer_to_peer", test_s=45)
+    first = ("tests/gpu/test_device_call_on_gpu.py", "tests/gpu/test_peer_to_peer_on_gpu.py")  # have never run
+    elsewhere = ("tests/gpu/test_resources.py", features, of_rows, of_weights)  # the last three are other parts
+    paths = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    rest = [path for path in paths if path not in (*first, *elsewhere) and "/test_triton_" not in path]
+    tests("gpu-tests", 120, *first, *rest, "-m", "gpu and not slow", family="peer_to_peer", test_s=45)
     tests("features", 240, features, family="layer", test_s=110)
     virtual = "tests/gpu_emulated/test_virtual_ranks.py"
     tests("virtual-tests", 60, virtual, family="peer_to_peer", test_s=40, env=together)

@@ -97,6 +97,24 @@ def layer(device: str) -> dict[str, Any]:
     return {"errors": errors}
 
 
+def repeated(device: str) -> dict[str, Any]:
+    """Compare the bits of calls of a layer. From the third one on, native code repeats the launches of the second."""
+    built = MoELayer.build(MoEConfig(128, 256, RouterConfig(8, 2)), seed=0).to(device, torch.bfloat16)
+    x_TD, calls = random(device, 96, 128), []
+    for _ in range(4):
+        x = x_TD.clone().requires_grad_()
+        built.zero_grad(set_to_none=True)
+        y = built(x)
+        y.backward(x_TD)
+        calls.append({"output": y.detach(), "x": x.grad, **{name: p.grad for name, p in built.named_parameters()}})
+    for number, call in enumerate(calls[1:], 2):
+        for name, value in call.items():
+            first = calls[0][name]
+            if value is not None and (first is None or not torch.equal(value, first)):
+                raise AssertionError(f"call {number} of a layer has other bits than the first one: {name}")
+    return {"calls": len(calls)}
+
+
 def operations(device: str) -> Iterator[tuple[str, Work]]:
     """Yield the names and functions of the checks."""
     case = Case(Timer(device, 1, 3), tokens=96, hidden=256, experts=16, top_k=4)
@@ -107,6 +125,7 @@ def operations(device: str) -> Iterator[tuple[str, Work]]:
     yield "peer_to_peer, low latency", partial(measure_low_latency, case)
     yield "triton, operators", partial(triton_operators, device)
     yield "layer, forward and backward", partial(layer, device)
+    yield "layer, repeated", partial(repeated, device)
     yield "bulk, bf16", partial(round_trip, case, "same", bulk_copies=True)
 
 

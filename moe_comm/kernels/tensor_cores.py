@@ -1,7 +1,7 @@
 """Which GPUs use the grouped GEMMs in CUDA C++ (``gpu/gemm.py``) instead of those in Triton.
 
-They are used on compute capability 9.0 after each kernel has given the right results on a small problem on that device.
-If one does not, or cannot be loaded, a warning says so once, and Triton is used in its place.
+They are used on compute capability 9.0. The first use of a kernel on a device checks its results on a small problem. If
+they are wrong, or it cannot be loaded, a warning says so once, and Triton is used in its place.
 
 By default they compute gradients of weights. Products of rows, which have the same bits in both, stay in Triton: on an
 H200 it took 3 to 16% less time where experts had different numbers of rows. The forms that are fused with the gather of
@@ -51,7 +51,8 @@ PRODUCTS = {
 }
 SCALED = {"rows_fp8": "products of rows in e4m3"}
 GRADIENTS = {"weights": "gradients of weights", "weights_added": "gradients of weights in fp32"}
-"""What the kernels compute: the first two with ``MOE_COMM_GEMM=cuda``, the last by default."""
+KERNELS = {**PRODUCTS, **SCALED, **GRADIENTS}
+"""What the kernels compute: those of the first two with ``MOE_COMM_GEMM=cuda``, gradients by default."""
 
 
 def setting() -> str:
@@ -135,8 +136,8 @@ class Choice(NamedTuple):
     kernels: frozenset[str] = frozenset()
 
 
-_known: dict[int, Choice] = {}
-"""The choice for each device that was asked for."""
+_known: dict[tuple[int, str], GpuGemm | None] = {}
+"""The launcher of each kernel on each device that was asked for; None for Triton."""
 
 
 def launcher_for(rows_RD: Tensor, kernel: str) -> GpuGemm | None:
@@ -147,41 +148,51 @@ def launcher_for(rows_RD: Tensor, kernel: str) -> GpuGemm | None:
 
 
 def launcher(index: int, kernel: str) -> GpuGemm | None:
-    """Return the launcher of a kernel on a device, or None for Triton. Log a warning the first time that one fails."""
-    known = _known.get(index)
-    if known is None:
+    """Return the launcher of a kernel on a device, or None for Triton. Log a warning the first time that it fails."""
+    key = index, kernel
+    if key not in _known:
         if torch.cuda.is_current_stream_capturing():
             return None  # the check waits for the device, so a later call makes it
-        known = _known[index] = choice(index)
-        if FAILED in known.reason:
-            log.warning("cuda:%d computes grouped GEMMs of experts in Triton: %s", index, known.reason)
-    return known.gemm if kernel in known.kernels else None
+        reason = "" if setting() != "triton" else f"{GEMM}=triton"
+        reason = reason or failure(index, kernel)
+        if FAILED in reason:
+            log.warning("cuda:%d computes %s in Triton: %s", index, KERNELS[kernel], reason)
+        _known[key] = None if reason else gpu_gemm(index)
+    return _known[key]
 
 
 FAILED = "those in CUDA C++ "
 
 
 @cache
-def choice(index: int) -> Choice:
-    """Return the launcher of a device, or None for Triton, and why."""
-    value = setting()
-    if value == "triton":
-        return Choice(None, f"{GEMM}=triton")
-    names = {**PRODUCTS, **SCALED, **GRADIENTS} if value == "cuda" else GRADIENTS
+def failure(index: int, kernel: str) -> str:
+    """Return why a kernel is not used on a device, as a sentence; "" if its results on a small problem are right.
+
+    Each kernel is checked alone, so a fault of one that a program does not use cannot end this program.
+    """
     try:
         major, minor = torch.cuda.get_device_capability(index)
         if (major, minor) != CAPABILITY:
-            return Choice(None, f"the kernels in CUDA C++ exist for sm_90, and this GPU is sm_{major}{minor}")
-        gemm = gpu_gemm(index)
-        wrong = wrong_kernels(gemm, torch.device("cuda", index), names)
+            return f"the kernels in CUDA C++ exist for sm_90, and this GPU is sm_{major}{minor}"
+        wrong = wrong_kernels(gpu_gemm(index), torch.device("cuda", index), [kernel])
     except Exception as error:  # whatever it is, Triton works
-        return Choice(None, f"{FAILED}do not run: {error}")
-    failed = f"{FAILED}give wrong results: {', '.join(wrong)}"
-    right = [name for name in names if name not in wrong]
+        return f"{FAILED}do not run: {error}"
+    return f"{FAILED}give wrong results: {kernel}" if wrong else ""
+
+
+def choice(index: int) -> Choice:
+    """Return the launcher of a device, or None for Triton, and why. Checks all kernels that the setting uses."""
+    value = setting()
+    if value == "triton":
+        return Choice(None, f"{GEMM}=triton")
+    names = KERNELS if value == "cuda" else GRADIENTS
+    reasons = {name: failure(index, name) for name in names}
+    right = [name for name, reason in reasons.items() if not reason]
+    failed = "; ".join(dict.fromkeys(filter(None, reasons.values())))
     if not right:
         return Choice(None, failed)
     what = f"{', '.join(names[name] for name in right)} in CUDA C++, checked on this GPU; others in Triton"
-    return Choice(gemm, f"{what}: {failed}" if wrong else what, frozenset(right))
+    return Choice(gpu_gemm(index), f"{what}: {failed}" if failed else what, frozenset(right))
 
 
 def sections_like(rows_RD: Tensor, columns: int) -> Tensor:
@@ -204,7 +215,7 @@ def wrong_kernels(gemm: GpuGemm, device: torch.device, names: Collection[str]) -
         wrong.append("swiglu_gradient")
     if "rows_fp8" in names and not _fp8_is_right(gemm, device, counts_E):
         wrong.append("rows_fp8")
-    return wrong + [name for name in _wrong_weights(gemm, rows_RD, grad_RN, counts_E) if name in names]
+    return wrong + _wrong_weights(gemm, rows_RD, grad_RN, counts_E, [name for name in names if name in GRADIENTS])
 
 
 def _by_expert(rows_RD: Tensor, w_END: Tensor) -> Tensor:
@@ -283,13 +294,18 @@ def _fp8_is_right(gemm: GpuGemm, device: torch.device, counts_E: Tensor) -> bool
     return bool((error_RN <= exact_RN.abs() * 2.0**-8 + size_RN * 2.0**-10).all() and (out_RN[total:] == 3).all())
 
 
-def _wrong_weights(gemm: GpuGemm, rows_RD: Tensor, grad_RN: Tensor, counts_E: Tensor) -> list[str]:
+def _wrong_weights(
+    gemm: GpuGemm, rows_RD: Tensor, grad_RN: Tensor, counts_E: Tensor, names: Collection[str]
+) -> list[str]:
+    if not names:
+        return []
     total = sum(COUNTS)
     rows_RD[total:], grad_RN[total:] = float("nan"), float("inf")  # no expert's
     parts = zip(grad_RN[:total].double().split(COUNTS), rows_RD[:total].double().split(COUNTS), strict=True)
     exact_END = torch.stack([grad.T @ rows for grad, rows in parts])
     wrong = []
-    for name, dtype, before in (("weights", torch.bfloat16, 0.0), ("weights_added", torch.float32, 1.0)):
+    for name in names:
+        dtype, before = (torch.float32, 1.0) if name == "weights_added" else (torch.bfloat16, 0.0)
         out_END = torch.full_like(exact_END, before or 3.0, dtype=dtype)
         gemm.weights(grad_RN, rows_RD, counts_E, out_END, current_stream(rows_RD.device))
         if not _close(out_END, exact_END + before):

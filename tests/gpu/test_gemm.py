@@ -368,14 +368,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tensor_cores, "_known", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    tensor_cores.choice.cache_clear()
+    tensor_cores.failure.cache_clear()
 
     def use(device: Emulated) -> Emulated:
         monkeypatch.setattr(tensor_cores, "gpu_gemm", lambda index: device)
         return device
 
     yield use
-    tensor_cores.choice.cache_clear()
+    tensor_cores.failure.cache_clear()
 
 
 def test_a_right_device_is_used_after_one_check(
@@ -383,7 +383,7 @@ def test_a_right_device_is_used_after_one_check(
 ) -> None:
     device = hopper(Emulated())
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
-    for name in (*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS):
+    for name in (*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS) * 2:
         assert tensor_cores.launcher(0, name) is device
     assert device.calls == 5
     assert "checked on this GPU" in tensor_cores.choice(0)[1]
@@ -391,24 +391,33 @@ def test_a_right_device_is_used_after_one_check(
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason", "others"),
+    ("fault", "reason", "chosen"),
     [
-        ("act", "give wrong results: rows_swiglu, taken_swiglu", True),
-        ("slots", "give wrong results: taken_swiglu", True),
-        ("raises", "do not run: cuLaunchKernel failed", False),
+        ("act", "give wrong results: taken_swiglu", "give wrong results: rows_swiglu; those in"),
+        ("slots", "give wrong results: taken_swiglu", ": those in CUDA C++ give wrong results: taken_swiglu"),
+        ("raises", "do not run: cuLaunchKernel failed", ": those in CUDA C++ do not run: cuLaunchKernel failed"),
     ],
 )
 def test_a_wrong_kernel_is_left_to_triton_with_one_warning(
-    fault: str, reason: str, others: bool, hopper: Any, monkeypatch: pytest.MonkeyPatch,
+    fault: str, reason: str, chosen: str, hopper: Any, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     device = hopper(Emulated(fault))
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
     assert tensor_cores.launcher(0, "taken_swiglu") is None
     assert tensor_cores.launcher(0, "taken_swiglu") is None
-    assert tensor_cores.launcher(0, "weights") is (device if others else None)
+    assert tensor_cores.launcher(0, "weights") is device, "each kernel is checked alone"
     (record,) = caplog.records
-    assert reason in record.getMessage() and "in Triton" in record.getMessage()
+    assert reason in record.getMessage() and "copied tokens with SwiGLU in Triton" in record.getMessage()
+    assert chosen in tensor_cores.choice(0).reason and "weights" in tensor_cores.choice(0).kernels
+
+
+def test_the_check_of_a_kernel_launches_no_other(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that stops the GPU would end the program that uses another one."""
+    device = hopper(Emulated("raises"))
+    monkeypatch.setenv(tensor_cores.GEMM, "cuda")
+    assert tensor_cores.launcher(0, "rows_fp8") is tensor_cores.launcher(0, "weights_added") is device
+    assert device.calls == 0
 
 
 def test_other_devices_and_the_setting_use_triton_without_a_warning(
@@ -447,6 +456,15 @@ def test_tensors_on_the_cpu_and_of_other_dtypes_are_not_asked_for() -> None:
     assert not tensor_cores.multiply_rows(rows, w, counts, out)
 
 
+def checked(*names: str) -> None:
+    """Check these kernels on the GPU, or skip the test on other GPUs. A fault of others must not fail it."""
+    for name in names:
+        reason = tensor_cores.failure(0, name)
+        assert tensor_cores.FAILED not in reason, reason
+        if reason:
+            pytest.skip(reason)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
@@ -457,10 +475,7 @@ def test_results_have_the_bits_of_triton(inner: int, width: int, counts: list[in
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
     from moe_comm.kernels.triton.swiglu import swiglu_forward
 
-    kernels, reason, _ = tensor_cores.choice(0)
-    assert tensor_cores.FAILED not in reason, reason
-    if kernels is None:
-        pytest.skip(reason)
+    checked("rows", "rows_transposed", "rows_swiglu")
     generator, device = torch.Generator("cuda").manual_seed(0), torch.device("cuda", 0)
     total, counts_E = sum(counts), torch.tensor(counts, device=device)
     rows, w = (
@@ -505,12 +520,7 @@ def test_fused_forms_have_the_bits_of_triton(
     from moe_comm.kernels.triton.take_rows import copy_rows
 
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
-    monkeypatch.setattr(tensor_cores, "_known", {})
-    tensor_cores.choice.cache_clear()
-    kernels, reason, _ = tensor_cores.choice(0)
-    assert tensor_cores.FAILED not in reason, reason
-    if kernels is None:
-        pytest.skip(reason)
+    checked("taken_swiglu", "swiglu_gradient")
     ids_TK = torch.tensor(ids, device="cuda")
     tokens, top_k = ids_TK.shape
     experts, rows = int(ids_TK.max()) + 1, ids_TK.numel()
@@ -567,12 +577,7 @@ def test_e4m3_products_are_near_triton_and_float64(
     from moe_comm.kernels.triton.grouped_mm_fp8 import grouped_mm_fp8_into
 
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
-    monkeypatch.setattr(tensor_cores, "_known", {})
-    tensor_cores.choice.cache_clear()
-    kernels, reason, _ = tensor_cores.choice(0)
-    assert tensor_cores.FAILED not in reason, reason
-    if kernels is None:
-        pytest.skip(reason)
+    checked("rows_fp8")
     device, blocks, room = torch.device("cuda", 0), -(-inner // 128), max(map(max, counts))
     experts, sources = len(counts), len(counts[0])
     total = experts * sources * room if blocked else sum(map(sum, counts))

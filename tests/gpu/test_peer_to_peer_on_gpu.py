@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from moe_comm.dispatch import WireDtypes
+from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions, WireDtypes
 from moe_comm.gpu.blocks import SHARING
+from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.layer import MoELayer
+from moe_comm.layers.moe.router import RouterConfig
 from tests.dispatch import test_peer_to_peer as on_cpu
 from tests.dispatch.workers import Job
 from tests.pool import RankPool
@@ -67,3 +73,39 @@ def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool:
         assert same_result
         assert too_many[0] == "InputError" and "got 5" in too_many[1]
         assert in_between[0] == "ConfigError" and "low_latency_combine" in in_between[1]
+
+
+def passes(built: MoELayer, x_TD: Tensor) -> list[Tensor]:
+    x_TD = x_TD.detach().requires_grad_()
+    built.zero_grad(set_to_none=True)
+    y_TD = built(x_TD)
+    y_TD.backward(x_TD.detach())
+    return [y_TD.detach(), *(p.grad for p in (x_TD, *built.parameters()) if p.grad is not None)]
+
+
+def _without_counts(rank: int, world: int) -> None:
+    tokens, hidden, experts, top_k = 300, 256, 8, 2
+    config = MoEConfig(hidden, 128, RouterConfig(experts, top_k))
+
+    def build(capacity_rows: int | None) -> MoELayer:
+        peers = PeerToPeerOptions(heap_bytes=64 << 20, capacity_rows=capacity_rows)
+        options = DispatchOptions(timeout_s=20, checked=False, peer_to_peer=peers)
+        return MoELayer.build(
+            config, dist.group.WORLD, backend="peer_to_peer", options=options, seed=0, dtype=torch.bfloat16,
+            device="cuda",
+        )  # fmt: skip
+
+    counted, fixed = build(None), build(world * tokens * top_k)
+    for seed in range(4):  # the launches of the GEMMs are recorded in the second call, and then repeated
+        generator = torch.Generator("cuda").manual_seed(10 * rank + seed)
+        x_TD = torch.randn(tokens, hidden, device="cuda", generator=generator).to(torch.bfloat16)
+        expected, actual = passes(counted, x_TD), passes(fixed, x_TD)
+        assert len(expected) == len(actual) == 5
+        for number, (want, got) in enumerate(zip(expected, actual, strict=True)):
+            assert torch.equal(want, got), (seed, number)
+    fixed.dispatcher.check()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_layer_with_room_for_a_fixed_number_of_rows_has_the_bits_of_one_with_counts(pool: RankPool) -> None:
+    pool.run(_without_counts, timeout=60)

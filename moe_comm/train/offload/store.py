@@ -117,6 +117,7 @@ class Store:
         self._traffic = Traffic()
         self._busy = 0
         self._busy_since = 0.0
+        self._stream: torch.cuda.Stream | None = None  # of the thread that takes chunks
         self._jobs: queue.SimpleQueue[tuple[int, _Resident, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"moe_comm offload {number}", daemon=True)
@@ -128,6 +129,8 @@ class Store:
     def announce(self, order: Sequence[int]) -> None:
         """Declare the chunks that will be taken next, in order, and start to read them."""
         with self._changed:
+            if self._device.type == "cuda":
+                self._stream = torch.cuda.current_stream(self._device)
             self._position = {key: number for number, key in enumerate(order)}
             self._wanted = deque(order)
             self._advance()
@@ -208,9 +211,14 @@ class Store:
         self._free.clear()
 
     def _advance(self) -> None:
-        """Start to read announced chunks while there is free memory; keep an error for the next ``take``."""
+        """Start to read announced chunks while there is free memory; keep an error for the next ``take``.
+
+        A thread of this store also calls it. Memory is then zeroed, and read into, in the order of the stream of the
+        thread that takes chunks, which may still read what was there.
+        """
         try:
-            self._read_wanted()
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                self._read_wanted()
         except Exception as error:
             self._error = self._error or error
 
@@ -267,6 +275,8 @@ class Store:
         self._jobs.put((key, resident, ready))
 
     def _run(self) -> None:
+        if self._device.index is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # else leaving the stream would start CUDA on the first GPU
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         while (job := self._jobs.get()) is not None:
             key, resident, ready = job
