@@ -30,8 +30,11 @@ from moe_comm.topology.pipeline import StagePlan, can_split, check_micro_batches
 from moe_comm.train.architecture import family_of
 from moe_comm.train.auto.choose import choose, described, resolved
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.data import Corpus
+from moe_comm.train.data.preparation import prepared
 from moe_comm.train.data.sources import check_files
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
+from moe_comm.train.lengths.predict import predict_lengths
 from moe_comm.train.lengths.solve import CAPACITY
 from moe_comm.train.loop.build import (
     DTYPES,
@@ -107,7 +110,8 @@ def describe(config: TrainConfig) -> str:
         config, line = resolved(config, world, choice.settings), choice.text + "\n\n"
     result = examine(config)
     parameters = _parameters(result.shape, config.data.seq_len)
-    return line + "\n\n".join([_title(result, config), parameters, _mapping(result), _memory(result, config)]) + "\n"
+    parts = [_title(result, config), parameters, _mapping(result), _memory(result, config), *_lengths(result, config)]
+    return line + "\n\n".join(parts) + "\n"
 
 
 def examine(config: TrainConfig) -> DryRun:
@@ -373,6 +377,16 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
             f"rank {fullest.rank},\n  which takes {moved / 1e9:.2g} s at 1 GB/s."
         )
     return "\n".join(lines)
+
+
+def _lengths(result: DryRun, config: TrainConfig) -> list[str]:
+    """Return the prediction of ``parallel.lengths``, if an earlier run has prepared the text."""
+    folders = prepared(config.data)
+    if folders is None:
+        return []
+    corpus = Corpus.open(folders, config.data, config.run.seed)
+    prediction = predict_lengths(config, corpus, result.mapping, result.architecture)
+    return [] if prediction is None else [str(prediction)]
 
 
 def _short(number: float) -> str:

@@ -262,7 +262,8 @@ class MoeCommLayer(LayerContestant):
     def build(self, weights: LayerWeights) -> nn.Module:
         s = self.settings
         router = RouterConfig(num_experts=s.experts, top_k=s.top_k, score="softmax", normalize=True)
-        group = dist.group.WORLD if self.ep > 1 else None
+        alone = self.ep < s.ranks
+        group = dist.new_group([self.rank], use_local_synchronization=True) if alone else dist.group.WORLD
         layer = MoELayer.build(
             MoEConfig(hidden=s.hidden, ffn=s.ffn, router=router),
             group,

@@ -102,18 +102,14 @@ class GlobalBatch:
         indices = SequenceIndices(self.indices.source_B[rows], self.indices.index_B[rows])
         return replace(self, indices=indices)
 
-    def local(self, dp_rank: int = 0, dp: int = 1, shard: Shard | None = None) -> Batch:
-        """Read the sequences of data-parallel rank ``dp_rank`` of ``dp``.
+    def rows_of(self, dp_rank: int, dp: int) -> slice:
+        """Return the sequences of data-parallel rank ``dp_rank`` of ``dp``.
 
         The sequences are distributed evenly. If the numbers differ by one, later ranks have more, so ``dp_rank`` times
         a rank's number of sequences is at or after the end of the previous ranks' sequences.
 
-        Args:
-            shard: shards each tensor along the sequence for this context-parallel rank; None: whole sequences.
-
         Raises:
             ConfigError: a rank would get no sequence.
-            CorruptFile: tokens do not match their checksum.
         """
         if self.rows < dp:
             raise ConfigError(
@@ -123,7 +119,19 @@ class GlobalBatch:
         base, extra = divmod(self.rows, dp)  # the last ``extra`` ranks have one sequence more
         larger = dp_rank - (dp - extra)  # number of larger ranks before this rank; negative if this rank is not larger
         begin = dp_rank * base + max(larger, 0)
-        own_rows = slice(begin, begin + base + (larger >= 0))
+        return slice(begin, begin + base + (larger >= 0))
+
+    def local(self, dp_rank: int = 0, dp: int = 1, shard: Shard | None = None) -> Batch:
+        """Read the sequences of data-parallel rank ``dp_rank`` of ``dp``: ``rows_of``.
+
+        Args:
+            shard: shards each tensor along the sequence for this context-parallel rank; None: whole sequences.
+
+        Raises:
+            ConfigError: a rank would get no sequence.
+            CorruptFile: tokens do not match their checksum.
+        """
+        own_rows = self.rows_of(dp_rank, dp)
         rows = [
             read_row(self.packings[source], index)
             for source, index in zip(

@@ -70,20 +70,42 @@ def prepare_all(settings: CorpusSettings, scanned: Callable[[ScannedSource], obj
     return [prepare(source, tokenizer, settings.cache, settings.workers) for source in sources]
 
 
+def prepared(settings: CorpusSettings) -> list[Path] | None:
+    """Return the folders of ``prepare_all`` if an earlier run prepared all sources, else None. Writes nothing."""
+    try:
+        sources = [scan(spec) for spec in settings.sources]
+        if settings.tokenizer == "bpe" and not (_bpe_folder(settings, sources) / "tokenizer.json").is_file():
+            return None
+        tokenizer = make_tokenizer(settings, sources)
+    except MoeCommError:
+        return None
+    folders = [_token_folder(source, tokenizer, settings.cache) for source in sources]
+    return folders if all((folder / META).is_file() for folder in folders) else None
+
+
 def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -> Tokenizer:
     """Return the tokenizer of ``settings``. A trained one is cached."""
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
     if settings.tokenizer != "bpe":
         return load_tokenizer(settings.tokenizer, settings.end_of_text)
-    key = _key(["bpe", VERSION, settings.vocab, BPE_BYTES, [source.digest for source in sources]])
-    folder = Path(settings.cache).expanduser() / f"bpe{settings.vocab}-{key}"
+    folder = _bpe_folder(settings, sources)
     if not (folder / "tokenizer.json").is_file():
         limit = BPE_BYTES // len(sources)
         texts = itertools.chain.from_iterable(_first_texts(source, limit) for source in sources)
         with fresh_folder(folder) as fresh:
             train_bpe(texts, settings.vocab).save(fresh)
     return load_tokenizer(folder)
+
+
+def _bpe_folder(settings: CorpusSettings, sources: Sequence[ScannedSource]) -> Path:
+    key = _key(["bpe", VERSION, settings.vocab, BPE_BYTES, [source.digest for source in sources]])
+    return Path(settings.cache).expanduser() / f"bpe{settings.vocab}-{key}"
+
+
+def _token_folder(source: ScannedSource, tokenizer: Tokenizer, cache: str | Path) -> Path:
+    key = _key(["tokens", VERSION, PART_CHARS, tokenizer.digest, source.digest])
+    return Path(cache).expanduser() / f"{_folder_name(source.spec.name)}-{key}"
 
 
 def prepare(spec: SourceSpec | ScannedSource, tokenizer: Tokenizer, cache: str | Path, workers: int = 0) -> Path:
@@ -97,9 +119,7 @@ def prepare(spec: SourceSpec | ScannedSource, tokenizer: Tokenizer, cache: str |
         MissingDependency: a package for this kind of file is not installed.
     """
     source = scan(spec) if isinstance(spec, SourceSpec) else spec
-    name = source.spec.name
-    key = _key(["tokens", VERSION, PART_CHARS, tokenizer.digest, source.digest])
-    folder = Path(cache).expanduser() / f"{_folder_name(name)}-{key}"
+    name, folder = source.spec.name, _token_folder(source, tokenizer, cache)
     if (folder / META).is_file():
         return folder
     with fresh_folder(folder) as fresh:

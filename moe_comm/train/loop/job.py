@@ -41,6 +41,7 @@ from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, Statistics, prepare_all
 from moe_comm.train.hooks import CollapseHint, PlannedCollections, StepHook
 from moe_comm.train.lengths.feed import open_feed
+from moe_comm.train.lengths.predict import predict_lengths
 from moe_comm.train.loop.build import DTYPES, TrainState, architecture_of, build
 from moe_comm.train.loop.export import draw_sample, export_model
 from moe_comm.train.loop.progress import Progress, make_progress
@@ -474,6 +475,7 @@ def _start_text(
     router = architecture.moe.router
     statistics = corpus.statistics()
     epochs = ", ".join(f"{config.run.steps * epochs_per_step:.2g}" for epochs_per_step in corpus.epochs)
+    lengths = predict_lengths(config, corpus, mesh.config, architecture)
     return (
         f"{config.model.family}: {shape.params / 1e6:.1f} M parameters ({shape.active / 1e6:.1f} M active), "
         f"{architecture.layers} layers, {router.num_experts} experts top-{router.top_k}\n"
@@ -481,5 +483,6 @@ def _start_text(
         f"text {', '.join(config.data.paths)}: {statistics.train_tokens:,} training tokens, "
         f"{statistics.validation_tokens:,} validation tokens, {statistics.bytes_per_token:.2f} bytes per token; "
         f"{config.run.steps} steps take {epochs} epochs\n"
-        f"run folder {folder.path}"
+        + ("" if lengths is None else f"{lengths}\n")
+        + f"run folder {folder.path}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import ConfigError
+from moe_comm.layers.attention.sequence import shard_sequence
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.initialize import initialize
@@ -19,7 +21,10 @@ from moe_comm.layers.transformer.model import Transformer
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
-from moe_comm.train.lengths.feed import PlacedBatch, check_model, documents_of, open_feed
+from moe_comm.train.dry_run import describe
+from moe_comm.train.lengths.cost import LengthCost
+from moe_comm.train.lengths.feed import PlacedBatch, check_model, cost_of, documents_of, open_feed
+from moe_comm.train.lengths.predict import predict_lengths, static_loads
 from moe_comm.train.loop.build import architecture_of, build_stages
 from tests.pool import RankPool
 from tests.train.common import config_of
@@ -189,3 +194,37 @@ def test_a_balance_loss_of_each_sequence_raises() -> None:
     router: Any = replace(architecture.moe.router, balance_form="sequence", balance_loss=0.1)
     with pytest.raises(ConfigError, match="a balance loss of each sequence"):
         check_model(replace(architecture, moe=replace(architecture.moe, router=router)))
+
+
+@pytest.mark.parametrize("mapping", [("parallel.cp=4",), ("parallel.dp=4",), ("parallel.cp=2", "parallel.dp=2")])
+def test_the_prediction_counts_the_pairs_of_every_rank(mapping: tuple[str, ...], tmp_path: Path) -> None:
+    corpus = corpus_of([LENGTHS], tmp_path, seq_len=32, batch=8, documents="separate", packing="best_fit")
+    config = config_of([*SETTINGS, *mapping, "data.micro_batches=1", "run.steps=1"])
+    architecture = architecture_of(config, 256)
+    ranks = config.parallel.mapping(4)
+    batch = corpus.batch_of(0)
+    cost = LengthCost(pair=3, token=5)
+    loads = []
+    for dp_rank in range(ranks.dp):
+        for cp_rank in range(ranks.cp):
+            shard = partial(shard_sequence, cp=ranks.cp, rank=cp_rank, context="ring")
+            local = batch.local(dp_rank, ranks.dp, shard)
+            positions = local.positions_BS if local.mask_BS is None else local.positions_BS[local.mask_BS]
+            loads.append(int((3 * (positions + 1) + 5).sum()))
+    assert static_loads(batch, ranks, "ring", cost) == loads
+    prediction = predict_lengths(config, corpus, ranks, architecture)
+    assert prediction is not None and 1 <= prediction.balanced <= prediction.static
+    model_cost = cost_of(config, architecture, ranks.ep)
+    loads = static_loads(batch, ranks, "ring", model_cost)
+    assert prediction.static == pytest.approx(max(loads) * 4 / sum(loads))
+
+
+def test_a_dry_run_predicts_lengths_of_prepared_text(tmp_path: Path) -> None:
+    documents = ["x" * 31, *("a" * 3 for _ in range(60))]
+    source = write_jsonl(tmp_path / "d.jsonl", documents)
+    config = config_of(
+        [*SETTINGS, "parallel.dp=4", "parallel.ranks=4", f"data.source={source}", f"data.cache={tmp_path}"]
+    )
+    assert "lengths:" not in describe(config)
+    prepare_all(config.data)
+    assert "the slowest rank has" in describe(config)

@@ -167,6 +167,15 @@ CHAINS: dict[str, tuple[tuple[str, ...], tuple[Stage, ...]]] = {
             (2, ("parallel.tp=2", "parallel.etp=2", "parallel.ep=1")),
         ),
     ),
+    "static and balanced lengths": (
+        ("data.documents=separate",),
+        (
+            (2, ("parallel.cp=2", "parallel.context=ring", "parallel.lengths=balanced")),
+            (2, ("parallel.cp=2", "parallel.context=ring")),
+            (4, ("parallel.dp=2", "parallel.cp=2", "parallel.context=ring", "parallel.lengths=balanced")),
+            (1, ()),
+        ),
+    ),
 }
 
 

@@ -1,0 +1,89 @@
+"""Work of the slowest rank with static and with balanced lengths, predicted from the documents of a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_comm.layers.attention.config import Context
+from moe_comm.layers.attention.sequence import chunks_of
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.topology import ParallelConfig
+from moe_comm.train.config import TrainConfig
+from moe_comm.train.data import Corpus, GlobalBatch
+from moe_comm.train.data.packing import document_runs
+from moe_comm.train.lengths.cost import LengthCost
+from moe_comm.train.lengths.feed import assign, cost_of
+
+STEPS = 8
+"""Steps to predict."""
+WORTH = 1.1
+"""Balanced lengths are recommended if the slowest rank's work falls by at least this factor."""
+
+
+@dataclass(frozen=True)
+class LengthPrediction:
+    """Work of the slowest rank divided by the mean, with each setting of ``parallel.lengths``; mean over micro-batches.
+
+    Transfers of keys are not included.
+    """
+
+    static: float
+    balanced: float
+
+    @property
+    def speedup(self) -> float:
+        """Work of the slowest rank with static lengths divided by that with balanced ones."""
+        return self.static / self.balanced
+
+    def __str__(self) -> str:
+        text = (
+            f"lengths: the slowest rank has {self.static:.2f} times the mean work with static lengths, "
+            f"{self.balanced:.2f} times with balanced ones"
+        )
+        return f'{text}; parallel.lengths = "balanced" would save time' if self.speedup >= WORTH else text
+
+
+def predict_lengths(
+    config: TrainConfig, corpus: Corpus, mapping: ParallelConfig, architecture: TransformerConfig
+) -> LengthPrediction | None:
+    """Predict the first ``STEPS`` steps of a run, without reading tokens.
+
+    Returns None where lengths cannot be balanced (see ``parallel.lengths``), or there is one rank for dp and cp.
+    """
+    world, parallel = mapping.dp * mapping.cp, config.parallel
+    separate = config.data.documents == "separate" and (mapping.cp == 1 or parallel.context == "ring")
+    if world == 1 or not separate or mapping.pp > 1 or parallel.interleave or config.model.capacity is not None:
+        return None
+    cost = cost_of(config, architecture, mapping.ep)
+    slowest = [0, 0]
+    work = 0
+    for step in range(min(STEPS, config.run.steps)):
+        batch = corpus.batch_of(step)
+        for index in range(config.data.micro_batches):
+            micro_batch = batch.micro(index, config.data.micro_batches)
+            loads = static_loads(micro_batch, mapping, parallel.context, cost)
+            slowest[0] += max(loads)
+            slowest[1] += max(assign(micro_batch, world, cost)[1].loads)
+            work += sum(loads)
+    mean = max(work, 1) / world
+    return LengthPrediction(slowest[0] / mean, slowest[1] / mean)
+
+
+def static_loads(batch: GlobalBatch, mapping: ParallelConfig, context: Context, cost: LengthCost) -> list[int]:
+    """Return the work of each rank of dp and cp for a micro-batch with static lengths. dp is the slower axis."""
+    cp = mapping.cp
+    loads = [0] * (mapping.dp * cp)
+    for dp_rank in range(mapping.dp):
+        rows = batch.rows_of(dp_rank, mapping.dp)
+        sources, indices = batch.indices.source_B[rows].tolist(), batch.indices.index_B[rows].tolist()
+        for source, index in zip(sources, indices, strict=True):
+            packing = batch.packings[source]
+            start = 0
+            for run in document_runs(packing, index):
+                for rank in range(cp):
+                    for begin, _, size in chunks_of(packing.seq_len, cp, rank, context):
+                        first, last = max(begin - start, 0), min(begin + size - start, run.length)
+                        if first < last:
+                            loads[dp_rank * cp + rank] += cost.work(last) - cost.work(first)
+                start += run.length
+    return loads
