@@ -44,16 +44,34 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) \
 	  || { echo "could not make $(VENV); on Debian: apt-get install python3-venv python3-dev g++" >&2; exit 2; }
 
-# torch comes before what needs it, so that nothing installed later brings another one. The native core does not need it.
+# Prints the requirements of extras, with those of extras that they name.
+define REQUIRED
+import sys, tomllib
+project = tomllib.load(open('pyproject.toml', 'rb'))['project']
+extras = sys.argv[1].split(',')
+print(*project['dependencies'], sep='\n')
+for extra in extras:
+    for line in project['optional-dependencies'][extra]:
+        if line.startswith('moe_comm['):
+            extras += line.removeprefix('moe_comm[').removesuffix(']').split(',')
+        else:
+            print(line)
+endef
+export REQUIRED
+
+# torch comes before what needs it, so that nothing installed later brings another one. The native core needs neither, so
+# it is compiled meanwhile.
 $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 	@mkdir -p build
 	@{ grep -v -e '^torch==' -e '^triton==' -e '^nvidia-' constraints.txt; echo '$(TORCH)'; } > $(PINS)
 	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools pybind11 cmake ninja
+	@# torch for GPUs brings the Triton and NVRTC that it was made for; torch for CPUs brings none.
 	@set -e; $(BUILD_CORE) & core=$$!; \
-	  $(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)' || { kill $$core; exit 1; }; wait $$core
-	@# torch for GPUs has brought the Triton and NVRTC that it was made for; torch for CPUs brings none.
-	@$(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' \
-	  || grep -e '^triton==' -e '^nvidia-' constraints.txt >> $(PINS)
+	  { $(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)' \
+	    && { $(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' \
+	      || grep -e '^triton==' -e '^nvidia-' constraints.txt >> $(PINS); } \
+	    && $(BIN)/python -c "$$REQUIRED" '$(EXTRAS)' > build/requirements.txt \
+	    && $(BIN)/python -m pip install --quiet -c $(PINS) -r build/requirements.txt; } || { kill $$core; exit 1; }; wait $$core
 	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.installed-*
 	@touch '$@'

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from tests.pool import RankPool, start_server
 
 SHARED_MEMORY = Path("/dev/shm")
+SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 SETTLE_S = 5.0
 """Time in which processes of another test run may map or remove a segment that they created."""
 BEFORE: pytest.StashKey[set[str]] = pytest.StashKey()
@@ -36,6 +37,20 @@ settings.load_profile("steady")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of ``SLOW_CASES``."""
+    cases = {line for line in SLOW_CASES.read_text().splitlines() if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in cases:
+            item.add_marker("slow")
+            cases.remove(item.nodeid)
+    files = {item.nodeid.partition("::")[0] for item in items}
+    unknown = sorted(case for case in cases if case.partition("::")[0] in files)
+    if unknown and not config.getoption("lf") and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"{SLOW_CASES.name}: there are no tests {unknown}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -118,6 +118,7 @@ def test_the_doctor_names_what_to_build_and_reports_nothing_broken(plain: Path) 
     )
 
 
+@pytest.mark.slow
 def test_a_model_trains_without_the_native_core_and_is_not_watched(plain: Path, tmp_path: Path) -> None:
     pytest.importorskip("pydantic", reason="needs the train extra")
     (tmp_path / "text.txt").write_text("some words about experts\n" * 400)

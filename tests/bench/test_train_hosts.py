@@ -55,6 +55,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_contestants_over_links_have_the_same_losses(result: dict[str, Any]) -> None:
     assert (result["hosts"], result["ranks_per_host"], result["link_gbit"]) == (2, 1, 1.0)
     assert len(result["link_gbit_measured"]) == 2
@@ -68,6 +69,7 @@ def test_contestants_over_links_have_the_same_losses(result: dict[str, Any]) -> 
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_the_bytes_of_each_contestant_are_counted_on_each_link(result: dict[str, Any]) -> None:
     rows = {"moe_comm": result, **result["variants"], **result["peers"]}
     for row in rows.values():
@@ -82,6 +84,7 @@ def test_the_bytes_of_each_contestant_are_counted_on_each_link(result: dict[str,
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_exposed_communication_is_that_of_the_loop_or_the_rest_of_the_step(result: dict[str, Any]) -> None:
     for row in (result, result["variants"]["ep1"]):
         assert row["exposed_communication_ms"] == row["step"]["seconds"]["communication"] * 1e3 > 0
@@ -90,6 +93,7 @@ def test_exposed_communication_is_that_of_the_loop_or_the_rest_of_the_step(resul
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_the_trace_has_one_step_of_each_configuration_on_each_rank(result: dict[str, Any], folder: Path) -> None:
     trace = pb2.Trace()
     trace.ParseFromString((folder / "out.pftrace").read_bytes())

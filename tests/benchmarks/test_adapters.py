@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_ratios_of_installed_adapters_are_written(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ["--tokens", "16", "--hidden", "8", "--rounds", "2", "--seconds", "0"]

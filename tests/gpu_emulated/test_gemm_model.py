@@ -128,14 +128,14 @@ def test_a_missing_barrier_is_a_data_race(race: str, fixed_addresses: tuple[str,
     assert run.returncode and "ThreadSanitizer: data race" in run.stderr, run.stdout + run.stderr
 
 
-def test_the_check_at_first_use_accepts_the_kernels(tmp_path: Path) -> None:
+def test_the_check_at_first_use_accepts_the_kernels() -> None:
     names = [*tensor_cores.PRODUCTS, *tensor_cores.SCALED, *tensor_cores.GRADIENTS]
-    assert tensor_cores.wrong_kernels(model_gemm(tmp_path), torch.device("cpu"), names) == []
+    assert tensor_cores.wrong_kernels(model_gemm(), torch.device("cpu"), names) == []
 
 
-def test_blocks_of_one_source_have_room(tmp_path: Path) -> None:
+def test_blocks_of_one_source_have_room() -> None:
     """As ``LowLatencyHandle.receive_scaled`` returns them in a group of one rank."""
-    model, room, counts = model_gemm(tmp_path), 8, [[3], [0], [5]]
+    model, room, counts = model_gemm(), 8, [[3], [0], [5]]
     experts, inner, columns = len(counts), 128, 16
     values, scale = torch.randn(experts * room, inner).to(torch.float8_e4m3fn), torch.rand(experts * room, 1)
     w, w_scale = torch.randn(experts, columns, inner).to(torch.float8_e4m3fn), torch.rand(experts, 1, 1)

@@ -182,6 +182,7 @@ def test_requests_are_balanced_and_end_at_an_interrupt(folder: str, expected: Ca
         assert "Traceback" not in output, output
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_server(folder: str) -> None:
     with serve(folder, "--attention", "2") as server:
         assert server.complete(folder, PROMPTS[0], 2)

@@ -566,6 +566,7 @@ def compiled_gradients_equal(rank: int, world: int, folder: str) -> bool:
     return len(gradients[0]) == len(gradients[1]) > 0 and all(map(torch.equal, *gradients))
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel_of_a_compiled_model_has_the_gradients_of_eager(
     saved: Callable[[str], str], pool4: RankPool
 ) -> None:

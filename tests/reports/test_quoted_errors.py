@@ -52,17 +52,17 @@ def strings() -> Iterator[tuple[str, ...]]:
 
 
 @cache
-def patterns() -> list[tuple[tuple[str, ...], re.Pattern[str]]]:
-    """Return the strings with enough words, and a pattern whose groups are the constant parts of each."""
-    result = {}
+def messages() -> list[tuple[str, ...]]:
+    """Return the constant parts of each string with enough words."""
+    result = set()
     for parts in set(strings()):
         plain = tuple(re.sub(r"\s+", " ", part) for part in parts)
         plain = (plain[0].lstrip(), *plain[1:])
         plain = (*plain[:-1], plain[-1].rstrip())
         words = re.findall(r"[A-Za-z]+", " ".join(plain))
         if len(words) >= LEAST or (len(plain) == 1 and re.fullmatch(r"[a-z-]{4,}", plain[0])):
-            result[plain] = re.compile(".*?".join(f"({re.escape(part)})" for part in plain))
-    return list(result.items())
+            result.add(plain)
+    return list(result)
 
 
 @cache
@@ -88,9 +88,9 @@ def words_not_in_the_source(quote: str) -> list[str]:
     """Return the words of four letters or more that no string of the source has there."""
     covered = [False] * len(quote)
     spans = [match.span() for text in VALUES for match in re.finditer(re.escape(text), quote)]
-    for parts, pattern in patterns():
+    for parts in messages():
         if all(part in quote for part in parts):
-            for match in pattern.finditer(quote):
+            for match in re.finditer(".*?".join(f"({re.escape(part)})" for part in parts), quote):
                 spans += [match.span(group + 1) for group in range(len(parts))]
     words = list(re.finditer(r"\S+", quote))
     for first, last in zip(words, words[RUN - 1 :], strict=False):

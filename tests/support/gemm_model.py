@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from moe_comm.gpu.gemm import GpuGemm
 from moe_comm.gpu.launch import Driver
 
-CSRC = Path(__file__).parents[2] / "csrc"
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
 COMPILER = shutil.which("c++")
 FLAGS = ("-std=c++17", "-O1", "-w", "-DMOE_GEMM_MODEL")
 
@@ -23,7 +27,22 @@ def compiled(name: str, folder: Path, sources: Path = CSRC, *flags: str) -> Path
     return path
 
 
-def model_gemm(folder: Path, blocks: int = 3) -> GpuGemm:
+@cache
+def _library() -> Path:
+    """Return the driver of the model. All processes and runs with the same sources share it, in build/gemm-model."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted((CSRC / "cuda").rglob("*")) + sorted((CSRC / "tests/gemm").iterdir()) + [CSRC / "layout.h"]:
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    library = ROOT / "build/gemm-model" / f"{digest.hexdigest()[:20]}.so"
+    if not library.exists():
+        own = library.parent / str(os.getpid())
+        own.mkdir(parents=True, exist_ok=True)
+        compiled("driver.cpp", own, CSRC, "-shared", "-fPIC").replace(library)
+        own.rmdir()
+    return library
+
+
+def model_gemm(blocks: int = 3) -> GpuGemm:
     """Return the launcher of a GPU of ``blocks`` multiprocessors whose kernels run on memory of the CPU."""
-    library = compiled("driver.cpp", folder, CSRC, "-shared", "-fPIC")
-    return GpuGemm(0, blocks, code=b"model", driver=Driver(str(library)))
+    return GpuGemm(0, blocks, code=b"model", driver=Driver(str(_library())))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,8 +125,8 @@ def passes(
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @on_ranks(1, timeout=100)
-def test_experts_use_the_kernel_for_hopper_in_its_model(tmp_path: Path) -> None:
-    model = model_gemm(tmp_path)
+def test_experts_use_the_kernel_for_hopper_in_its_model() -> None:
+    model = model_gemm()
     used: list[str] = []
 
     def launcher_for(rows_RD: Tensor, kernel: str) -> GpuGemm | None:

@@ -25,13 +25,18 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Maximum shared memory of one program, by target."""
 
 
-def _compile(folder: Path, only: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the environment of processes that compile; they share what they have compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+
+
+def _compile(folder: Path, environment: dict[str, str], only: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """Return what ``ahead`` writes for the kernels ``only[target]``, () for all. Targets are compiled in parallel.
 
     Separate processes are needed because this process may have imported Triton as an interpreter.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     processes = []
     for target, names in only.items():
         command = [*COMPILE_COMMAND, "--json", str(folder / target), "--targets", target.removeprefix("sm_")]
@@ -58,18 +63,22 @@ def _check_resources(table: dict[str, Any]) -> None:
             assert row["stack_bytes"] <= limit, f"spills more than {limit} bytes; fix it or run {UPDATE_COMMAND}: {row}"
 
 
-def test_forward_kernels_compile_for_two_generations_within_recorded_resources(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
+def test_forward_kernels_compile_within_recorded_resources(
+    tmp_path: Path, environment: dict[str, str], target: str
+) -> None:
     """Compile the kernels of a bfloat16 layer's forward pass; for sm_100 without those that transfer rows, and with the
     assembler that Triton bundles."""
-    forward = "forward, bfloat16"
     transfers = ("rows, bfloat16", "arrived_mm, bfloat16", "publish_mm, bfloat16", "tile_list")
-    tables = _compile(tmp_path, {"sm_90": (forward, *transfers), "sm_100": (forward,)})
-    names = {"gather_matmul", "matmul_scatter", "weighted_sum", "swiglu", "swiglu_quantize"}
-    names |= {"grouped_mm", "grouped_mm_fp8"}
-    others = {"push_rows", "await_rows", "arrived_mm", "publish_mm", "tile_list"}
-    for table, expected in zip(tables, (names | others, names), strict=True):
-        assert {row["kernel"].split(",")[0] for row in table["results"]} == expected
-        _check_resources(table)
+    (table,) = _compile(
+        tmp_path, environment, {target: ("forward, bfloat16", *(transfers if target == "sm_90" else ()))}
+    )
+    expected = {"gather_matmul", "matmul_scatter", "weighted_sum", "swiglu", "swiglu_quantize"}
+    expected |= {"grouped_mm", "grouped_mm_fp8"}
+    if target == "sm_90":
+        expected |= {"push_rows", "await_rows", "arrived_mm", "publish_mm", "tile_list"}
+    assert {row["kernel"].split(",")[0] for row in table["results"]} == expected
+    _check_resources(table)
 
 
 _CARRIES = """
@@ -87,11 +96,9 @@ assert not wanted, wanted
 """
 
 
-def test_programs_of_grouped_products_share_the_tiles_of_all_experts(tmp_path: Path) -> None:
+def test_programs_of_grouped_products_share_the_tiles_of_all_experts(environment: dict[str, str]) -> None:
     """Each program must carry its next tile from expert to expert. Triton 3.6 drops a variable that only begins an
     inner loop: then every expert begins with program 0, which computes a tile of each expert while others wait."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", _CARRIES], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
@@ -99,8 +106,8 @@ def test_programs_of_grouped_products_share_the_tiles_of_all_experts(tmp_path: P
 
 
 @pytest.mark.slow
-def test_all_kernel_variants_compile_within_recorded_resources(tmp_path: Path) -> None:
-    for table in _compile(tmp_path, dict.fromkeys(SHARED_BYTES, ())):
+def test_all_kernel_variants_compile_within_recorded_resources(tmp_path: Path, environment: dict[str, str]) -> None:
+    for table in _compile(tmp_path, environment, dict.fromkeys(SHARED_BYTES, ())):
         _check_resources(table)
 
 

@@ -381,6 +381,7 @@ def _restarted(runs: Path) -> bool:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_sigterm_saves_and_exits_0(
     pool2: RankPool, settings: list[str], uninterrupted: list[float]
 ) -> None:
