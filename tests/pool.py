@@ -68,7 +68,12 @@ PRELOAD = (
     "transformers.models.mixtral.modeling_mixtral",
     "hypothesis",
     "pytest",
+    "tensorboard.compat",
+    "typer",
     "moe_comm.layers",
+    "moe_comm.dispatch.backends.native",
+    "moe_comm.dispatch.hierarchical.dispatcher",
+    "moe_comm.integrations.hugging_face.swap",
     "moe_comm.train.loop.job",
     "tests.integrations.hosts.sglang_cpu",
 )

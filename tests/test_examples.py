@@ -22,8 +22,8 @@ EXAMPLES = ROOT / "examples"
 OWN_LOOP = str(EXAMPLES / "own_loop.py")
 ELSEWHERE = {"swap_hugging_face.py", "folded_transformer.py", "own_loop.py", "cupy_arrays.py"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-COMMANDS: dict[str, tuple[str, ...]] = {"own_experts.py": (), "dispatch_only.py": TORCHRUN}
-"""Examples that run as commands, one of them under torchrun. The function of the others runs on a pool of ranks."""
+COMMANDS: dict[str, tuple[str, ...]] = {"dispatch_only.py": TORCHRUN}
+"""Examples that run as commands, under torchrun. The function of the others runs on a pool of ranks."""
 EXPECTED_OUTPUT = {
     "tensor_parallel.py": ["rank 1 of 2: 2 heads, output and gradients match"],
     "dispatch_only.py": ["rank 0 (shared_memory) holds experts [0, 1]", "rank 1 (shared_memory) holds experts [2, 3]"],

@@ -60,6 +60,7 @@ def test_the_parts_of_a_step_add_up(result: dict[str, Any]) -> None:
     assert 0 < step["communication"] < step["compute"] + 1 and step["checkpoint"] == 0
 
 
+@pytest.mark.slow
 def test_a_variant_that_moves_experts_has_the_same_losses_and_reports_its_switches() -> None:
     moving = Variant.parse("placed:placement.kind=relocate,placement.every=1,placement.window=1,placement.threshold=0")
     result = train.main(replace(TINY, peers=(), steps=4, variants=(moving,)))

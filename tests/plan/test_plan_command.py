@@ -405,6 +405,7 @@ def test_a_search_respects_fixed_settings(capsys: pytest.CaptureFixture[str]) ->
         assert one["mapping"]["etp"] == one["mapping"]["tp"]
 
 
+@pytest.mark.slow
 def test_a_search_without_a_fitting_mapping_exits_with_1_and_a_suggestion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ CLIPPED = [
 ]
 
 
+@pytest.mark.slow
 def test_norms_of_every_order_are_those_of_one_process_on_two_ranks(pool2: RankPool) -> None:
     kinds = cycle(("gpt, 5 experts", "gpt, 5 experts", "mixtral, 5 experts", "mixtral, 5 experts"))
     check(pool2, [Case(kind, loop, 2, clip=clip) for kind, (loop, clip) in zip(kinds, CLIPPED, strict=False)])

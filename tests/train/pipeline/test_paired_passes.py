@@ -61,6 +61,7 @@ def test_pairs_without_expert_parallelism(case: Case, pool2: RankPool) -> None:
     assert pool2.run(differing, (replace(case, schedule="dualpipev", micro_batches=10), 1)) == [[]] * 2
 
 
+@pytest.mark.slow
 def test_pairs_over_four_stages(pool4: RankPool) -> None:
     case = Case(ParallelConfig(pp=4), "dualpipev", 18, EIGHT_LAYERS)
     assert pool4.run(differing, (case, 1)) == [[]] * 4
