@@ -86,7 +86,7 @@ def operations(device: str) -> Iterator[tuple[str, Work]]:
     tokens, hidden, experts, top_k, ffn = SHAPES[device]
     cuda = device == "cuda"
     case = Case(Timer(device, *((3, 20) if cuda else (1, 2))), tokens, hidden, experts, top_k)
-    for blocks in BUDGETS:
+    for blocks in BUDGETS if cuda else BUDGETS[:1]:
         for by_expert in (True, False):
             name = f"hidden, {blocks} blocks, {'by expert' if by_expert else 'by token'}"
             yield name, partial(_on_device, partial(measure, case, ffn, blocks, by_expert), cuda)

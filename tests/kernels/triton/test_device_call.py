@@ -582,7 +582,7 @@ def test_layers_over_peer_to_peer_with_room_for_rows_never_wait_for_counts(rank:
             counted, fixed = build(None, dtype), build(50, dtype)
             unused = fixed.dispatcher.empty_rows(500, HIDDEN, dtype, torch.device("cpu")).fill_(torch.nan)
             del unused  # rows without a slot are not read
-            for tokens in (TOKENS + rank, rank):
+            for tokens in (TOKENS + rank, rank) if dtype == torch.bfloat16 else (TOKENS + rank,):
                 x_TD = drawn(tokens, HIDDEN, dtype=dtype, seed=rank)
                 weights_TK = torch.rand(tokens, TOP_K, generator=torch.Generator().manual_seed(4)).requires_grad_()
                 for routing in (None, Routing(some_ids(tokens, TOP_K, EXPERTS, rank), weights_TK)):

@@ -394,6 +394,7 @@ def test_a_module_runs_with_its_arguments_on_every_rank(tmp_path: Path, monkeypa
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
 
 
+@pytest.mark.slow
 def test_torchrun_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -107,6 +107,7 @@ def test_a_run_measures_steps_and_writes_the_choice_which_trains_alike(pool2: Ra
     assert len(list(results[0].folder.parent.iterdir())) == 2, "trials write no folder"
 
 
+@pytest.mark.slow
 def test_replicas_over_a_slow_link_between_hosts_train(pool4: RankPool, settings: list[str], tmp_path: Path) -> None:
     fast = Link("fast", 20e9, 1e-6, 1.0)
     save(Cluster(CORE, 4, 2, fast, GBIT, start_s=1e-6, direct=True), tmp_path / "hosts.json")
