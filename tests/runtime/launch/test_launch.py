@@ -222,6 +222,7 @@ def test_a_failed_rank_restarts_all_ranks_with_a_new_group(how: str, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
 
 
+@pytest.mark.slow
 def test_after_the_last_restart_the_cause_of_the_last_attempt_is_raised(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^rank 1: attempt 1\n"):
         launch(fail_at_first, (str(tmp_path), "raised", 5), ranks=2, restarts=1, preload=FORKED)

@@ -224,6 +224,7 @@ def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPo
     assert all(placement["version"] == 0 for placement in placement_at_end(alone)["layers"].values())
 
 
+@pytest.mark.slow
 def test_a_snapshot_in_memory_is_restored_with_its_placement(
     pool2: RankPool, settings: list[str], owner: LauncherProcess
 ) -> None:
