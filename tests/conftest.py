@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.remove(item.nodeid)
     files = {item.nodeid.partition("::")[0] for item in items}
     unknown = sorted(case for case in cases if case.partition("::")[0] in files)
-    if unknown and not config.getoption("lf") and not any("::" in arg for arg in config.args):
+    if unknown and not config.getoption("lf", False) and not any("::" in arg for arg in config.args):
         raise pytest.UsageError(f"{SLOW_CASES.name}: there are no tests {unknown}")
 
 
