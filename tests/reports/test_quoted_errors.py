@@ -31,7 +31,7 @@ VALUES = {
 """Texts in the quotes that messages take from elsewhere: names of classes, and messages of others."""
 
 
-def strings() -> Iterator[tuple[str, ...]]:
+def _strings() -> Iterator[tuple[str, ...]]:
     """Yield each string constant of the packages, and each f-string as its constant parts."""
     for path in (*(ROOT / "moe_comm").rglob("*.py"), *(ROOT / "moe_plan").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -52,10 +52,15 @@ def strings() -> Iterator[tuple[str, ...]]:
 
 
 @cache
+def strings() -> list[tuple[str, ...]]:
+    return sorted(set(_strings()))
+
+
+@cache
 def messages() -> list[tuple[str, ...]]:
     """Return the constant parts of each string with enough words."""
     result = set()
-    for parts in set(strings()):
+    for parts in strings():
         plain = tuple(re.sub(r"\s+", " ", part) for part in parts)
         plain = (plain[0].lstrip(), *plain[1:])
         plain = (*plain[:-1], plain[-1].rstrip())
