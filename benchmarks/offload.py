@@ -19,8 +19,8 @@ from statistics import median
 import torch
 
 from moe_comm.bench.parity.training import Session, session
+from moe_comm.runtime.offload import files
 from moe_comm.train.config import load
-from moe_comm.train.offload import files
 from moe_comm.train.offload.streamed import StreamedState
 
 MODEL = (

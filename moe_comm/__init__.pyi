@@ -24,6 +24,11 @@ from moe_comm.integrations.hugging_face.linears import (
     swap_linears as swap_linears,
 )
 from moe_comm.integrations.hugging_face.state import save_swapped as save_swapped
+from moe_comm.integrations.offload.cache import ExpertOffload as ExpertOffload
+from moe_comm.integrations.offloading import (
+    offload_experts as offload_experts,
+    offload_report as offload_report,
+)
 from moe_comm.integrations.pretrained import from_pretrained as from_pretrained
 from moe_comm.integrations.serving import serve_experts as serve_experts, serving as serving
 from moe_comm.integrations.swap import (

@@ -49,11 +49,22 @@ def serve(
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="With continuous batching: most tokens of a rank in a forward pass.")
     ] = 512,
+    offload_budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Keep experts out of memory, but for this many bytes a rank, such as 4GiB."),
+    ] = None,
+    offload_path: Annotated[
+        str,
+        typer.Option(metavar="FOLDER", help="With an offload budget: a folder on a local disk; on a GPU, host memory."),
+    ] = "",
 ) -> None:
     """Serve a model over ranks with attention and ranks with experts, with transformers' OpenAI-compatible server."""
     module = load("moe_comm.integrations.serve_ranks", "serve")
     batching = module.Batching(kv_tokens, batch_tokens) if continuous_batching else None
-    config = module.ServeConfig(model, attention, experts, host, port, dtype, device, batching, micro_batches)
+    if offload_path and offload_budget is None:
+        raise typer.BadParameter("needs --offload-budget", param_hint="--offload-path")
+    offload = None if offload_budget is None else module.ExpertOffload(offload_budget, offload_path)
+    config = module.ServeConfig(model, attention, experts, host, port, dtype, device, batching, micro_batches, offload)
     ranks = ranks_to_use(attention + experts)
     if signal.SIGINT in launch(serve_rank, (config,), ranks, preload=LOADED):
         raise Interrupted(signal.SIGINT)

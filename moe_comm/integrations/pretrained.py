@@ -20,6 +20,7 @@ from moe_comm.integrations.checkpoint.load import agree_in, initialize_buffers, 
 from moe_comm.integrations.hugging_face.attention import parallelize_attention
 from moe_comm.integrations.hugging_face.families import require_transformers
 from moe_comm.integrations.hugging_face.linears import parallelize_linears
+from moe_comm.integrations.offloading import offload_experts
 from moe_comm.integrations.swap import parallelize_moe
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 _SWAP = ("backend", "options", "overlap", "placement", "expert_gemm_dtype")
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_BUILD = ("config", "dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "device_map", "context")
+_BUILD = (
+    *("config", "dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "device_map", "context"),
+    "offload",
+)
 _NO_EFFECT = {"low_cpu_mem_usage": (True, None), "use_safetensors": (True, None), "weights_only": (True, None)}
 """Settings of transformers that can have these values only, and have no effect."""
 _REFUSED = {
@@ -45,9 +49,9 @@ _REFUSED = {
     "tp_size": "pass tp_group",
     "device_mesh": "pass group and tp_group",
     "max_memory": "each rank has one device",
-    "offload_folder": "weights are not offloaded",
-    "offload_state_dict": "weights are not offloaded",
-    "offload_buffers": "weights are not offloaded",
+    "offload_folder": "pass offload = ExpertOffload(budget, path)",
+    "offload_state_dict": "pass offload = ExpertOffload(budget, path)",
+    "offload_buffers": "pass offload = ExpertOffload(budget, path)",
     "ignore_mismatched_sizes": "each tensor must have the shape of the model's",
     "output_loading_info": "all tensors must match, or an error names them; the model has a load_report",
     "key_mapping": "register the mapping with transformers' register_checkpoint_conversion_mapping",
@@ -88,7 +92,8 @@ def from_pretrained(
         as_transformers: of ``AutoModel.from_pretrained``: ``dtype``, ``attn_implementation``, ``config``,
             ``trust_remote_code``, ``revision``, ``subfolder``, ``cache_dir``, ``local_files_only``, ``token``, and
             settings of the configuration. Of ``swap_moe``: ``backend``, ``options``, ``overlap``, ``placement``,
-            ``expert_gemm_dtype``. Of ``swap_attention``: ``context``.
+            ``expert_gemm_dtype``. Of ``swap_attention``: ``context``. ``offload``: an ``ExpertOffload``, see
+            ``offload_experts``; the experts are then never in memory together.
 
     Returns:
         The model, in evaluation mode.
@@ -122,6 +127,8 @@ def from_pretrained(
         steps.append(partial(parallelize_attention, model, tp, cp_group=cp, context=context))
     if tp is not None:
         steps.append(partial(parallelize_linears, model, tp))
+    if settings.get("offload") is not None:
+        steps.append(partial(offload_experts, model, settings["offload"]))
     for step in steps:
         try:
             with target:  # the device that the weights will be on

@@ -114,7 +114,7 @@ class Rounds:
         self.error: BaseException | None = None
         self._number, self._parent = number, parent
         self._recovery, self._models = recovery, [_Model.of(model) for model in models]
-        self._device = next(self._models[0].calls[0][0].parameters()).device
+        self._device = self._models[0].calls[0][0].device
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._waiting = 0  # threads that want to run a model
@@ -377,9 +377,9 @@ class Rounds:
             return
         experts, outer = self._calls[position]
         weight = next(experts.parameters(recurse=False))
-        x_TD = torch.zeros(0, experts.layout.hidden, dtype=weight.dtype, device=weight.device)
-        ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=weight.device)
-        weights_TK = torch.zeros(0, top_k, dtype=torch.float32, device=weight.device)
+        x_TD = torch.zeros(0, experts.layout.hidden, dtype=weight.dtype, device=experts.device)
+        ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=experts.device)
+        weights_TK = torch.zeros(0, top_k, dtype=torch.float32, device=experts.device)
         # Hooks of the caller on experts do not run, but those of adapters: around experts, or of their layers.
         call = outer if outer is not experts or experts._modules else experts.forward
         self._empty, active = True, experts.adapters  # of a call of these experts that waits for this one

@@ -26,6 +26,7 @@ from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.integrations.hugging_face.families import find_experts
 from moe_comm.integrations.hugging_face.server import FORCE_S, ModelServer, require_server
 from moe_comm.integrations.hugging_face.swap import swapped_experts
+from moe_comm.integrations.offload.cache import ExpertOffload
 from moe_comm.integrations.pretrained import from_pretrained
 from moe_comm.integrations.serving import serve_experts, serving
 from moe_comm.runtime.launch import init_ranks
@@ -52,6 +53,7 @@ class ServeConfig:
         device: "cpu" or "cuda"; None: as ``init_ranks``.
         batching: how an attention rank runs several requests; None: one after the other.
         micro_batches: forward passes of an attention rank that run at the same time.
+        offload: see ``offload_experts``; None: experts are in memory.
     """
 
     model: str
@@ -63,6 +65,7 @@ class ServeConfig:
     device: str | None = None
     batching: Batching | None = None
     micro_batches: int = 1
+    offload: ExpertOffload | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def serve_rank(config: ServeConfig) -> int:
         for one in sockets:
             stack.enter_context(closing(one))
         placement = separate_experts(config.model, config.attention, config.experts) if config.experts else None
-        model = from_pretrained(config.model, device=ranks.device, dtype=config.dtype, placement=placement)
+        settings: dict[str, Any] = {"dtype": config.dtype, "placement": placement, "offload": config.offload}
+        model = from_pretrained(config.model, device=ranks.device, **settings)
         stopped = stack.enter_context(_signals())
         if ranks.rank >= config.attention:
             serve_experts(model, micro_batches=config.micro_batches)

@@ -127,6 +127,8 @@ class Serving:
         placement = placement.fitting(count, world)
         if placement.has_copies and any(map(_lends, self._models)):
             raise ConfigError("balance chooses the copies of experts; pass a placement without copies")
+        if any(map(_is_offloaded, self._models)):
+            raise ConfigError("offloaded experts cannot be moved to other ranks")
         self._rounds.place(placement)
 
 
@@ -257,6 +259,10 @@ def _cannot_recover(models: Sequence[nn.Module], checkpoints: Sequence[str | Pat
 def _lends(model: nn.Module) -> bool:
     """Return whether a model lends experts (``DispatchOptions.balance``)."""
     return any(one.dispatcher.options.balance is not None for one in swapped_experts(model).values())
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    return any(one.offloaded is not None for one in swapped_experts(model).values())
 
 
 def _sends_weights(experts: EPExperts) -> bool:

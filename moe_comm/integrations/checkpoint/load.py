@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -230,7 +230,9 @@ class _Reading:
 class _Loading:
     """What this rank reads: per tensor of the model, the values in checkpoint tensors.
 
-    freed: tensors that this rank neither has nor reads, which are removed from ``readings``.
+    freed: tensors that this rank does not have in memory, which are removed from ``readings``.
+    offloaded: readings of experts that are not in memory: the caches' layer, the number of the expert, and the name of
+        the tensor with each of its readings.
     """
 
     hub: HubFolder
@@ -238,6 +240,7 @@ class _Loading:
     readings: dict[str, list[_Reading]]
     devices: dict[str, torch.device]
     freed: set[str]
+    offloaded: dict[tuple[Any, int], list[tuple[str, _Reading]]] = field(default_factory=dict)
     report: LoadReport = field(init=False)
 
     def __post_init__(self) -> None:
@@ -250,6 +253,9 @@ class _Loading:
             kept += tensor.local.nbytes
             for reading in readings:
                 transient = max(transient, reading.transient)
+        for layer in {id(layer.cache): layer for layer, _ in self.offloaded}.values():
+            kept += layer.cache.report.budget
+        transient = max([transient, *(one.transient for found in self.offloaded.values() for _, one in found)])
         self.report = LoadReport(kept, THREADS * transient, whole)
         self.readings = {name: found for name, found in self.readings.items() if name not in self.freed}
 
@@ -279,6 +285,13 @@ def _match(
     matched = _by_key(model, hub, held, layout)
     covered: dict[str, dict[object, str]] = {name: {} for name in held}
     readings: dict[str, list[_Reading]] = {name: [] for name in held}
+    layers = {
+        id(parameter): (module.offloaded, name)
+        for module in model.modules()
+        if getattr(module, "offloaded", None) is not None
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    offloaded: dict[tuple[Any, int], list[tuple[str, _Reading]]] = {}
     problems: list[str] = []
     for key, entry in matched.items():
         stored = hub.stored(key)
@@ -289,6 +302,13 @@ def _match(
         for piece in entry.slices:
             one = held[piece.parameter]
             given = covered[piece.parameter].setdefault(piece.indices(one.sharding.shape), key)
+            if id(one.tensor) in layers and parts is None:
+                layer, name = layers[id(one.tensor)]
+                for expert, box in _by_expert(one.boxes()):
+                    if (overlap := piece.overlap(one.sharding.shape, box)) is not None:
+                        reading = _Reading(stored, overlap, scales, given != key)
+                        offloaded.setdefault((layer, expert), []).append((name, reading))
+                continue
             for box in one.boxes() if parts is None else parts.get(id(one.tensor), ()):
                 if (overlap := piece.overlap(one.sharding.shape, box)) is not None:
                     readings[piece.parameter].append(_Reading(stored, overlap, scales, given != key))
@@ -301,7 +321,18 @@ def _match(
         freed = {name for name, one in held.items() if one.tensor.is_meta and not one.sharding.expert}
     if parts is not None:
         freed = {name for name, found in readings.items() if not found}
-    return _Loading(hub, held, {name: found for name, found in readings.items() if covered[name]}, devices, freed)
+    freed |= {name for name, one in held.items() if id(one.tensor) in layers}
+    readings = {name: found for name, found in readings.items() if covered[name]}
+    return _Loading(hub, held, readings, devices, freed, offloaded)
+
+
+def _by_expert(boxes: Sequence[Box]) -> Iterator[tuple[int, Box]]:
+    """Yield each expert of boxes of a parameter [E, ...], and its box in a local tensor [1, ...]."""
+    for box in boxes:
+        (first, *local), (full, *inner) = box.local, box.full
+        for number in range(first.stop - first.start):
+            begin = full.start + number
+            yield first.start + number, Box((slice(0, 1), *local), (slice(begin, begin + 1), *inner))
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -503,6 +534,14 @@ def _read(model: nn.Module, loading: _Loading) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    for (layer, expert), found in sorted(
+        loading.offloaded.items(), key=lambda item: _position([reading for _, reading in item[1]])
+    ):
+        with layer.cache.filling(layer.number, expert) as tensors:
+            for key, reading in sorted(found, key=lambda item: item[1].compared):
+                reading.into(loading.hub, tensors[key])
+    for layer, _ in loading.offloaded:
+        layer.cache.flush()
     replaced = {
         id(one.tensor): _replacement(one, values[name])
         for name, one in loading.held.items()

@@ -31,6 +31,7 @@ from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid, on_device
 from moe_comm.integrations.hugging_face.padding import PaddingMask
+from moe_comm.integrations.offload.streamed import OffloadedLayer
 from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank, with_adapters
@@ -83,6 +84,7 @@ class EPExperts(ExpertParallel):
         can_be_adapted: whether PEFT may adapt the parameters, which requires their names in the original model.
         rounds: in which the experts are called in a ``serving`` context; else None.
         only_part: whether this rank has no other parameters of the model.
+        offloaded: where the weights are, if the parameters are on "meta" and have none; see ``offload_experts``.
     """
 
     gate_up_proj: nn.Parameter
@@ -91,6 +93,7 @@ class EPExperts(ExpertParallel):
     copies: ExpertCopies | None = None
     padding: PaddingMask | None = None
     rounds: ExpertRounds | None = None
+    offloaded: OffloadedLayer | None = None
     dispatchers: Sequence[Dispatcher]
     only_part = False
     can_be_adapted = True
@@ -148,6 +151,11 @@ class EPExperts(ExpertParallel):
         return _local_slice(getattr(experts, name), homes, self.dispatcher.world)
 
     @property
+    def device(self) -> torch.device:
+        """The device on which the experts are computed."""
+        return self.down_proj.device if self.offloaded is None else self.offloaded.cache.device
+
+    @property
     def adapters(self) -> Mapping[str, Sequence[LowRank]]:
         """The active low-rank adapters of this thread, by parameter."""
         return self._adapters.get(_this_thread(), {})
@@ -186,7 +194,7 @@ class EPExperts(ExpertParallel):
         return self._forward(hidden_states, top_k_index, top_k_weights)
 
     def is_traced(self) -> bool:
-        return super().is_traced() and self.rounds is None and not self._adapters
+        return super().is_traced() and self.rounds is None and self.offloaded is None and not self._adapters
 
     def _eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, mask: Tensor | None) -> Tensor:
         real = None if mask is None or mask.numel() != hidden_states.shape[0] else RealTokens.of(mask != 0)
@@ -205,7 +213,10 @@ class EPExperts(ExpertParallel):
         (hidden_states, top_k_index, top_k_weights), unreadable = as_tensors(
             hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
         )
-        if (fault := fault or unreadable) is not None:
+        fault = fault or unreadable
+        if self.offloaded is not None:
+            fault = fault or self.offloaded.fault(hidden_states, top_k_weights)
+        if fault is not None:
             self._refuse(self, fault)
         fp8 = self.gemm_dtype == "fp8"
         try:
@@ -221,7 +232,7 @@ class EPExperts(ExpertParallel):
             self.dispatcher.abort(error, label=self.label)
             raise
         in_place = not self.adapters
-        plain = in_place and not fp8 and self.copies is None
+        plain = in_place and not fp8 and self.copies is None and self.offloaded is None
         device = on_device(self.layout, self, x_TD) if plain else ""
         call = self._start_call(
             self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place, on_device=device
@@ -232,7 +243,9 @@ class EPExperts(ExpertParallel):
                 stacks = copies is not None and len(rows_per_expert) == copies.num_slots
                 weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
                 mlp = expert_mlp(self.layout, weights, call.rows.dtype, self.gemm_dtype)
-                if self.adapters:
+                if self.offloaded is not None:
+                    mlp = self.offloaded.mlp(mlp)
+                elif self.adapters:
                     mlp = with_adapters(mlp, *(self.adapters.get(name, ()) for name in ("gate_up_proj", "down_proj")))
                 out_RD = call.compute(call.rows, rows_per_expert, mlp)
                 self._follow_backward(self, call, out_RD)

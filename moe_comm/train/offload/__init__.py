@@ -3,7 +3,5 @@
 resident    the state of all parameters is in memory; the default
 settings    the section [offload] of a configuration
 layout      division of state and masters into chunks
-files       the file of a rank, and host memory, as stores of chunks
-store       a budget of memory, and threads that read and write chunks
 streamed    the state of the optimizer in a store, updated chunk by chunk
 """

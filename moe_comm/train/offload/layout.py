@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BLOCK = 4096
-"""Alignment of chunks in bytes, as direct I/O requires."""
+from moe_comm.runtime.offload.files import BLOCK
+
 UNIT = 64
 """Alignment of ranges in elements."""
 MOST_CHUNK = 16 << 20

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from moe_comm.runtime.offload.files import byte_count
 from moe_comm.train.section_base import MOST, Section
 
 Tier = Literal["none", "host", "file"]
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]iB)?")
 
 
 class OffloadSection(Section):
@@ -38,10 +36,7 @@ class OffloadSection(Section):
     @property
     def budget_bytes(self) -> int:
         """``budget`` in bytes."""
-        match = _SIZE.fullmatch(str(self.budget))
-        if match is None:
-            raise ValueError(f"budget must be a number of bytes or a text such as '512MiB'; got {self.budget!r}")
-        return int(float(match[1]) * _UNITS[match[2] or ""])
+        return byte_count(self.budget)
 
     @property
     def limit(self) -> int | None:

@@ -28,12 +28,12 @@ from torch import Tensor
 from moe_comm.comm.agree import agree, gather_texts
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.collectives import channel_of, sum_values
+from moe_comm.runtime.offload.files import Backing, HostMemory, LocalFile
+from moe_comm.runtime.offload.store import Budget, Store
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.offload.files import Backing, HostMemory, LocalFile
 from moe_comm.train.offload.layout import Chunk, Part, Stored, chunk_bytes, cut, whole
 from moe_comm.train.offload.resident import MASTERS, OffloadReport, Opener, Piece, ResidentState, Sweep
 from moe_comm.train.offload.settings import OffloadSection
-from moe_comm.train.offload.store import Budget, Store
 from moe_comm.train.parallel.parameters import OwnedParameter
 
 
@@ -171,7 +171,8 @@ class StreamedState(ResidentState):
             backing = HostMemory(total)
         else:
             backing = LocalFile(Path(options.path).expanduser(), total, options.checksums)
-        self._store = Store(backing, self._chunks, slots, self._budget, device, options.in_flight, options.deadline_s)
+        sizes = [chunk.nbytes for chunk in self._chunks]
+        self._store = Store(backing, sizes, slots, self._budget, device, options.in_flight, options.deadline_s)
         self.report = OffloadReport(total, self._budget.total, 0)
 
     def _stored(self, item: OwnedParameter) -> Stored:

@@ -14,8 +14,8 @@ import torch
 from moe_comm.errors import ConfigError, CorruptFile, StoreFull, StoreIOError
 from moe_comm.observe.report.figures import panels
 from moe_comm.observe.report.read import read_run
+from moe_comm.runtime.offload import files
 from moe_comm.train import run
-from moe_comm.train.offload import files
 from tests.pool import RankPool
 from tests.train.common import session
 from tests.train.loop.test_resume import AUTO, _run_until, folder_of, losses_of, state_of
@@ -172,6 +172,7 @@ def test_faults_at_the_start_are_typed(
     shared_settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = [*shared_settings, *SIZE, *offload(tmp_path, "1MiB")]
+    before = threading.enumerate()
     with pytest.raises(StoreIOError, match="memory: choose a local disk"):
         _updates(0, 1, [*settings, "offload.path=/dev/shm"])
     with pytest.raises(StoreIOError, match="No such file"):
@@ -188,7 +189,8 @@ def test_faults_at_the_start_are_typed(
         patch.setattr(files, "write_block", full)
         with pytest.raises(StoreIOError, match="cannot write"):
             _updates(0, 1, [*settings, "model.dtype=bfloat16", "offload.budget=192KiB"])
-    assert [one.name for one in threading.enumerate() if one.name.startswith("moe_comm offload")] == []
+    started = (one.name for one in threading.enumerate() if one not in before)
+    assert [name for name in started if name.startswith("moe_comm offload")] == []
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreFull, match=r"needs \d+ bytes .* free"):
         _updates(0, 1, settings)

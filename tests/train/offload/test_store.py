@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import StoreFull, StoreIOError
+from moe_comm.runtime.offload import store as store_module
+from moe_comm.runtime.offload.files import BLOCK, Backing, HostMemory, LocalFile, aligned_bytes
+from moe_comm.runtime.offload.store import Budget, Store
 from moe_comm.runtime.safe_files import open_unnamed
-from moe_comm.train.offload import store as store_module
-from moe_comm.train.offload.files import Backing, HostMemory, LocalFile, aligned_bytes
-from moe_comm.train.offload.layout import BLOCK, Chunk, Stored, cut, whole
-from moe_comm.train.offload.store import Budget, Store
+from moe_comm.train.offload.layout import Stored, cut, whole
 
 CPU = torch.device("cpu")
 SIZES = (BLOCK, 3 * BLOCK, 2 * BLOCK, BLOCK, 3 * BLOCK, 0, BLOCK)
-CHUNKS = [Chunk((), size) for size in SIZES]
 
 
 def make(backing: Backing, slots: int = 3, threads: int = 2, deadline_s: float = 30.0) -> tuple[Store, Budget]:
     budget = Budget(slots * max(SIZES))
-    return Store(backing, CHUNKS, slots, budget, CPU, threads, deadline_s), budget
+    return Store(backing, SIZES, slots, budget, CPU, threads, deadline_s), budget
 
 
 @pytest.fixture(params=["file", "host"])
@@ -42,7 +41,7 @@ def test_chunks_have_the_last_values_in_any_order(backing: Backing, slots: int, 
     store, budget = make(backing, slots)
     generator, values = torch.Generator().manual_seed(0), [torch.zeros(size, dtype=torch.uint8) for size in SIZES]
     for sweep in range(6):
-        keys = list(range(len(CHUNKS)))
+        keys = list(range(len(SIZES)))
         order = keys[::-1] if sweep % 2 else keys
         store.announce(order)
         for number, key in enumerate(order):
@@ -51,7 +50,7 @@ def test_chunks_have_the_last_values_in_any_order(backing: Backing, slots: int, 
             values[key] = torch.randint(256, memory.shape, dtype=torch.uint8, generator=generator)
             memory.copy_(values[key])
             store.release(key, dirty=True, keep=len(order) - number <= kept)
-        for key in torch.randperm(len(CHUNKS), generator=generator).tolist()[:3]:
+        for key in torch.randperm(len(SIZES), generator=generator).tolist()[:3]:
             with store.borrowed(key, write=True) as memory:
                 assert torch.equal(memory, values[key])
                 values[key] = memory.add_(1).clone()
@@ -86,15 +85,15 @@ def test_transfers_overlap_with_computation() -> None:
     for _ in range(2):  # the first sweep reads nothing
         store.take_traffic()
         began = time.perf_counter()
-        store.announce(range(len(CHUNKS)))
-        for key in range(len(CHUNKS)):
+        store.announce(range(len(SIZES)))
+        for key in range(len(SIZES)):
             store.take(key)
             time.sleep(2 * seconds)  # as long as a read and a write
             store.release(key, dirty=True, keep=False)
         elapsed = time.perf_counter() - began
     traffic = store.take_traffic()
     store.close()
-    computed = 2 * seconds * len(CHUNKS)
+    computed = 2 * seconds * len(SIZES)
     assert traffic.read == sum(SIZES)
     assert elapsed < 0.8 * (computed + traffic.busy_s), "neither reads nor writes overlap"
     assert traffic.waited_s < 0.5 * traffic.busy_s
@@ -109,7 +108,7 @@ def test_a_transfer_that_hangs_ends_at_the_deadline() -> None:
     store, _ = make(Hanging(0.0), deadline_s=0.2)
 
     def sweep() -> None:
-        for key in range(len(CHUNKS)):
+        for key in range(len(SIZES)):
             store.announce([key])
             store.take(key)
             store.release(key, dirty=True, keep=False)

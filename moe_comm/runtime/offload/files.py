@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 import zlib
 from abc import ABC, abstractmethod
@@ -21,10 +22,22 @@ from torch import Tensor
 
 from moe_comm.errors import CorruptFile, StoreFull, StoreIOError
 from moe_comm.runtime.safe_files import file_system, open_unnamed
-from moe_comm.train.offload.layout import BLOCK
+
+BLOCK = 4096
+"""Alignment of chunks in bytes, as direct I/O requires."""
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose files are in memory."""
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]iB)?")
+
+
+def byte_count(size: str | int) -> int:
+    """Return a number of bytes from a number, or from a text such as "512MiB". Raises ValueError."""
+    match = _SIZE.fullmatch(str(size))
+    if match is None:
+        raise ValueError(f"budget must be a number of bytes or a text such as '512MiB'; got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
 def aligned_bytes(nbytes: int, device: torch.device) -> Tensor:
@@ -105,7 +118,7 @@ class LocalFile(Backing):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = os.statvfs(folder)
                 raise StoreFull(
-                    f"the optimizer state of this rank needs {nbytes} bytes in {str(folder)!r}, which has "
+                    f"the offloaded state of this rank needs {nbytes} bytes in {str(folder)!r}, which has "
                     f"{free.f_bavail * free.f_frsize} free: free space, or choose another offload.path"
                 ) from None
             raise StoreIOError(f"cannot create a file in offload.path {str(folder)!r}: {error.strerror}") from None

@@ -3,7 +3,8 @@
     absent ── announce ──▶ reading ──▶ ready ── take ──▶ leased ── release ──▶ ready      kept for the next sweep
                               ▲          │                                 └─▶ writing ──▶ absent
                               │          └── evict, when nothing else can free memory ──▶ writing or absent
-                              └── as soon as memory is free, in the announced order
+                              └── as soon as memory is free, in the announced order; with ``next_use``, also in place
+                                  of a chunk that is used later
 
 Memory is divided into slots of the size of the largest chunk. A slot is allocated when it is first needed, after its
 bytes are acquired from the budget. The first error of a thread is kept, and raised by the next ``take`` and ``check``.
@@ -19,13 +20,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from moe_comm.errors import MoeCommError, StoreFull, StoreIOError
-from moe_comm.train.offload.files import Backing, aligned_bytes
-from moe_comm.train.offload.layout import Chunk
+from moe_comm.runtime.offload.files import Backing, aligned_bytes
 
 CLOSE_S = 1.0
 """Seconds that ``close`` waits for a transfer that does not end."""
@@ -83,29 +84,29 @@ class Store:
     """Chunks by number. ``take`` and ``announce`` are called by one thread at a time.
 
     Args:
+        sizes: bytes of each chunk.
         slots: maximum number of chunks in memory.
         device: of the memory.
         threads: chunks that are read or written at the same time.
         deadline_s: seconds that ``take`` waits for one chunk.
+        next_use: returns when a chunk is used next, in any unit. None: in the announced order.
     """
 
     def __init__(
         self,
         backing: Backing,
-        chunks: Sequence[Chunk],
+        sizes: Sequence[int],
         slots: int,
         budget: Budget,
         device: torch.device,
         threads: int,
         deadline_s: float,
+        next_use: Callable[[int], float] | None = None,
     ) -> None:
-        self._backing, self._chunks, self._device, self._deadline_s = backing, chunks, device, deadline_s
-        self.slots, self._budget = slots, budget
-        self._slot_bytes = max((chunk.nbytes for chunk in chunks), default=0)
-        self._offsets, end = [], 0
-        for chunk in chunks:
-            self._offsets.append(end)
-            end += chunk.nbytes
+        self._backing, self._sizes, self._device, self._deadline_s = backing, sizes, device, deadline_s
+        self.slots, self._budget, self._next_use = slots, budget, next_use
+        self._slot_bytes = max(sizes, default=0)
+        self._offsets = [0, *accumulate(sizes)]
         self._free: list[Tensor] = []
         self._allocated = 0
         self._resident: dict[int, _Resident] = {}
@@ -117,6 +118,7 @@ class Store:
         self._traffic = Traffic()
         self._busy = 0
         self._busy_since = 0.0
+        self._early: set[int] = set()  # read, and not taken yet
         self._stream: torch.cuda.Stream | None = None  # of the thread that takes chunks
         self._jobs: queue.SimpleQueue[tuple[int, _Resident, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -149,7 +151,9 @@ class Store:
                 resident = self._resident.get(key)
                 if resident is not None and resident.status is Status.READY:
                     break
-                if resident is None and key not in self._wanted:  # evicted, or taken without announcement
+                if resident is None and (not self._wanted or self._wanted[0] != key):
+                    with contextlib.suppress(ValueError):  # evicted, or taken in another order than announced
+                        self._wanted.remove(key)
                     self._wanted.appendleft(key)
                     self._advance()
                     continue
@@ -162,18 +166,25 @@ class Store:
                         f"{self._deadline_s:g} s; a disk hangs or is too slow"
                     )
             resident.status = Status.LEASED
+            self._early.discard(key)
             self._traffic.waited_s += time.perf_counter() - began
-            return resident.slot[: self._chunks[key].nbytes]
+            return resident.slot[: self._sizes[key]]
 
     def release(self, key: int, *, dirty: bool, keep: bool) -> None:
         """End the lease of a chunk. ``dirty``: it has changed. ``keep``: leave it in memory."""
         with self._changed:
             resident = self._resident[key]
-            resident.dirty |= dirty and self._chunks[key].nbytes > 0
+            resident.dirty |= dirty and self._sizes[key] > 0
             resident.status = Status.READY
             if not keep:
                 self._drop(key)
             self._advance()
+
+    def ready(self, key: int) -> bool:
+        """Return whether a chunk is in memory."""
+        with self._changed:
+            resident = self._resident.get(key)
+            return resident is not None and resident.status is not Status.WRITING
 
     @contextlib.contextmanager
     def borrowed(self, key: int, *, write: bool) -> Iterator[Tensor]:
@@ -181,6 +192,21 @@ class Store:
         self.announce([key])
         yield self.take(key)
         self.release(key, dirty=write, keep=True)
+
+    def flush(self) -> None:
+        """Write the chunks that have changed, and wait until no chunk is read or written.
+
+        Raises:
+            StoreIOError, CorruptFile: a transfer failed, or did not end within the deadline.
+        """
+        with self._changed:
+            for key, resident in list(self._resident.items()):
+                if resident.dirty and resident.status is Status.READY:
+                    self._drop(key)
+            while self._busy and self._error is None:
+                if not self._changed.wait(self._deadline_s):
+                    self._error = StoreIOError(f"offloaded state was not written within {self._deadline_s:g} s")
+        self.check()
 
     def check(self) -> None:
         """Raise the first error of a transfer."""
@@ -229,36 +255,52 @@ class Store:
             if resident is not None and resident.status is Status.WRITING:
                 return  # read again when it is written
             if resident is None:
-                slot = self._slot()
+                if self._busy >= len(self._threads):  # what is announced later may be needed before this
+                    return
+                slot = self._slot(key)
                 if slot is None:
                     return
                 self._resident[key] = resident = _Resident(slot, Status.READING)
                 if key in self._written:
+                    self._early.add(key)
                     self._submit(key, resident)
                 else:
                     slot.zero_()
                     resident.status = Status.READY
             self._wanted.popleft()
 
-    def _slot(self) -> Tensor | None:
-        if self._free:
-            return self._free.pop()
-        if self._allocated < self.slots:
+    def _slot(self, key: int) -> Tensor | None:
+        """Return memory for a chunk; None if there is none, or only that of chunks that are used before it.
+
+        With ``next_use``, a few chunks at a time replace others before they are taken: those would be of more use until
+        then.
+        """
+        if not self._free and self._allocated < self.slots:
             self._budget.acquire(self._slot_bytes)
             self._allocated += 1
             return aligned_bytes(self._slot_bytes, self._device)
-        return None
+        if not self._free and self._next_use is not None and len(self._early) < len(self._threads) + self.slots // 8:
+            last = self._last()
+            if last is not None and self._next_use(last) > self._next_use(key):
+                self._drop(last)
+        return self._free.pop() if self._free else None
+
+    def _last(self) -> int | None:
+        """Return the chunk in memory that is used last."""
+        ready = [key for key, resident in self._resident.items() if resident.status is Status.READY]
+        after = len(self._position)
+        return max(ready, key=self._next_use or (lambda key: self._position.get(key, after)), default=None)
 
     def _evict(self) -> None:
-        """Drop the chunk in memory that is needed last."""
-        ready = [key for key, resident in self._resident.items() if resident.status is Status.READY]
-        if not ready:
+        """Drop the chunk in memory that is used last."""
+        last = self._last()
+        if last is None:
             raise MoeCommError("internal error: all memory of the offloaded state is leased")
-        after = len(self._position)
-        self._drop(max(ready, key=lambda key: self._position.get(key, after)))
+        self._drop(last)
         self._advance()
 
     def _drop(self, key: int) -> None:
+        self._early.discard(key)
         resident = self._resident[key]
         if resident.dirty:
             resident.status = Status.WRITING
@@ -288,7 +330,7 @@ class Store:
                     move: Callable[[int, Tensor], None] = self._backing.read
                     if resident.status is Status.WRITING:
                         move = self._backing.write
-                    move(self._offsets[key], resident.slot[: self._chunks[key].nbytes])
+                    move(self._offsets[key], resident.slot[: self._sizes[key]])
                     if stream is not None:
                         stream.synchronize()
             except BaseException as caught:
@@ -304,12 +346,12 @@ class Store:
             if error is not None:
                 self._error = self._error or error
             elif resident.status is Status.WRITING:
-                self._traffic.written += self._chunks[key].nbytes
+                self._traffic.written += self._sizes[key]
                 self._written.add(key)
                 del self._resident[key]
                 self._free.append(resident.slot)
-                self._advance()
             else:
-                self._traffic.read += self._chunks[key].nbytes
+                self._traffic.read += self._sizes[key]
                 resident.status = Status.READY
+            self._advance()
             self._changed.notify_all()
