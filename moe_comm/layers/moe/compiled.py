@@ -43,6 +43,12 @@ def _place() -> int:
     return next(_places)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    """Return ``torch.compiler.is_exporting()``, which is True in all that torch 2.11 traces."""
+    return torch.compiler.is_exporting()
+
+
 def call_layer(
     layer: ExpertParallel, inputs: Sequence[Tensor | None], dtype: torch.dtype, unused: nn.Module | None = None
 ) -> Tensor:
@@ -52,7 +58,7 @@ def call_layer(
         dtype: of the output.
         unused: module of the layer whose parameters get no gradients.
     """
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         raise InputError("an exported program cannot hold a layer with experts: it would refer to this process's layer")
     first = inputs[0]
     assert first is not None
