@@ -60,6 +60,13 @@ class SharedChannel(Channel):
         """Drop the reference to the shared memory."""
         self._shared = None
 
+    @property
+    def heap(self) -> Heap:
+        """This rank's shared memory. Requires ``uses_shared_memory``."""
+        assert self._shared is not None
+        heap: Heap = self._shared.heap
+        return heap
+
     def compare(self, description: str, x: Tensor) -> None:
         """Raise ``RankMismatch`` on every rank unless all are about to call the same collective, if ``checked``.
 

@@ -10,7 +10,7 @@ of its destinations. Other ranks send the rows with one all-to-all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.shared_channel import SharedChannel
+from moe_comm.errors import HeapError
 from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule
 
 if TYPE_CHECKING:
@@ -46,7 +47,12 @@ Receive = Callable[[RowTransfer, Sequence[Tensor]], None]
 
 @torch.no_grad()
 def transfer_rows(
-    channel: SharedChannel, transfers: Sequence[RowTransfer], tensors: Sequence[Tensor], receive: Receive, what: str
+    channel: SharedChannel,
+    transfers: Sequence[RowTransfer],
+    tensors: Sequence[Tensor],
+    receive: Receive,
+    what: str,
+    memory: Tensor | None = None,
 ) -> None:
     """Send rows of ``tensors``. Collective; nothing happens if there are no transfers.
 
@@ -56,6 +62,8 @@ def transfer_rows(
         receive: called once for each transfer to this rank, in their order, with the row of each tensor, valid during
             the call only.
         what: description of the transfer, for errors.
+        memory: the second result of ``new_block``, if the rows of this rank are in the first, in the order of
+            ``transfers`` and at multiples of ``BLOCK_ALIGN``. None: elsewhere.
     """
     if not transfers:
         return
@@ -66,8 +74,10 @@ def transfer_rows(
         parts = row.split([shape.numel() for shape in shapes])
         receive(transfer, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
-    if channel.uses_shared_memory(tensors[0]) and _through_memory(channel, transfers, incoming, tensors, deliver, what):
-        return
+    if channel.uses_shared_memory(tensors[0]):
+        blocks = _blocks(channel, transfers, incoming, tensors, deliver)
+        if share_blocks(channel, replace(blocks, memory=memory), what):
+            return
     width = sum(shape.numel() for shape in shapes)
     ordered = sorted(
         (transfer for transfer in transfers if transfer.source == channel.rank),
@@ -100,15 +110,14 @@ def _join(tensors: Sequence[Tensor], row: int, out: Tensor) -> None:
     torch.cat([tensor[row].reshape(-1) for tensor in tensors], out=out)
 
 
-def _through_memory(
+def _blocks(
     channel: SharedChannel,
     transfers: Sequence[RowTransfer],
     incoming: Sequence[RowTransfer],
     tensors: Sequence[Tensor],
     deliver: Callable[[RowTransfer, Tensor], None],
-    what: str,
-) -> bool:
-    """Transfer through shared memory. Return False on every rank if a rank has no room."""
+) -> SharedBlocks:
+    """Return this rank's part in a transfer through shared memory."""
     dtype, size = tensors[0].dtype, sum(tensor.shape[1:].numel() for tensor in tensors) * tensors[0].element_size()
     step = aligned_bytes(size)
     by_rank: list[dict[int, int]] = [{} for _ in range(channel.world)]  # rows in the block of each rank
@@ -127,14 +136,14 @@ def _through_memory(
                 transfer, read(transfer.source, by_rank[transfer.source][transfer.source_row] * step, size).view(dtype)
             )
 
-    return share_blocks(channel, SharedBlocks(len(own) * step, len(transfers) * size, fill, use), what)
+    return SharedBlocks(len(own) * step, len(transfers) * size, fill, use)
 
 
 BLOCK_ALIGN = 64
 """Alignment in bytes of the memory that ``Read`` returns: a cache line, which is enough for all dtypes."""
 Read = Callable[[int, int, int], Tensor]
 """Function of a rank, the first byte in its block (a multiple of ``BLOCK_ALIGN``), and a number of bytes. Returns them
-as uint8 [bytes], valid during ``SharedBlocks.use``."""
+as uint8 [bytes], valid while the rank keeps its block, at least during ``SharedBlocks.use``."""
 
 
 def aligned_bytes(size: int) -> int:
@@ -152,12 +161,33 @@ class SharedBlocks:
         fill: writes this rank's block, uint8 [size].
         use: called once, when the blocks of all ranks are filled. Peers read this rank's block until it returns on all
             ranks.
+        memory: the second result of ``new_block``; its first one is filled already. None: allocate a block.
     """
 
     size: int
     transferred: int
     fill: Callable[[Tensor], None]
     use: Callable[[Read], None]
+    memory: Tensor | None = None
+
+
+def new_block(channel: SharedChannel, size: int) -> tuple[Tensor, Tensor] | None:
+    """Return a block of uint8 [size] for ``SharedBlocks``, and the memory that contains it; None without room."""
+    try:
+        memory = _allocate(channel, channel.heap, size)
+    except HeapError:
+        return None
+    return _block_of(channel, memory, size), memory
+
+
+def _allocate(channel: SharedChannel, heap: Heap, size: int) -> Tensor:
+    word = torch.float32
+    return block(heap, 1, (channel.world * FLAG_BYTES + aligned_bytes(size)) // word.itemsize, word).view(-1)
+
+
+def _block_of(channel: SharedChannel, memory: Tensor, size: int) -> Tensor:
+    flags = channel.world * FLAG_BYTES
+    return memory.view(torch.uint8)[flags : flags + size]
 
 
 def share_blocks(channel: SharedChannel, blocks: SharedBlocks, what: str) -> bool:
@@ -172,8 +202,10 @@ def share_blocks(channel: SharedChannel, blocks: SharedBlocks, what: str) -> boo
     word = torch.float32
 
     def offer(heap: Heap) -> Tensor:
-        offered = block(heap, 1, (flags + aligned_bytes(blocks.size)) // word.itemsize, word).view(-1)
-        blocks.fill(offered.view(torch.uint8)[flags : flags + blocks.size])
+        if blocks.memory is not None:
+            return blocks.memory
+        offered = _allocate(channel, heap, blocks.size)
+        blocks.fill(_block_of(channel, offered, blocks.size))
         return offered
 
     def body(rendezvous: Any) -> bool:

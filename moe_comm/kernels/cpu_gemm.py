@@ -29,9 +29,22 @@ class ExpertWeights:
     """Weights [E, N, K] and biases [E, N] or None, with any strides. Their memory must stay valid.
 
     transposed: the weights as [E, K, N], without biases.
+    others: weights [1, N, K] of the experts E, E + 1, ..., and biases [1, N]. Only these are multiplied with ``first``
+        of at least E, one expert in a call.
     """
 
-    def __init__(self, w_ENK: Tensor, bias_EN: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        w_ENK: Tensor,
+        bias_EN: Tensor | None = None,
+        others: Sequence[Tensor | None] = (),
+        other_biases: Sequence[Tensor | None] = (),
+    ) -> None:
+        self._others = [
+            ExpertWeights(w, None if bias_EN is None else bias)
+            for w, bias in zip(others, other_biases, strict=True)
+            if w is not None
+        ]
         self._w_ENK, self._bias_EN = materialized(w_ENK), None if bias_EN is None else materialized(bias_EN)
         self._native = is_native(self._w_ENK)
         if self._native:
@@ -42,7 +55,9 @@ class ExpertWeights:
 
     @property
     def transposed(self) -> ExpertWeights:
-        return ExpertWeights(self._w_ENK.transpose(1, 2))
+        result = ExpertWeights(self._w_ENK.transpose(1, 2))
+        result._others = [one.transposed for one in self._others]
+        return result
 
     def multiply(self, x_RK: Tensor | TokenRows, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
         """Write out[r] = x[r] @ w[e].T + bias[e]. No autograd.
@@ -52,6 +67,9 @@ class ExpertWeights:
             out_RN: dense rows, with any stride between them.
             sizes: number of rows of each of these experts.
         """
+        if self._others and first >= self._w_ENK.shape[0]:
+            self._others[first - self._w_ENK.shape[0]].multiply(x_RK, out_RN, sizes)
+            return
         if self._native:
             bias, bias_expert = self._bias
             self._run(x_RK, out_RN, sizes, first, (bias and bias + first * bias_expert, bias_expert), False)
@@ -101,11 +119,14 @@ class ExpertWeights:
 
 
 def weight_gradients(y_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, out_ENK: Tensor, sizes: Sequence[int]) -> None:
-    """Write out[e] = y[rows of e].T @ x[rows of e]; zeros for an expert without rows. No autograd."""
+    """Write out[e] = y[rows of e].T @ x[rows of e]; zeros for an expert without rows. No autograd.
+
+    out_ENK: in the dtype of the rows, or in fp32.
+    """
     if not is_native(out_ENK):
         parts = zip(_dense(y_RN).split(sizes), _dense(x_RK).split(sizes), out_ENK.unbind(0), strict=True)
         for y_rN, x_rK, out_NK in parts:
-            torch.mm(y_rN.t(), x_rK, out=out_NK)
+            torch.mm(y_rN.t().to(out_NK.dtype), x_rK.to(out_NK.dtype), out=out_NK)
         return
     if out_ENK.stride(2) != 1 and out_ENK.shape[2] > 1:
         if out_ENK.stride(1) == 1:
@@ -115,12 +136,11 @@ def weight_gradients(y_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, out_ENK
             weight_gradients(y_RN, x_RK, dense_ENK, sizes)
             out_ENK.copy_(dense_ENK)
         return
-    dtype, y_RN, x_RK = out_ENK.dtype, _with_dense_rows(y_RN), _with_dense_rows(x_RK)
+    dtype, y_RN, x_RK = y_RN.dtype, _with_dense_rows(y_RN), _with_dense_rows(x_RK)
     y, x = _operand(y_RN, dtype, out_ENK.shape[1]), _operand(x_RK, dtype, out_ENK.shape[2])
     *at, _ = _stack(out_ENK)
-    core().grouped_gemm_weights(
-        sizes, _CODES[dtype], torch.get_num_threads(), y, x, (*at, dtype.itemsize), _CODES[dtype], False
-    )
+    out = (*at, out_ENK.element_size())
+    core().grouped_gemm_weights(sizes, _CODES[dtype], torch.get_num_threads(), y, x, out, _CODES[out_ENK.dtype], False)
 
 
 def _dense(x_RK: Tensor | TokenRows) -> Tensor:

@@ -15,6 +15,8 @@ h_RG, the activation and out_RD are in the dtype of the rows. Weights are quanti
 launch per GEMM on a GPU. Backward uses the dequantized rows and the weights before quantization, in the dtype of the
 rows, so rounding to e4m3 has the gradient of the identity.
 
+Weights of experts of other ranks are not in the stacks (``Apart``): each of them is multiplied by itself.
+
 In suffixes, R is all rows of this rank and r the rows of one range. ``ExpertMLP`` is two GEMMs and the activation;
 ``ExpertLinear`` is one GEMM. Both save ``rows_RD`` for backward and, without recompute, ``h_RG``.
 """
@@ -22,8 +24,8 @@ In suffixes, R is all rows of this rank and r the rows of one range. ``ExpertMLP
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -76,11 +78,12 @@ class Part(NamedTuple):
 class _Pass(ABC):
     """The rows of a pass, sorted by expert."""
 
-    def __init__(self, sizes: Sizes, batch_rows: float = BATCH_ROWS) -> None:
+    def __init__(self, sizes: Sizes, batch_rows: float = BATCH_ROWS, alone: Collection[int] = ()) -> None:
         self._sizes, self._starts = sizes, [0, *accumulate(sizes)]
         first, self._batches = 0, []
         for expert in range(1, len(sizes) + 1):
-            if expert == len(sizes) or self._starts[expert + 1] - self._starts[first] > batch_rows:
+            full = expert == len(sizes) or self._starts[expert + 1] - self._starts[first] > batch_rows
+            if full or expert in alone or first in alone:
                 self._batches.append(self._part(slice(first, expert)))
                 first = expert
         self._most_rows = max((part.rows.stop - part.rows.start for part in self._batches), default=0)
@@ -185,6 +188,11 @@ class LocalExperts(ABC):
     def columns(self) -> int:
         """Width of the output."""
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return int(self.tensors[0].shape[0])  # type: ignore[union-attr]
+
     @abstractmethod
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         """Return a forward pass from ``rows``, which may still be in flight, to ``out_RD``. keep: save h_RG for
@@ -196,20 +204,49 @@ class LocalExperts(ABC):
 
 
 @dataclass(frozen=True, eq=False)
+class Apart:
+    """An expert whose weights, or only their gradients, are not in the stacks of ``ExpertMLP``.
+
+    tensors: [1, ...] of each of ``ExpertMLP.tensors``. None: the weights are in the stacks.
+    gradients: returns the outputs for their gradients, which may be fp32, [1, ...]; None for those that are not needed.
+    b2_columns: columns of b2 whose gradient is needed; None: all.
+    """
+
+    tensors: tuple[Tensor | None, ...] | None
+    gradients: Callable[[], Sequence[Tensor | None]]
+    b2_columns: slice | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class ExpertMLP(LocalExperts):
     """activation(rows @ w13[e].T + b13[e]) @ w2[e].T + b2[e].
 
     tensors: w13 [E, G, D], w2 [E, D, F], b13 [E, G] or None, b2 [E, D] or None.
     recompute: save only the rows for backward, which then needs one more GEMM.
     gemm_dtype: operands of the forward GEMMs.
+    apart: experts E, E + 1, ... with their own tensors, and experts of the stacks whose gradients are not in stacks.
     """
 
     activation: Activation
     recompute: bool = False
     gemm_dtype: GemmDtype = "same"
+    apart: Mapping[int, Apart] = field(default_factory=dict)
 
     def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertMLP:
-        return ExpertMLP(tuple(tensors), self.activation, self.recompute, self.gemm_dtype)
+        return ExpertMLP(tuple(tensors), self.activation, self.recompute, self.gemm_dtype, self.apart)
+
+    @property
+    def num_experts(self) -> int:
+        return super().num_experts + len(self._others())
+
+    def weights(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """Return w13 and w2 with their biases."""
+        (w13, w2, b13, b2), others = self.tensors, self._others()
+        more = [tuple(one[index] for one in others) for index in range(4)]
+        return ExpertWeights(w13, b13, more[0], more[2]), ExpertWeights(w2, b2, more[1], more[3])  # type: ignore[arg-type]
+
+    def _others(self) -> list[tuple[Tensor | None, ...]]:
+        return [one.tensors for _, one in sorted(self.apart.items()) if one.tensors is not None]
 
     @property
     def columns(self) -> int:
@@ -220,7 +257,7 @@ class ExpertMLP(LocalExperts):
         if len(rows_RD.shape) != 2 or rows_RD.shape[1] != self.tensors[0].shape[2]:  # type: ignore[union-attr]
             hidden = self.tensors[0].shape[2]  # type: ignore[union-attr]
             raise InputError(f"experts of hidden size {hidden} need rows [R, {hidden}]; got {tuple(rows_RD.shape)}")
-        experts = self.tensors[0].shape[0]  # type: ignore[union-attr]
+        experts = self.num_experts
         if len(rows_per_expert) != experts or sum(rows_per_expert) != rows_RD.shape[0]:
             raise InputError(
                 f"rows_per_expert must hold {experts} counts that add up to {rows_RD.shape[0]} rows; "
@@ -282,8 +319,8 @@ class MLPForward(ExpertForward):
     """The forward pass of ``ExpertMLP`` in the dtype of the rows. ``low_rank.py`` extends both GEMMs."""
 
     def __init__(self, mlp: ExpertMLP, rows_RD: Rows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
-        super().__init__(sizes)
-        w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
+        super().__init__(sizes, alone=mlp.apart)
+        w13_EGD, w2_EDF, _, _ = mlp.tensors
         assert w13_EGD is not None
         assert w2_EDF is not None
         dtype, device, rows = rows_RD.dtype, rows_RD.device, self._most_rows
@@ -291,7 +328,7 @@ class MLPForward(ExpertForward):
         self._h_RG = alloc(rows_RD.shape[0] if keep else rows, w13_EGD.shape[1], dtype, device)
         self._act_RF = alloc(rows, w2_EDF.shape[2], dtype, device)
         self.saved = rows_RD, None, self._h_RG if keep else None
-        self._w13, self._w2 = ExpertWeights(w13_EGD, b13_EG), ExpertWeights(w2_EDF, b2_ED)
+        self._w13, self._w2 = mlp.weights()
 
     def _compute(self, part: Part) -> None:
         rows, count = part.rows, part.rows.stop - part.rows.start
@@ -366,8 +403,8 @@ class MLPBackward(ExpertBackward):
     """
 
     def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
-        super().__init__(inputs.sizes)
-        w13_EGD, w2_EDF, b13_EG, self._b2_ED = mlp.tensors
+        super().__init__(inputs.sizes, alone=mlp.apart)
+        w13_EGD, w2_EDF, _, self._b2_ED = mlp.tensors
         assert w13_EGD is not None
         assert w2_EDF is not None
         rows_RD, alloc = inputs.rows_RD, inputs.alloc
@@ -385,7 +422,8 @@ class MLPBackward(ExpertBackward):
             self._grad_act_RF = alloc(self._most_rows, w2_EDF.shape[2], dtype, device)
         self._grad_of: tuple[slice, Tensor] | None = None
         self._grad_h_RG = alloc(buffer_rows, w13_EGD.shape[1], dtype, device)
-        self._w13, self._w2 = ExpertWeights(w13_EGD, b13_EG), ExpertWeights(w2_EDF)
+        self._apart = mlp.apart
+        self._w13, self._w2 = mlp.weights()
         self._w13_back, self._w2_back = self._w13.transposed, self._w2.transposed
 
     def _local(self, rows: slice) -> slice:
@@ -427,7 +465,9 @@ class MLPBackward(ExpertBackward):
         if self._dots_R is not None:
             assert dots_r is not None
             if self._b2_ED is not None:
-                biases = self._b2_ED[part.experts].unbind(0)
+                other = self._apart.get(part.expert)
+                of_other = None if other is None or other.tensors is None else other.tensors[3]
+                biases = (self._b2_ED[part.experts] if of_other is None else of_other).unbind(0)
                 of_experts = zip(grad_rD.split(part.sizes), biases, strict=True)
                 dots_r += torch.cat([lane_dot(grad, bias_D) for grad, bias_D in of_experts])
             self._dots_R[part.rows] = dots_r
@@ -451,15 +491,21 @@ class MLPBackward(ExpertBackward):
         self._w13_back.multiply(grad_h_rG, grad_rows_rD, part.sizes, part.expert)
 
     def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
-        w13, w2, b13, b2 = (None if grad is None else grad[part.experts] for grad in grads)
-        local, sizes = self._local(part.rows), part.sizes
+        local, sizes, other = self._local(part.rows), part.sizes, self._apart.get(part.expert)
+        if other is None:
+            w13, w2, b13, b2 = (None if grad is None else grad[part.experts] for grad in grads)
+        else:
+            w13, w2, b13, b2 = (
+                None if grad is None else out for grad, out in zip(grads, other.gradients(), strict=True)
+            )
         if w2 is not None:
             weight_gradients(self._grad(part.rows), self._act_RF[local], w2, sizes)
         if b2 is not None:
             grad = self._grad(part.rows)
             if self._weights_R is not None:
                 grad = scale(grad, self._weights_R[part.rows])
-            _bias_gradients(grad, b2, sizes)
+            columns = None if other is None else other.b2_columns
+            _bias_gradients(grad if columns is None else grad[:, columns], b2, sizes)
         if w13 is not None:
             weight_gradients(self._grad_h_RG[local], self._rows_RD[part.rows], w13, sizes)
         if b13 is not None:
@@ -468,7 +514,7 @@ class MLPBackward(ExpertBackward):
 
 def _bias_gradients(grad_RN: Tensor, out_EN: Tensor, sizes: Sizes) -> None:
     for grad_rN, out_N in zip(grad_RN.split(sizes), out_EN.unbind(0), strict=True):
-        torch.sum(grad_rN, 0, out=out_N)
+        torch.sum(grad_rN, 0, dtype=out_N.dtype, out=out_N)
 
 
 @dataclass(frozen=True, eq=False)

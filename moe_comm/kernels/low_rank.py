@@ -113,7 +113,7 @@ def with_adapters(mlp: ExpertMLP, first: Sequence[LowRank] = (), last: Sequence[
         for parts in filter(None, (together, *([one] for one in adapters if one.dropout is not None))):
             tensors += _concatenated(parts, weights[0].dtype)
             places.append(Place(is_last, parts[0].dropout))
-    return AdaptedMLP(tuple(tensors), mlp.activation, mlp.recompute, mlp.gemm_dtype, tuple(places))
+    return AdaptedMLP(tuple(tensors), mlp.activation, mlp.recompute, mlp.gemm_dtype, places=tuple(places))
 
 
 def _concatenated(adapters: Sequence[LowRank], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ class AdaptedMLP(ExpertMLP):
     places: tuple[Place, ...] = ()
 
     def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> AdaptedMLP:
-        return AdaptedMLP(tuple(tensors), self.activation, self.recompute, self.gemm_dtype, self.places)
+        return AdaptedMLP(tuple(tensors), self.activation, self.recompute, self.gemm_dtype, places=self.places)
 
     def without_adapters(self) -> ExpertMLP:
         """Return the experts without their adapters."""

@@ -57,8 +57,9 @@ class Balance:
             every step. Precise to thousandths.
         memory: maximum rows of a rank, as a multiple of the (token, slot) pairs of the rank that has the most. It also
             applies where lending does not pay. None: no such limit.
-        copies: slots for experts of other ranks on each rank, whose weights take memory. None: as many as the rank with
-            the most experts has, which are enough for any routing. With fewer, steps may exceed ``rows``.
+        copies: experts of other ranks that a rank computes with at most. Their weights take memory, unless ranks
+            dispatch through shared memory, in which they read them. None: as many as the rank with the most experts
+            has, which are enough for any routing. With fewer, steps may exceed ``rows``.
         worth: rows of the busiest rank that each copy must save: the cost of sending an expert's weights and gradient,
             divided by that of a row. About 20 on CPU ranks of one host, 1800 on an H100 with NVLink.
 

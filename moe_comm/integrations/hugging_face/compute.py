@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,10 +83,14 @@ def expert_mlp(layout: ExpertsLayout, weights: Any, dtype: torch.dtype, gemm_dty
         weights: object whose attributes are the parameters of ``layout``, as local tensors.
         gemm_dtype: see ``Experts.gemm_dtype``.
     """
-    cast = {name: getattr(weights, name).to(dtype) for name in layout.parameters}
-    w13, w2 = cast["gate_up_proj"], cast["down_proj"]
+    tensors = oriented(layout, {name: getattr(weights, name).to(dtype) for name in layout.parameters})
+    return ExpertMLP(tensors, layout.activation, gemm_dtype=gemm_dtype)
+
+
+def oriented(layout: ExpertsLayout, values: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """Return views of parameters, by name, as ``ExpertMLP`` takes them; None for missing ones."""
+    w13, w2 = values.get("gate_up_proj"), values.get("down_proj")
     if layout.transposed:
         # Views: the GEMMs accept any strides, and autograd returns the gradients in transformers' layout.
-        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    tensors = w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias")
-    return ExpertMLP(tensors, layout.activation, gemm_dtype=gemm_dtype)
+        w13, w2 = (None if w is None else w.transpose(1, 2) for w in (w13, w2))
+    return w13, w2, values.get("gate_up_proj_bias"), values.get("down_proj_bias")

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid, on_device
+from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid, on_device, oriented
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.integrations.offload.streamed import OffloadedLayer
 from moe_comm.kernels.autograd import without_autocast
@@ -240,9 +241,17 @@ class EPExperts(ExpertParallel):
         try:
             with self._computing(call), without_autocast(x_TD):
                 rows_per_expert, copies = self._prepare_experts(self, call), self.copies
-                stacks = copies is not None and len(rows_per_expert) == copies.num_slots
-                weights = SimpleNamespace(**copies.stacked()) if copies is not None and stacks else self
-                mlp = expert_mlp(self.layout, weights, call.rows.dtype, self.gemm_dtype)
+                lent, dtype = call.lent, call.rows.dtype
+                weights: Any = self
+                if lent is not None:
+                    weights = SimpleNamespace(**lent.params) if lent.params else self
+                elif copies is not None and len(rows_per_expert) == copies.num_slots:
+                    weights = SimpleNamespace(**copies.stacked())
+                mlp = expert_mlp(self.layout, weights, dtype, self.gemm_dtype)
+                if lent is not None and lent.params:
+                    cast = partial(expert_mlp, self.layout, dtype=dtype)
+                    apart = lent.apart(lambda one: cast(SimpleNamespace(**one)).tensors, partial(oriented, self.layout))
+                    mlp = replace(mlp, apart=apart)
                 if self.offloaded is not None:
                     mlp = self.offloaded.mlp(mlp)
                 elif self.adapters:

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import once_differentiable
@@ -262,10 +261,6 @@ class ExpertCopies:
     @property
     def num_slots(self) -> int:
         """Slots of this rank: its experts, and those for copies."""
-        return self._all_slots
-
-    @property
-    def _all_slots(self) -> int:
         return self.placement.slots_per_rank[self._shards.place["ep"]]
 
     @torch.no_grad()
@@ -286,8 +281,20 @@ class ExpertCopies:
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=dtype)
             grads.append(plain(param.grad))
+        sums: list[dict[int, Tensor]] = [{} for _ in grads]
+
+        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
+            at = one.destination_row
+            for grad, row, of_rows in zip(grads, rows, sums, strict=True):
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                of_rows.setdefault(at, grad[at].to(wide)).add_(row)  # in place if the gradient is fp32
+
         what = f"reducing the gradients of copies of layer {self._label!r}"
-        add_rows(channel_of(self._shards.group), self._back, copies, grads, what)
+        transfer_rows(channel_of(self._shards.group), self._back, copies, receive, what)
+        for grad, of_rows in zip(grads, sums, strict=True):
+            for at, total in of_rows.items():
+                if total.dtype != grad.dtype:
+                    grad[at].copy_(total)
         self.clear()
         self.weights_changed()
         return self._count(self._back) * _row_bytes(copies)
@@ -325,41 +332,15 @@ class ExpertCopies:
             return old
         with torch.inference_mode(False), torch.no_grad():
             if self._shared is not None:
-                rows_SX = self._shared.rows(name, param, self._all_slots)
+                rows_SX = self._shared.rows(name, param, self.num_slots)
             else:
-                rows_SX = torch.zeros(self._all_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
+                rows_SX = torch.zeros(self.num_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
                 rows_SX[:homes] = param
                 if old is not None and old.device.type != "meta":
                     rows_SX[homes:] = old[homes:]
                 param.data = rows_SX[:homes]
         self._stacks[name] = rows_SX
         return rows_SX
-
-
-def add_rows(
-    channel: SharedChannel,
-    transfers: Sequence[RowTransfer],
-    sources: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    what: str,
-) -> None:
-    """Add rows of ``sources`` of other ranks to rows of ``sums``, in the order of ``transfers``. Collective.
-
-    A row is added in fp32 and rounded once.
-    """
-    wide: list[dict[int, Tensor]] = [{} for _ in sums]
-
-    def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-        at = one.destination_row
-        for total, row, of_rows in zip(sums, rows, wide, strict=True):
-            dtype = torch.promote_types(total.dtype, torch.float32)
-            of_rows.setdefault(at, total[at].to(dtype)).add_(row)  # in place if the sum is fp32
-
-    transfer_rows(channel, transfers, sources, receive, what)
-    for total, of_rows in zip(sums, wide, strict=True):
-        for at, row in of_rows.items():
-            if row.dtype != total.dtype:
-                total[at].copy_(row)
 
 
 def _transfers(placement: Placement, shards: ExpertShards) -> Iterator[RowTransfer]:

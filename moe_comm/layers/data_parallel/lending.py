@@ -1,100 +1,90 @@
 """Experts that other ranks compute in one call (``topology/balance.py``): plan, weights and gradients.
 
-    forward    row counts of all ranks ─▶ plan ─▶ weights: home ─▶ free slots ─▶ rows to ranks of the plan ─▶ experts
-    backward   weights again, if another call has used the slots ─▶ experts ─▶ gradients: slots ─▶ home
+    forward    row counts of all ranks ─▶ plan ─▶ weights of lent experts ─▶ rows to ranks of the plan ─▶ experts
+    backward   experts ─▶ gradients in fp32: rank of the plan ─▶ home
 
-Each rank stores its experts and the slots for copies in one stack, as ``copies.py`` describes. Weights that are in a
-slot already are not sent again: in the other micro-batches of a step, and in inference, where the plan also prefers
-them. The home adds the gradients of the other ranks to its own in order of rank, in fp32, and rounds once; after
-backward the gradient of the parameter is complete.
+Ranks that dispatch through shared memory have their parameters there, and read the weights of other ranks where they
+are. Otherwise the home sends them into buffers, and again in backward if another call has used these. Weights that are
+in a buffer already are not sent again: in the other micro-batches of a step, and in inference, where the plan also
+prefers them.
+
+The gradient of a lent expert is that of its home, then those of the other ranks in order, added in fp32 and rounded
+once. The home reads them where they are in shared memory. After backward the gradient of the parameter is complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
+from moe_comm.comm.sparse_rows import (
+    Read,
+    RowTransfer,
+    SharedBlocks,
+    aligned_bytes,
+    new_block,
+    share_blocks,
+    transfer_rows,
+)
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.native import core
-from moe_comm.layers.data_parallel.copies import ExpertCopies, add_rows
+from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall, Partials
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows
 
 EMPTY = -1
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class CallPlan:
-    """The plan of one call; equal on all ranks except ``cuts``.
-
-    Attributes:
-        lent: (expert, rank, rows).
-        place: position of each of ``lent`` among its rank's slots for copies.
-        digest: hash of ``lent``; 0 if it is empty.
-        rows: rows of each rank.
-        cuts: for each lent expert the ids of its slots in the layout, the home's first, and the number of this rank's
-            rows for each of them, in the order of (token, slot).
-    """
-
-    lent: tuple[Lent, ...]
-    place: tuple[int, ...]
-    digest: int
-    rows: tuple[int, ...]
-    cuts: dict[int, tuple[list[int], list[int]]]
-
-
-@dataclass(eq=False, slots=True)
-class LentCall:
-    """A call with its plan, and the stacks that its experts compute with.
-
-    Attributes:
-        plan: the plan.
-        slots: slots that the plan uses on this rank: its experts, then those for copies.
-        stacks: [slots, ...] by name; {} if no expert is lent.
-    """
-
-    plan: CallPlan
-    slots: int
-    stacks: dict[str, Tensor]
-
-
-class _Stacked(torch.autograd.Function):
-    """Return the stacks of parameters. Backward returns the gradients of lent experts to their homes."""
+class _Lent(torch.autograd.Function):
+    """Return the parameters. Backward returns the gradients of lent experts to their homes."""
 
     @staticmethod
-    def forward(ctx: Any, lending: LentExperts, plan: CallPlan, stacks: list[Tensor], *params: Tensor) -> Any:
+    def forward(ctx: Any, lending: LentExperts, plan: CallPlan, partials: Partials, *params: Tensor) -> Any:
         ctx.save_for_backward(*params)  # backward raises if one has changed
-        ctx.lending, ctx.plan = lending, plan
-        return tuple(stack.data for stack in stacks)
+        ctx.lending, ctx.plan, ctx.partials = lending, plan, partials
+        return tuple(param.detach() for param in params)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        return None, None, None, *ctx.lending.return_gradients(ctx.plan, [grad.contiguous() for grad in grads])
+        grads_P = [grad.contiguous() for grad in grads]
+        ctx.lending.return_gradients(ctx.plan, ctx.partials, grads_P)
+        return None, None, None, *grads_P
 
 
 class LentExperts(ExpertCopies):
-    """The slots of one experts module for experts that are lent. All ranks of its group make the same calls.
+    """The experts of one module that are lent to other ranks. All ranks of its group make the same calls.
 
     Args:
         experts, shards, label: see ``ExpertCopies``.
         placement: homes of the experts, and slots for copies.
         balance: when to lend.
+        in_place: ranks may read the weights of others in shared memory: they wait for all ranks in each dispatch and
+            combine.
     """
 
     def __init__(
-        self, experts: nn.Module, shards: ExpertShards, placement: Placement, balance: Balance, label: str = ""
+        self,
+        experts: nn.Module,
+        shards: ExpertShards,
+        placement: Placement,
+        balance: Balance,
+        in_place: bool,
+        label: str = "",
     ) -> None:
-        self.balance = balance
+        self.balance, self._in_place = balance, in_place
+        self._shared: Any = None
+        self._memory: list[Tensor] = []  # this rank's parameters in shared memory
+        self._peers: list[dict[str, Tensor]] = []  # parameters of all ranks of the group, [homes, ...] by name
+        self._buffers: dict[str, Tensor] = {}
         super().__init__(experts, shards, placement, label)
 
     def set_placement(self, placement: Placement) -> None:
@@ -103,13 +93,12 @@ class LentExperts(ExpertCopies):
             raise ConfigError(f"balance of layer {self._label!r} chooses the copies; pass a placement without copies")
         super().set_placement(placement)
         world, slots = placement.world, placement.slots or 0
-        self._held = [[EMPTY] * slots for _ in range(world)]  # experts whose weights are in the slots of each rank
+        self._held = [[EMPTY] * slots for _ in range(world)]  # experts whose weights are in the buffers of each rank
         self._seen: list[tuple[int, int]] = []
         self._row = [0] * placement.num_experts
         for rank in range(world):
             for row, expert in enumerate(placement.homes_of(rank)):
                 self._row[expert] = row
-        self._call: LentCall | None = None
 
     def weights_changed(self) -> None:
         """Send weights again from the next call on. ``plan`` also detects changes itself."""
@@ -140,24 +129,25 @@ class LentExperts(ExpertCopies):
         """
         placement, group = self.placement, self._shards.group
         experts, rank = placement.num_experts, group.rank()
-        for name in self._params():
-            self._stack(name)
-        addresses = [param.data_ptr() for param in self.parameters]
-        seen = list(zip(addresses, self._present_versions(), strict=True))
+        params = self.parameters
+        moved = self._in_place and [param.data_ptr() for param in params] != [one.data_ptr() for one in self._memory]
+        seen = list(zip([param.data_ptr() for param in params], self._present_versions(), strict=True))
         changed, self._seen = seen != self._seen, seen
-        own = torch.zeros(experts + 6, dtype=torch.int64, device="cpu")
+        settings = self.balance.words()
+        own = torch.zeros(experts + 3 + len(settings), dtype=torch.int64, device="cpu")
         if ids_TK is not None and not ids_TK.is_floating_point():
             ids_N = ids_TK.reshape(-1)
             own[:experts] = torch.bincount(ids_N[(ids_N >= 0) & (ids_N < experts)], minlength=experts)
-        settings = self.balance.words()
-        own[experts:] = torch.tensor((changed, trains, *settings), dtype=torch.int64, device="cpu")
+        own[experts:] = torch.tensor((changed, trains, moved, *settings), dtype=torch.int64, device="cpu")
         what = f"the row counts of layer {self._label!r}"
         words_WX = channel_of(group).all_gather(own, what)
-        if (words_WX[:, experts + 2 :] != own[experts + 2 :]).any():
-            of_ranks = [tuple(one) for one in words_WX[:, experts + 2 :].tolist()]
+        if (words_WX[:, experts + 3 :] != own[experts + 3 :]).any():
+            of_ranks = [tuple(one) for one in words_WX[:, experts + 3 :].tolist()]
             raise RankMismatch(f"ranks balance layer {self._label!r} with other settings: {of_ranks}")
         counts_WE = words_WX[:, :experts]
-        changed_W, grads_W = words_WX[:, experts : experts + 2].T.tolist()
+        changed_W, grads_W, moved_W = words_WX[:, experts : experts + 3].T.tolist()
+        if any(moved_W):
+            self._share_parameters()
         parts = self._shards.sizes["etp"]
         changed_homes = {one // parts for one, flag in enumerate(changed_W) if flag}
         for held in self._held:
@@ -172,134 +162,208 @@ class LentExperts(ExpertCopies):
         rows = [0] * world
         for load, home in zip(loads_E, placement.homes, strict=True):
             rows[home] += load
-        for one in lent:
-            rows[placement.homes[one.expert]] -= one.rows
-            rows[one.rank] += one.rows
-        place = self._places(lent, sticky=not any(grads_W))
-        before_E = counts_WE[:rank].sum(0)
+        before_E = counts_WE[:rank].sum(0).tolist()
+        own_E = counts_WE[rank].tolist()
         cuts: dict[int, tuple[list[int], list[int]]] = {}
-        offsets, homes = placement.layout.offsets, placement.homes_per_rank
-        for one, index in zip(lent, place, strict=True):
+        offsets, used = placement.layout.offsets, list(placement.homes_per_rank)
+        for one in lent:
             home = placement.homes[one.expert]
+            rows[home] -= one.rows
+            rows[one.rank] += one.rows
             slots_of, ends = cuts.setdefault(one.expert, ([offsets[home] + self._row[one.expert]], []))
-            slots_of.append(offsets[one.rank] + homes[one.rank] + index)
+            slots_of.append(offsets[one.rank] + used[one.rank])
             ends.append(one.rows)
+            used[one.rank] += 1
         for expert, (_, lengths) in cuts.items():
-            first, end = int(before_E[expert]), 0
-            last = first + int(counts_WE[rank, expert])
+            first, end = before_E[expert], 0
+            last = first + own_E[expert]
             lengths.insert(0, loads_E[expert] - sum(lengths))
             for owner, length in enumerate(lengths):
                 start, end = end, end + length
                 lengths[owner] = max(0, min(end, last) - max(start, first))
-        return CallPlan(lent, place, hashed, tuple(rows), cuts)
+        return CallPlan(lent, () if self._in_place else self._places(lent), hashed, tuple(rows), cuts)
 
-    def _places(self, lent: Sequence[Lent], sticky: bool) -> tuple[int, ...]:
-        """Return a slot for each lent expert: the first unused one from the number of the expert on, modulo the slots.
-
-        Recomputation must find the same slots, because the order of the rows follows from them. Only ``sticky`` plans
-        prefer the slots that have the weights already.
-        """
-        kept = {(one.rank, self._held[one.rank].index(one.expert)) for one in lent if sticky and self._has(one)}
-        used, place = set(kept), []
+    def _places(self, lent: Sequence[Lent]) -> tuple[int, ...]:
+        """Return the buffer of each lent expert: the one that has its weights, or else the first that is not used."""
+        place, used = [], {(one.rank, self._held[one.rank].index(one.expert)) for one in lent if self._has(one)}
         for one in lent:
-            if sticky and self._has(one):
-                place.append(self._held[one.rank].index(one.expert))
-                continue
-            slots = len(self._held[one.rank])
-            order = ((one.expert + step) % slots for step in range(slots))
-            place.append(next(slot for slot in order if (one.rank, slot) not in used))
-            used.add((one.rank, place[-1]))
+            held = self._held[one.rank]
+            if self._has(one):
+                place.append(held.index(one.expert))
+            else:
+                place.append(next(slot for slot in range(len(held)) if (one.rank, slot) not in used))
+                used.add((one.rank, place[-1]))
         return tuple(place)
 
     def _has(self, one: Lent) -> bool:
         return one.expert in self._held[one.rank]
 
+    def _share_parameters(self) -> None:
+        """Move the parameters into shared memory, where other ranks read them. Collective."""
+        params, channel, parts = self._params(), channel_of(self._shards.group), self._shards.sizes["etp"]
+        sizes = {name: param.shape[1:].numel() * param.element_size() for name, param in params.items()}
+        own: dict[str, Tensor] = {}
+
+        def place(block: Tensor, homes: int) -> dict[str, Tensor]:
+            end, placed = 0, {}
+            for name, param in params.items():
+                first, end = end, end + aligned_bytes(homes * sizes[name])
+                rows = block[first : first + homes * sizes[name]]
+                placed[name] = rows.view(param.dtype).view(homes, *param.shape[1:])
+            return placed
+
+        def fill(block: Tensor) -> None:
+            own.update(place(block, len(next(iter(params.values())))))
+            for name, rows_HX in own.items():
+                rows_HX.copy_(params[name])
+
+        def use(read: Read) -> None:
+            peers = []
+            for rank in range(channel.world):
+                homes = self.placement.homes_per_rank[rank // parts]
+                size = sum(aligned_bytes(homes * one) for one in sizes.values())
+                peers.append(own if rank == channel.rank else place(read(rank, 0, size), homes))
+            self._peers = peers
+
+        homes = len(next(iter(params.values())))
+        size = sum(aligned_bytes(homes * one) for one in sizes.values())
+        with torch.inference_mode(False), torch.no_grad():
+            blocks, what = (
+                SharedBlocks(size, sum(sizes.values()), fill, use),
+                f"sharing the experts of layer {self._label!r}",
+            )
+            shared = channel.uses_shared_memory(next(iter(params.values())))
+            self._in_place = shared and share_blocks(channel, blocks, what)
+            if self._in_place:
+                for name, param in params.items():
+                    param.data = own[name]
+                self._memory = list(own.values())
+
     def begin(self, ids_TK: Tensor | None) -> LentCall:
         """Plan a call and send the weights of lent experts, before its rows are dispatched. Collective.
 
-        ids_TK and errors are those of ``plan``. The stacks become part of the autograd graph before the dispatch, so
+        ids_TK and errors are those of ``plan``. The parameters enter the autograd graph before the dispatch, so
         their backward, which returns gradients, follows that of the dispatch: no rows are in flight then.
         """
         plan, ep = self.plan(ids_TK, torch.is_grad_enabled()), self._shards.place["ep"]
-        homes = self.placement.homes_per_rank[ep]
-        used = [index + 1 for one, index in zip(plan.lent, plan.place, strict=True) if one.rank == ep]
-        # A rank without experts computes with all slots, so that its parameters have gradients.
-        call = LentCall(plan, homes + max(used, default=0) if homes else self._all_slots, {})
+        call = LentCall(plan, self.placement.homes_per_rank[ep], {}, [], (), None)
         self.materialize(call)
-        if plan.lent or not homes:
-            params = self._params()
-            call.stacks |= {name: self._stack(name)[: call.slots].data for name in params}
-            names = [name for name, param in params.items() if param.requires_grad]
-            if torch.is_grad_enabled() and names:
-                stacks = [call.stacks[name] for name in names]
-                values = _Stacked.apply(self, plan, stacks, *(params[name] for name in names))
-                call.stacks |= dict(zip(names, values, strict=True))
+        if not plan.lent:
+            return call
+        call.borrowed = [self._weights_of(plan, at) for at in plan.of_rank(ep)]
+        params = self._params()
+        call.params = dict(params)
+        trained = {name: param for name, param in params.items() if param.requires_grad}
+        if torch.is_grad_enabled() and trained:
+            call.partials = Partials(trained, len(call.borrowed), self._new_rows)
+            if next(iter(trained.values())).dtype != self._wide:
+                call.lends = tuple(sorted({self._row[one.expert] for one in plan.lent if self._home(one) == ep}))
+            values = _Lent.apply(self, plan, call.partials, *trained.values())
+            call.params |= dict(zip(trained, values, strict=True))
         return call
 
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype in which gradients are added."""
+        return torch.promote_types(next(iter(self._params().values())).dtype, torch.float32)
+
+    def _home(self, one: Lent) -> int:
+        return self.placement.homes[one.expert]
+
+    def _weights_of(self, plan: CallPlan, at: int) -> dict[str, Tensor]:
+        """Return the weights of the expert ``plan.lent[at]``, which this rank has been lent, [1, ...] by name."""
+        one, shards = plan.lent[at], self._shards
+        if plan.place:
+            return {name: rows[plan.place[at]].unsqueeze(0) for name, rows in self._buffers.items()}
+        peer = self._peers[self._home(one) * shards.sizes["etp"] + shards.place["etp"]]
+        return {name: rows[self._row[one.expert]].unsqueeze(0) for name, rows in peer.items()}
+
+    def _new_rows(self, count: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Return [count, width] in shared memory if it is used, and the block."""
+        wide = self._wide
+        stride = aligned_bytes(width * wide.itemsize)
+        if self._in_place and count:
+            block = new_block(channel_of(self._shards.group), count * stride)
+            if block is not None:
+                memory, whole = block
+                return memory.view(wide).view(count, -1)[:, :width], whole
+        return torch.empty(count, width, dtype=wide, device="cpu"), None
+
     def materialize(self, call: LentCall | None = None) -> None:
-        """Send the weights of lent experts that are not in their slots yet. Collective if there are any.
+        """Send the weights of lent experts that are not in their buffers yet. Collective if there are any.
 
         Args:
             call: the call whose experts run next.
         """
         assert call is not None
-        self._call, plan = call, call.plan
+        plan = call.plan
         fresh = [
-            one for one in zip(plan.lent, plan.place, strict=True) if self._held[one[0].rank][one[1]] != one[0].expert
+            one for one in zip(plan.lent, plan.place, strict=False) if self._held[one[0].rank][one[1]] != one[0].expert
         ]
         if not fresh:
             return
         for one, index in fresh:
             self._held[one.rank][index] = one.expert
-        transfers, stacks = tuple(self._lent_rows(fresh)), [self._stack(name) for name in self._params()]
+        params, slots = self._params(), self.placement.slots or 0
+        for name, param in params.items():
+            old, like = self._buffers.get(name), param.detach()
+            if old is None or (old.dtype, old.device) != (like.dtype, like.device):
+                with torch.inference_mode(False):
+                    self._buffers[name] = torch.empty(slots, *like.shape[1:], dtype=like.dtype, device=like.device)
+        transfers = tuple(self._transfers_of(fresh))
 
         def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-            for stack, row in zip(stacks, rows, strict=True):
-                stack.data[one.destination_row].copy_(row)
+            for buffer, row in zip(self._buffers.values(), rows, strict=True):
+                buffer[one.destination_row].copy_(row)
 
-        what = f"lending experts of layer {self._label!r}"
+        what, stacks = f"lending experts of layer {self._label!r}", [param.detach() for param in params.values()]
         with torch.no_grad():
-            transfer_rows(channel_of(self._shards.group), transfers, [one.data for one in stacks], receive, what)
+            transfer_rows(channel_of(self._shards.group), transfers, stacks, receive, what)
         self._count_sent(transfers, stacks)
 
     def materialize_in_backward(self, result: Tensor, call: LentCall | None = None) -> None:
         """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
-        if call is not None and call.plan.lent and result.requires_grad:
-            again = LentCall(call.plan, call.slots, {})  # the stacks would keep their own graph alive
+        if call is not None and call.plan.place and result.requires_grad:
+            again = LentCall(call.plan, call.homes, {}, [], (), None)  # ``call`` would keep its own graph alive
             result.register_hook(lambda _: self.materialize(again))
 
-    @property
-    def num_slots(self) -> int:
-        """Slots that the next experts compute with if experts are lent."""
-        return self._call.slots if self._call is not None and self._call.stacks else self._all_slots
-
-    def stacked(self) -> dict[str, Tensor]:
-        call, self._call = self._call, None  # not kept: a deep copy of the module could not copy the graph
-        assert call is not None
-        return call.stacks
-
-    def return_gradients(self, plan: CallPlan, grads: list[Tensor]) -> list[Tensor]:
-        """Add the gradients of lent experts to those of their homes. Collective if experts were lent.
+    @torch.no_grad()
+    def return_gradients(self, plan: CallPlan, partials: Partials, grads: list[Tensor]) -> None:
+        """Add the gradients of lent experts to those of their homes. Collective.
 
         Args:
-            grads: of the stacks of the trained parameters. Changed in place.
-
-        Returns:
-            The gradients of the parameters.
+            grads: of the trained parameters. Changed in place.
         """
-        homes = len(next(iter(self.parameters)))
-        if plan.lent:
-            transfers = [one.reversed() for one in self._lent_rows(zip(plan.lent, plan.place, strict=True))]
-            what = f"returning the gradients of experts of layer {self._label!r}"
-            add_rows(channel_of(self._shards.group), transfers, grads, [grad[:homes] for grad in grads], what)
-            self._count_sent(transfers, grads)
-        return [grad[:homes] for grad in grads]
+        positions = [plan.of_rank(rank) for rank in range(self.placement.world)]
+        transfers = [
+            one.reversed()
+            for one in self._transfers_of((one, positions[one.rank].index(at)) for at, one in enumerate(plan.lent))
+        ]
+        rows_NX, block = partials.rows()
+        lends = {one.destination_row for one in transfers if one.destination == self._shards.group.rank()}
+        wide = grads[0].dtype == self._wide
+        sums = {row: [grad[row : row + 1] for grad in grads] for row in lends}
+        if not wide:
+            sums = {row: list(partials.home(row).values()) for row in lends}
 
-    def _lent_rows(self, lent: Any) -> Iterator[RowTransfer]:
-        placement, etp, part = self.placement, self._shards.sizes["etp"], self._shards.place["etp"]
-        for one, index in lent:
-            home, row = placement.homes[one.expert], placement.homes_per_rank[one.rank] + index
-            yield RowTransfer(home * etp + part, self._row[one.expert], one.rank * etp + part, row)
+        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
+            for total, part in zip(sums[one.destination_row], partials.values(rows[0]).values(), strict=True):
+                total += part
+
+        what = f"returning the gradients of experts of layer {self._label!r}"
+        transfer_rows(channel_of(self._shards.group), transfers, [rows_NX], receive, what, block)
+        self._count_sent(transfers, [rows_NX])
+        partials.release()
+        if not wide:
+            for row, totals in sums.items():
+                for grad, total in zip(grads, totals, strict=True):
+                    grad[row : row + 1] = total
+
+    def _transfers_of(self, lent: Any) -> Iterator[RowTransfer]:
+        """Yield the transfer of each lent expert to a row of its rank."""
+        etp, part = self._shards.sizes["etp"], self._shards.place["etp"]
+        for one, row in lent:
+            yield RowTransfer(self._home(one) * etp + part, self._row[one.expert], one.rank * etp + part, row)
 
 
 def _plan(

@@ -33,7 +33,7 @@ from moe_comm.topology import ExpertPlacement, Placement, Sharding
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
-    from moe_comm.layers.data_parallel.lending import CallPlan, LentCall
+    from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall
     from moe_comm.overlap.options import Overlap
 
 
@@ -229,7 +229,8 @@ class ExpertParallel(ParallelModule):
         if (balance := dispatcher.options.balance) is not None:
             from moe_comm.layers.data_parallel.lending import LentExperts
 
-            experts.copies = LentExperts(experts, shards, self.placement, balance, self.label)
+            in_place = dispatcher.name == "shared_memory"
+            experts.copies = LentExperts(experts, shards, self.placement, balance, in_place, self.label)
         elif self.placement.slots_per_rank != self.placement.homes_per_rank:  # slots for copies
             from moe_comm.layers.data_parallel.copies import ExpertCopies
 
@@ -362,7 +363,7 @@ class ExpertParallel(ParallelModule):
             copies.materialize(call.lent)
         counts = call.handle.rows_per_expert
         homes = self.placement.homes_per_rank[self.place["ep"]]
-        if call.lent is not None and call.lent.stacks:
+        if call.lent is not None:
             return counts[: call.lent.slots]
         # A rank without experts always computes with the slots for copies, so that its parameters have gradients.
         return counts[:homes] if homes and not self._uses_copies(call) else counts

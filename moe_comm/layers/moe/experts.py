@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,14 @@ from moe_comm.dispatch.types import OnDevice
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, Composed, activation_of
 from moe_comm.kernels.autograd import cast_parameter
-from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.expert_mlp import Apart, ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.topology import Placement, Sharding, Split
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
+    from moe_comm.layers.data_parallel.lent_call import LentCall
 
 
 def has_hooks(module: nn.Module, *, foreign: bool = False) -> bool:
@@ -206,7 +207,7 @@ class Experts(nn.Module):
         Raises:
             InputError: shapes or dtypes do not match.
         """
-        mlp = self.mlp_for(rows_RD, len(rows_per_expert))
+        mlp = self.mlp_for(rows_RD, len(rows_per_expert), None if call is None else call.lent)
         if call is None:
             return run_mlp(rows_RD, rows_per_expert, mlp)
         return call.compute(rows_RD, rows_per_expert, mlp)
@@ -230,26 +231,46 @@ class Experts(nn.Module):
             return ""
         return "rows" if has_hooks(self) else "tokens"  # hooks, such as those of FSDP, may need the rows
 
-    def mlp_for(self, rows: Tensor, slots: int = 0) -> ExpertMLP:
+    def mlp_for(self, rows: Tensor, slots: int = 0, lent: LentCall | None = None) -> ExpertMLP:
         """Return the parameters in the dtype in which ``rows`` are computed.
 
         Args:
             slots: number of experts to compute with: this rank's, or those and all slots for copies. 0: all.
+            lent: the experts that are lent in this call.
         """
-        w13: Tensor = self.w13
-        w2: Tensor = self.w2
-        b13: Tensor | None = self.b13
-        b2: Tensor | None = self.b2
-        if self.copies is not None and slots in (0, self.copies.num_slots):
-            stacks = self.copies.stacked()
-            w13, w2, b13, b2 = stacks["w13"], stacks["w2"], stacks.get("b13"), stacks.get("b2")
-        if torch.is_autocast_enabled(rows.device.type):
-            w13, w2 = cast_parameter(w13, rows), cast_parameter(w2, rows)
-            b13, b2 = (None if bias is None else cast_parameter(bias, rows) for bias in (b13, b2))
+        named = {name: getattr(self, name) for name in ("w13", "w2", "b13", "b2")}
+        values: Mapping[str, Tensor] = {name: value for name, value in named.items() if value is not None}
+        apart: Mapping[int, Apart] = {}
+        if lent is not None and lent.params:
+            values = lent.params
+            width = self.hidden // self.part.count
+            apart = lent.apart(
+                lambda one: self._padded(self._cast(one, rows)),
+                self._oriented,
+                slice(self.part.index * width, (self.part.index + 1) * width),
+            )
+        elif self.copies is not None and slots in (0, self.copies.num_slots):
+            values = self.copies.stacked()
+        tensors = self._padded(self._cast(values, rows))
+        return ExpertMLP(tensors, self.activation, self.recompute, self.gemm_dtype, apart)
+
+    def _cast(self, values: Mapping[str, Tensor], rows: Tensor) -> Mapping[str, Tensor]:
+        if not torch.is_autocast_enabled(rows.device.type):
+            return values
+        return {name: cast_parameter(value, rows) for name, value in values.items()}
+
+    def _oriented(self, values: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+        """Return views of w13, w2, b13 and b2 as GEMMs take them; None for missing ones."""
+        w13, w2 = values.get("w13"), values.get("w2")
         if self.transposed:
-            w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+            w13, w2 = (None if w is None else w.transpose(1, 2) for w in (w13, w2))
+        return w13, w2, values.get("b13"), values.get("b2")
+
+    def _padded(self, values: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+        """Return ``_oriented``, with all columns of b2."""
+        w13, w2, b13, b2 = self._oriented(values)
         if b2 is not None and self.part.count > 1:
             # Pad this rank's columns with zeros: combine adds the outputs of the slices.
             before, width = self.part.index * b2.shape[1], b2.shape[1]
             b2 = F.pad(b2, (before, self.hidden - before - width))
-        return ExpertMLP((w13, w2, b13, b2), self.activation, self.recompute, self.gemm_dtype)
+        return w13, w2, b13, b2

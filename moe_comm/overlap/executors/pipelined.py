@@ -209,7 +209,7 @@ class _Experts(torch.autograd.Function):
                 out_RD = _rows(rows, experts.columns)
             else:
                 out_RD = back.rows_RD
-            sizes = _sizes(dispatch, tensors)
+            sizes = _sizes(dispatch, experts)
             mlp_pass = experts.forward(rows, out_RD, sizes, keep_h, warm_rows)
 
             def compute(row_range: RowRange) -> None:
@@ -267,7 +267,8 @@ class _Backward:
         dispatch, send, back = run.backward, run.gradients, None
         run.gradients = None
         needs = tuple(ctx.needs_input_grad[5:])
-        self._tensors, self._sizes = tensors, _sizes(dispatch, tensors)
+        experts = ctx.settings.with_tensors(tensors)
+        self._tensors, self._sizes = tensors, _sizes(dispatch, experts)
         self._grads: list[Tensor | None] = [None] * len(tensors)
         self.grad_rows_RD: Tensor | None = None
         try:
@@ -279,7 +280,6 @@ class _Backward:
                 self.grad_rows_RD = _rows(rows_RD, rows_RD.shape[1])
             grad_out_RD = self.grad_rows_RD if back is None else back.rows_RD
             grad_RD = grad_RD.contiguous() if send is None else send.rows_RD
-            experts = ctx.settings.with_tensors(tensors)
             if isinstance(experts, ExpertMLP):
                 rows_RD, saved_RG = experts.backward_inputs(
                     rows_RD, scale_RB, saved_RG, self._sizes, dispatch.handle.dtype
@@ -352,10 +352,9 @@ class _Backward:
         return True
 
 
-def _sizes(dispatch: RowDispatch, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+def _sizes(dispatch: RowDispatch, experts: LocalExperts) -> tuple[int, ...]:
     """Return the rows of each expert that has parameters."""
-    assert tensors[0] is not None
-    return dispatch.handle.rows_per_expert[: tensors[0].shape[0]]
+    return dispatch.handle.rows_per_expert[: experts.num_experts]
 
 
 def _expert_slices(sizes: Sequence[int]) -> list[tuple[int, slice]]:
@@ -404,7 +403,7 @@ class PipelinedCall(ExpertCall):
         dispatch, run = self._dispatch, self._run
         experts, w13 = len(rows_per_expert), mlp.tensors[0]
         assert w13 is not None
-        if w13.shape[0] != experts or w13.shape[2] != dispatch.handle.hidden or w13.device != dispatch.handle.device:
+        if mlp.num_experts != experts or w13.shape[2] != dispatch.handle.hidden or w13.device != dispatch.handle.device:
             raise InputError(
                 f"an expert layer needs weights [{experts}, .., {dispatch.handle.hidden}] of this rank's experts on "
                 f"{dispatch.handle.device}; got {tuple(w13.shape)} on {w13.device}"
