@@ -118,7 +118,9 @@ class EntryPlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if new_plan.planner_data != UNCHANGED or self._items is None:
-            self._items = new_plan.items
+            # Entries that are stored together follow each other, so that each chunk of a file is read once.
+            position = {name: number for number, name in enumerate(self.state_dict)}
+            self._items = sorted(new_plan.items, key=lambda item: position[item.index.fqn])
         # Only the boxes that this rank writes are staged, so a replicated tensor is copied on one rank.
         boxes = [(item.index.fqn, item.index.index or 0) for item in self._items]
         self._staged = self._stager.stage(self.state_dict, boxes)

@@ -72,6 +72,7 @@ class StreamedState(ResidentState):
         self._store: Store | None = None
         self._budget = Budget(options.budget_bytes)
         self._borrowing = threading.Lock()
+        self._fetched: dict[tuple[str, str], Tensor] = {}  # by parameter and field
         self._error: BaseException | None = None
         self._update_s = 0.0
         self.report = OffloadReport(0, options.budget_bytes, 0)
@@ -186,6 +187,7 @@ class StreamedState(ResidentState):
         began = time.perf_counter()
         keys = order.keys if order.forward else order.keys[::-1]
         order.forward = not order.forward
+        self._fetched = {}
         self._store.announce(keys)
         for number, key in enumerate(keys):
             chunk = self._chunks[key]
@@ -226,14 +228,13 @@ class StreamedState(ResidentState):
     def _opened(self, item: OwnedParameter, field: str, write: bool) -> Iterator[Tensor]:
         """Yield a tensor of a parameter: its values, or with ``write`` one whose values are stored afterwards."""
         assert self._store is not None
-        tensor = torch.empty(item.value.shape, dtype=item.value.dtype, device=item.value.device)
+        with self._borrowing:
+            if write:
+                self._fetched = {}
+            elif (item.name, field) not in self._fetched:
+                self._fetch(item)
+            tensor = self._empty(item) if write else self._fetched[item.name, field]
         flat = tensor.view(-1)
-        if not write:
-            with self._borrowing:
-                for key, part in self._parts[item.name]:
-                    with self._store.borrowed(key, write=False) as memory:
-                        stored = _field(memory, part, part.offsets[field], tensor.dtype)
-                        flat[part.start : part.stop].copy_(stored)
         yield tensor
         if write:
             with self._borrowing:
@@ -243,6 +244,21 @@ class StreamedState(ResidentState):
                         stored.copy_(flat[part.start : part.stop])
             if field == MASTERS:
                 _write(item, 0, tensor)
+
+    def _empty(self, item: OwnedParameter) -> Tensor:
+        return torch.empty(item.value.shape, dtype=item.value.dtype, device=item.value.device)
+
+    def _fetch(self, item: OwnedParameter) -> None:
+        """Read all fields of a parameter at once: a save, which opens the others next, reads each chunk once."""
+        assert self._store is not None
+        self._fetched = {}
+        fields = self._fields[next(number for number, one in enumerate(self._items) if one is item)]
+        self._fetched = {(item.name, name): self._empty(item) for name in fields}
+        for key, part in self._parts[item.name]:
+            with self._store.borrowed(key, write=False) as memory:
+                for name in fields:
+                    stored = _field(memory, part, part.offsets[name], item.value.dtype)
+                    self._fetched[item.name, name].view(-1)[part.start : part.stop].copy_(stored)
 
     def _first_error(self) -> BaseException | str:
         assert self._store is not None

@@ -238,7 +238,7 @@ class PeerSnapshots(StepHook):
         views = layout.views(job.entries, buffer)
         in_memory = {name: view for name, view in views.items() if job.entries[name].opener is None}
         self._copies.copy((view, job.entries[name].tensor) for name, view in in_memory.items())
-        for name in views.keys() - in_memory.keys():
+        for name in (name for name in views if name not in in_memory):  # as stored, so that each chunk is read once
             with job.entries[name].opened() as tensor:
                 views[name].copy_(tensor)
         job.stage_s = time.perf_counter() - job.started

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -194,3 +197,75 @@ def test_faults_at_the_start_are_typed(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreFull, match=r"needs \d+ bytes .* free"):
         _updates(0, 1, settings)
+
+
+def test_twenty_steps_have_the_bits_of_a_resident_run_and_a_save_reads_the_state_once(
+    shared_settings: list[str], tmp_path: Path
+) -> None:
+    settings = [*shared_settings, *SIZE, "model.dtype=bfloat16", "run.steps=20", "checkpoint.every=10"]
+    settings += ["run.eval_every=0", "checkpoint.background=false"]
+    resident, stored = ([*settings, f"run.folder={tmp_path / name}"] for name in ("resident", "stored"))
+    run(None, resident)
+    run(None, [*stored, *offload(tmp_path, "256KiB")])
+    expected, actual = state_of(folder_of(resident)), state_of(folder_of(stored))
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    lines = [json.loads(line) for line in (folder_of(stored) / "metrics.jsonl").read_text().splitlines()]
+    offloaded = [line["offload"] for line in lines if "loss" in line]
+    assert len(offloaded) == 20
+    # Step 11 counts the bytes that the save after step 10 read.
+    of_save = offloaded[10]["read"] - offloaded[11]["read"]
+    assert 0.8 < of_save / offloaded[10]["stored"] < 1.3
+    assert all(one["peak"] <= one["budget"] for one in offloaded)
+
+
+LARGE = ("model.hidden=256", "model.ffn=256", "model.experts=16")
+
+
+def _memory(rank: int, world: int, settings: list[str]) -> tuple[int, int]:
+    """Return the bytes of this process after two steps, and those of offloaded state."""
+    with session(settings) as active:
+        for step in range(2):
+            active.trainer.train_step(step)
+        report = active.trainer.train_state.optimizer.memory.report
+        return psutil.Process().memory_info().rss, 0 if report is None else report.stored
+
+
+def test_the_process_holds_the_budget_and_not_the_state(shared_settings: list[str], tmp_path: Path) -> None:
+    measured = []
+    for options in ([], offload(tmp_path, "2MiB")):
+        with RankPool(1) as pool:  # a fresh process
+            measured += pool.run(_memory, [*shared_settings, *LARGE, *options], timeout=60)
+    (resident, _), (offloaded, stored) = measured
+    assert stored > 16 * (2 << 20)
+    assert resident - offloaded > 0.8 * stored
+
+
+def _killed(rank: int, world: int, settings: list[str]) -> str:
+    """Train until rank 1 is killed while it writes, and return the error of rank 0."""
+    calls = 0
+
+    def kill(file: int, view: memoryview, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.pwritev(file, [view], offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "write_block", kill)
+        try:
+            with session(settings) as active:
+                active.trainer.fit()
+        except Exception as error:
+            return type(error).__name__
+    return "none"
+
+
+def test_a_killed_rank_leaves_no_file(shared_settings: list[str], tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    settings = [*shared_settings, *SIZE, *ZERO1, *offload(tmp_path, "200KiB"), "run.steps=50"]
+    with RankPool(2) as pool:
+        results = pool.run(_killed, settings, timeout=60, expect_dead={1})
+    assert results[0] in ("PeerDied", "PeerLost", "PeerError"), results
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/dev/shm")) <= before
