@@ -14,6 +14,7 @@ import typer
 from moe_comm.cli.options import JsonOut, echo, load
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.transformer.shape import Recompute
+from moe_comm.runtime.untrusted import byte_count
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import ScheduleName
 from moe_comm.topology.rebalance import PlacementKind
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from moe_plan.machine.hardware import Cluster
     from moe_plan.model.load import ExpertLoads
+    from moe_plan.model.memory import MemoryPolicy
     from moe_plan.search.request import PlanCandidate, PlanRequest
     from moe_plan.search.search import SearchResult
     from moe_plan.step.simulate import SimulatedStep
@@ -32,6 +34,8 @@ TOP, RANKS = 10, 2
 """Defaults of ``--top`` and ``--ranks``."""
 TTFT_S, TPOT_S = 5.0, 0.15
 """Defaults of ``--ttft`` and ``--tpot``."""
+OFFLOAD_RATE = 1.0
+"""Default of ``--offload-rate``, GB/s."""
 MOST, LONGEST = 1 << 20, 1 << 30
 """Upper bounds of accelerators and sequences, and of tokens per sequence."""
 
@@ -99,6 +103,12 @@ def plan(
         _option("Pipeline schedule.", by="search: all but gpipe, --mapping: 1f1b, or interleaved by vpp"),
     ] = None,
     dispatcher: Annotated[AnyDispatcher, typer.Option(help="Dispatch backend; auto: the fastest.")] = "auto",
+    offload_budget: Annotated[
+        str | None, _option("Offload optimizer state, but for this memory of a rank.", "SIZE", by="it is in memory")
+    ] = None,
+    offload_rate: Annotated[
+        float | None, _option("GB/s at which a rank reads and writes offloaded state.", by=f"{OFFLOAD_RATE:g}")
+    ] = None,
     top: Annotated[int | None, _option("Number of mappings to report of a search.", by="10", min=1)] = None,
     slow: Annotated[
         list[str] | None, _option("Simulate a rank that is slower by this factor; repeatable.", "RANK=FACTOR")
@@ -173,6 +183,8 @@ def plan(
             "--sharding": sharding,
             "--schedule": schedule,
             "--dispatcher": None if dispatcher == "auto" else dispatcher,
+            "--offload-budget": offload_budget,
+            "--offload-rate": offload_rate,
             "--slow": slow,
             "--config": config_out,
             "--trace": trace,
@@ -230,7 +242,8 @@ def plan(
     elif placement is not None or slots is not None or rematerialize:
         raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
     shape = load("moe_comm.train.plan_config", "train").model_named(model)
-    request = PlanRequest(shape, _cluster(hardware, hardware_file, gpus, host_size), workload, global_batch)
+    policy = _policy(offload_budget, offload_rate)
+    request = PlanRequest(shape, _cluster(hardware, hardware_file, gpus, host_size), workload, global_batch, policy)
     settings = {
         "micro_batch": micro_batch,
         "recompute": recompute,
@@ -244,6 +257,23 @@ def plan(
         _search(request, folded, fixed, top or TOP, outputs)
     else:
         outputs.write(request, PartialMapping(mapping, coupled=folded is False, **fixed).candidate(request))
+
+
+def _policy(budget: str | None, rate: float | None) -> MemoryPolicy:
+    """Return the memory policy with offloaded state of ``budget`` in memory, and of ``rate`` GB/s."""
+    from moe_plan.model.memory import MemoryPolicy
+
+    if budget is None:
+        if rate is not None:
+            raise ConfigError("--offload-rate needs --offload-budget")
+        return MemoryPolicy()
+    rate = OFFLOAD_RATE if rate is None else rate
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--offload-rate must be a finite number above 0; got {rate}")
+    try:
+        return MemoryPolicy(offload=byte_count(budget), offload_rate=rate * 1e9)
+    except ValueError as error:
+        raise ConfigError(f"--offload-budget: {error}") from None
 
 
 def _loads(

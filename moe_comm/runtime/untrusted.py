@@ -218,3 +218,15 @@ def make_console(**settings: Any) -> Console:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]iB)?")
+
+
+def byte_count(size: str | int) -> int:
+    """Return a number of bytes from a number, or from a text such as "512MiB". Raises ValueError."""
+    match = _SIZE.fullmatch(str(size))
+    if match is None:
+        raise ValueError(f"budget must be a number of bytes or a text such as '512MiB'; got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2] or ""])

@@ -94,6 +94,8 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         "optimizer": {"kind": request.policy.optimizer, "lr": _LR},
         "parallel": parallel_settings(request, mapping),
     }
+    if request.policy.offload is not None:
+        sections["offload"] = {"optimizer": "file", "budget": request.policy.offload, "path": "."}
     loads = request.load.loads
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
         copies = loads.placed(mapping.parallel.ep).copies

@@ -47,6 +47,7 @@ class MemoryPolicy:
     all shared experts and runs them on its own tokens.
     outputs: experts save their outputs for backward, as in Megatron.
     offload: bytes of memory for offloaded optimizer state and masters. None: they are in memory.
+    offload_rate: bytes per second that a rank can read and write of the offloaded state, together.
     """
 
     optimizer: Optimizer = "adamw"
@@ -55,6 +56,12 @@ class MemoryPolicy:
     cut_shared: bool = False
     outputs: bool = False
     offload: int | None = None
+    offload_rate: float = math.inf
+
+    @property
+    def tier(self) -> tuple[int, float] | None:
+        """``offload`` and ``offload_rate``; None if the state is in memory."""
+        return None if self.offload is None else (self.offload, self.offload_rate)
 
 
 DEFAULT_POLICY = MemoryPolicy()

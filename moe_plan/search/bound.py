@@ -38,7 +38,8 @@ class BoundedStepModel(StepModel):
     @classmethod
     def of(cls, request: PlanRequest, mapping: Mapping) -> BoundedStepModel:
         placed = PlacedMapping(mapping, request.cluster)
-        return cls(request.shape, placed, request.load, request.global_batch, request.policy.reshard)
+        policy = request.policy
+        return cls(request.shape, placed, request.load, request.global_batch, policy.reshard, policy.tier)
 
     def block_seconds(self) -> Floats:
         """Return the seconds of a micro-batch in each of ``BLOCKS``, [blocks, kinds of passes]."""

@@ -86,14 +86,20 @@ class StepPrediction:
 class StepModel:
     """Predict the time of a training step with batches of ``global_batch`` sequences.
 
-    ``reshard``: as in ``MemoryPolicy``.
+    ``reshard`` and ``tier``: as in ``MemoryPolicy``.
     """
 
     def __init__(
-        self, shape: ModelShape, placed: PlacedMapping, load: Workload, global_batch: int, reshard: bool = False
+        self,
+        shape: ModelShape,
+        placed: PlacedMapping,
+        load: Workload,
+        global_batch: int,
+        reshard: bool = False,
+        tier: tuple[int, float] | None = None,
     ) -> None:
         self.shape, self.placed, self.load, self.global_batch = shape, placed, load, global_batch
-        self._reshard = reshard
+        self._reshard, self._tier = reshard, tier
         self.micro_batches = placed.mapping.micro_batches(global_batch)
 
     @cached_property
@@ -108,7 +114,7 @@ class StepModel:
 
     @cached_property
     def weights(self) -> StageWeights:
-        return StageWeights(self.shape, self.placed, self.stages, self.load, self.micro_batches)
+        return StageWeights(self.shape, self.placed, self.stages, self.load, self.micro_batches, self._tier)
 
     @cached_property
     def stage_passes(self) -> tuple[BlockOperations, ...]:

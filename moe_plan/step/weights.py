@@ -52,11 +52,21 @@ class TailCollective(NamedTuple):
 
 
 class StageWeights:
-    """Weights of the stages of ``stages`` on the ranks of a placed mapping. micro_batches: of a step."""
+    """Weights of the stages of ``stages`` on the ranks of a placed mapping.
+
+    micro_batches: of a step. tier: as in ``MemoryPolicy``.
+    """
 
     def __init__(
-        self, shape: ModelShape, placed: PlacedMapping, stages: StagePlan, load: Workload, micro_batches: int
+        self,
+        shape: ModelShape,
+        placed: PlacedMapping,
+        stages: StagePlan,
+        load: Workload,
+        micro_batches: int,
+        tier: tuple[int, float] | None = None,
     ) -> None:
+        self.tier = tier
         self.shape, self.placed, self.stages, self.micro_batches = shape, placed, stages, micro_batches
         self.size, self.gradient_bytes, self.loads = load.size, load.gradient_bytes, load.loads
         self._elements: dict[int, tuple[float, float]] = {}
@@ -196,9 +206,20 @@ class StageWeights:
         ]
 
     def optimizer_seconds(self, rank: int) -> float:
-        """Return the seconds of the optimizer of a pipeline position. fp32 weights are their own masters."""
+        """Return the seconds of the optimizer of a pipeline position. fp32 weights are their own masters.
+
+        Offloaded state that does not fit in its memory is read and written, which overlaps with computation. FSDP
+        gathers masters, so these are not offloaded.
+        """
         owned = sum(self.elements(rank))
         if self.placed.mapping.sharding != "replicate":
             owned = sum(count / span.ranks for count, span in zip(self.elements(rank), self.shard_spans, strict=True))
         traffic = STATE_BYTES + (self.size if self.size < MASTER else 0)
-        return self.placed.cluster.accelerator.memory_seconds(owned * traffic)
+        seconds = self.placed.cluster.accelerator.memory_seconds(owned * traffic)
+        if self.tier is None:
+            return seconds
+        budget, rate = self.tier
+        sharding = self.placed.mapping.sharding
+        masters = sharding == "zero1" or (sharding == "replicate" and self.size < MASTER)
+        stored = owned * (2 + masters) * MASTER
+        return max(seconds, 2 * max(0.0, stored - budget) / rate)

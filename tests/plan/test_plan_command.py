@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,9 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
         ({"seq_len": "0"}, "--seq-len"),
         ({"capacity_factor": "nan"}, "--capacity-factor"),
         ({"imbalance": "inf"}, "--imbalance"),
+        ({"offload_rate": "2"}, "--offload-rate needs --offload-budget"),
+        ({"offload_budget": "4GB"}, "--offload-budget: budget must be"),
+        ({"offload_budget": "4GiB", "offload_rate": "0"}, "--offload-rate must be a finite number"),
         ({"hardware": "a100", "dtype": "fp8", "mapping": "tp=2,ep=8"}, "does not support products in 'fp8'"),
         ({"dtype": "int8"}, "--dtype"),
         ({"overlap": "some"}, "--overlap"),
@@ -191,6 +195,27 @@ def test_slow_ranks_are_replayed_with_the_mapping(capsys: pytest.CaptureFixture[
     assert 1.05 < result["slow"]["slowdown"] < 1.5
     assert cli.run(command_line("--slow", "3=1", mapping=MAPPING["--mapping"])) == 0
     assert "with 3=1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "zero1", "fsdp"])
+def test_offloaded_state_frees_memory_and_costs_its_transfers(
+    sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "plan.toml"
+    fixed: dict[str, str | None] = {**SMALL, "mapping": "ep=8", "sharding": sharding, "recompute": "full"}
+    resident = run_json(capsys, **fixed)
+    tier = {"offload_budget": "1GiB", "offload_rate": "4"}
+    stored = run_json(capsys, "--config", str(config), **fixed, **tier)
+    freed = resident["memory"]["optimizer_gb"] - stored["memory"]["optimizer_gb"]
+    assert freed > 1
+    assert stored["breakdown"]["optimizer"] == pytest.approx(2 * freed / 4, rel=0.01)
+    others = [
+        {key: value for key, value in one["breakdown"].items() if key != "optimizer"} for one in (resident, stored)
+    ]
+    assert others[0] == others[1]
+    assert tomllib.loads(config.read_text())["offload"] == {"optimizer": "file", "budget": 1 << 30, "path": "."}
+    ample = run_json(capsys, **fixed, offload_budget="1TiB")
+    assert (ample["memory"], ample["step_s"]) == (resident["memory"], resident["step_s"])
 
 
 def test_the_imbalance_has_a_default_and_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:

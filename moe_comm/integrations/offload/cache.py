@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
-from moe_comm.runtime.offload.files import BLOCK, Backing, HostMemory, LocalFile, byte_count
+from moe_comm.runtime.offload.files import BLOCK, Backing, HostMemory, LocalFile
 from moe_comm.runtime.offload.store import Budget, Store, Traffic
+from moe_comm.runtime.untrusted import byte_count
 
 DECAY, PAIR_DECAY = 0.95, 0.99
 """Weight of the past in p and q, for each call."""

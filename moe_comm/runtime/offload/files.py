@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import threading
 import zlib
 from abc import ABC, abstractmethod
@@ -28,16 +27,6 @@ BLOCK = 4096
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose files are in memory."""
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]iB)?")
-
-
-def byte_count(size: str | int) -> int:
-    """Return a number of bytes from a number, or from a text such as "512MiB". Raises ValueError."""
-    match = _SIZE.fullmatch(str(size))
-    if match is None:
-        raise ValueError(f"budget must be a number of bytes or a text such as '512MiB'; got {size!r}")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
 def aligned_bytes(nbytes: int, device: torch.device) -> Tensor:

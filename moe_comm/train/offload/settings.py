@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from moe_comm.runtime.offload.files import byte_count
+from moe_comm.runtime.untrusted import byte_count
 from moe_comm.train.section_base import MOST, Section
 
 Tier = Literal["none", "host", "file"]
