@@ -40,17 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases of ``SLOW_CASES``."""
-    cases = {line for line in SLOW_CASES.read_text().splitlines() if not line.startswith("#")}
+    cases = set(SLOW_CASES.read_text().splitlines())
     for item in items:
         if item.nodeid in cases:
             item.add_marker("slow")
-            cases.remove(item.nodeid)
-    files = {item.nodeid.partition("::")[0] for item in items}
-    unknown = sorted(case for case in cases if case.partition("::")[0] in files)
-    if unknown and not config.getoption("lf", False) and not any("::" in arg for arg in config.args):
-        raise pytest.UsageError(f"{SLOW_CASES.name}: there are no tests {unknown}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
