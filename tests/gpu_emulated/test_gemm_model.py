@@ -34,6 +34,7 @@ WRONG_RESULTS = {
     "copies of rows that are not waited for": ("take.h", "copies_wait<kTakeLag>();", ""),
     "columns beyond the rows": ("take.h", "inside ? live : 0", "live"),
     "another token's row": ("take.h", " / taken.top_k", ""),
+    "map that is not encoded": ("rows.h", "if (!kTaken) prefetch_map(&a.rows)", "prefetch_map(&a.rows)"),
     "order of a dot product": (
         "gradient.h",
         "__fadd_rn(__fadd_rn(v[0], v[4]), __fadd_rn(v[2], v[6]))",

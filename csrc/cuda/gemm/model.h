@@ -480,7 +480,10 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 
 // --- TMA ---
 
-inline void prefetch_map(const TensorMap*) {}
+inline void prefetch_map(const TensorMap* map) {
+  const Hidden hidden;
+  check(map->words[0] != 0, "a tensor map that is not encoded");
+}
 
 // Calls move(address of an element or null outside, its place in the tile at `tile`, its bytes).
 template <class Move>

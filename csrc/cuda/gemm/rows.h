@@ -34,8 +34,7 @@ constexpr int kRowsShared = 1024 + kStages * (kBytesA + kBytesB) + 8 * kBuffers 
 
 #ifdef MOE_HOPPER
 
-// kMajorB: 1 if w is [E, inner, N], dense along N. kTaken: rows are
-// `taken`.
+// kMajorB: 1 if w is [E, inner, N], dense along N. kTaken: rows are `taken`, and there is no map of `rows`.
 template <int kMajorB, bool kSwiglu, bool kTaken>
 MOE_DEVICE void multiply_rows(const RowsArgs& a) {
   extern __shared__ unsigned char block_shared[];
@@ -54,7 +53,7 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
       barrier_init(empty + s * 8, 8);  // a warp may be behind the others of its group
     }
     barriers_ready();
-    prefetch_map(&a.rows);
+    if (!kTaken) prefetch_map(&a.rows);
     prefetch_map(&a.w);
     prefetch_map(&a.out);
   }

@@ -12,10 +12,15 @@
 namespace moe_comm {
 namespace gemm {
 
-// cuTensorMapEncodeTiled.
-inline int encode_map(void* map, int dtype, uint32_t, void* at, const uint64_t* sizes, const uint64_t* strides,
-                      const uint32_t* box, const uint32_t*, int, int, int, int) {
+// cuTensorMapEncodeTiled, with its documented limits for swizzled boxes.
+inline int encode_map(void* map, int dtype, uint32_t rank, void* at, const uint64_t* sizes, const uint64_t* strides,
+                      const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion,
+                      int fill) {
   ModelMap m{};
+  bool ok = rank == 3 && interleave == 0 && swizzle == 3 && promotion >= 0 && promotion <= 3 && fill == 0;
+  for (int i = 0; i < 3; ++i) {
+    ok = ok && sizes[i] > 0 && sizes[i] <= uint64_t{1} << 32 && box[i] > 0 && box[i] <= 256 && steps[i] == 1;
+  }
   m.at = reinterpret_cast<uint64_t>(at);
   for (int i = 0; i < 3; ++i) {
     m.sizes[i] = sizes[i];
@@ -24,7 +29,9 @@ inline int encode_map(void* map, int dtype, uint32_t, void* at, const uint64_t* 
   m.strides[0] = strides[0];
   m.strides[1] = strides[1];
   m.bytes = dtype == 7 ? 4 : dtype == 0 ? 1 : 2;
-  if (m.at % 16 || m.strides[0] % 16 || m.strides[1] % 16 || m.strides[1] % m.strides[0]) return 1;
+  ok = ok && reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * m.bytes <= 128 && box[0] * m.bytes % 16 == 0;
+  for (const uint64_t stride : m.strides) ok = ok && stride % 16 == 0 && stride < uint64_t{1} << 40;
+  if (!ok || m.at % 16 || m.strides[1] % m.strides[0]) return 1;
   std::memcpy(map, &m, sizeof m);
   return 0;
 }

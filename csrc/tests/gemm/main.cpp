@@ -27,6 +27,10 @@ class ModelStarter : public p2p::Starter {
   const unsigned seed_;
 };
 
+// Rows of a buffer. The driver describes no empty matrix, and nothing is launched for one, so without rows of any
+// expert a buffer has room for one.
+int64_t buffer_rows(int64_t rows) { return std::max<int64_t>(rows, 1); }
+
 // A matrix of 16-bit numbers for each expert, with rows that are further apart than they are wide.
 struct Numbers {
   // parts: of a row. TMA describes them if they are as far apart as a row is long, or a fraction of it.
@@ -46,7 +50,8 @@ struct Numbers {
   }
   double number(int64_t e, int64_t r, int64_t c) { return float_of(at(e, r, c), 0); }
   Matrices matrices() {
-    return {reinterpret_cast<int64_t>(values.data() + start), rows, columns, stride, rows * stride};
+    return {reinterpret_cast<int64_t>(values.data() + start), buffer_rows(rows), columns, stride,
+            buffer_rows(rows) * stride};
   }
 
   const int64_t rows, columns, stride;
@@ -85,10 +90,10 @@ void test_rows(const Case& c, int kind, unsigned seed) {
   p.rows = x.matrices();
   p.w = w.matrices();
   p.out = out.matrices();
-  p.out.rows = rows;
+  p.out.rows = buffer_rows(rows);
   if (kind >= 2) {
     p.act = act.matrices();
-    p.act.rows = rows;
+    p.act.rows = buffer_rows(rows);
   }
   std::vector<int64_t> slots;
   for (int64_t r = 0; r < rows; ++r) slots.push_back(kind == 3 ? static_cast<int64_t>(random() % (rows * top_k)) : r);
@@ -163,7 +168,7 @@ void test_gradient(const Case& c, bool weighted, bool placed, unsigned seed) {
   p.h = h.matrices();
   p.grad_h = grad_h.matrices();
   p.act = act.matrices();
-  p.grad_h.rows = p.act.rows = rows;
+  p.grad_h.rows = p.act.rows = buffer_rows(rows);
   p.counts_at = reinterpret_cast<int64_t>(c.counts.data());
   p.experts = c.experts();
   if (weighted) p.weights_at = reinterpret_cast<int64_t>(weights.data());
@@ -289,10 +294,10 @@ void test_fp8(const Case& c, int64_t blocks_of_rows, unsigned seed) {
   }
   Numbers out(1, total + beyond, width, nullptr);
   Fp8Product p;
-  p.rows = {reinterpret_cast<int64_t>(x), total, inner, stride, 0};
+  p.rows = {reinterpret_cast<int64_t>(x), buffer_rows(total), inner, stride, 0};
   p.w = {reinterpret_cast<int64_t>(w), width, inner, stride, width * stride};
   p.out = out.matrices();
-  p.out.rows = total;
+  p.out.rows = buffer_rows(total);
   p.scales_at = reinterpret_cast<int64_t>(scales.data());
   p.scale_stride = blocks + 1;
   p.scale_step = 1;
