@@ -150,15 +150,11 @@ def _copy_specs() -> tuple[KernelSpec, ...]:
 
 def _quantize_specs() -> tuple[KernelSpec, ...]:
     specs = []
-    for name, what in (
-        ("quantize", quantize.ROWS),
-        ("swiglu_quantize, forward", quantize.SWIGLU),
-        ("swiglu_quantize, backward", quantize.SWIGLU_BACKWARD),
-    ):
+    for name, fused in (("quantize", False), ("swiglu_quantize, forward", True)):
         for per_row in (False, True):
             for targets in ((80,), (90, 100)):
                 constants = {
-                    "ELEMENT": DTYPES[BF16], "WHAT": what, "PER_ROW": per_row, "POWER_OF_TWO": False,
+                    "ELEMENT": DTYPES[BF16], "SWIGLU": fused, "PER_ROW": per_row, "POWER_OF_TWO": False,
                     "CONVERTS": targets[0] >= quantize.CONVERTS_FROM, "BLOCK": quantize.BLOCK, "BLOCKS": 8,
                 }  # fmt: skip
                 title = f"{name}, a scale a row" if per_row else name

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import ConfigError, InputError
@@ -109,12 +108,16 @@ class OperatorPlan:
         return len(self.bounds) == 1
 
     def start_gather(self, x_SD: Tensor) -> Iterator[GatheredRows]:
-        """Start to gather the ranks' rows. Yields this rank's rows at once and the others as they are received."""
+        """Start to gather the ranks' rows. Yields this rank's rows at once and the others as they are received; with
+        one chunk all of them together."""
         channel, description = self.channel, self.description
         started = [(first, end, channel.start_all_gather(x_SD[first:end], description)) for first, end in self.bounds]
         rank, *peers = self.ring.arrivals
 
         def gathered() -> Iterator[GatheredRows]:
+            if self.is_serial:
+                yield GatheredRows(slice(0, self.ring.world), 0, x_SD.shape[0], started[0][2]())
+                return
             yield GatheredRows(slice(rank, rank + 1), 0, x_SD.shape[0], x_SD[None])
             for first, end, pending in started:
                 chunk_WsD = pending()
@@ -130,11 +133,17 @@ class OperatorPlan:
 
         def start(first: int, end: int) -> Callable[[], Tensor]:
             parts_WsN = x_WSK.new_empty(world, end - first, columns)
-            for peer in self.ring.scatters:
-                row_invariant_mm(x_WSK[peer, first:end], b_KN, out=parts_WsN[peer])
-            return start_sum(self.channel, parts_WsN, self.description)
+            if self.is_serial:
+                row_invariant_mm(x_WSK.flatten(0, 1), b_KN, out=parts_WsN.flatten(0, 1))
+            else:
+                for peer in self.ring.scatters:
+                    row_invariant_mm(x_WSK[peer, first:end], b_KN, out=parts_WsN[peer])
+            pending = self.channel.start_swap(parts_WsN, self.description)
+            return lambda: sum_in_rank_order(pending())
 
         started = [start(first, end) for first, end in self.bounds]
+        if self.is_serial:
+            return started[0]
 
         def finish() -> Tensor:
             y_SN = x_WSK.new_empty(rows, columns)
@@ -210,12 +219,6 @@ def gathered_mm(
     return y_WSN
 
 
-def start_sum(channel: Channel, parts_WSN: Tensor, description: str) -> Callable[[], Tensor]:
-    """Start the reduce-scatter of [W, S, N]. The returned call waits for this rank's sum, [S, N]."""
-    pending = channel.start_swap(parts_WSN, description)
-    return lambda: sum_in_rank_order(pending())
-
-
 PER_RANK_ROWS = 1024
 """Rows of a rank from which a deterministic weight gradient is one GEMM for each rank, summed in ring order, so that
 the GEMM of the own rows overlaps the transfer. With fewer rows it is one GEMM over all ranks, which is faster."""
@@ -288,18 +291,6 @@ class WeightGradient:
 
     def _factors(self, local_TA: Tensor, received_TB: Tensor) -> tuple[Tensor, Tensor]:
         return (local_TA.t(), received_TB) if self._local_is_grad else (received_TB.t(), local_TA)
-
-
-def weight_gradient(
-    order: Sequence[int], local_WSA: Tensor, received_WSB: Tensor, local_is_grad: bool, deterministic: bool
-) -> Tensor:
-    """Return the ``WeightGradient`` of rows that have all been received."""
-    if local_WSA.shape[1] < PER_RANK_ROWS:
-        local_TA, received_TB = local_WSA.flatten(0, 1), received_WSB.flatten(0, 1)
-        return exact_mm(local_TA.t(), received_TB) if local_is_grad else exact_mm(received_TB.t(), local_TA)
-    weight = WeightGradient(order, local_WSA, received_WSB.shape[2], local_is_grad, deterministic)
-    weight.add(GatheredRows(slice(None), 0, local_WSA.shape[1], received_WSB))
-    return weight.result()
 
 
 def exact_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:

@@ -37,8 +37,6 @@ from moe_comm.overlap.chunked import (
     exact_mm,
     gathered_mm,
     readable_operands,
-    start_sum,
-    weight_gradient,
 )
 from moe_comm.overlap.options import DEFAULT, TRITON, Overlap
 from moe_comm.overlap.shared import SharedTransfers, SharedTransport, reads_in_place, run_in_place
@@ -146,8 +144,6 @@ def _forward(operator: Operator, x: Tensor, w: Tensor, group: ProcessGroup | Non
     if (kernels := _fused_kernels(plan, group, x)) is not None:
         return kernels.forward(operator, x, w)
     if operator == "gather_matmul":
-        if plan.is_serial:
-            return row_invariant_mm(plan.channel.all_gather(x, plan.description).flatten(0, 1), w.t())
         rows = x.shape[0]
 
         def gather(transport: OperatorPlan | SharedTransport) -> Tensor:
@@ -155,9 +151,6 @@ def _forward(operator: Operator, x: Tensor, w: Tensor, group: ProcessGroup | Non
 
         return _run_on_transport(plan, SharedTransfers(rows, x, gathered_SD=x), gather)
     rows = x.shape[0] // world
-    if plan.is_serial:
-        y_TN = row_invariant_mm(x, w.t())
-        return start_sum(plan.channel, y_TN.view(world, rows, w.shape[0]), plan.description)()
     x_WSK = x.unflatten(0, (world, rows))
     transfers = SharedTransfers(rows, x, sum_columns=w.shape[0])
     return _run_on_transport(plan, transfers, lambda transport: transport.scattered_mm(x_WSK, w.t())())
@@ -167,24 +160,14 @@ def _gather_gradients(
     plan: OperatorPlan, x_SD: Tensor, w_ND: Tensor, grad_TN: Tensor, needs_x: bool, needs_w: bool, deterministic: bool
 ) -> Gradients:
     grad_WSN, columns = grad_TN.view(plan.ring.world, x_SD.shape[0], w_ND.shape[0]), x_SD.shape[1]
-    order, description = plan.ring.arrivals, plan.description
-    if plan.is_serial:
-        # The gather and the sum are both in flight during the GEMMs of the other one.
-        pending_rows = plan.channel.start_all_gather(x_SD, description) if needs_w else None
-        pending_sum = grad_w = None
-        if needs_x:
-            parts_WSD = row_invariant_mm(grad_TN, w_ND).view(plan.ring.world, *x_SD.shape)
-            pending_sum = start_sum(plan.channel, parts_WSD, description)
-        if pending_rows is not None:
-            grad_w = weight_gradient(order, grad_WSN, pending_rows(), True, deterministic)
-        return None if pending_sum is None else pending_sum(), grad_w
 
     def compute(transport: OperatorPlan | SharedTransport) -> Gradients:
+        # The gather and the sum are both in flight during the GEMMs of the other one.
         gathered = transport.start_gather(x_SD) if needs_w else None
         finish = transport.scattered_mm(grad_WSN, w_ND) if needs_x else None
         grad_w = None
         if gathered is not None:
-            weight = WeightGradient(order, grad_WSN, columns, True, deterministic)
+            weight = WeightGradient(plan.ring.arrivals, grad_WSN, columns, True, deterministic)
             for rows in gathered:
                 weight.add(rows)
             grad_w = weight.result()
@@ -199,15 +182,10 @@ def _scatter_gradients(
 ) -> Gradients:
     rows, order = grad_SN.shape[0], plan.ring.arrivals
     x_WSK = x_TK.view(plan.ring.world, rows, x_TK.shape[1])
-    if plan.is_serial:
-        grad_WSN = plan.channel.all_gather(grad_SN, plan.description)
-        grad_x = row_invariant_mm(grad_WSN.flatten(0, 1), w_NK) if needs_x else None
-        return grad_x, weight_gradient(order, x_WSK, grad_WSN, False, deterministic) if needs_w else None
 
     def compute(transport: OperatorPlan | SharedTransport) -> Gradients:
         weight = WeightGradient(order, x_WSK, w_NK.shape[0], False, deterministic) if needs_w else None
-        gathered = transport.start_gather(grad_SN)
-        grad_x = None
+        gathered, grad_x = transport.start_gather(grad_SN), None
         if needs_x:
             grad_x = gathered_mm(plan, gathered, rows, w_NK, weight.add if weight else None).flatten(0, 1)
         else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_comm.dispatch.slots import plain
 from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
 from moe_comm.kernels import row_weights
-from moe_comm.kernels.fp8 import quantize_weights
+from moe_comm.kernels.fp8 import of_packed, quantize_weights
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.router import Router, RouterConfig
@@ -139,12 +139,11 @@ def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtyp
             scales = quantize.ScaleFormat(kind == "token", power_of_two)
             packed_RB = encode(h_RG, wire_dtype)
             assert torch.equal(quantize.quantize(h_RG.to(DEVICE), scales).cpu(), packed_RB)
-            back_RG = quantize.dequantize(packed_RB.to(DEVICE), scales, 2 * width, dtype)
+            rows = of_packed(packed_RB.to(DEVICE), 2 * width, scales.count(2 * width))
+            back_RG = quantize.dequantize_rows(rows.values_RD.view(torch.uint8), rows.scale_RB, scales, dtype)
             assert torch.equal(back_RG.cpu(), decode(packed_RB, wire_dtype, 2 * width, dtype))
             fused = quantize.swiglu_quantize(leaf.detach(), scales).cpu()
             assert torch.equal(fused, encode(act_on_gpu.detach().cpu(), wire_dtype))
-            fused = quantize.swiglu_backward_quantize(leaf.detach(), grad_RF.to(DEVICE), scales).cpu()
-            assert torch.equal(fused, encode(leaf.grad.cpu(), wire_dtype))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ def test_routing_agrees_with_float64_and_does_not_depend_on_the_batch(config: Ro
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_grouped_products_and_gradients_agree_with_float64(dtype: torch.dtype) -> None:
-    from moe_comm.kernels.triton.grouped_mm import grouped_mm
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
 
     for counts, inner, columns in (
         ([300, 0, 77, 1], 512, 768),
@@ -197,22 +196,24 @@ def test_grouped_products_and_gradients_agree_with_float64(dtype: torch.dtype) -
         wide_rows, wide_w = rows_RD.double().requires_grad_(), w_END.double().requires_grad_()
         expected = torch.cat([part @ wide_w[e].T for e, part in enumerate(wide_rows.split(counts))])
         expected.backward(grad_RN.double())
-        gpu_rows, gpu_w = rows_RD.to(DEVICE).requires_grad_(), w_END.to(DEVICE).requires_grad_()
-        out_RN = grouped_mm(gpu_rows, gpu_w, torch.tensor(counts, device=DEVICE))
-        out_RN.backward(grad_RN.to(DEVICE))
+        rows, w, grad = rows_RD.to(DEVICE), w_END.to(DEVICE), grad_RN.to(DEVICE)
+        counts_E = torch.tensor(counts, device=DEVICE)
+        out_RN, grad_RD, grad_END = (torch.empty_like(t) for t in (grad, rows, w))
+        grouped_mm_into(rows, w, counts_E, out_RN)
+        grouped_mm_into(grad, w.transpose(1, 2), counts_E, grad_RD)
+        grouped_weight_grad_into(grad, rows, counts_E, grad_END)
         close = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-        for actual, exact in ((out_RN, expected), (gpu_rows.grad, wide_rows.grad), (gpu_w.grad, wide_w.grad)):
-            assert actual is not None and exact is not None
-            error = (actual.detach().cpu().double() - exact).norm() / exact.norm()
+        for actual, exact in ((out_RN, expected), (grad_RD, wide_rows.grad), (grad_END, wide_w.grad)):
+            assert exact is not None
+            error = (actual.cpu().double() - exact).norm() / exact.norm()
             assert error < close, (counts, error)
-        assert gpu_w.grad is not None
-        assert not any(gpu_w.grad[e].any() for e, count in enumerate(counts) if not count)
+        assert not any(grad_END[e].any() for e, count in enumerate(counts) if not count)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_grouped_products_with_tma_have_the_bits_of_those_without(dtype: torch.dtype, transposed: bool) -> None:
-    from moe_comm.kernels.triton.grouped_mm import grouped_mm
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
 
     for counts in ([300, 0, 77, 1], [3, 0, 5, 1], [128, 192, 193, 64]):
         w_END = _drawn(4, 320, 512, dtype=dtype, seed=1).to(DEVICE)
@@ -220,11 +221,12 @@ def test_grouped_products_with_tma_have_the_bits_of_those_without(dtype: torch.d
             w_END = w_END.transpose(1, 2).contiguous().transpose(1, 2)
         rows_RD = _drawn(sum(counts), 512, dtype=dtype).to(DEVICE)
         grad_RN = _drawn(sum(counts), 320, dtype=dtype, seed=2).to(DEVICE)
-        results = []
+        results, counts_E = [], torch.tensor(counts, device=DEVICE)
         for tma in (False, True):
-            leaf = rows_RD.clone().requires_grad_()
-            out_RN = grouped_mm(leaf, w_END, torch.tensor(counts, device=DEVICE), tma=tma)
-            results.append((out_RN.detach(), *torch.autograd.grad(out_RN, leaf, grad_RN)))
+            out_RN, grad_RD = torch.empty_like(grad_RN), torch.empty_like(rows_RD)
+            grouped_mm_into(rows_RD, w_END, counts_E, out_RN, tma=tma)
+            grouped_mm_into(grad_RN, w_END.transpose(1, 2), counts_E, grad_RD, tma=tma)
+            results.append((out_RN, grad_RD))
         assert all(map(torch.equal, *results)), counts
 
 
@@ -254,13 +256,14 @@ def test_fp8_products_agree_with_float64_on_dequantized_operands(counts: list[in
         first = -(-inner // 4)
         scale_RB = packed_RB.view(torch.float32)[:, first : first + scales.count(inner)]
         w_ENK, w_scale_ECB = quantize_weights(_drawn(4, columns, inner, seed=1).to(DEVICE))
-        rows = quantize.dequantize(packed_RB, scales, inner, torch.float32).cpu().double()
+        rows = quantize.dequantize_rows(packed_RB[:, :inner], scale_RB, scales, torch.float32).cpu().double()
         wide_scale = w_scale_ECB.double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :columns, :inner]
         w = (w_ENK.double() * wide_scale).cpu()
         expected_RN = torch.cat([part @ w[e].T for e, part in enumerate(rows.split(counts))])
         operands = (packed_RB[:, :inner], scale_RB), (w_ENK, w_scale_ECB)
         for dtype, bound in ((torch.float32, 1e-3), (torch.bfloat16, 5e-3)):
-            out_RN = grouped_mm_fp8.grouped_mm_fp8(*operands, torch.tensor(counts, device=DEVICE), dtype)
+            out_RN = torch.empty(sum(counts), columns, dtype=dtype, device=DEVICE)
+            grouped_mm_fp8.grouped_mm_fp8_into(*operands, torch.tensor(counts, device=DEVICE), out_RN)
             assert (out_RN.cpu().double() - expected_RN).norm() / expected_RN.norm() < bound
 
 

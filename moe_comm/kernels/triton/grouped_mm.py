@@ -11,7 +11,7 @@ fp32 uses no tensor cores, because TF32 would lose bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.gpu.gemm import TakenRows
-from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.tensor_cores import multiply_rows, multiply_weights, setting
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
@@ -406,38 +405,6 @@ def grouped_weight_grad_into(
         ELEMENT=DTYPES[out_END.dtype], ADD=add, **tiling.blocks,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, tma: bool) -> Tensor:
-        out_RN = rows_RD.new_empty(rows_RD.shape[0], w_END.shape[1])
-        grouped_mm_into(rows_RD, w_END, counts_E, out_RN, tma=tma)
-        ctx.save_for_backward(rows_RD, w_END, counts_E)
-        ctx.tma = tma
-        return out_RN
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows_RD, w_END, counts_E = ctx.saved_tensors
-        needs_rows, needs_w = needed_gradients(ctx)[:2]
-        grad_RN = grad_RN.contiguous()
-        grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format) if needs_rows else None
-        grad_END = torch.empty_like(w_END) if needs_w else None
-        if grad_RD is not None:
-            grouped_mm_into(grad_RN, w_END.transpose(1, 2), counts_E, grad_RD, tma=ctx.tma)
-        if grad_END is not None:
-            grouped_weight_grad_into(grad_RN, rows_RD, counts_E, grad_END)
-        return grad_RD, grad_END, None, None
-
-
-def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, *, tma: bool = True) -> Tensor:
-    """Return [R, N]; differentiable. Arguments and errors as in ``grouped_mm_into``.
-
-    Rows beyond the sum of ``counts_E``, and their gradients, are undefined.
-    """
-    return _GroupedMM.apply(rows_RD, w_END, counts_E, tma)  # type: ignore[no-any-return]
 
 
 def main_grad_of(w_END: Tensor) -> Tensor | None:

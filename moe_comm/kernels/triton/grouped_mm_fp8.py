@@ -205,18 +205,6 @@ def grouped_mm_fp8_into(
         )  # fmt: skip
 
 
-def grouped_mm_fp8(
-    rows: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor],
-    counts_E: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Return [R, N] of ``dtype``. Arguments and errors as in ``grouped_mm_fp8_into``; not differentiable."""
-    out_RN = torch.empty(rows[0].shape[0], weights[0].shape[1], dtype=dtype, device=rows[0].device)
-    grouped_mm_fp8_into(rows, weights, counts_E, out_RN)
-    return out_RN
-
-
 def _check_fp8(name: str, values: Tensor, scales: Tensor, dims: int, blocks: tuple[int, ...]) -> None:
     """Raise InputError unless ``values`` are e4m3 with one scale per ``blocks`` of the last dimensions."""
     fits = values.dim() == dims and values.dtype in E4M3 and scales.dtype == torch.float32

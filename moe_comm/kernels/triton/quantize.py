@@ -1,4 +1,4 @@
-"""Quantize rows to e4m3 with their scales, optionally fused with SwiGLU or its gradient; and weights.
+"""Quantize rows to e4m3 with their scales, optionally fused with SwiGLU; and weights.
 
     | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |
 
@@ -20,16 +20,13 @@ from torch import Tensor
 from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import e4m3_bits, e4m3_value, int64, rounded, sigmoid
 from moe_comm.kernels.triton.launch import DTYPES, capability, check_rows, check_tensors, on_device_of, options
-from moe_comm.kernels.triton.swiglu import check_swiglu, gate_gradient
+from moe_comm.kernels.triton.swiglu import check_swiglu
 
 BLOCK = 128
 """Channels that share a scale, unless there is one scale per row."""
 TILE_ELEMENTS = 1024
 CONVERTS_FROM = 89
 """Compute capability from which GPUs have an instruction for e4m3."""
-ROWS, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2
-"""Values of WHAT: the input of the quantization."""
-_SWIGLU, _SWIGLU_BACKWARD = tl.constexpr(SWIGLU), tl.constexpr(SWIGLU_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -52,23 +49,12 @@ class ScaleFormat:
 
 
 @triton.jit
-def _value(  # type: ignore[no-untyped-def]
-    x_ptr, grad_ptr, column, width, inside, ELEMENT: tl.constexpr, WHAT: tl.constexpr
-):
+def _value(x_ptr, column, width, inside, ELEMENT: tl.constexpr, SWIGLU: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return fp32 values of one row's ``column``, rounded to ELEMENT. ``width``: size of the quantized row."""
-    if WHAT == _SWIGLU:
+    if SWIGLU:
         gate = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + width + column, mask=inside, other=0.0).to(tl.float32)
         return rounded(sigmoid(gate) * gate * up, ELEMENT).to(tl.float32)
-    elif WHAT == _SWIGLU_BACKWARD:
-        half = width // 2
-        in_gate = column < half
-        at = tl.where(in_gate, column, column - half)
-        gate = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + half + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.where(in_gate, gate_gradient(gate, up, grad), grad * (sigmoid(gate) * gate))
-        return rounded(value, ELEMENT).to(tl.float32)
     else:
         return tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
 
@@ -91,20 +77,17 @@ def _scale_for(peak, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def
 @triton.jit
 def quantize_kernel(  # type: ignore[no-untyped-def]
     x_ptr, x_stride,
-    grad_ptr,  # any pointer unless WHAT is SWIGLU_BACKWARD
-    grad_stride,
     packed_ptr,  # [rows, row_bytes] uint8
     scale_ptr,  # the same memory, as fp32
     width,
     first_scale,  # the byte in a row
     row_bytes,
-    ELEMENT: tl.constexpr, WHAT: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ELEMENT: tl.constexpr, SWIGLU: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CONVERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Quantize one row per program. With PER_ROW, read the row twice, first for its largest magnitude."""
     row = int64(tl.program_id(0))
     x_ptr += row * x_stride
-    grad_ptr += row * grad_stride
     packed_ptr += row * row_bytes
     scale_ptr += row * (row_bytes // 4) + first_scale // 4
     num_blocks = tl.cdiv(width, BLOCK)
@@ -112,14 +95,14 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         peak = tl.zeros((BLOCKS, BLOCK), tl.float32)
         for first in range(0, num_blocks, BLOCKS):
             column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            x = _value(x_ptr, grad_ptr, column, width, column < width, ELEMENT, WHAT)
+            x = _value(x_ptr, column, width, column < width, ELEMENT, SWIGLU)
             peak = tl.maximum(peak, _magnitude(x))
         row_scale = _scale_for(tl.max(tl.max(peak, axis=1, keep_dims=True), axis=0, keep_dims=True), POWER_OF_TWO)
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = column < width
-        x = _value(x_ptr, grad_ptr, column, width, inside, ELEMENT, WHAT)
+        x = _value(x_ptr, column, width, inside, ELEMENT, SWIGLU)
         if PER_ROW:
             scale = tl.broadcast_to(row_scale, (BLOCKS, BLOCK))
         else:
@@ -218,34 +201,13 @@ def quantize(rows_RD: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
     """
     check_tensors("quantize", rows_RD)
     check_rows("quantize", "rows", rows_RD)
-    return _launch(rows_RD, rows_RD, rows_RD.shape[1], scales, ROWS)
+    return _quantized(rows_RD, rows_RD.shape[1], scales, False)
 
 
 def swiglu_quantize(h_RG: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
     """Return ``quantize(swiglu(h))``, with the same bits; raises the errors of ``check_swiglu``."""
     check_swiglu("swiglu_quantize", h_RG)
-    return _launch(h_RG, h_RG, h_RG.shape[1] // 2, scales, SWIGLU)
-
-
-def swiglu_backward_quantize(h_RG: Tensor, grad_RF: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
-    """Return the quantized gradient of ``h_RG``; raises the errors of ``check_swiglu``."""
-    check_swiglu("swiglu_backward_quantize", h_RG, grad=grad_RF)
-    return _launch(h_RG, grad_RF, h_RG.shape[1], scales, SWIGLU_BACKWARD)
-
-
-def dequantize(packed_RB: Tensor, scales: ScaleFormat, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Return [R, hidden] of ``dtype``: the inverse of ``quantize`` up to rounding."""
-    check_tensors("dequantize", packed_RB)
-    width = scales.row_bytes(hidden)
-    if packed_RB.dim() != 2 or packed_RB.shape[1] != width or packed_RB.dtype != torch.uint8 or dtype not in DTYPES:
-        raise InputError(
-            f"dequantize to {hidden} channels of {', '.join(map(str, DTYPES))} needs packed rows "
-            f"[R, {width}] of uint8; got {tuple(packed_RB.shape)} of {packed_RB.dtype}, and {dtype}"
-        )
-    packed_RB = packed_RB.contiguous()
-    first = _up(hidden, 4) // 4
-    scale_RS = packed_RB.view(torch.float32)[:, first : first + scales.count(hidden)]
-    return dequantize_rows(packed_RB[:, :hidden], scale_RS, scales, dtype)
+    return _quantized(h_RG, h_RG.shape[1] // 2, scales, True)
 
 
 def dequantize_rows(
@@ -255,7 +217,7 @@ def dequantize_rows(
     dtype: torch.dtype = torch.bfloat16,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Return [R, D] of ``dtype`` from e4m3 values and their scales in separate tensors.
+    """Return [R, D] of ``dtype`` from e4m3 values and their scales: the inverse of ``quantize`` up to rounding.
 
     Args:
         values_RD: [R, D] uint8; dense rows, any row stride.
@@ -288,16 +250,16 @@ def dequantize_rows(
     return y_RD
 
 
-def _launch(x_RX: Tensor, grad_RF: Tensor, width: int, scales: ScaleFormat, what: int) -> Tensor:
+def _quantized(x_RX: Tensor, width: int, scales: ScaleFormat, swiglu: bool) -> Tensor:
     rows, row_bytes = x_RX.shape[0], scales.row_bytes(width)
     packed_RB = torch.empty(rows, row_bytes, dtype=torch.uint8, device=x_RX.device)
     if not packed_RB.numel():
         return packed_RB
     with on_device_of(x_RX):
         quantize_kernel[(rows,)](
-            x_RX, x_RX.stride(0), grad_RF, grad_RF.stride(0), packed_RB, packed_RB.view(torch.float32),
+            x_RX, x_RX.stride(0), packed_RB, packed_RB.view(torch.float32),
             width, _up(width, 4), row_bytes,
-            ELEMENT=DTYPES[x_RX.dtype], WHAT=what, PER_ROW=scales.per_row, POWER_OF_TWO=scales.power_of_two,
+            ELEMENT=DTYPES[x_RX.dtype], SWIGLU=swiglu, PER_ROW=scales.per_row, POWER_OF_TWO=scales.power_of_two,
             CONVERTS=capability(x_RX) >= CONVERTS_FROM, BLOCK=BLOCK, BLOCKS=_blocks(width),
             **options(x_RX, num_warps=4, enable_fp_fusion=False),
         )  # fmt: skip

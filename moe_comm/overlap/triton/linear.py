@@ -12,17 +12,15 @@ Weight gradients are one GEMM over the rows of all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.errors import InputError
 from moe_comm.gpu.blocks import round_up
-from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.triton.launch import DTYPES
-from moe_comm.overlap.chunked import check_linear, exact_mm
+from moe_comm.overlap.chunked import exact_mm
 from moe_comm.overlap.triton.memory import KernelTurn, Names, SymmetricMemory, memory_of
 from moe_comm.overlap.triton.programs import (
     Programs,
@@ -35,54 +33,6 @@ from moe_comm.overlap.triton.programs import (
 
 Gradients = tuple[Tensor | None, Tensor | None]
 """Gradients of x and the weight; None for a gradient that is not needed."""
-
-
-def gather_matmul(
-    x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None, programs: Programs | None = None
-) -> Tensor:
-    """Run ``overlap.linear.gather_matmul`` as Triton kernels. Collective; differentiable once.
-
-    Args:
-        x_SD: [S, D] this rank's rows; fp32, bf16 or fp16.
-        weight_ND: [N, D] of the same dtype.
-        group: Process group; None for one rank.
-        programs: Programs and tile sizes, the same on every rank; None: the default for the device.
-
-    Returns:
-        [W * S, N] all ranks' rows in rank order, times this rank's ``weight.T``.
-
-    Raises:
-        InputError: shapes, dtypes or devices do not match.
-        ConfigError: CPU tensors outside Triton's interpreter, or ranks on several hosts.
-        RankMismatch: the ranks' arguments differ.
-        PeerTimeout: a rank did not raise its flag in time. On a GPU a later call or ``memory_of(...).check(wait=True)``
-            raises it, and results that depend on that rank's rows are NaN.
-    """
-    check_linear(x_SD, weight_ND, "gather_matmul")
-    return _FusedLinear.apply(x_SD, weight_ND, _kernels(x_SD, group, programs), "gather_matmul")  # type: ignore[no-any-return]
-
-
-def matmul_scatter(
-    x_TK: Tensor, weight_NK: Tensor, group: ProcessGroup | None, programs: Programs | None = None
-) -> Tensor:
-    """Run ``overlap.linear.matmul_scatter`` as Triton kernels. Arguments and errors as in ``gather_matmul``.
-
-    Returns:
-        [T / W, N] this rank's rows of the sum over ranks of ``x @ weight.T``.
-    """
-    check_linear(x_TK, weight_NK, "matmul_scatter")
-    kernels = _kernels(x_TK, group, programs)
-    if x_TK.shape[0] % kernels.memory.world:
-        raise InputError(f"matmul_scatter: {x_TK.shape[0]} rows do not divide evenly over {kernels.memory.world} ranks")
-    return _FusedLinear.apply(x_TK, weight_NK, kernels, "matmul_scatter")  # type: ignore[no-any-return]
-
-
-def _kernels(x: Tensor, group: ProcessGroup | None, programs: Programs | None) -> LinearKernels:
-    if programs is None:
-        return LinearKernels.of(group, x)
-    if x.dtype not in DTYPES:
-        raise InputError(f"the Triton operators support {', '.join(map(str, DTYPES))}; got {x.dtype}")
-    return LinearKernels(memory_of(group, x.device), programs)
 
 
 class _Section(NamedTuple):
@@ -105,7 +55,12 @@ class _Location(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearKernels:
-    """The four passes without autograd. All calls are collective. The operator is named as in ``overlap/linear.py``."""
+    """The four passes without autograd. All calls are collective. The operator is named as in ``overlap/linear.py``,
+    which checks the operands.
+
+    A rank that does not raise its flag in time is reported by a later call or by ``memory.check(wait=True)`` on a GPU,
+    and results that depend on its rows are NaN.
+    """
 
     memory: SymmetricMemory
     programs: Programs
@@ -259,17 +214,3 @@ class LinearKernels:
             return f"tile {tile} (of {tiles}) of rank {source} is complete"
 
         return _Section(self.memory.world * y_SN.nbytes, self.memory.world * tiles, name)
-
-
-class _FusedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, kernels: LinearKernels, operator: str) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.kernels, ctx.operator = kernels, operator
-        return kernels.forward(operator, x, w)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_w = needed_gradients(ctx)[:2]
-        return *ctx.kernels.gradients(ctx.operator, *ctx.saved_tensors, grad, needs_x, needs_w), None, None

@@ -39,35 +39,40 @@ def _reference(rows_RD: Tensor, w_END: Tensor, counts: list[int], grad_RN: Tenso
     ids=str,
 )
 def test_products_and_gradients_agree_with_float64(case: str, dtype: torch.dtype) -> None:
-    grouped_mm = kernels("grouped_mm").grouped_mm
+    module = kernels("grouped_mm")
     counts, inner, columns = CASES[case]
+    counts_E = torch.tensor(counts)
     close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
     for transposed in (False, True):
         w_END = drawn(len(counts), columns, inner, dtype=dtype, seed=1)
         if transposed:
             w_END = w_END.transpose(1, 2).contiguous().transpose(1, 2)
-        w_END.requires_grad_()
-        rows_RD = drawn(sum(counts), inner + 2, dtype=dtype)[:, :inner].requires_grad_()
+        rows_RD = drawn(sum(counts), inner + 2, dtype=dtype)[:, :inner]
         grad_RN = drawn(sum(counts), columns, dtype=dtype, seed=2)
-        out_RN = grouped_mm(rows_RD, w_END, torch.tensor(counts))
-        grads = torch.autograd.grad(out_RN, (rows_RD, w_END), grad_RN)
-        for actual, expected in zip((out_RN, *grads), _reference(rows_RD, w_END, counts, grad_RN), strict=True):
+        out_RN, grad_RD, grad_END = torch.empty_like(grad_RN), torch.empty_like(rows_RD), torch.empty_like(w_END)
+        module.grouped_mm_into(rows_RD, w_END, counts_E, out_RN)
+        module.grouped_mm_into(grad_RN, w_END.transpose(1, 2), counts_E, grad_RD)
+        module.grouped_weight_grad_into(grad_RN, rows_RD, counts_E, grad_END)
+        results = zip((out_RN, grad_RD, grad_END), _reference(rows_RD, w_END, counts, grad_RN), strict=True)
+        for actual, expected in results:
             torch.testing.assert_close(actual.double(), expected, **close)
-        assert grads[1].stride() == w_END.stride()
         for e, count in enumerate(counts):
-            assert count or not grads[1][e].any()
+            assert count or not grad_END[e].any()
 
 
 @on_ranks(1)
 def test_an_experts_bits_do_not_depend_on_the_other_experts() -> None:
-    grouped_mm = kernels("grouped_mm").grouped_mm
+    module = kernels("grouped_mm")
     counts = [5, 19, 0, 2]
     rows_RD, w_END = drawn(26, 24, dtype=torch.bfloat16), drawn(4, 18, 24, dtype=torch.bfloat16, seed=1)
-    whole_RN = grouped_mm(rows_RD, w_END, torch.tensor(counts))
+    whole_RN = rows_RD.new_empty(26, 18)
+    module.grouped_mm_into(rows_RD, w_END, torch.tensor(counts), whole_RN)
     start = 0
     for e, count in enumerate(counts):
         rows = slice(start, start + count)
-        assert torch.equal(grouped_mm(rows_RD[rows], w_END[e : e + 1], torch.tensor([count])), whole_RN[rows])
+        alone_RN = rows_RD.new_empty(count, 18)
+        module.grouped_mm_into(rows_RD[rows], w_END[e : e + 1], torch.tensor([count]), alone_RN)
+        assert torch.equal(alone_RN, whole_RN[rows])
         start += count
 
 
@@ -94,10 +99,10 @@ def test_tma_has_the_same_bits(dtype: torch.dtype) -> None:
             for w in (w_END, w_END.transpose(1, 2).contiguous().transpose(1, 2)):
                 results = []
                 for use_tma in (False, True):
-                    leaves = (rows_RD.detach().requires_grad_(), w.detach().requires_grad_())
-                    out_RN = module.grouped_mm(*leaves, counts_E, tma=use_tma)
-                    grad_RD, _ = torch.autograd.grad(out_RN, leaves, grad_RN)
-                    results.append((out_RN.detach()[: sum(counts)], grad_RD[: sum(counts)]))
+                    out_RN, grad_RD = torch.empty_like(grad_RN), torch.empty_like(rows_RD)
+                    module.grouped_mm_into(rows_RD, w, counts_E, out_RN, tma=use_tma)
+                    module.grouped_mm_into(grad_RN, w.transpose(1, 2), counts_E, grad_RD, tma=use_tma)
+                    results.append((out_RN[: sum(counts)], grad_RD[: sum(counts)]))
                 assert all(map(torch.equal, *results))
             # Up to two for each layout, forward and gradient of rows, where strides and steps of 16 allow TMA.
             assert sum(launched) == (0 if dtype == torch.float32 else launches), (inner, columns)
@@ -158,11 +163,11 @@ def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
     module = kernels("grouped_mm")
     rows_RD, w_END, counts_E, out_RN = drawn(4, 8), drawn(2, 6, 8), torch.tensor([3, 1]), drawn(4, 6)
     for call in (
-        lambda: module.grouped_mm(rows_RD, w_END[:, :, 1:], counts_E),
-        lambda: module.grouped_mm(rows_RD, w_END.bfloat16(), counts_E),
-        lambda: module.grouped_mm(rows_RD, w_END, counts_E[:1]),
-        lambda: module.grouped_mm(rows_RD, w_END, counts_E.int()),
-        lambda: module.grouped_mm(rows_RD[0], w_END, counts_E),
+        lambda: module.grouped_mm_into(rows_RD, w_END[:, :, 1:], counts_E, out_RN),
+        lambda: module.grouped_mm_into(rows_RD, w_END.bfloat16(), counts_E, out_RN),
+        lambda: module.grouped_mm_into(rows_RD, w_END, counts_E[:1], out_RN),
+        lambda: module.grouped_mm_into(rows_RD, w_END, counts_E.int(), out_RN),
+        lambda: module.grouped_mm_into(rows_RD[0], w_END, counts_E, out_RN),
         lambda: module.grouped_mm_into(rows_RD, w_END, counts_E, out_RN[:3]),
         lambda: module.grouped_weight_grad_into(out_RN, rows_RD, counts_E, w_END[:, :5]),
         lambda: module.grouped_weight_grad_into(out_RN[:3], rows_RD, counts_E, w_END),

@@ -48,13 +48,14 @@ def test_products_agree_with_float64_on_dequantized_operands(case: str) -> None:
     rows = _dequantized(values_RK.contiguous().view(torch.float8_e4m3fn), scale_RB, 1)
     w = _dequantized(w_ENK, w_scale_ECB, 128)
     expected_RN = torch.cat([part @ w[e].T for e, part in enumerate(rows.split(counts))])
+    counts_E = torch.tensor(counts)
     for dtype in DTYPES:
-        actual_RN = mm.grouped_mm_fp8((values_RK, scale_RB), (w_ENK, w_scale_ECB), torch.tensor(counts), dtype)
-        assert actual_RN.dtype == dtype
+        actual_RN, again_RN = (torch.empty(sum(counts), columns, dtype=dtype) for _ in range(2))
+        mm.grouped_mm_fp8_into((values_RK, scale_RB), (w_ENK, w_scale_ECB), counts_E, actual_RN)
         atol = TOLERANCE[dtype] * float(expected_RN.abs().max()) if expected_RN.numel() else 0
         torch.testing.assert_close(actual_RN.double(), expected_RN, rtol=TOLERANCE[dtype], atol=atol)
         in_bytes = (w_ENK.view(torch.uint8), w_scale_ECB)
-        again_RN = mm.grouped_mm_fp8((values_RK.contiguous(), scale_RB), in_bytes, torch.tensor(counts), dtype)
+        mm.grouped_mm_fp8_into((values_RK.contiguous(), scale_RB), in_bytes, counts_E, again_RN)
         assert torch.equal(again_RN, actual_RN)
 
 
@@ -89,7 +90,8 @@ def test_blocks_of_rows_by_expert_and_source_are_read_in_place() -> None:
     values_RK[unused_R] = 0x7F  # NaN
     scale_RB[unused_R] = torch.nan
     compact = values_RK[rows_R], scale_RB[rows_R]
-    expected_RN = mm.grouped_mm_fp8(compact, (w_ENK, w_scale_ECB), counts_EW.sum(1), torch.float32)
+    expected_RN = torch.empty(len(rows_R), 150)
+    mm.grouped_mm_fp8_into(compact, (w_ENK, w_scale_ECB), counts_EW.sum(1), expected_RN)
     out_RN = torch.full((240, 150), 7.0)
     mm.grouped_mm_fp8_into((values_RK, scale_RB), (w_ENK, w_scale_ECB), counts_EW, out_RN)
     assert torch.equal(out_RN[rows_R], expected_RN)
@@ -115,7 +117,7 @@ def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
         (rows, weights, counts_E[:1]),
     ):
         with pytest.raises(InputError, match="got"):
-            mm.grouped_mm_fp8(wrong_rows, wrong_weights, counts)
+            mm.grouped_mm_fp8_into(wrong_rows, wrong_weights, counts, torch.empty(4, 130))
     with pytest.raises(InputError, match="got"):
         mm.grouped_mm_fp8_into(rows, weights, counts_E, torch.empty(3, 130))
 

@@ -7,6 +7,7 @@ import torch
 
 from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
 from moe_comm.errors import InputError
+from moe_comm.kernels.fp8 import of_packed
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from tests.kernels.triton.common import DTYPES, drawn, kernels
 from tests.overlap.triton.common import needs_triton
@@ -49,18 +50,14 @@ def test_quantized_rows_have_the_bytes_of_the_wire_dtype_with_and_without_swiglu
     wire_dtype, scales = WireDtype("fp8", kind, power_of_two), quantize.ScaleFormat(kind == "token", power_of_two)
     for dtype, width in DTYPES_AND_WIDTHS:
         h_RG = drawn(3, 2 * width, dtype=dtype) * torch.tensor([[1e-3], [300.0], [0.0]], dtype=dtype)
-        grad_RF, act_RF = drawn(3, width, dtype=dtype, seed=1), torch.empty(3, width, dtype=dtype)
-        grad_h_RG = torch.empty_like(h_RG)
+        act_RF = torch.empty(3, width, dtype=dtype)
         swiglu.swiglu_forward(h_RG, act_RF)
-        swiglu.swiglu_backward(h_RG, grad_RF, grad_h_RG, None)
         packed_RB = encode(h_RG, wire_dtype)
         assert torch.equal(quantize.quantize(h_RG, scales), packed_RB), (dtype, width)
-        assert torch.equal(
-            quantize.dequantize(packed_RB, scales, 2 * width, dtype), decode(packed_RB, wire_dtype, 2 * width, dtype)
-        )
+        rows = of_packed(packed_RB, 2 * width, scales.count(2 * width))
+        actual_RG = quantize.dequantize_rows(rows.values_RD.view(torch.uint8), rows.scale_RB, scales, dtype)
+        assert torch.equal(actual_RG, decode(packed_RB, wire_dtype, 2 * width, dtype))
         assert torch.equal(quantize.swiglu_quantize(h_RG, scales), encode(act_RF, wire_dtype)), (dtype, width)
-        fused = quantize.swiglu_backward_quantize(h_RG, grad_RF, scales)
-        assert torch.equal(fused, encode(grad_h_RG, wire_dtype)), (dtype, width)
 
 
 @on_ranks(1)
@@ -82,7 +79,8 @@ def test_a_nan_or_an_infinity_makes_its_block_nan_and_no_other() -> None:
     rows_RD[0, 5], rows_RD[0, 140], rows_RD[1, 299] = float("nan"), float("inf"), float("-inf")
     for kind in ("token", "block"):
         wire_dtype, scales = WireDtype("fp8", kind), quantize.ScaleFormat(kind == "token")
-        actual = quantize.dequantize(quantize.quantize(rows_RD, scales), scales, 300, torch.float32)
+        rows = of_packed(quantize.quantize(rows_RD, scales), 300, scales.count(300))
+        actual = quantize.dequantize_rows(rows.values_RD.view(torch.uint8), rows.scale_RB, scales, torch.float32)
         expected = decode(encode(rows_RD, wire_dtype), wire_dtype, 300, torch.float32)
         assert torch.equal(actual.isnan(), expected.isnan())
         assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
@@ -98,7 +96,6 @@ def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
         lambda: swiglu.swiglu_backward(drawn(2, 6), drawn(2, 3), drawn(2, 3), None),
         lambda: quantize.swiglu_quantize(drawn(2, 6).double()),
         lambda: quantize.quantize(drawn(6)),
-        lambda: quantize.dequantize(torch.zeros(2, 17, dtype=torch.uint8), quantize.ScaleFormat(), 8, torch.float32),
     ):
         with pytest.raises(InputError, match="got"):
             call()

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import communicator_of, configure_collectives
+from moe_comm.overlap.linear import matmul_scatter
+from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
 from tests.overlap.triton.common import TILES, interpreted, needs_triton, tile_product
 from tests.pool import RankPool, with_longer_deadline
@@ -36,18 +38,19 @@ def _inputs(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype
     return [draw(*size, seed=seed + rank, dtype=dtype) for size, seed in zip(sizes, (0, 50, 100), strict=True)]
 
 
+def _kernels(**programs: Any) -> Any:
+    memory = interpreted("memory").memory_of(dist.group.WORLD, torch.device("cpu"))
+    return interpreted("linear").LinearKernels(memory, interpreted("programs").Programs(**programs))
+
+
 def _run(rank: int, world: int, arg: tuple[str, list[Any], dict[str, Any]]) -> list[list[Tensor]]:
     """Return results and both gradients for each (shape, dtype)."""
     name, cases, programs = arg
-    linear, shapes = interpreted("linear"), interpreted("programs")
-    results = []
+    kernels, results = _kernels(**programs), []
     for shape, dtype in cases:
         x, weight, grad = _inputs(name, rank, world, shape, dtype)
-        x.requires_grad_()
-        weight.requires_grad_()
-        y = getattr(linear, name)(x, weight, dist.group.WORLD, shapes.Programs(**programs))
-        y.backward(grad)
-        results.append([y.detach(), x.grad, weight.grad])
+        y = kernels.forward(name, x, weight)
+        results.append([y, *kernels.gradients(name, x, weight, grad, True, True)])
     return results
 
 
@@ -109,15 +112,14 @@ def _run_many_turns(rank: int, world: int, turns: int) -> bool:
 
     Values are whole numbers, so the order of additions does not matter.
     """
-    linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
-    correct = True
+    kernels, correct = _kernels(moving=2, computing=2, **TILES), True
     for turn in range(turns):
         rows, columns = 3 + 9 * (turn % 3), 2 + turn
         parts = [torch.full((rows, 4), float(10 * turn + r)) for r in range(world)]
         weight = torch.ones(columns, 4)
-        y = linear.gather_matmul(parts[rank], weight, dist.group.WORLD, programs)
+        y = kernels.forward("gather_matmul", parts[rank], weight)
         correct &= torch.equal(y, torch.cat([part @ weight.T for part in parts]))
-        z = linear.matmul_scatter(y[:, :2].contiguous(), torch.ones(3, 2), dist.group.WORLD, programs)
+        z = kernels.forward("matmul_scatter", y[:, :2].contiguous(), torch.ones(3, 2))
         correct &= torch.equal(z, torch.full((rows, 3), 2.0 * 4 * (10 * turn + rank) * world))
     open_files = [fd for fd in os.listdir("/proc/self/fd") if _links_to(fd, "moe_comm")]
     return correct and not open_files
@@ -135,10 +137,9 @@ def test_many_turns_run_without_resets_and_leave_no_open_file(pool3: RankPool) -
 
 
 def _make_different_calls(rank: int, world: int, arg: None) -> str:
-    linear, programs = interpreted("linear"), interpreted("programs").Programs(1, 1, **TILES)
     outputs = 3 if rank == 1 else 2
     try:
-        linear.gather_matmul(torch.ones(4, 4), torch.ones(outputs, 4), dist.group.WORLD, programs)
+        _kernels(moving=1, computing=1, **TILES).forward("gather_matmul", torch.ones(4, 4), torch.ones(outputs, 4))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -151,19 +152,19 @@ def test_ranks_that_make_different_calls_raise_on_every_rank(pool3: RankPool) ->
 
 
 def _bad_input(rank: int, world: int, arg: None) -> list[str]:
-    linear, programs = interpreted("linear"), interpreted("programs")
+    interpreted("linear")
     errors = []
     for x, weight in (
         (torch.ones(4, 3), torch.ones(2, 4)),
-        (torch.ones(4, 4).double(), torch.ones(2, 4).double()),
+        (torch.ones(6, 4).double(), torch.ones(2, 4).double()),
         (torch.ones(5, 4), torch.ones(2, 4)),
     ):
         try:
-            linear.matmul_scatter(x, weight, dist.group.WORLD, programs.Programs(1, 1))
+            matmul_scatter(x, weight, dist.group.WORLD, Overlap(backend="triton"))
         except Exception as error:
             errors.append(type(error).__name__)
     try:
-        programs.Programs(1, 1, block_m=24)
+        interpreted("programs").Programs(1, 1, block_m=24)
     except Exception as error:
         errors.append(type(error).__name__)
     return errors
@@ -176,10 +177,10 @@ def test_bad_input_is_refused_before_rows_move(pool3: RankPool) -> None:
 def _lose_rank_2(rank: int, world: int, arg: tuple[str, str, float]) -> list[str]:
     """Rank 2 takes part once, then exits or hangs."""
     name, failure, timeout_s = arg
-    linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
+    kernels = _kernels(moving=2, computing=2, **TILES)
     x, weight, _ = _inputs(name, rank, world, (17, 8, 5), torch.float32)
     options = CollectiveOptions()
-    getattr(linear, name)(x, weight, dist.group.WORLD, programs)
+    kernels.forward(name, x, weight)
     configure_collectives(replace(options, timeout_s=timeout_s))  # only now, because setting up may take long
     if rank == 2:
         if failure == "dies":
@@ -188,7 +189,7 @@ def _lose_rank_2(rank: int, world: int, arg: tuple[str, str, float]) -> list[str
     errors = []
     for _ in range(2):
         try:
-            getattr(linear, name)(x, weight, dist.group.WORLD, programs)
+            kernels.forward(name, x, weight)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     communicator_of(dist.group.WORLD).forget(("symmetric memory", torch.device("cpu")))
