@@ -17,15 +17,12 @@ from moe_comm.kernels.triton import (
     grouped_mm,
     grouped_mm_fp8,
     linear,
-    linear_backward,
     quantize,
     router,
-    scale_rows,
+    rows,
     slot_order,
     swiglu,
     swiglu_gradient,
-    take_rows,
-    weighted_sum,
 )
 from moe_comm.kernels.triton.grouped_mm import tiling_for
 from moe_comm.kernels.triton.launch import DTYPES
@@ -107,12 +104,12 @@ def _spec(
 def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     element = {"ELEMENT": DTYPES[dtype]}
     tile = {"ROWS": 1, "COLUMNS": swiglu.TILE_ELEMENTS}
-    sums = {"WEIGHTED": True, "TOP_K": 8, "UNROLL": True, "TOKENS": 1, "COLUMNS": weighted_sum.TILE_ELEMENTS}
-    scale = {"DOTTED": True, "SLOTS": scale_rows.SLOTS, "COLUMNS": scale_rows.COLUMNS, "STEPS": scale_rows.STEPS}
+    sums = {"WEIGHTED": True, "TOP_K": 8, "UNROLL": True, "TOKENS": 1, "COLUMNS": rows.TILE_ELEMENTS}
+    scale = {"DOTTED": True, "SLOTS": rows.SLOTS, "COLUMNS": rows.COLUMNS, "STEPS": rows.STEPS}
     return (
-        _spec("weighted_sum, forward", weighted_sum.weighted_sum_kernel, dtype, {**element, **sums}, exact=True),
+        _spec("weighted_sum, forward", rows.weighted_sum_kernel, dtype, {**element, **sums}, exact=True),
         _spec(
-            "weighted_sum, backward", scale_rows.scale_rows_kernel, dtype,
+            "weighted_sum, backward", rows.scale_rows_kernel, dtype,
             {**element, **scale, "PLACED": True, "TOP_K": 8}, exact=True,
         ),
         _spec("swiglu, forward", swiglu.swiglu_kernel, dtype, {**element, **tile}, exact=True),
@@ -128,14 +125,14 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
 
 
 def _copy_specs() -> tuple[KernelSpec, ...]:
-    tile = {"ROWS": 1, "COLUMNS": take_rows.TILE_WORDS}
+    tile = {"ROWS": 1, "COLUMNS": rows.TILE_ELEMENTS}
     chunk = {"SLOTS": slot_order.SLOTS, "EXPERTS": slot_order.EXPERTS}
     placed = {**chunk, "CHUNKS": slot_order.CHUNKS, "SUMMED": False, "ORDERED": False, "REPORTED": True}
     count = _spec("count_chunks", slot_order.count_chunks_kernel, BF16, chunk, words="*i64")
     place = _spec("place_slots", slot_order.place_slots_kernel, BF16, placed, words="*i64")
     return (
-        _spec("take_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 0}, words="*i64"),
-        _spec("copy_rows", take_rows.take_rows_kernel, BF16, {**tile, "TOP_K": 8}, words="*i64"),
+        _spec("take_rows", rows.take_rows_kernel, BF16, {**tile, "TOP_K": 0}, words="*i64"),
+        _spec("copy_rows", rows.take_rows_kernel, BF16, {**tile, "TOP_K": 8}, words="*i64"),
         _spec(
             "sum of sections",
             swiglu_gradient.add_sections_kernel,
@@ -189,17 +186,17 @@ def _router_specs() -> tuple[KernelSpec, ...]:
     constants = {"ELEMENT": DTYPES[FP32], "WHOLE": True, **linear.TILING.blocks, "w_stride_inner": 1}
     logits = _spec("logits", linear.linear_kernel, BF16, constants, linear.TILING.warps, linear.TILING.stages)
     specs.append(replace(logits, types={**logits.types, "out_ptr": "*fp32"}))
-    tiling = linear_backward.TILING
+    tiling = linear.GRADIENT_TILING
     constants = {
-        "ELEMENT": DTYPES[BF16], "ADDED": True, "PART": linear_backward.PART, **tiling.blocks, "w_stride_column": 1
+        "ELEMENT": DTYPES[BF16], "ADDED": True, "PART": linear.PART, **tiling.blocks, "w_stride_column": 1
     }  # fmt: skip
     gradients = _spec(
-        "logits, gradients of tokens and weights", linear_backward.linear_backward_kernel, BF16, constants,
+        "logits, gradients of tokens and weights", linear.linear_backward_kernel, BF16, constants,
         tiling.warps, tiling.stages,
     )  # fmt: skip
     specs.append(replace(gradients, types={**gradients.types, "grad_ptr": "*fp32", "parts_ptr": "*fp32"}))
-    constants = {"ELEMENT": DTYPES[BF16], "COLUMNS": linear_backward.SUM_ELEMENTS}
-    parts = _spec("logits, sum of parts", linear_backward.sum_parts_kernel, BF16, constants)
+    constants = {"ELEMENT": DTYPES[BF16], "COLUMNS": linear.SUM_ELEMENTS}
+    parts = _spec("logits, sum of parts", linear.sum_parts_kernel, BF16, constants)
     specs.append(replace(parts, types={**parts.types, "parts_ptr": "*fp32"}))
     return tuple(specs)
 

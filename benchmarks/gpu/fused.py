@@ -60,8 +60,8 @@ class Problem:
     def forward(self, cuda: bool) -> list[Tensor]:
         """Return h and the activation."""
         from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
+        from moe_comm.kernels.triton.rows import copy_rows
         from moe_comm.kernels.triton.swiglu import swiglu_forward
-        from moe_comm.kernels.triton.take_rows import copy_rows
 
         h_RG = torch.empty_like(self.h_RG)
         act_RF = self.h_RG.new_empty(self.rows, self.w2_EDF.shape[2])

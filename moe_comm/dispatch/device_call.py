@@ -97,7 +97,7 @@ def place(ids_TK: Tensor, fault: Tensor, num_experts: int, ordered: bool) -> tup
 
 
 def _copies(x_TD: Tensor, place_TK: Tensor, out_RD: Tensor | None = None) -> Tensor:
-    from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
+    from moe_comm.kernels.triton.rows import copy_rows  # needs Triton
 
     return copy_rows(x_TD, place_TK, place_TK.numel(), out_RD)
 
@@ -120,7 +120,7 @@ def forward_of_experts(
 
 def sum_of_slots(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> tuple[Tensor]:
     """Return the weighted sum of the rows of each token, or the sum for None."""
-    from moe_comm.kernels.triton.weighted_sum import weighted_sum  # needs Triton
+    from moe_comm.kernels.triton.rows import weighted_sum  # needs Triton
 
     return (weighted_sum(rows_RD, place_TK, weights_TK),)
 
@@ -138,7 +138,7 @@ def backward_of_experts(
         grad_TK = torch.empty_like(weights_TK) if needs_weights else None
         weights = RowWeights(weights_TK, place_TK, grad_TK, order)
     else:
-        from moe_comm.kernels.triton.scale_rows import spread  # needs Triton
+        from moe_comm.kernels.triton.rows import spread  # needs Triton
 
         grad_RD, grad_TK = spread(grad_TD, place_TK, weights_TK, place_TK.numel(), out_RD)
     moves = partial(_copies, x_TD, place_TK), lambda grad_rows_RD: sum_of_slots(grad_rows_RD, place_TK, None)[0]

@@ -101,7 +101,7 @@ def _backward(
     ids_TK: Tensor, rule: Any, activation: Activation, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, the router's weight, w13 and w2. needs: whether these are needed."""
-    from moe_comm.kernels.triton.linear_backward import linear_gradients  # needs Triton
+    from moe_comm.kernels.triton.linear import linear_gradients  # needs Triton
     from moe_comm.kernels.triton.router import select_backward
 
     needs_x, needs_router, needs_w13, needs_w2 = needs

@@ -289,7 +289,7 @@ def _of_rows(weights: RowWeights, num_rows: int) -> Tensor:
     weights_N, place_N, _, _ = weights
     if place_N is None:
         return weights_N.view(-1)
-    from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
+    from moe_comm.kernels.triton.rows import copy_rows  # needs Triton
 
     return copy_rows(weights_N.view(-1, 1), place_N.view(-1, 1), num_rows).view(-1)
 
@@ -298,7 +298,7 @@ def _of_slots(dots_R: Tensor, weights: RowWeights) -> Tensor:
     """Return [N], the value of each slot's row, 0 without one."""
     if weights.place_N is None:
         return dots_R
-    from moe_comm.kernels.triton.weighted_sum import weighted_sum  # needs Triton
+    from moe_comm.kernels.triton.rows import weighted_sum  # needs Triton
 
     return weighted_sum(dots_R.view(-1, 1), weights.place_N.view(-1, 1), None).view(-1)
 

@@ -63,11 +63,11 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
-        from moe_comm.kernels.triton.linear_backward import repeated_gradients, takes  # needs Triton
+        from moe_comm.kernels.triton.linear import repeated_gradients, takes  # needs Triton
 
         x_TD, w_ED = ctx.saved_tensors
         needs_x, needs_w = needed_gradients(ctx)
-        if takes(grad_TE, x_TD, w_ED) and for_triton(grad_TE, x_TD, w_ED):
+        if takes(x_TD, w_ED, grad_TE) and for_triton(grad_TE, x_TD, w_ED):
             return repeated_gradients(grad_TE, x_TD, w_ED, (needs_x, needs_w))
         with without_autocast(x_TD):
             return (

@@ -61,7 +61,7 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
     """
     inputs = (rows_RD, weights_R) if partner_RD is None else (rows_RD, weights_R, partner_RD)
     if rows_RD.dtype in DTYPE_CODES and weights_R.dtype == torch.float32 and for_triton(*inputs):
-        from moe_comm.kernels.triton.scale_rows import scale_rows_  # needs Triton
+        from moe_comm.kernels.triton.rows import scale_rows_  # needs Triton
 
         if partner_RD is not None and partner_RD.stride(1) != 1:  # such as the gradient of ``sum()``, one number
             partner_RD = partner_RD.contiguous()

@@ -514,10 +514,10 @@ def test_fused_forms_have_the_bits_of_triton(
 ) -> None:
     from moe_comm.kernels.row_weights import RowWeights
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, taken_mm_swiglu_into
+    from moe_comm.kernels.triton.rows import copy_rows
     from moe_comm.kernels.triton.slot_order import order_slots
     from moe_comm.kernels.triton.swiglu import swiglu_forward
     from moe_comm.kernels.triton.swiglu_gradient import swiglu_gradient_into
-    from moe_comm.kernels.triton.take_rows import copy_rows
 
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
     checked("taken_swiglu", "swiglu_gradient")

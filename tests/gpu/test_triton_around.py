@@ -53,9 +53,7 @@ def test_slots_are_ordered_as_by_a_stable_sort(tokens: int, top_k: int, experts:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gathers_sums_and_dot_products_have_the_cpus_bits(dtype: torch.dtype, width: int) -> None:
-    from moe_comm.kernels.triton.scale_rows import scale_rows_, spread
-    from moe_comm.kernels.triton.take_rows import copy_rows, take_rows
-    from moe_comm.kernels.triton.weighted_sum import weighted_sum
+    from moe_comm.kernels.triton.rows import copy_rows, scale_rows_, spread, take_rows, weighted_sum
 
     generator = torch.Generator().manual_seed(0)
     ids_TK = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
@@ -84,7 +82,7 @@ def test_gathers_sums_and_dot_products_have_the_cpus_bits(dtype: torch.dtype, wi
 @pytest.mark.parametrize("width", [768, 2048, 999])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu_times_weights_has_the_bits_of_separate_kernels(dtype: torch.dtype, width: int) -> None:
-    from moe_comm.kernels.triton.scale_rows import scale_rows_
+    from moe_comm.kernels.triton.rows import scale_rows_
     from moe_comm.kernels.triton.swiglu import swiglu_backward, swiglu_backward_weighted
 
     place_TK = torch.randperm(TOKENS * TOP_K, generator=torch.Generator().manual_seed(0)).view(TOKENS, TOP_K).to(DEVICE)
@@ -103,7 +101,7 @@ def test_swiglu_times_weights_has_the_bits_of_separate_kernels(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_gradients_of_logits_agree_with_float64_and_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    from moe_comm.kernels.triton.linear_backward import linear_gradients
+    from moe_comm.kernels.triton.linear import linear_gradients
 
     for tokens, experts, hidden in ((3000, 128, 2048), (100, 33, 200)):
         grad_TE = (_drawn(tokens, experts) * 1e-3).to(DEVICE)

@@ -43,7 +43,7 @@ def copy(x_TX: Tensor, place_TK: Tensor, order_R: Tensor) -> Tensor:
     """
     if x_TX.dim() != 2 or not for_triton(x_TX, place_TK):
         return memory.take(x_TX, order_R // place_TK.shape[1])
-    from moe_comm.kernels.triton.take_rows import copy_rows  # needs Triton
+    from moe_comm.kernels.triton.rows import copy_rows  # needs Triton
 
     return copy_rows(_dense(x_TX), place_TK, order_R.shape[0])
 
@@ -52,7 +52,7 @@ def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
     """Return [N, X], the rows at ``index_N`` (int64), of any dtype. No autograd."""
     if rows_RX.dim() != 2 or not for_triton(rows_RX, index_N):
         return memory.take(rows_RX, index_N)
-    from moe_comm.kernels.triton.take_rows import take_rows  # needs Triton
+    from moe_comm.kernels.triton.rows import take_rows  # needs Triton
 
     return take_rows(_dense(rows_RX), index_N.contiguous())
 
@@ -62,7 +62,7 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
     native_supported = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
     inputs = (rows_RD, place_TK) if weights_TK is None else (rows_RD, place_TK, weights_TK)
     if rows_RD.dtype in DTYPE_CODES and for_triton(*inputs):
-        from moe_comm.kernels.triton import weighted_sum as on_gpu  # needs Triton
+        from moe_comm.kernels.triton import rows as on_gpu  # needs Triton
 
         wide_TK = None if weights_TK is None else weights_TK.to(torch.float32)
         return on_gpu.weighted_sum(_dense(rows_RD), place_TK.contiguous(), wide_TK)
@@ -90,7 +90,7 @@ def spread(
     """Return ``plain.spread`` and, if ``rows_RD`` is given, ``plain.weight_grad``."""
     rows_supported = rows_RD is None or rows_RD.dtype in DTYPE_CODES
     if grad_TD.dtype in DTYPE_CODES and rows_supported and for_triton(grad_TD, place_TK, weights_TK, rows_RD):
-        from moe_comm.kernels.triton import scale_rows as on_gpu  # needs Triton
+        from moe_comm.kernels.triton import rows as on_gpu  # needs Triton
 
         rows_RD = None if rows_RD is None else _dense(rows_RD)
         wide_TK = weights_TK.to(torch.float32)

@@ -22,7 +22,7 @@ from moe_comm.kernels.triton import launch as launches
 from moe_comm.kernels.triton.grouped_mm import grouped_mm_kernel, grouped_mm_tma_kernel
 from moe_comm.kernels.triton.launch import DTYPES, Matrix, launch
 from moe_comm.kernels.triton.router import _sizes, route_kernel
-from moe_comm.kernels.triton.weighted_sum import weighted_sum_kernel
+from moe_comm.kernels.triton.rows import weighted_sum_kernel
 from moe_comm.layers.moe.router import RouterConfig
 
 BYTES = {"i32": 4, "fp32": 4, "map": 16}

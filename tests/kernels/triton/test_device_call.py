@@ -97,7 +97,7 @@ def test_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
 
 @on_ranks(1)
 def test_gradients_of_logits_agree_with_float64_and_do_not_depend_on_the_batch() -> None:
-    both, linear_gradients = (True, True), kernels("linear_backward").linear_gradients
+    both, linear_gradients = (True, True), kernels("linear").linear_gradients
     for dtype in (torch.bfloat16, torch.float16):
         for rows, experts, hidden in ((150, 33, 40), (5, 16, 64), (0, 3, 8), (3, 5, 0)):
             grad_TE = drawn(rows, experts + 2)[:, :experts] * 1e-3
@@ -270,7 +270,7 @@ def emulated(driver: PythonDriver) -> Iterator[None]:
     for module in (device_call, device_layer, expert_mlp_gpu):
         module._programs.cache_clear()
     routers = kernels("router")._FORWARD, kernels("router")._BACKWARD
-    for other in (kernels("linear")._PROGRAM, kernels("linear_backward")._PROGRAM, *routers):
+    for other in (kernels("linear")._LINEAR, kernels("linear")._GRADIENTS, *routers):
         other._plans.clear()
 
     def launch(kernel: Any, grid: Sequence[int], on: Tensor, args: Sequence[Any], **settings: Any) -> None:
@@ -282,8 +282,7 @@ def emulated(driver: PythonDriver) -> Iterator[None]:
     native.TRITON_DEVICES.add("cpu")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("grouped_mm", "linear", "linear_backward", "router", "scale_rows", "slot_order", "swiglu",
-                         "swiglu_gradient", "take_rows", "weighted_sum"):  # fmt: skip
+            for name in ("grouped_mm", "linear", "router", "rows", "slot_order", "swiglu", "swiglu_gradient"):
                 patch.setattr(kernels(name), "launch", launch)
             patch.setattr(launches, "repeats", lambda device: True)
             patch.setattr(launches, "new_record", driver.record)
@@ -330,7 +329,7 @@ def test_a_layer_is_one_native_call_forward_and_one_backward_with_the_same_bits(
         rows, slots = TOKENS * TOP_K, TOKENS * TOP_K
         buffers = [2 * rows * HIDDEN, 2 * rows * FFN, 2 * rows * 2 * FFN]  # gradients and then rows, activation, its h
         buffers += [2 * rows * 2 * FFN] if frozen else []  # h, which is recomputed; rows are in the gradient of h
-        parts = -(-TOKENS // (2 * kernels("linear_backward").INTERPRETED.inner))
+        parts = -(-TOKENS // (2 * kernels("linear").INTERPRETED.inner))
         buffers += [4 * slots, 4 * TOKENS * EXPERTS, 4 * parts * EXPERTS * HIDDEN]  # of weights, logits, the router
         assert plan.workspace == sum(-(-size // program.ALIGNMENT) * program.ALIGNMENT for size in buffers)
         driver.launches.clear()

@@ -22,7 +22,7 @@ CASES = {"top 3 of 6": (9, 3, 6), "every expert": (5, 4, 4), "top 17": (1, 17, 2
 
 @on_ranks(1, timeout=60)
 def test_take_rows_selects_rows_by_index_for_every_dtype_and_width() -> None:
-    take_rows = kernels("take_rows").take_rows
+    take_rows = kernels("rows").take_rows
     index_R = torch.tensor([3, 0, 3, 8, 1])
     for dtype in (*DTYPES, torch.int64, torch.uint8):
         for width in WIDTHS:
@@ -66,7 +66,7 @@ def test_slots_are_ordered_as_by_a_stable_sort() -> None:
 
 @on_ranks(1, timeout=60)
 def test_copy_rows_writes_the_row_of_each_slot() -> None:
-    copy_rows = kernels("take_rows").copy_rows
+    copy_rows = kernels("rows").copy_rows
     for tokens, top_k, experts in CASES.values():
         ids_TK = some_ids(tokens, top_k, experts)
         order, place_TK = plain.order_slots(ids_TK, experts)
@@ -82,7 +82,7 @@ def test_copy_rows_writes_the_row_of_each_slot() -> None:
 
 def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
     tokens, top_k, experts = arg
-    sums, scale_rows = kernels("weighted_sum"), kernels("scale_rows")
+    on_gpu = kernels("rows")
     ids_TK = some_ids(tokens, top_k, experts)
     place_TK = plain.order_slots(ids_TK, experts)[1]
     num_rows = int((ids_TK >= 0).sum())
@@ -92,17 +92,17 @@ def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
         rows_RD = drawn(num_rows, width, dtype=dtype, seed=2)
         grad_TD = drawn(tokens, width, dtype=dtype, seed=3)
         for weights in (weights_TK, None):
-            y_TD = sums.weighted_sum(rows_RD, place_TK, weights)
+            y_TD = on_gpu.weighted_sum(rows_RD, place_TK, weights)
             assert torch.equal(y_TD, plain.weighted_sum(rows_RD, place_TK, weights)), (dtype, width)
-        grad_RD, grad_TK = scale_rows.spread(grad_TD, place_TK, weights_TK, num_rows, rows_RD)
+        grad_RD, grad_TK = on_gpu.spread(grad_TD, place_TK, weights_TK, num_rows, rows_RD)
         assert torch.equal(grad_RD, plain.spread(grad_TD, place_TK, weights_TK, num_rows)), (dtype, width)
         assert torch.equal(grad_TK, plain.weight_grad(grad_TD, rows_RD, place_TK)), (dtype, width)
         scaled_RD, factor_R = rows_RD.clone(), drawn(num_rows, seed=4)
         partner_RD = drawn(num_rows, width + 1, dtype=dtype, seed=5)[:, :width]
-        dots_R = scale_rows.scale_rows_(scaled_RD, factor_R, partner_RD)
+        dots_R = on_gpu.scale_rows_(scaled_RD, factor_R, partner_RD)
         assert torch.equal(scaled_RD, row_weights.scale(rows_RD, factor_R)), (dtype, width)
         assert torch.equal(dots_R, row_weights.lane_dot(rows_RD, partner_RD)), (dtype, width)
-        assert scale_rows.scale_rows_(scaled_RD, factor_R) is None
+        assert on_gpu.scale_rows_(scaled_RD, factor_R) is None
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,7 +112,7 @@ def test_sums_scaled_rows_and_dot_products_have_the_bits_of_plain_torch(interpre
 
 @on_ranks(1, timeout=60)
 def test_swiglu_times_weights_has_the_bits_of_separate_kernels() -> None:
-    swiglu, scale_rows = kernels("swiglu"), kernels("scale_rows")
+    swiglu, on_gpu = kernels("swiglu"), kernels("rows")
     dtypes, widths = (*DTYPES, torch.bfloat16), (33, 130, 5, 64)
     for (tokens, top_k, experts), dtype, width in zip(CASES.values(), dtypes, widths, strict=True):
         ids_TK = some_ids(tokens, top_k, experts)
@@ -123,8 +123,8 @@ def test_swiglu_times_weights_has_the_bits_of_separate_kernels() -> None:
         swiglu.swiglu_backward(h_RG, grad_RF, expected_RG, act_RF)
         weights_R = torch.empty(rows)
         weights_R[place_TK[live]] = weights_TK[live]
-        dots_R = scale_rows.scale_rows_(act_RF, weights_R, grad_RF)
-        scale_rows.scale_rows_(expected_RG, weights_R)
+        dots_R = on_gpu.scale_rows_(act_RF, weights_R, grad_RF)
+        on_gpu.scale_rows_(expected_RG, weights_R)
         dots_TK = torch.zeros(tokens, top_k).masked_scatter(live, dots_R[place_TK[live]])
         weights_TK[~live] = float("nan")  # not read
         for given, dots in (((weights_TK, place_TK), dots_TK), ((weights_R, None), dots_R), ((weights_R, None), None)):
@@ -140,14 +140,14 @@ def test_swiglu_times_weights_has_the_bits_of_separate_kernels() -> None:
 
 
 def _results_without_rows(rank: int, world: int, arg: None) -> list[Any]:
-    sums, scale_rows = kernels("weighted_sum"), kernels("scale_rows")
+    on_gpu = kernels("rows")
     place_TK = torch.full((2, 3), -1)
     no_rows = drawn(0, 5)
-    grad_RD, grad_TK = scale_rows.spread(drawn(2, 5), place_TK, drawn(2, 3), 0, no_rows)
+    grad_RD, grad_TK = on_gpu.spread(drawn(2, 5), place_TK, drawn(2, 3), 0, no_rows)
     return [
-        sums.weighted_sum(no_rows, place_TK, drawn(2, 3)).tolist(),
-        sums.weighted_sum(drawn(4, 5), place_TK[:0], None).shape,
-        sums.weighted_sum(drawn(4, 5), place_TK, None).tolist(),
+        on_gpu.weighted_sum(no_rows, place_TK, drawn(2, 3)).tolist(),
+        on_gpu.weighted_sum(drawn(4, 5), place_TK[:0], None).shape,
+        on_gpu.weighted_sum(drawn(4, 5), place_TK, None).tolist(),
         grad_RD.shape,
         grad_TK.tolist(),
     ]
@@ -156,7 +156,7 @@ def _results_without_rows(rank: int, world: int, arg: None) -> list[Any]:
 @on_ranks(1, timeout=60)
 def test_an_expanded_gradient_without_rows_is_accepted() -> None:
     """Run a rank without rows whose caller sums the result: the gradient is one number, expanded to no rows."""
-    kernels("take_rows")  # enables the interpreter before the first import
+    kernels("rows")  # enables the interpreter before the first import
     from moe_comm.dispatch.slots import sums
     from moe_comm.kernels import native
 
@@ -186,27 +186,27 @@ def test_tokens_without_rows_get_zeros(interpreter: RankPool) -> None:
 
 @on_ranks(1)
 def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
-    take, sums, scale_rows = kernels("take_rows"), kernels("weighted_sum"), kernels("scale_rows")
+    on_gpu = kernels("rows")
     rows_RD, place_TK = drawn(6, 5), torch.zeros(2, 3, dtype=torch.int64)
     for call in (
-        lambda: take.take_rows(rows_RD, place_TK),
-        lambda: take.take_rows(rows_RD, place_TK[0].int()),
-        lambda: take.take_rows(rows_RD.t(), place_TK[0]),
-        lambda: sums.weighted_sum(rows_RD.double(), place_TK, None),
-        lambda: sums.weighted_sum(rows_RD, place_TK, drawn(3, 2)),
-        lambda: sums.weighted_sum(rows_RD, place_TK, drawn(2, 3).bfloat16()),
-        lambda: sums.weighted_sum(rows_RD, place_TK.t(), None),
-        lambda: scale_rows.spread(drawn(3, 5), place_TK, drawn(2, 3), 6),
-        lambda: scale_rows.spread(drawn(2, 5), place_TK, drawn(2, 3), 6, drawn(5, 5)),
-        lambda: scale_rows.scale_rows_(rows_RD, drawn(5)),
-        lambda: scale_rows.scale_rows_(rows_RD, drawn(6), drawn(6, 4)),
+        lambda: on_gpu.take_rows(rows_RD, place_TK),
+        lambda: on_gpu.take_rows(rows_RD, place_TK[0].int()),
+        lambda: on_gpu.take_rows(rows_RD.t(), place_TK[0]),
+        lambda: on_gpu.weighted_sum(rows_RD.double(), place_TK, None),
+        lambda: on_gpu.weighted_sum(rows_RD, place_TK, drawn(3, 2)),
+        lambda: on_gpu.weighted_sum(rows_RD, place_TK, drawn(2, 3).bfloat16()),
+        lambda: on_gpu.weighted_sum(rows_RD, place_TK.t(), None),
+        lambda: on_gpu.spread(drawn(3, 5), place_TK, drawn(2, 3), 6),
+        lambda: on_gpu.spread(drawn(2, 5), place_TK, drawn(2, 3), 6, drawn(5, 5)),
+        lambda: on_gpu.scale_rows_(rows_RD, drawn(5)),
+        lambda: on_gpu.scale_rows_(rows_RD, drawn(6), drawn(6, 4)),
     ):
         with pytest.raises(InputError, match="got"):
             call()
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
-    from moe_comm.kernels.triton.take_rows import take_rows
+    from moe_comm.kernels.triton.rows import take_rows
 
     with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
         take_rows(torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64))
