@@ -249,10 +249,10 @@ def _measure(case: TuneCase, direction: str, tune: Tune, rates: GroupRates, env:
     choices = candidates(case.operator, case.rows, rates, env, device)
     calls = {str(choice): _synchronized(_call(case, direction, overlap_of(choice)), device) for choice in choices}
     times = slowest_ms(calls, tune.warmup, tune.rounds)
-    load, serial = work.load(), times[str(choices[0])]
+    serial = times[str(choices[0])]
 
     def predicted_ms(choice: OverlapChoice) -> float:
-        return 0.0 if choice.backend == TRITON else predict(load, rates, choice.chunks) * 1e3
+        return 0.0 if choice.backend == TRITON else predict(work, rates, choice.chunks) * 1e3
 
     tried = tuple(Trial(choice, median(times[str(choice)]), predicted_ms(choice)) for choice in choices)
     best = min(range(len(tried)), key=lambda i: tried[i].ms)

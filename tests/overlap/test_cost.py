@@ -66,7 +66,7 @@ def test_there_is_one_chunk_if_transfers_use_the_cores(work: OperatorWork, rates
 
 @given(works(), rates(), st.sampled_from(CHUNKS))
 def test_slower_links_and_gemms_never_take_less_time(work: OperatorWork, rates: GroupRates, chunks: int) -> None:
-    load, seconds = work.load(), predict(work.load(), rates, chunks)
+    seconds = predict(work, rates, chunks)
     slower = [
         replace(rates, bytes_per_s=rates.bytes_per_s / 2),
         replace(rates, latency_s=rates.latency_s * 2),
@@ -75,16 +75,16 @@ def test_slower_links_and_gemms_never_take_less_time(work: OperatorWork, rates: 
         replace(rates, hides=rates.hides / 2),
         replace(rates, gemm=tuple((rows, rate / 2) for rows, rate in rates.gemm)),
     ]
-    assert all(predict(load, other, chunks) >= seconds * (1 - 1e-9) for other in slower)
+    assert all(predict(work, other, chunks) >= seconds * (1 - 1e-9) for other in slower)
 
 
 @given(works(), rates(), st.sampled_from(CHUNKS))
 def test_predictions_are_not_below_transfers_or_gemm(work: OperatorWork, rates: GroupRates, chunks: int) -> None:
-    load, predicted = work.load(), predict(work.load(), rates, chunks)
-    network = sum(rates.transfer_s(num_bytes) for num_bytes in (load.gathered, load.scattered))
+    predicted = predict(work, rates, chunks)
+    network = sum(rates.transfer_s(num_bytes) for num_bytes in (work.gathered, work.scattered))
     assert predicted >= network * (1 - 1e-9)
     ideal = replace(rates, gemm=((1, max(rate for _, rate in rates.gemm)),), call_s=0.0)
-    assert predicted >= ideal.gemm_s(load.gemm) * (1 - 1e-9)
+    assert predicted >= ideal.gemm_s(work.gemm) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("operator", "direction"), WORKS)
@@ -97,7 +97,7 @@ def test_many_rows_on_a_slow_link_are_chunked_and_few_are_not(operator: str, dir
 
 @pytest.mark.parametrize(("operator", "direction"), WORKS)
 def test_chunks_hide_most_of_the_shorter_of_compute_and_transfer(operator: str, direction: str) -> None:
-    load = balanced(operator, direction, 65536).load()
+    load = balanced(operator, direction, 65536)
     sequential = sum(RATES.transfer_s(n) for n in (load.gathered, load.scattered))
     sequential += RATES.gemm_s(load.gemm) * (2 if load.weight else 1)
     best = min(predict(load, RATES, chunks) for chunks in CHUNKS)
@@ -115,13 +115,13 @@ def test_only_linear_layers_with_many_rows_read_shared_memory_in_place() -> None
 
 def test_one_chunk_takes_the_sum_of_transfer_and_gemm() -> None:
     for operator, direction in (("gather_matmul", "forward"), ("matmul_scatter", "forward")):
-        load = work(operator, direction, 512).load()
+        load = work(operator, direction, 512)
         transfer_s = RATES.transfer_s(load.gathered + load.scattered)
         assert predict(load, RATES, 1) == pytest.approx(transfer_s + RATES.gemm_s(load.gemm))
 
 
 def test_rates_are_interpolated_between_measured_ones() -> None:
-    gemm = work("gather_matmul", "forward", 1).load().gemm
+    gemm = work("gather_matmul", "forward", 1).gemm
     rates_at_rows = [2 * rows * 512 * 512 / RATES.gemm_s(replace(gemm, rows=rows)) for rows in (16, 40, 64, 4096)]
     assert rates_at_rows == pytest.approx([5e9, rates_at_rows[1], 20e9, 100e9])
     assert 5e9 < rates_at_rows[1] < 20e9
@@ -129,8 +129,8 @@ def test_rates_are_interpolated_between_measured_ones() -> None:
 
 def test_grouped_gemms_run_at_the_rate_of_fewer_rows() -> None:
     ungrouped = work("dispatch_matmul", "forward", 1024)
-    ungrouped_s = RATES.gemm_s(ungrouped.load().gemm)
-    assert RATES.gemm_s(replace(ungrouped, groups=64).load().gemm) > 2 * ungrouped_s
+    ungrouped_s = RATES.gemm_s(ungrouped.gemm)
+    assert RATES.gemm_s(replace(ungrouped, groups=64).gemm) > 2 * ungrouped_s
 
 
 def test_unknown_work_is_refused() -> None:
@@ -145,9 +145,9 @@ def test_chunks_hide_transfers_behind_other_operators_and_one_chunk_does_not(ope
     """The experts alone are too small to hide their transfers."""
     alone = work(operator, direction, 2048, other=16)
     beside = replace(alone, beside=512)
-    beside_s = RATES.gemm_s(beside.load().beside)
-    assert predict(beside.load(), RATES, 1) == pytest.approx(predict(alone.load(), RATES, 1) + beside_s)
-    assert predict(beside.load(), RATES, 2) < predict(alone.load(), RATES, 2) + 0.6 * beside_s
+    beside_s = RATES.gemm_s(beside.beside_gemm)
+    assert predict(beside, RATES, 1) == pytest.approx(predict(alone, RATES, 1) + beside_s)
+    assert predict(beside, RATES, 2) < predict(alone, RATES, 2) + 0.6 * beside_s
     assert cheapest(alone, RATES) == 1 and cheapest(beside, RATES) > 1
     without_hiding = replace(RATES, hides=0.0)
     assert cheapest(beside, without_hiding) == 1

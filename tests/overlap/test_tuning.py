@@ -205,7 +205,7 @@ def test_rates_are_the_same_on_every_rank_and_plausible(tmp_path: Path, pool2: R
     for rates in first:
         assert 0 < rates.latency_s < 1 and 1e5 < rates.bytes_per_s < 1e13 and 0 <= rates.hides <= 1
         assert all(1e6 < rate < 1e16 for _, rate in rates.gemm)
-        assert predict(WORK.load(), rates, 4) > 0
+        assert predict(WORK, rates, 4) > 0
     assert [rates.shared for rates in first] == [True, False]
 
 

@@ -202,7 +202,7 @@ def explain_overlap(
         f"{of_group.hides:.0%} of a transfer can be hidden"
     ]
     for chunks in CHUNKS:
-        total = sum(predict(work.bucket().load(), of_group, chunks) for work in works)
+        total = sum(predict(work.bucket(), of_group, chunks) for work in works)
         lines.append(f"{'serial' if chunks == 1 else f'pipelined in {chunks} chunks'}: {total * 1e3:.3f} ms predicted")
     name = "serial" if choice.chunks == 1 else f"pipelined in {choice.chunks} chunks"
     lines.append(f"choice: {name}; more than one chunk must save {MARGIN:.0%}, predicted or measured by moe-comm tune")

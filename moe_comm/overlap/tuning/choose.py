@@ -194,14 +194,13 @@ def _times(
     near = store.nearest(work, environment)
     if near is not None:
         # Operators are measured alone.
-        alone, load = replace(work, beside=0).load(), work.load()
-        beside = {c: predict(load, rates, c) - predict(alone, rates, c) for c in {t.choice.chunks for t in near.tried}}
+        alone = replace(work, beside=0)
+        beside = {c: predict(work, rates, c) - predict(alone, rates, c) for c in {t.choice.chunks for t in near.tried}}
         tried = (trial for trial in near.tried if trial.choice.backend in backends)
         return {trial.choice: trial.ms * 1e-3 + beside[trial.choice.chunks] for trial in tried}
     if CHUNKED not in backends:
         return {}
-    load = work.load()
-    if store.falls_back(work, environment) or not (load.gathered or load.scattered):
-        return {OverlapChoice(): predict(load, rates, 1)}
-    times = {as_run(chunks, work, rates): predict(load, rates, chunks) for chunks in CHUNKS}
+    if store.falls_back(work, environment) or not (work.gathered or work.scattered):
+        return {OverlapChoice(): predict(work, rates, 1)}
+    times = {as_run(chunks, work, rates): predict(work, rates, chunks) for chunks in CHUNKS}
     return {choice: seconds for choice, seconds in times.items() if choice.backend in backends}

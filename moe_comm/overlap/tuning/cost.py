@@ -96,27 +96,52 @@ class OperatorWork:
         """Transferred bytes per rank: its share of the rows times the sent columns."""
         return self.rows // self.world * self.sent * self.dtype.itemsize
 
-    def load(self) -> OperatorLoad:
-        """Return the transfers and GEMMs of the work."""
-        gathers, forward = self.operator in GATHERS, self.direction == "forward"
-        num_bytes = self.rows * (self.world - 1) // self.world * self.sent * self.dtype.itemsize
-        swaps, in_place = self.operator in SWAPS, self.operator in IN_PLACE
-        gemms = 1 if self.operator in EXPERTS else self.world
-        handshakes = 0
-        if self.operator in EXPERTS:  # combine's backward also sends the routing weights and their gradients
-            handshakes = 3 if self.operator == "matmul_combine" and not forward else 1
-        beside = GemmShape(self.rows, self.sent, self.beside * (1 if forward else 2))
-        if gathers == forward:  # received rows: compute y; received gradient of y: compute grad_x, then grad_w
-            gemm = GemmShape(self.rows, self.sent, self.other, self.groups)
-            return OperatorLoad(
-                num_bytes, 0, gemm, self.world, gemms, True, not forward, in_place, handshakes, swaps, beside
-            )
-        # Compute and send y, or grad_x. After grad_x, compute grad_w; a linear layer gathers x again for it.
-        gemm = GemmShape(self.rows, self.other, self.sent, self.groups)
-        regathered = num_bytes if self.operator == "gather_matmul" else 0
-        return OperatorLoad(
-            regathered, num_bytes, gemm, self.world, gemms, False, gathers, in_place, handshakes, swaps, beside
-        )
+    @property
+    def weight(self) -> bool:
+        """Whether the weight gradient is computed too. It needs all gathered rows and takes as long as ``gemm``."""
+        return self.direction == "backward"
+
+    @property
+    def receives(self) -> bool:
+        """Whether the GEMM multiplies rows that are gathered before it; else its results are scattered after it."""
+        return (self.operator in GATHERS) != self.weight
+
+    @property
+    def gathered(self) -> int:
+        """Bytes transferred before the GEMM. A linear layer gathers x again for the weight gradient."""
+        return self._moved if self.receives or self.operator == "gather_matmul" else 0
+
+    @property
+    def scattered(self) -> int:
+        """Bytes transferred after the GEMM."""
+        return 0 if self.receives else self._moved
+
+    @property
+    def _moved(self) -> int:
+        return self.rows * (self.world - 1) // self.world * self.sent * self.dtype.itemsize
+
+    @property
+    def gemm(self) -> GemmShape:
+        """The GEMM of y, or of the gradient of x."""
+        inner, columns = (self.sent, self.other) if self.receives else (self.other, self.sent)
+        return GemmShape(self.rows, inner, columns, self.groups)
+
+    @property
+    def gemms_per_chunk(self) -> int:
+        """The number of ranks if each rank's rows of a chunk have their own GEMM, else 1."""
+        return 1 if self.operator in EXPERTS else self.world
+
+    @property
+    def beside_gemm(self) -> GemmShape:
+        """GEMM of the operators that run while the transfers are in flight."""
+        return GemmShape(self.rows, self.sent, self.beside * (2 if self.weight else 1))
+
+    @property
+    def handshakes(self) -> int:
+        """Exchanges of a few bytes. Combine's backward also sends the routing weights and their gradients."""
+        if self.operator not in EXPERTS:
+            return 0
+        return 3 if self.operator == "matmul_combine" and self.weight else 1
 
 
 @lru_cache(maxsize=4096)
@@ -135,33 +160,6 @@ class GemmShape:
 
     def with_rows(self, rows: float) -> GemmShape:
         return replace(self, rows=math.ceil(rows))
-
-
-@dataclass(frozen=True)
-class OperatorLoad:
-    """Transfers and GEMMs of one operator in one direction.
-
-    gathered, scattered: bytes transferred before and after the GEMM.
-    gemms_per_chunk: the number of ranks if each rank's rows of a chunk have their own GEMM, else 1.
-    gemm_needs_gathered: whether the GEMM multiplies the gathered rows.
-    weight: whether the weight gradient is computed too. It needs all gathered rows and takes as long as the GEMM.
-    in_place: whether peers' rows can be read in place if the group shares memory.
-    handshakes: number of exchanges of a few bytes. swaps: whether a chunk is a row range that is exchanged by columns
-        (Ulysses).
-    beside: GEMM of the operators that run while the transfers are in flight.
-    """
-
-    gathered: int
-    scattered: int
-    gemm: GemmShape
-    world: int
-    gemms_per_chunk: int
-    gemm_needs_gathered: bool
-    weight: bool
-    in_place: bool
-    handshakes: int
-    swaps: bool = False
-    beside: GemmShape = GemmShape(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -205,85 +203,85 @@ class GroupRates:
         return slow + (fast - slow) * math.log(rows / low) / math.log(high / low)
 
 
-def predict(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
+def predict(work: OperatorWork, rates: GroupRates, chunks: int) -> float:
     """Return the predicted seconds of the operator for a number of chunks."""
-    handshakes_s = load.handshakes * rates.latency_s
-    if chunks > 1 and load.in_place and rates.shared:
-        return handshakes_s + _in_place(load, rates)
-    if load.gemm_needs_gathered:
-        return handshakes_s + (_gather_columns if load.swaps else _gather)(load, rates, chunks)
-    return handshakes_s + (_scatter_columns if load.swaps else _scatter)(load, rates, chunks)
+    handshakes_s = work.handshakes * rates.latency_s
+    if chunks > 1 and work.operator in IN_PLACE and rates.shared:
+        return handshakes_s + _in_place(work, rates)
+    if work.receives:
+        return handshakes_s + (_gather_columns if work.operator in SWAPS else _gather)(work, rates, chunks)
+    return handshakes_s + (_scatter_columns if work.operator in SWAPS else _scatter)(work, rates, chunks)
 
 
-def _in_place(load: OperatorLoad, rates: GroupRates) -> float:
+def _in_place(work: OperatorWork, rates: GroupRates) -> float:
     """Return the seconds if ranks read each other's rows in place.
 
     Each rank copies its own rows once, and the peers read them. Scattered results are read but not copied, so they
     count half.
     """
-    num_bytes = load.gathered / load.world + load.scattered / 2
-    gemms = load.world * rates.gemm_s(load.gemm.with_rows(load.gemm.rows / load.world))
-    return rates.transfer_s(num_bytes) + gemms + (rates.gemm_s(load.gemm) if load.weight else 0.0)
+    num_bytes = work.gathered / work.world + work.scattered / 2
+    gemms = work.world * rates.gemm_s(work.gemm.with_rows(work.gemm.rows / work.world))
+    return rates.transfer_s(num_bytes) + gemms + (rates.gemm_s(work.gemm) if work.weight else 0.0)
 
 
-def _gather(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
-    receive = rates.transfer_s(load.gathered / chunks)
-    gemm = rates.gemm_s(load.gemm)
-    weight = gemm if load.weight else 0.0
+def _gather(work: OperatorWork, rates: GroupRates, chunks: int) -> float:
+    receive = rates.transfer_s(work.gathered / chunks)
+    gemm = rates.gemm_s(work.gemm)
+    weight = gemm if work.weight else 0.0
     if chunks == 1:
-        return receive + gemm + weight + rates.gemm_s(load.beside)
-    own_rows = load.gemm.rows / load.world
-    gemms = max(load.gemms_per_chunk - 1, 1)  # this rank's rows are not part of a chunk
-    chunk_s = gemms * rates.gemm_s(load.gemm.with_rows((load.gemm.rows - own_rows) / gemms / chunks))
-    start = chunks * (rates.chunk_s + receive * (1 - rates.hides)) + rates.gemm_s(load.beside)
-    cores_free = start + rates.gemm_s(load.gemm.with_rows(own_rows))
+        return receive + gemm + weight + rates.gemm_s(work.beside_gemm)
+    own_rows = work.gemm.rows / work.world
+    gemms = max(work.gemms_per_chunk - 1, 1)  # this rank's rows are not part of a chunk
+    chunk_s = gemms * rates.gemm_s(work.gemm.with_rows((work.gemm.rows - own_rows) / gemms / chunks))
+    start = chunks * (rates.chunk_s + receive * (1 - rates.hides)) + rates.gemm_s(work.beside_gemm)
+    cores_free = start + rates.gemm_s(work.gemm.with_rows(own_rows))
     for chunk in range(1, chunks + 1):
         cores_free = max(cores_free, chunk * receive) + chunk_s
     return cores_free + weight
 
 
-def _gather_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
+def _gather_columns(work: OperatorWork, rates: GroupRates, chunks: int) -> float:
     """Return the seconds of an all-to-all followed by a GEMM.
 
     Only the weight gradient of this rank's columns needs no transfer.
     """
-    receive = rates.transfer_s(load.gathered / chunks)
-    weight = rates.gemm_s(load.gemm) if load.weight else 0.0
-    chunk_s = rates.gemm_s(load.gemm.with_rows(load.gemm.rows / chunks))
+    receive = rates.transfer_s(work.gathered / chunks)
+    weight = rates.gemm_s(work.gemm) if work.weight else 0.0
+    chunk_s = rates.gemm_s(work.gemm.with_rows(work.gemm.rows / chunks))
     start = chunks * rates.chunk_s if chunks > 1 else 0.0
-    transfer_cores = chunks * receive * (1 - rates.hides) if chunks > 1 or load.weight else 0.0
-    cores_free = start + transfer_cores + weight / load.world
+    transfer_cores = chunks * receive * (1 - rates.hides) if chunks > 1 or work.weight else 0.0
+    cores_free = start + transfer_cores + weight / work.world
     for chunk in range(1, chunks + 1):
         cores_free = max(cores_free, chunk * receive) + chunk_s
-    return cores_free + weight * (load.world - 1) / load.world
+    return cores_free + weight * (work.world - 1) / work.world
 
 
-def _scatter(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
-    receive, send = (rates.transfer_s(num_bytes / chunks) for num_bytes in (load.gathered, load.scattered))
-    gemm = rates.gemm_s(load.gemm)
-    gemms = load.gemms_per_chunk if chunks > 1 else 1
-    chunk_s = gemms * rates.gemm_s(load.gemm.with_rows(load.gemm.rows / gemms / chunks))
-    if chunks == 1 and load.handshakes:  # serial execution of experts: no transfer is in flight during a GEMM
-        return gemm + send + (gemm if load.weight else 0.0) + rates.gemm_s(load.beside)
+def _scatter(work: OperatorWork, rates: GroupRates, chunks: int) -> float:
+    receive, send = (rates.transfer_s(num_bytes / chunks) for num_bytes in (work.gathered, work.scattered))
+    gemm = rates.gemm_s(work.gemm)
+    gemms = work.gemms_per_chunk if chunks > 1 else 1
+    chunk_s = gemms * rates.gemm_s(work.gemm.with_rows(work.gemm.rows / gemms / chunks))
+    if chunks == 1 and work.handshakes:  # serial execution of experts: no transfer is in flight during a GEMM
+        return gemm + send + (gemm if work.weight else 0.0) + rates.gemm_s(work.beside_gemm)
     cores_free, network = _send_chunks(rates, chunks, chunk_s, send, chunks * receive)
-    if load.weight:
+    if work.weight:
         cores_free = max(cores_free, chunks * receive) + gemm
-    return max(cores_free + rates.gemm_s(load.beside), network)
+    return max(cores_free + rates.gemm_s(work.beside_gemm), network)
 
 
-def _scatter_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
+def _scatter_columns(work: OperatorWork, rates: GroupRates, chunks: int) -> float:
     """Return the seconds of GEMMs followed by an all-to-all per chunk.
 
     The GEMMs of the peers' columns come first, chunk by chunk. The GEMM of this rank's columns comes last and covers
     all rows.
     """
-    send, world, gemm = rates.transfer_s(load.scattered / chunks), load.world, load.gemm
+    send, world, gemm = rates.transfer_s(work.scattered / chunks), work.world, work.gemm
     columns = replace(gemm, columns=math.ceil(gemm.columns / world))
     gemms = world - 1 if chunks > 1 else world  # with one chunk, it includes this rank's columns
     chunk_s = gemms * rates.gemm_s(columns.with_rows(gemm.rows / chunks))
     cores_free, network = _send_chunks(rates, chunks, chunk_s, send, 0.0)
     cores_free += rates.gemm_s(columns) if chunks > 1 else 0.0
-    return max(cores_free + (rates.gemm_s(gemm) if load.weight else 0.0), network)
+    return max(cores_free + (rates.gemm_s(gemm) if work.weight else 0.0), network)
 
 
 def _send_chunks(rates: GroupRates, chunks: int, chunk_s: float, send: float, network: float) -> tuple[float, float]:
@@ -308,9 +306,8 @@ def cheapest(work: OperatorWork, rates: GroupRates, candidates: Sequence[int] = 
 
     Return 1 if no other number saves at least the fraction ``margin`` of the time with one chunk.
     """
-    load = work.load()
-    if not load.gathered and not load.scattered:
+    if not work.gathered and not work.scattered:
         return 1
-    serial = predict(load, rates, 1)
-    seconds, chunks = min((predict(load, rates, c), c) for c in candidates)
+    serial = predict(work, rates, 1)
+    seconds, chunks = min((predict(work, rates, c), c) for c in candidates)
     return chunks if seconds < serial * (1 - margin) else 1
