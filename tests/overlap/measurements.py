@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from moe_comm.comm.communicator import communicators
 from moe_comm.overlap.options import TRITON
+from moe_comm.overlap.tuning import choose, store
 from moe_comm.overlap.tuning.cost import OperatorWork
 from moe_comm.overlap.tuning.store import Measurement, OverlapChoice, Trial, TuningEnvironment
 
 PLACE = TuningEnvironment(hosts=1, shared=False, threads=1, device="cpu", bytes_per_s=1e9)
 WORK = OperatorWork("gather_matmul", "forward", 1024, 512, 512, torch.float32, 2)
+
+
+def configure_tuning(folder: Path | None = None) -> None:
+    """Let this process use the measurements in ``folder``, and forget earlier choices. None: its own folder again.
+
+    Call it on every rank or on none.
+    """
+    choose.cache_folder = store.cache_folder if folder is None else lambda: folder  # type: ignore[assignment,misc]
+    for comm in communicators():
+        comm.forget("tuning")
 
 
 def measured(

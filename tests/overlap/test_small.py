@@ -16,8 +16,8 @@ from moe_comm.comm.group_setup import channel_of, configure_collectives
 from moe_comm.overlap import chunked, linear
 from moe_comm.overlap.linear import gather_matmul, matmul_scatter
 from moe_comm.overlap.options import Overlap
-from moe_comm.overlap.tuning.choose import configure_tuning
 from tests.layers.reference import draw
+from tests.overlap.measurements import configure_tuning
 from tests.pool import RankPool, on_ranks
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {"gather_matmul": gather_matmul, "matmul_scatter": matmul_scatter}

@@ -25,7 +25,7 @@ from moe_comm.overlap.expert_operators import dispatch_matmul, matmul_combine
 from moe_comm.overlap.linear import gather_matmul
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.tuning import choose as tuning
-from moe_comm.overlap.tuning.choose import choose, configure_tuning
+from moe_comm.overlap.tuning.choose import choose
 from moe_comm.overlap.tuning.cost import DIRECTIONS, FUSED, GroupRates, OperatorWork, predict
 from moe_comm.overlap.tuning.store import (
     Measurement,
@@ -39,7 +39,7 @@ from moe_comm.overlap.tuning.store import (
 )
 from moe_comm.topology import ExpertPlacement
 from tests.overlap.common import gather_reference
-from tests.overlap.measurements import PLACE, WORK, fused, measured
+from tests.overlap.measurements import PLACE, WORK, configure_tuning, fused, measured
 from tests.pool import RankPool, on_ranks
 
 CPU = torch.device("cpu")

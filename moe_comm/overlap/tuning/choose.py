@@ -18,13 +18,11 @@ import warnings
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from moe_comm.comm.agree import digest
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.communicator import communicators
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON
 from moe_comm.overlap.tuning.cost import CHUNKS, IN_PLACE, MARGIN, GroupRates, OperatorWork, cheapest, predict
@@ -38,34 +36,11 @@ Works = OperatorWork | tuple[OperatorWork, ...]
 
 @dataclass
 class _GroupState:
-    """State of one group: rates by (dtype, device type), and choices."""
+    """State of one group: rates by (dtype, device type), choices, and on rank 0 its stored measurements."""
 
     rates: dict[tuple[torch.dtype, str], GroupRates] = field(default_factory=dict)
     choices: dict[tuple[Works, str, tuple[str, ...]], OverlapChoice] = field(default_factory=dict)
-
-
-@dataclass
-class _Source:
-    """Measurements that this process uses, loaded on first use."""
-
-    folder: Path | None = None
     store: TuningStore | None = None
-
-
-_source = _Source()
-
-
-def configure_tuning(folder: Path | None = None) -> None:
-    """Use the measurements in ``folder`` from now on, and discard earlier choices.
-
-    Call it on every rank or on none. The folders of the ranks may differ.
-
-    Args:
-        folder: None: ``cache_folder()``.
-    """
-    _source.folder, _source.store = folder, None
-    for comm in communicators():
-        comm.forget("tuning")
 
 
 def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[str, ...] = BACKENDS) -> OverlapChoice:
@@ -136,13 +111,13 @@ def _agree_on_choice(
     if channel.rank == 0:
         environment = place_of(channel, rates, device)
         try:
-            if _source.store is None:
-                _source.store, problem = read_store(_source.folder or cache_folder())
-            choice = _select(works, _source.store, environment, rates, backends)
+            if state.store is None:
+                state.store, problem = read_store(cache_folder())
+            choice = _select(works, state.store, environment, rates, backends)
         except Exception as error:
             problem = f"cannot be used ({type(error).__name__}: {error}); ignored"
-            _source.store = TuningStore()
-            choice = _select(works, _source.store, environment, rates, backends)
+            state.store = TuningStore()
+            choice = _select(works, state.store, environment, rates, backends)
     raw = json.dumps(asdict(choice)).encode().ljust(CHOICE_BYTES)
     raw += problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES)
     message = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
