@@ -291,19 +291,19 @@ _ALIGNED = ("x_ptr", "b_ptr", "y_ptr", "peers_ptr", "fault_ptr", "inner", "colum
 
 
 def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
-    programs, row = Programs(1, 1, **TILES[dtype]), POINTERS[dtype]
+    programs, row = Programs(1, 1, TILES[dtype]), POINTERS[dtype]
     memory = {"peers_ptr": "*i64", "fault_ptr": "*i64"}
     tensors = {"x_ptr": row, "b_ptr": row, "y_ptr": row, **memory}
     sizes = {"rows": "i32", "inner": "i32", "columns": "i32"}
-    tiles = {"BLOCK_M": programs.block_m, "BLOCK_N": programs.block_n, "BLOCK_K": programs.block_k}
-    copy = {"DTYPE": DTYPES[dtype], "CHUNK": programs.chunk_rows, "COPY": programs.copy}
-    name, warps, stages = str(dtype).removeprefix("torch."), programs.num_warps, programs.num_stages
+    tile = programs.tile
+    copy = {"DTYPE": DTYPES[dtype], "CHUNK": tile.rows, "COPY": programs.copy}
+    name = str(dtype).removeprefix("torch.")
     specs = []
     # The forward pass multiplies by weight.T, the backward pass by the weight.
     strides = ("b_stride_n", "b_stride_k")
     for direction, (strided, dense) in (("forward", strides), ("backward", strides[::-1])):
         types = {**tensors, **sizes, strided: "i32", **_TURN, "timeout_ns": "i64"}
-        constants = {dense: 1, "ALIGNED": True, **tiles}
+        constants = {dense: 1, "ALIGNED": True, **tile.blocks}
         for kernel, count, extra in (
             (gather_matmul_kernel, "moving", copy),
             (matmul_scatter_kernel, "computing", {"DTYPE": DTYPES[dtype]}),
@@ -311,7 +311,7 @@ def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             specs.append(
                 KernelSpec(
                     f"{kernel.__name__.removesuffix('_kernel')}, {direction}, {name}", kernel, {**types, count: "i32"},
-                    {**constants, **extra}, (*_ALIGNED, strided), warps, stages,
+                    {**constants, **extra}, (*_ALIGNED, strided), tile.warps, tile.stages,
                 )
             )  # fmt: skip
     sizes = {"rows": "i32", "width": "i32"}

@@ -17,7 +17,7 @@ ExecutorName = Literal["auto", "serial", "pipelined", "device"]
 _ALLOWED: dict[str, tuple[str, ...]] = {"auto": BACKENDS, "chunked": (CHUNKED,), "triton": (TRITON,)}
 
 
-def at_least_one(name: str, value: int) -> None:
+def _at_least_one(name: str, value: int) -> None:
     """Raise ConfigError unless ``value`` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}")
@@ -68,10 +68,10 @@ class Overlap:
 
     def __post_init__(self) -> None:
         if self.chunks != "auto":
-            at_least_one("chunks", self.chunks)
-        at_least_one("chunk_bytes", self.chunk_bytes)
+            _at_least_one("chunks", self.chunks)
+        _at_least_one("chunk_bytes", self.chunk_bytes)
         if self.programs is not None:
-            at_least_one("programs", self.programs)
+            _at_least_one("programs", self.programs)
         if self.backend not in get_args(Backend):
             raise ConfigError(f"unknown backend {self.backend!r}; known: {', '.join(get_args(Backend))}")
         if self.executor not in get_args(ExecutorName):

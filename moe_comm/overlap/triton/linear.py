@@ -140,7 +140,7 @@ class LinearKernels:
                 x_SD, b_DN, y_WSN, memory.peers_W, memory.fault,
                 rows, inner, columns, b_DN.stride(0), b_DN.stride(1),
                 rank, world, number, turn.call, first_flag, data, memory.timeout_ns, programs.moving,
-                DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.chunk_rows, COPY=programs.copy,
+                DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.tile.rows, COPY=programs.copy,
                 **programs.launch(x_SD.device),
             )  # fmt: skip
         else:
@@ -171,7 +171,7 @@ class LinearKernels:
         push_rows_kernel[(programs.moving,)](
             x_SD, memory.peers_W, memory.fault, *x_SD.shape,
             rank, world, number, turn.call, first_flag, data, memory.timeout_ns,
-            DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.chunk_rows, COPY=programs.copy,
+            DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.tile.rows, COPY=programs.copy,
         )  # fmt: skip
 
     def _await(self, turn: KernelTurn, x_SD: Tensor, offset: int = 0, flag: int = 0) -> None:
@@ -179,7 +179,7 @@ class LinearKernels:
         memory, programs = self.memory, self.programs
         await_rows_kernel[(programs.moving,)](
             memory.peers_W, memory.fault, *x_SD.shape, *self._location(turn, offset, flag), memory.timeout_ns,
-            DTYPE=DTYPES[x_SD.dtype], CHUNK=programs.chunk_rows, COPY=programs.copy,
+            DTYPE=DTYPES[x_SD.dtype], CHUNK=programs.tile.rows, COPY=programs.copy,
         )  # fmt: skip
 
     def _received(self, turn: KernelTurn, x_SD: Tensor, offset: int = 0) -> Tensor:
@@ -195,7 +195,7 @@ class LinearKernels:
 
     def _rows_section(self, x_SD: Tensor) -> _Section:
         """Return the memory for the rows of all ranks, with a flag for each chunk."""
-        rows, size = x_SD.shape[0], self.programs.chunk_rows
+        rows, size = x_SD.shape[0], self.programs.tile.rows
         chunks = -(-rows // size)
 
         def name(index: int) -> str:
@@ -207,7 +207,7 @@ class LinearKernels:
     def _sums_section(self, y_SN: Tensor) -> _Section:
         """Return the memory for each rank's partial sums, with a flag for each tile."""
         rows, columns = y_SN.shape
-        tiles = -(-rows // self.programs.block_m) * -(-columns // self.programs.block_n)
+        tiles = -(-rows // self.programs.tile.rows) * -(-columns // self.programs.tile.columns)
 
         def name(index: int) -> str:
             source, tile = divmod(index, tiles)

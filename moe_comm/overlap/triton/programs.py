@@ -29,47 +29,32 @@ from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, tile_at
+from moe_comm.kernels.triton.grouped_mm import Tiling
 from moe_comm.kernels.triton.launch import DTYPES, waiting_programs
-from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.triton.flags import data_of, enter, may_write_to, notify, wait_at_least, words_of
 from moe_comm.overlap.triton.memory import TURN_ARGUMENTS
+
+TILES = {
+    torch.float32: Tiling(64, 64, 32, 4, 3),
+    torch.bfloat16: Tiling(128, 128, 64, 8, 3),
+    torch.float16: Tiling(128, 128, 64, 8, 3),
+}
+"""fp32 uses no tensor cores, because TF32 would lose bits; its tiles are smaller to avoid register spills."""
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Programs and tile sizes of a fused kernel.
+    """Programs and tile of a fused kernel.
 
-    Args:
-        moving: Programs that push rows to peers, or sum what peers have pushed.
-        computing: Programs that multiply. All programs must be resident at once: at most one per processor.
-        block_m: Rows of a tile; a power of two, at least 16.
-        block_n: Columns of a tile; likewise.
-        block_k: Step along the inner dimension; likewise.
-        chunk_tiles: Tiles of rows that are pushed under one flag.
-        copy: Elements that a pushing program moves in one step, a power of two.
-        num_warps: Warps of the compiled kernel.
-        num_stages: Pipeline stages of the compiled kernel.
+    moving: programs that push rows to peers, or sum what peers have pushed. computing: programs that multiply. All of
+    them must be resident at once: at most one per processor. copy: elements that a pushing program moves in one step, a
+    power of two. The rows of a tile are pushed under one flag.
     """
 
     moving: int
     computing: int
-    block_m: int = 64
-    block_n: int = 64
-    block_k: int = 32
-    chunk_tiles: int = 1
+    tile: Tiling
     copy: int = 4096
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("moving", "computing", "chunk_tiles", "copy", "num_warps", "num_stages"):
-            at_least_one(name, getattr(self, name))
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ConfigError(f"{name} must be a power of two of at least 16; got {value}")
-        if self.copy & (self.copy - 1):
-            raise ConfigError(f"copy must be a power of two; got {self.copy}")
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, moving: int | None = None) -> Programs:
@@ -86,24 +71,14 @@ class Programs:
         moving = moving or max(1, total // 8)
         if moving >= max(total, 2):
             raise ConfigError(f"{moving} communicating programs leave none of {total} to compute; use fewer")
-        return cls(moving, max(1, total - moving), **TILES[dtype])
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows under one flag."""
-        return self.block_m * self.chunk_tiles
+        return cls(moving, max(1, total - moving), TILES[dtype])
 
     def launch(self, device: torch.device) -> dict[str, Any]:
         """Return launch options. Cooperative: CUDA rejects a grid that is not resident at once and would deadlock."""
-        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
         if device.type != "cuda":
-            return blocks
-        return {**blocks, "num_warps": self.num_warps, "num_stages": self.num_stages, "launch_cooperative_grid": True}
-
-
-_HALF = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8}
-TILES: dict[torch.dtype, dict[str, int]] = {torch.float32: {}, torch.bfloat16: _HALF, torch.float16: _HALF}
-"""fp32 uses no tensor cores, because TF32 would lose bits; its tiles are smaller to avoid register spills."""
+            return self.tile.blocks
+        options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "launch_cooperative_grid": True}
+        return {**self.tile.blocks, **options}
 
 
 def aligned(x: Tensor) -> bool:

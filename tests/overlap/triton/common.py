@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,6 @@ from torch import Tensor
 from tests.support.interpreter import interpret
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-TILES: dict[str, Any] = {"block_m": 16, "block_n": 16, "block_k": 16, "copy": 128}
-"""The smallest tiles that kernels support."""
 
 
 def interpreted(name: str) -> ModuleType:

@@ -20,7 +20,7 @@ from moe_comm.comm.group_setup import communicator_of, configure_collectives
 from moe_comm.overlap.linear import matmul_scatter
 from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
-from tests.overlap.triton.common import TILES, interpreted, needs_triton, tile_product
+from tests.overlap.triton.common import interpreted, needs_triton, tile_product
 from tests.pool import RankPool, with_longer_deadline
 
 pytestmark = needs_triton
@@ -38,15 +38,17 @@ def _inputs(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype
     return [draw(*size, seed=seed + rank, dtype=dtype) for size, seed in zip(sizes, (0, 50, 100), strict=True)]
 
 
-def _kernels(**programs: Any) -> Any:
-    memory = interpreted("memory").memory_of(dist.group.WORLD, torch.device("cpu"))
-    return interpreted("linear").LinearKernels(memory, interpreted("programs").Programs(**programs))
+def _kernels(moving: int, computing: int) -> Any:
+    """Return the kernels with the smallest tiles."""
+    memory, programs = interpreted("memory"), interpreted("programs")
+    sizes = programs.Programs(moving, computing, programs.Tiling(16, 16, 16, 4, 3), 128)
+    return interpreted("linear").LinearKernels(memory.memory_of(dist.group.WORLD, torch.device("cpu")), sizes)
 
 
-def _run(rank: int, world: int, arg: tuple[str, list[Any], dict[str, Any]]) -> list[list[Tensor]]:
+def _run(rank: int, world: int, arg: tuple[str, list[Any], tuple[int, int]]) -> list[list[Tensor]]:
     """Return results and both gradients for each (shape, dtype)."""
     name, cases, programs = arg
-    kernels, results = _kernels(**programs), []
+    kernels, results = _kernels(*programs), []
     for shape, dtype in cases:
         x, weight, grad = _inputs(name, rank, world, shape, dtype)
         y = kernels.forward(name, x, weight)
@@ -85,8 +87,7 @@ def _expected(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> lis
 def test_results_and_input_gradients_have_the_bits_of_the_tiles_arithmetic(
     pool3: RankPool, name: str, dtype: torch.dtype
 ) -> None:
-    programs = {"moving": 2, "computing": 2, **TILES}
-    results = pool3.run(_run, (name, [(shape, dtype) for shape in SHAPES], programs))
+    results = pool3.run(_run, (name, [(shape, dtype) for shape in SHAPES], (2, 2)))
     for number, shape in enumerate(SHAPES):
         for rank, (y, grad_x, grad_w) in enumerate(_expected(name, shape, dtype)):
             actual = results[rank][number]
@@ -99,10 +100,10 @@ def test_results_and_input_gradients_have_the_bits_of_the_tiles_arithmetic(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bits_do_not_depend_on_programs_or_chunks(pool3: RankPool, name: str) -> None:
+def test_the_bits_do_not_depend_on_programs(pool3: RankPool, name: str) -> None:
     cases = [((35, 8, 5), torch.float32)]
-    few_programs = pool3.run(_run, (name, cases, {"moving": 1, "computing": 1, **TILES}))
-    many_programs = pool3.run(_run, (name, cases, {"moving": 5, "computing": 3, "chunk_tiles": 2, **TILES}))
+    few_programs = pool3.run(_run, (name, cases, (1, 1)))
+    many_programs = pool3.run(_run, (name, cases, (5, 3)))
     for rank in range(WORLD):
         assert all(map(torch.equal, few_programs[rank][0], many_programs[rank][0])), rank
 
@@ -112,7 +113,7 @@ def _run_many_turns(rank: int, world: int, turns: int) -> bool:
 
     Values are whole numbers, so the order of additions does not matter.
     """
-    kernels, correct = _kernels(moving=2, computing=2, **TILES), True
+    kernels, correct = _kernels(2, 2), True
     for turn in range(turns):
         rows, columns = 3 + 9 * (turn % 3), 2 + turn
         parts = [torch.full((rows, 4), float(10 * turn + r)) for r in range(world)]
@@ -139,7 +140,7 @@ def test_many_turns_run_without_resets_and_leave_no_open_file(pool3: RankPool) -
 def _make_different_calls(rank: int, world: int, arg: None) -> str:
     outputs = 3 if rank == 1 else 2
     try:
-        _kernels(moving=1, computing=1, **TILES).forward("gather_matmul", torch.ones(4, 4), torch.ones(outputs, 4))
+        _kernels(1, 1).forward("gather_matmul", torch.ones(4, 4), torch.ones(outputs, 4))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -163,21 +164,17 @@ def _bad_input(rank: int, world: int, arg: None) -> list[str]:
             matmul_scatter(x, weight, dist.group.WORLD, Overlap(backend="triton"))
         except Exception as error:
             errors.append(type(error).__name__)
-    try:
-        interpreted("programs").Programs(1, 1, block_m=24)
-    except Exception as error:
-        errors.append(type(error).__name__)
     return errors
 
 
 def test_bad_input_is_refused_before_rows_move(pool3: RankPool) -> None:
-    assert pool3.run(_bad_input) == [["InputError", "InputError", "InputError", "ConfigError"]] * WORLD
+    assert pool3.run(_bad_input) == [["InputError"] * 3] * WORLD
 
 
 def _lose_rank_2(rank: int, world: int, arg: tuple[str, str, float]) -> list[str]:
     """Rank 2 takes part once, then exits or hangs."""
     name, failure, timeout_s = arg
-    kernels = _kernels(moving=2, computing=2, **TILES)
+    kernels = _kernels(2, 2)
     x, weight, _ = _inputs(name, rank, world, (17, 8, 5), torch.float32)
     options = CollectiveOptions()
     kernels.forward(name, x, weight)
