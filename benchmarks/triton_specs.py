@@ -317,7 +317,6 @@ def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     sizes = {"rows": "i32", "width": "i32"}
     push = {**memory, "x_ptr": row, **sizes, **_TURN, "timeout_ns": "i64"}
     wait = {**memory, **sizes, **_TURN, "timeout_ns": "i64"}
-    del wait["call"]
     specs.append(KernelSpec(f"push_rows, {name}", push_rows_kernel, push, {**copy, "ALIGNED": True}, _ALIGNED))
     specs.append(KernelSpec(f"await_rows, {name}", await_rows_kernel, wait, copy, _ALIGNED))
     return tuple(specs)

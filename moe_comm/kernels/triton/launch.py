@@ -23,7 +23,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.gpu.record import BufferIndex, new_record as record_of
+from moe_comm.gpu.record import BufferIndex
 from moe_comm.kernels.recording import Step, record
 
 if TYPE_CHECKING:
@@ -208,11 +208,6 @@ def repeats(device: torch.device) -> bool:
     """Return whether recorded launches on ``device`` can be repeated: it is the current one, and no profiler of Triton
     wants to see them."""
     return device.type == "cuda" and torch._C._cuda_getDevice() == device.index and not _is_hooked()
-
-
-def new_record(device: torch.device, buffers: Sequence[tuple[int, int]]) -> _C.GpuRecord:
-    """Return ``gpu.record.new_record`` for a device."""
-    return record_of(device.index, buffers)
 
 
 def _described(args: Sequence[Any]) -> list[Any]:

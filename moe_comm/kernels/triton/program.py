@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_comm.gpu.record import BufferIndex
+from moe_comm.gpu.record import BufferIndex, new_record
 from moe_comm.kernels.recording import recorded
 from moe_comm.kernels.tensor_cores import current_stream
 from moe_comm.kernels.triton import launch as launches
@@ -164,7 +164,7 @@ def _record(
         return arg._replace(tensor=index_of(arg.tensor)) if type(arg) is Matrix else arg
 
     arguments = [[recorded_arg(arg) for arg in step.args] for step in steps]
-    record = launches.new_record(inputs[0].device, buffers)  # type: ignore[union-attr]
+    record = new_record(inputs[0].device.index, buffers)  # type: ignore[union-attr]
     for step, args in zip(steps, arguments, strict=True):
         if step.add is None or not step.add(record, step.grid, args):
             return results, None

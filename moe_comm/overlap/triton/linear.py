@@ -43,16 +43,6 @@ class _Section(NamedTuple):
     names: Names
 
 
-class _Location(NamedTuple):
-    """rank, world, turn, first flag and data, in the order of the kernels' arguments."""
-
-    rank: int
-    world: int
-    turn: int
-    first_flag: int
-    data: int
-
-
 @dataclass(frozen=True)
 class LinearKernels:
     """The four passes without autograd. All calls are collective. The operator is named as in ``overlap/linear.py``,
@@ -135,11 +125,10 @@ class LinearKernels:
             return y_WSN.zero_(), None if other_TK is None else x_SD.new_zeros(inner, other_TK.shape[1])
         turn = memory.turn(*self._rows_section(x_SD), f"{description} by {columns}")
         if columns:
-            rank, world, number, first_flag, data = self._location(turn)
             gather_matmul_kernel[(programs.moving + programs.computing,)](
                 x_SD, b_DN, y_WSN, memory.peers_W, memory.fault,
                 rows, inner, columns, b_DN.stride(0), b_DN.stride(1),
-                rank, world, number, turn.call, first_flag, data, memory.timeout_ns, programs.moving,
+                *self._arguments(turn), programs.moving,
                 DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.tile.rows, COPY=programs.copy,
                 **programs.launch(x_SD.device),
             )  # fmt: skip
@@ -156,21 +145,18 @@ class LinearKernels:
         """Write this rank's rows of the sum over ranks of x @ b to y. x and y are dense; b has any strides."""
         (_, rows, inner), columns = x_WSK.shape, b_KN.shape[1]
         memory, programs = self.memory, self.programs
-        rank, world, number, first_flag, data = self._location(turn)
         matmul_scatter_kernel[(programs.moving + programs.computing,)](
             x_WSK, b_KN, y_SN, memory.peers_W, memory.fault,
             rows, inner, columns, b_KN.stride(0), b_KN.stride(1),
-            rank, world, number, turn.call, first_flag, data, memory.timeout_ns, programs.computing,
+            *self._arguments(turn), programs.computing,
             DTYPE=DTYPES[x_WSK.dtype], ALIGNED=aligned(x_WSK), **programs.launch(x_WSK.device),
         )  # fmt: skip
 
     def _push(self, turn: KernelTurn, x_SD: Tensor, offset: int = 0, flag: int = 0) -> None:
         """Push this rank's rows to the peers, without a GEMM."""
         memory, programs = self.memory, self.programs
-        rank, world, number, first_flag, data = self._location(turn, offset, flag)
         push_rows_kernel[(programs.moving,)](
-            x_SD, memory.peers_W, memory.fault, *x_SD.shape,
-            rank, world, number, turn.call, first_flag, data, memory.timeout_ns,
+            x_SD, memory.peers_W, memory.fault, *x_SD.shape, *self._arguments(turn, offset, flag),
             DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.tile.rows, COPY=programs.copy,
         )  # fmt: skip
 
@@ -178,7 +164,7 @@ class LinearKernels:
         """Wait for the rows that peers push."""
         memory, programs = self.memory, self.programs
         await_rows_kernel[(programs.moving,)](
-            memory.peers_W, memory.fault, *x_SD.shape, *self._location(turn, offset, flag), memory.timeout_ns,
+            memory.peers_W, memory.fault, *x_SD.shape, *self._arguments(turn, offset, flag),
             DTYPE=DTYPES[x_SD.dtype], CHUNK=programs.tile.rows, COPY=programs.copy,
         )  # fmt: skip
 
@@ -188,10 +174,14 @@ class LinearKernels:
         rows_WSD[self.memory.rank] = x_SD
         return rows_WSD
 
-    def _location(self, turn: KernelTurn, offset: int = 0, flag: int = 0) -> _Location:
-        """offset: bytes from the start of the turn's data. flag: index of the first flag among the turn's flags."""
+    def _arguments(self, turn: KernelTurn, offset: int = 0, flag: int = 0) -> tuple[int, ...]:
+        """Return the arguments ``rank`` to ``timeout_ns`` of the kernels.
+
+        offset: bytes from the start of the turn's data. flag: index of the first flag among the turn's flags.
+        """
         memory = self.memory
-        return _Location(memory.rank, memory.world, turn.number, turn.first_flag + flag, turn.data + offset)
+        place = turn.first_flag + flag, turn.data + offset
+        return memory.rank, memory.world, turn.number, turn.call, *place, memory.timeout_ns
 
     def _rows_section(self, x_SD: Tensor) -> _Section:
         """Return the memory for the rows of all ranks, with a flag for each chunk."""

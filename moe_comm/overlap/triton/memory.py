@@ -76,19 +76,6 @@ class KernelTurn:
     names: Names = field(repr=False)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """The blocks of all ranks, and the sizes of their sections."""
-
-    blocks: Blocks
-    flags: int
-    data_bytes: int
-
-    @property
-    def own(self) -> Tensor:
-        return self.blocks.own
-
-
 class SymmetricMemory:
     """The blocks of a group's ranks on one kind of device; created by ``memory_of``.
 
@@ -108,7 +95,8 @@ class SymmetricMemory:
         self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device)
         self.failed: PeerError | None = None
         self.peers_W = torch.zeros(self.world, dtype=torch.int64, device=device)
-        self._block: _Block | None = None
+        self._blocks: Blocks | None = None
+        self._flags = self._data_bytes = 0  # of one half
         self._order = stream_order(self.channel.comm.keep if self.channel is not None else None, device)
         self._number = 0
         self._launched: list[tuple[torch.cuda.Event, Tensor, KernelTurn]] = []
@@ -143,23 +131,22 @@ class SymmetricMemory:
         if self.device.type == "cuda" and self.channel is not None:
             # Compare before the blocks may grow, which is collective.
             self.channel.compare(description, torch.empty(0, device=self.device, dtype=torch.float32))
-        if self._block is None or self._block.data_bytes < data_bytes or self._block.flags < flags:
+        if self._blocks is None or self._data_bytes < data_bytes or self._flags < flags:
             self._grow(data_bytes, flags, description)
-        assert self._block is not None
         self._number += 1
         half = self._number % 2
         header = self._header_words()
-        first_flag = header + half * self._block.flags
-        data = (header + 2 * self._block.flags) * 8 + half * self._block.data_bytes
+        first_flag = header + half * self._flags
+        data = (header + 2 * self._flags) * 8 + half * self._data_bytes
         call = digest(description) & 0x7FFFFFFF  # fits int32, so that kernels are not compiled for int64 too
         return KernelTurn(self._number, call, first_flag, data, description, names)
 
     def data(self, turn: KernelTurn, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Return a view of this rank's data of ``turn``, ``offset`` bytes (a multiple of 256) from its start. It is
         valid until the next turn starts."""
-        assert self._block is not None
+        assert self._blocks is not None
         first = turn.data + offset
-        return self._block.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return self._blocks.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, turn: KernelTurn) -> None:
         """Finish ``turn`` after its last kernel. On CPUs, raise its errors. On GPUs, kernels may not have run yet, so a
@@ -194,7 +181,7 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """Release the memory. All ranks must have completed their last turn."""
-        self._block = None
+        self._blocks = None
         self.failed = self.failed or PeerError("this symmetric memory is closed")
 
     def _header_words(self) -> int:
@@ -224,8 +211,8 @@ class SymmetricMemory:
 
         Only this turn's result is lost then, because all ranks write within the agreed sizes.
         """
-        assert self._block is not None
-        words = self._block.own[: self._header_words() * 8].view(torch.int64)
+        assert self._blocks is not None
+        words = self._blocks.own[: self._header_words() * 8].view(torch.int64)
         calls_W = words[self.world :][turn.number % CALL_SLOTS * self.world :][: self.world].tolist()
         entered_W = words[: self.world].tolist()
         others = [
@@ -240,11 +227,10 @@ class SymmetricMemory:
         """Allocate larger blocks on all ranks. The exchange is also a barrier: all ranks have completed earlier
         turns."""
         self.check(wait=True)
-        old = self._block
-        data_bytes = max(_power_of_two(data_bytes), MIN_DATA_BYTES, old.data_bytes if old else 0)
-        flags = max(_power_of_two(flags), ALIGN // 8, old.flags if old else 0)
+        data_bytes = max(_power_of_two(data_bytes), MIN_DATA_BYTES, self._data_bytes)
+        flags = max(_power_of_two(flags), ALIGN // 8, self._flags)
         total = round_up((self._header_words() + 2 * flags) * 8 + 2 * data_bytes)
-        blocks = self._blocks(total, description)
+        blocks = self._allocated(total, description)
         if self.device.type == "cuda" or self.world == 1:
             blocks.own[: self.world * 8].view(torch.int64).fill_(self._number)
         if self.device.type == "cuda":
@@ -252,10 +238,10 @@ class SymmetricMemory:
             if self.channel is not None:
                 own_word = torch.zeros(1, dtype=torch.int64, device="cpu")
                 self.channel.all_gather(own_word, f"the start of symmetric memory for {description}")
-        self._block = _Block(blocks, flags, data_bytes)
+        self._blocks, self._flags, self._data_bytes = blocks, flags, data_bytes
         self.peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
 
-    def _blocks(self, total: int, description: str) -> Blocks:
+    def _allocated(self, total: int, description: str) -> Blocks:
         if self.channel is None or self.world == 1:
             return single_block(total, self.device)
         if self.device.type == "cuda":

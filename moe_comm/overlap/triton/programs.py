@@ -206,7 +206,7 @@ def push_rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=TURN_ARGUMENTS)
 def await_rows_kernel(  # type: ignore[no-untyped-def]
-    peers_ptr, fault_ptr, rows, width, rank, world, turn, first_flag, data, timeout_ns,
+    peers_ptr, fault_ptr, rows, width, rank, world, turn, call, first_flag, data, timeout_ns,
     DTYPE: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Wait for the rows of all peers. On a timeout, set the first row of the missing rows to NaN."""

@@ -17,7 +17,7 @@ import torch
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
-from moe_comm.gpu.record import BufferIndex
+from moe_comm.gpu.record import BufferIndex, new_record
 from moe_comm.kernels.triton import launch as launches
 from moe_comm.kernels.triton.grouped_mm import grouped_mm_kernel, grouped_mm_tma_kernel
 from moe_comm.kernels.triton.launch import DTYPES, Matrix, launch
@@ -75,7 +75,7 @@ def repeat(compiled: Any, grid: tuple[int, ...], args: Sequence[Any]) -> None:
             recorded.append(arg._replace(tensor=number) if type(arg) is Matrix else number)
         else:
             recorded.append(arg)
-    record = launches.new_record(torch.device("cuda", 0), buffers)
+    record = new_record(0, buffers)
     assert compiled.add_to(record, grid, recorded) and len(record) == 1
     record.run([t.data_ptr() - t.data_ptr() // 2 if isinstance(t, torch.Tensor) else 0 for t in tensors], 70)
 

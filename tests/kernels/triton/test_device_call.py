@@ -285,7 +285,7 @@ def emulated(driver: PythonDriver) -> Iterator[None]:
             for name in ("grouped_mm", "linear", "router", "rows", "slot_order", "swiglu", "swiglu_gradient"):
                 patch.setattr(kernels(name), "launch", launch)
             patch.setattr(launches, "repeats", lambda device: True)
-            patch.setattr(launches, "new_record", driver.record)
+            patch.setattr(program, "new_record", driver.record)
             patch.setattr(program, "current_stream", lambda device: STREAM)
             yield
     finally:
