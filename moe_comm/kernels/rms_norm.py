@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.native import core, on_cpu
-from moe_comm.kernels.swiglu import NATIVE_DTYPES
-from moe_comm.runtime.memory import address, materialized
+from moe_comm.runtime.memory import DTYPE_CODES, address, materialized
 
 PARTIAL_ROWS = 128
 """The weight gradient is summed over blocks of this many rows, for every number of threads."""
@@ -34,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not torch.compiler.is_compiling():
         x, weight = materialized(x), materialized(weight)
     x = x.contiguous()  # a view of several rows may be strided where that of one row is not, and sums in another order
-    if x.dtype in NATIVE_DTYPES and x.numel() and on_cpu(x, weight):
+    if x.dtype in DTYPE_CODES and x.numel() and on_cpu(x, weight):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
     return rms_norm_reference(x, weight, eps)
 
@@ -60,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
             rows,
             width,
             eps,
-            NATIVE_DTYPES[x.dtype],
+            DTYPE_CODES[x.dtype],
             torch.get_num_threads(),
         )
         ctx.save_for_backward(x, weight, scale_R)
@@ -87,7 +86,7 @@ class _RMSNorm(torch.autograd.Function):
             rows,
             PARTIAL_ROWS,
             width,
-            NATIVE_DTYPES[x.dtype],
+            DTYPE_CODES[x.dtype],
             torch.get_num_threads(),
         )
         return grad_x, None if parts_PD is None else parts_PD.sum(0).to(weight.dtype), None

@@ -18,9 +18,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.native import TRITON_DEVICES, core, for_triton
 from moe_comm.kernels.pointwise import sigmoid_values
-from moe_comm.runtime.memory import address, readable, row_address
-
-NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from moe_comm.runtime.memory import DTYPE_CODES, address, readable, row_address
 
 
 def _shape_error(h_RG: Tensor, rows_RF: Tensor) -> InputError:
@@ -38,7 +36,7 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
     if h_RG.shape != (rows, 2 * width):
         raise _shape_error(h_RG, out_RF)
     dtype = h_RG.dtype
-    if dtype not in NATIVE_DTYPES or h_RG.stride(1) != 1 or out_RF.dtype != dtype or not out_RF.is_contiguous():
+    if dtype not in DTYPE_CODES or h_RG.stride(1) != 1 or out_RF.dtype != dtype or not out_RF.is_contiguous():
         swiglu_forward_reference(h_RG, out_RF)
     elif h_RG.device.type in TRITON_DEVICES and for_triton(h_RG, out_RF):
         from moe_comm.kernels.triton import swiglu as on_gpu  # needs Triton
@@ -49,7 +47,7 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
         h, out = h_RG.data_ptr(), out_RF.data_ptr()
         if (rows and width and not (h and out)) or h_RG.is_neg() or out_RF.is_neg() or not out_RF.is_cpu:
             raise InputError("swiglu needs tensors whose values are in CPU memory")
-        native.swiglu_forward(h, h_RG.stride(0), out, rows, width, NATIVE_DTYPES[dtype], torch.get_num_threads())
+        native.swiglu_forward(h, h_RG.stride(0), out, rows, width, DTYPE_CODES[dtype], torch.get_num_threads())
     else:
         swiglu_forward_reference(h_RG, out_RF)
 
@@ -70,7 +68,7 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
     if h_RG.shape != (rows, 2 * width) or (act_RF is not None and act_RF.shape != (rows, width)):
         raise _shape_error(h_RG, grad_RF if act_RF is None else act_RF)
     others = (grad_RF, grad_h_RG) if act_RF is None else (grad_RF, grad_h_RG, act_RF)
-    fits = h_RG.dtype in NATIVE_DTYPES and h_RG.stride(1) == 1
+    fits = h_RG.dtype in DTYPE_CODES and h_RG.stride(1) == 1
     for t in others:
         fits = fits and t.dtype == h_RG.dtype and t.is_contiguous()
     if not fits:
@@ -87,7 +85,7 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
             address(grad_h_RG, h_RG.dtype, h_RG.shape),
             address(act_RF, h_RG.dtype),
             *grad_RF.shape,
-            NATIVE_DTYPES[h_RG.dtype],
+            DTYPE_CODES[h_RG.dtype],
             torch.get_num_threads(),
         )
     else:

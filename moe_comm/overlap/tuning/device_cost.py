@@ -7,13 +7,12 @@
                                           [ sum: 4 slices ]      each after its slice of w2
 
 A budget of few blocks may send below the rate of the link; many blocks take processors from the GEMM. The model knows
-both, and how early tiles are ready: by expert in proportion to the rows that are sent (``csrc/cuda/order.h``), by
-token nearly all at the end. All functions are pure arithmetic: equal constants give equal choices on all ranks.
+both, and that tiles are ready in proportion to the rows that are sent, by expert (``csrc/cuda/order.h``). All functions
+are pure arithmetic: equal constants give equal choices on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_comm.errors import ConfigError
@@ -101,30 +100,25 @@ class DeviceForecast:
         return [*text, f"choice: device with {self.blocks} blocks"]
 
 
-def ready_shares(rows: int, blocks: int, by_expert: bool = True) -> list[float]:
+def ready_shares(rows: int, blocks: int) -> list[float]:
     """Return the arrival curve: the share of push after which each of ``STEPS`` equal groups of tiles is ready.
 
-    By expert, a tile is ready once the rows before it are sent, and those that all blocks send at the same time. By
-    token, an expert's last row is near the end, so no tile is ready before.
+    A tile is ready once the rows before it are sent, and those that all blocks send at the same time.
     """
-    if not by_expert:
-        return [1.0] * STEPS
     in_flight = min(1.0, blocks * TILE_ROWS / max(rows, 1))
     return [min(1.0, (step + 1) / STEPS + in_flight) for step in range(STEPS)]
 
 
-def forecast(
-    work: DeviceWork, rates: DeviceRates, by_expert: bool = True, budgets: Sequence[int] = BUDGETS
-) -> DeviceForecast:
+def forecast(work: DeviceWork, rates: DeviceRates) -> DeviceForecast:
     """Predict a pass with the serial executor, and with the device executor for each budget of blocks."""
     move_s = rates.send_s(work.row_bytes, work.world, rates.processors)
     gemms = [flops / rates.flops_per_s for flops in work.flops]
     serial_s = 2 * move_s + sum(gemms)
     device_s, hidden = {}, {}
-    for blocks in budgets:
+    for blocks in BUDGETS:
         if blocks >= rates.processors:
             continue
-        device_s[blocks] = _device_s(work, rates, blocks, by_expert)
+        device_s[blocks] = _device_s(work, rates, blocks)
         sends_s = rates.send_s(work.row_bytes, work.world, blocks)
         alone_s = sum(gemms) / rates.waiting
         exposed = device_s[blocks] - alone_s
@@ -135,12 +129,12 @@ def forecast(
     return DeviceForecast(serial_s, device_s, hidden, best)
 
 
-def _device_s(work: DeviceWork, rates: DeviceRates, blocks: int, by_expert: bool) -> float:
+def _device_s(work: DeviceWork, rates: DeviceRates, blocks: int) -> float:
     push_s = rates.send_s(work.row_bytes, work.world, blocks)
     first, last = (flops / (rates.flops_per_s * rates.waiting) for flops in work.flops)
     slowed = rates.processors / (rates.processors - blocks)
     end_s = 0.0
-    for share in ready_shares(work.rows, blocks, by_expert):
+    for share in ready_shares(work.rows, blocks):
         end_s = _after(max(end_s, share * push_s), first / STEPS, push_s, slowed)
     # Slices of the last GEMM, and the sum of each on the processors that it leaves free, at most at the link's rate.
     sum_s = rates.send_s(work.row_bytes, work.world, blocks) / MAX_SLICES
