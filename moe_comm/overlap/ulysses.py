@@ -33,6 +33,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import needed_gradients, once_differentiable, without_autocast
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import OperatorPlan, check_linear, exact_mm, readable_operands
+from moe_comm.overlap.linear import gather_matmul
 from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.tuning.cost import OperatorWork
 
@@ -60,6 +61,8 @@ def matmul_swap(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None, ove
         x_SD, weight_ND = readable_operands(x_SD, weight_ND)
         check_linear(x_SD, weight_ND, "matmul_swap")
         _check_divides(weight_ND.shape[0], group, "matmul_swap: the weight's {} outputs")
+    if group is None or group_size(group) == 1:
+        return gather_matmul(x_SD, weight_ND, None)  # nothing is exchanged
     return _MatmulSwap.apply(x_SD, weight_ND, group, overlap or Overlap())  # type: ignore[no-any-return]
 
 
@@ -91,16 +94,16 @@ def swap_matmul(x_TK: Tensor, weight_NK: Tensor, group: ProcessGroup | None, ove
         part_NK = weight_NK[:, : x_TK.shape[-1]] if x_TK.dim() == weight_NK.dim() == 2 else weight_NK
         check_linear(x_TK, part_NK, "swap_matmul")
         _check_divides(x_TK.shape[0], group, "swap_matmul: {} rows")
+    if group is None or world == 1:
+        return gather_matmul(x_TK, weight_NK, None)
     return _SwapMatmul.apply(x_TK, weight_NK, group, overlap or Overlap())  # type: ignore[no-any-return]
 
 
 class _MatmulSwap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, w_ND: Tensor, group: ProcessGroup | None, overlap: Overlap) -> Tensor:
+    def forward(ctx: Any, x_SD: Tensor, w_ND: Tensor, group: ProcessGroup, overlap: Overlap) -> Tensor:
         ctx.save_for_backward(x_SD, w_ND)
         ctx.group, ctx.overlap = group, overlap
-        if group is None or group_size(group) == 1:
-            return row_invariant_mm(x_SD, w_ND.t())
         plan = _plan(False, "forward", x_SD.shape[0], w_ND, x_SD, group, overlap)
         return _send_columns(plan, x_SD, w_ND.t())().flatten(0, 1)
 
@@ -109,9 +112,6 @@ class _MatmulSwap(torch.autograd.Function):
     def backward(ctx: Any, grad_Tn: Tensor) -> tuple[Tensor | None, ...]:
         x_SD, w_ND = ctx.saved_tensors
         needs_x, needs_w = needed_gradients(ctx)[:2]
-        if group_size(ctx.group) == 1:
-            grad_x = row_invariant_mm(grad_Tn, w_ND) if needs_x else None
-            return grad_x, exact_mm(grad_Tn.t(), x_SD) if needs_w else None, None, None
         plan = _plan(False, "backward", x_SD.shape[0], w_ND, grad_Tn, ctx.group, ctx.overlap)
         grad_SN = grad_Tn.new_empty(x_SD.shape[0], w_ND.shape[0])
         received = _exchange_rows(plan, grad_Tn.unflatten(0, (plan.ring.world, x_SD.shape[0])), grad_SN)
@@ -129,11 +129,8 @@ class _MatmulSwap(torch.autograd.Function):
 
 class _SwapMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, group: ProcessGroup | None, overlap: Overlap) -> Tensor:
+    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, group: ProcessGroup, overlap: Overlap) -> Tensor:
         ctx.group, ctx.overlap = group, overlap
-        if group is None or group_size(group) == 1:
-            ctx.save_for_backward(x_TK, w_NK)
-            return row_invariant_mm(x_TK, w_NK.t())
         num_rows = x_TK.shape[0] // group_size(group)
         plan = _plan(True, "forward", num_rows, w_NK, x_TK, group, overlap)
         full_SK = x_TK.new_empty(num_rows, w_NK.shape[1])
@@ -149,9 +146,6 @@ class _SwapMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad_SN: Tensor) -> tuple[Tensor | None, ...]:
         full_SK, w_NK = ctx.saved_tensors
         needs_x, needs_w = needed_gradients(ctx)[:2]
-        if group_size(ctx.group) == 1:
-            grad_x = row_invariant_mm(grad_SN, w_NK) if needs_x else None
-            return grad_x, exact_mm(grad_SN.t(), full_SK) if needs_w else None, None, None
         finish = None
         if needs_x:
             plan = _plan(True, "backward", grad_SN.shape[0], w_NK, grad_SN, ctx.group, ctx.overlap)
