@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(_C is None, reason="needs the native core")
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 OWN_ORDER = "avx512_bf16"
-SIZES = (0, 1, 2, 4, 13, 14, 15, 17, 29, 33, 64)
+SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 17, 29, 33, 64)
 WIDTHS = (1, 3, 16, 31, 33, 100, 257, 300)
 DEPTHS = (1, 3, 31, 32, 33, 100, 256, 257, 513, 700)
 

@@ -74,8 +74,9 @@ struct Engine {
   // c [m, n] += a * b over `depth`; if `load` is false, c starts at zero. c_stride in elements.
   void (*tile)(int m, int n, const char* a, const char* b, int64_t depth, float* c, int64_t c_stride, bool load,
                Ahead& ahead);
-  // The same for all of c's columns [first, first + n), of the lines of B, which run across k, without packing them.
-  // For few rows, because c is loaded again for every four k. Null if the order is not one sequence.
+  // The same for all of c's columns [first, first + n), of the lines of B, without packing them. For few rows: across
+  // k, c is loaded again for every four k; along k, in fp32 only, the sums of up to `few` rows are in registers. Null
+  // if the order is not one sequence.
   void (*sweep)(const Lines& b, int dtype, int m, const char* a, int64_t first, int64_t n, float* c, int64_t c_stride,
                 bool load);
   // out[r] = c[r] + bias, rounded once to dtype. bias may be null; out_stride in bytes.
@@ -89,6 +90,7 @@ struct Engine {
   void (*leave)(uint64_t);
   // The whole product, instead of the functions for packing and tiles; or null.
   void (*product)(const Product&, const Following*) = nullptr;
+  int few = 0;  // of `sweep`
 };
 
 }  // namespace gemm

@@ -114,7 +114,7 @@ class Blocks {
       first_panel_ = first;
       last_panel_ = std::min(panels_, first + most);
       pack_rows();
-      if (p_.b.across && panels_ == 1 && e_.sweep) return sweep();
+      if (panels_ == 1 && sweeps()) return sweep();
       for (int64_t n = 0; n < p_.columns; n += cut_.columns) {
         for (int64_t k = 0; k < p_.depth; k += cut_.depth)
           block({n, std::min(cut_.columns, p_.columns - n), k, depth_at(k)});
@@ -182,6 +182,8 @@ class Blocks {
   char* rows_at(int64_t panel, int64_t k) const {
     return packed_a_ + (panel - first_panel_) * row_bytes_ + (cut_.by_depth ? 0 : k * e_.bytes_a);
   }
+
+  bool sweeps() const { return e_.sweep && (p_.b.across || (p_.a_dtype == kFloat32 && p_.m <= e_.few)); }
 
   // A panel has all its rows at once, and the memory of columns is read once.
   void sweep() {
