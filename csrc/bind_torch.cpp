@@ -85,6 +85,13 @@ DLTensor described(py::handle tensor) {
   return t;
 }
 
+int dtype_of(const DLTensor& t) {
+  return is_type(t, kFloat, 32)    ? kFloat32
+         : is_type(t, kBFloat, 16) ? kBFloat16
+         : is_type(t, kFloat, 16)  ? kFloat16
+                                   : -1;
+}
+
 bool has_dense_rows(const DLTensor& t) {
   return (t.shape[1] <= 1 || t.shape[0] == 0 || t.strides[1] == 1) && t.strides[0] >= 0;
 }
@@ -109,12 +116,25 @@ bool is_dense(const DLTensor& t) {
 
 }  // namespace
 
+TensorStack stack_of(py::handle tensor) {
+  const DLTensor t = described(tensor);
+  TensorStack stack;
+  stack.dtype = dtype_of(t);
+  if ((t.ndim != 2 && t.ndim != 3) || t.device.device_type != kCpu || stack.dtype < 0) {
+    refuse(tensor, "weights of experts in float32, bfloat16 or float16");
+  }
+  stack.data = reinterpret_cast<uintptr_t>(t.data) + t.byte_offset;
+  stack.sizes[2] = 1;
+  for (int i = 0; i < t.ndim; ++i) {
+    stack.sizes[i] = t.shape[i];
+    stack.strides[i] = t.strides[i] * (t.dtype.bits / 8);
+  }
+  return stack;
+}
+
 TensorMatrix matrix_of(py::handle tensor) {
   const DLTensor t = described(tensor);
-  const int dtype = is_type(t, kFloat, 32)    ? kFloat32
-                    : is_type(t, kBFloat, 16) ? kBFloat16
-                    : is_type(t, kFloat, 16)  ? kFloat16
-                                              : -1;
+  const int dtype = dtype_of(t);
   if (!is_matrix(t) || dtype < 0) refuse(tensor, "a matrix of float32, bfloat16 or float16");
   if (has_dense_rows(t)) return as_matrix(tensor, t, dtype);
   const py::object copy = tensor.attr("contiguous")();

@@ -15,6 +15,15 @@ struct TensorMatrix {
   int dtype = 0;                              // of kernels.h
 };
 
+// A stack of matrices [E, N, K], or of vectors [E, N] (K 1), in CPU memory. Strides are in bytes.
+struct TensorStack {
+  uintptr_t data = 0;
+  int64_t sizes[3] = {0, 0, 0}, strides[3] = {0, 0, 0};
+  int dtype = -1;  // of kernels.h
+};
+
+// Return a stack of fp32, bf16 or fp16; raises InputError for other tensors. The caller keeps the tensor.
+TensorStack stack_of(pybind11::handle tensor);
 // Return a matrix of fp32, bf16 or fp16; raises InputError for other tensors. The values must be in memory (is_plain).
 TensorMatrix matrix_of(pybind11::handle tensor);
 // Return a dense matrix [rows, columns] of fp32; raises InputError for other tensors.

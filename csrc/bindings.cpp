@@ -11,11 +11,13 @@
 
 #include "bind_gemm.h"
 #include "bind_gpu_gemm.h"
+#include "bind_layer.h"
 #include "bind_operators.h"
 #include "bind_p2p.h"
 #include "bind_spans.h"
 #include "bind_tensor.h"
 #include "bind_torch.h"
+#include "bind_transfer.h"
 #include "cpu/communicator.h"
 #include "cpu/errors.h"
 #include "cpu/exchange.h"
@@ -41,18 +43,6 @@ namespace {
 template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
-}
-
-py::capsule matrix_tensor(char* data, int64_t rows, int64_t columns, int dtype, std::function<void()> on_release) {
-  const uint8_t code = dtype == kBFloat16 ? 4 : 2;
-  return moe_comm::matrix_tensor(data, rows, columns, {code, static_cast<uint8_t>(8 * dtype_bytes(dtype)), 1}, {1, 0},
-                                 std::move(on_release));
-}
-
-// A heap block as a tensor. The block is freed with the tensor.
-py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t rows, int64_t columns, int dtype) {
-  char* data = heap->base() + offset;
-  return matrix_tensor(data, rows, columns, dtype, [heap = std::move(heap), offset] { heap->free(offset); });
 }
 
 // A block that peers write to until `pending` has finished. If it never finishes, peers may still write to the block,
@@ -86,20 +76,6 @@ py::tuple located_rows(const SharedTokens& shared, const Layout& layout) {
   return py::make_tuple(std::move(parts), shared.tokens, reinterpret_cast<uintptr_t>(layout.token.data()));
 }
 
-// The arguments of a dispatch: tokens [T, D] and ids [T, K].
-class Tokens {
- public:
-  Tokens(py::handle x, py::handle ids) : x_TD_(matrix_of(x)), ids_TK_(dense_integers(ids)) {
-    if (x_TD_.rows != ids_TK_.rows) throw std::invalid_argument("tokens and expert ids must have as many rows");
-  }
-  Rows rows() const { return {x_TD_.data, x_TD_.stride}; }
-  const int64_t* ids() const { return reinterpret_cast<const int64_t*>(ids_TK_.data); }
-  Shape shape() const { return {x_TD_.rows, ids_TK_.columns, x_TD_.columns, x_TD_.dtype}; }
-
- private:
-  TensorMatrix x_TD_, ids_TK_;
-};
-
 // The rows of this rank's experts, [R, D].
 TensorMatrix expert_rows(py::handle tensor, const Layout& layout) {
   TensorMatrix rows = matrix_of(tensor);
@@ -107,15 +83,6 @@ TensorMatrix expert_rows(py::handle tensor, const Layout& layout) {
     throw std::invalid_argument("rows of experts must have the shape and dtype of the dispatched rows");
   }
   return rows;
-}
-
-Op make_op(const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
-  Op op;
-  std::copy(compared.begin(), compared.end(), op.compared);
-  op.label = std::move(label);
-  op.fault = fault;
-  op.fault_text = std::move(text);
-  return op;
 }
 
 void raise_python(const char* name, const char* text) {
@@ -127,13 +94,6 @@ void raise_python(const char* name, const char* text) {
 void check_signals() {
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
-// Release the GIL while `body` runs.
-template <class Body>
-auto without_gil(Body body) {
-  py::gil_scoped_release release;
-  return body();
 }
 
 }  // namespace
@@ -415,6 +375,7 @@ PYBIND11_MODULE(_C, m) {
 
   bind_gemm(m);
   bind_gpu_gemm(m);
+  bind_layer(m);
   bind_operators(m);
   bind_p2p(m);
   bind_spans(m);

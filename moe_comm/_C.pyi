@@ -702,6 +702,26 @@ def grouped_gemm(
     """out[r] = x[r] @ w[e].T + bias[e], or that added to out. w [E, N, K], bias [E, N] or 0, out [R, N]: address and
     strides in bytes, except for the last one of bias and out. Raise ValueError for places out of range."""
 
+def run_layer(
+    transfer: Transfer,
+    compared: tuple[Sequence[int], Sequence[int]],
+    label: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    transposed: bool,
+    results: Heap,
+    threads: int,
+    spans: tuple[Any, Any],
+) -> Any:
+    """Run dispatch in place, SwiGLU experts and combine. Return the sums [T, D] in a block of ``results``; None if they
+    are empty.
+
+    compared: of the dispatch and the combine. inputs: tokens [T, D], ids [T, K], routing weights [T, K] in fp32; ids of
+    tokens whose weights are not finite are invalid. weights: w13 [E, 2F, D] and w2 [E, D, F] of this rank's experts,
+    with any strides, or [E, D, 2F] and [E, F, D] if ``transposed``; biases [E, 2F] and [E, D]. spans: of dispatch and
+    combine, or None.
+    """
+
 def grouped_gemm_weights(
     sizes: Sequence[int],
     dtype: int,

@@ -296,9 +296,10 @@ std::shared_ptr<SharedTokens> Transfer::shared_tokens(PendingTransfer& pending, 
   return shared;
 }
 
-Shared Transfer::share(Op op, Rows x, const int64_t* ids, Shape shape) {
+Shared Transfer::start_share(Op op, Rows x, const int64_t* ids, Shape shape) {
   const size_t experts = owner_.size();
-  PendingTransfer pending(communicator_, heap_);
+  auto transfer = std::make_shared<PendingTransfer>(communicator_, heap_);
+  PendingTransfer& pending = *transfer;
   Record local{};
   Record& own = communicator_ ? communicator_->record() : local;
   const std::shared_ptr<Layout> layout = new_layout(shape);
@@ -352,8 +353,8 @@ Shared Transfer::share(Op op, Rows x, const int64_t* ids, Shape shape) {
     }
   }
   std::shared_ptr<SharedTokens> tokens = shared_tokens(pending, {x}, shape);
-  pending.finish();
-  return {layout, std::move(tokens)};
+  pending.publish_done();
+  return {layout, std::move(tokens), std::move(transfer)};
 }
 
 std::shared_ptr<SharedTokens> Transfer::share_again(Op op, const Layout& layout, const std::vector<Rows>& parts,

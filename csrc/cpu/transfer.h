@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "communicator.h"
@@ -70,6 +71,7 @@ struct Sent {
 struct Shared {
   std::shared_ptr<Layout> layout;
   std::shared_ptr<SharedTokens> tokens;
+  std::shared_ptr<PendingTransfer> pending;
 };
 
 struct Spread {
@@ -91,8 +93,15 @@ class Transfer {
 
   // On return, all rows of this rank are written at their owners.
   Sent start_send(Op op, Rows x, const int64_t* ids, Shape shape, Extra extra = {});
-  // On return, the tokens of all ranks can be read.
-  Shared share(Op op, Rows x, const int64_t* ids, Shape shape);
+  // On return, the tokens of all ranks can be read. `pending` may finish after that: a peer that sleeps wakes up in the
+  // meantime.
+  Shared start_share(Op op, Rows x, const int64_t* ids, Shape shape);
+  // The same, finished.
+  Shared share(Op op, Rows x, const int64_t* ids, Shape shape) {
+    Shared shared = start_share(std::move(op), x, ids, shape);
+    shared.pending->finish();
+    return shared;
+  }
   // Share other rows of the same tokens, such as their gradients, or the same ones again; one or more parts. `words`
   // has a word for each slot, [T, K]; word_of_row [rows] gets those of this rank's rows. Both may be null on all ranks.
   std::shared_ptr<SharedTokens> share_again(Op op, const Layout& layout, const std::vector<Rows>& parts,
@@ -112,6 +121,11 @@ class Transfer {
   Spread start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
                       float* grad_weights, Extra extra = {});
 
+  // Number of this rank's experts.
+  int64_t experts() const {
+    const size_t own = static_cast<size_t>(rank());
+    return expert_offsets_[own + 1] - expert_offsets_[own];
+  }
   Heap& heap() const { return *heap_; }
   const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
 

@@ -313,6 +313,29 @@ class Dispatcher(RowOperations):
         """
         raise ConfigError(f"{self.name} does not dispatch in place")
 
+    def run_layer(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        transposed: bool,
+        label: str,
+    ) -> Tensor | None:
+        """Dispatch, compute SwiGLU experts and combine in one native call, without autograd. Collective.
+
+        Ranks may choose differently between this and ``dispatch_in_place``, experts and ``combine``. Results have the
+        same bits.
+
+        Args:
+            tensors: x [T, D], ids [T, K] and routing weights [T, K], as of ``dispatch`` and ``combine``.
+            weights: w13 [E, 2F, D] and w2 [E, D, F] of this rank's experts in the dtype of x, or [E, D, 2F] and
+                [E, F, D] if ``transposed``; biases [E, 2F] and [E, D], or None.
+
+        Returns:
+            [T, D] in the dtype of x; None, without communication, if this dispatcher or these tensors need the separate
+            calls.
+        """
+        return None
+
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised [num_rows, width] storage that this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)

@@ -53,17 +53,22 @@ class Operation(Header):
     _outer: Operation = field(init=False, repr=False)
     _metered: bool = field(init=False, repr=False, default=False)
 
-    def __enter__(self) -> Operation:
+    def new_span(self) -> Open:
+        """Return the span of this operation, which has not begun."""
         dispatcher = self.dispatcher
         if dispatcher.comm is None:
-            self.span = EVENTS.span(Kind.COMPUTE, self.op, layer=self.label)
-        else:
-            nbytes = 0
-            if self.handle is not None:
-                nbytes = dispatcher.sent_bytes(self.op, self.handle)
-                nbytes += dispatcher.sent_bytes(DISPATCH_AGAIN, self.handle) if self.again else 0
-            group = dispatcher.comm.span_group
-            self.span = EVENTS.span(KINDS[self.op], self.op, layer=self.label, group=group, nbytes=nbytes)
+            return EVENTS.span(Kind.COMPUTE, self.op, layer=self.label)
+        nbytes = 0
+        if self.handle is not None:
+            nbytes = dispatcher.sent_bytes(self.op, self.handle)
+            nbytes += dispatcher.sent_bytes(DISPATCH_AGAIN, self.handle) if self.again else 0
+        group = dispatcher.comm.span_group
+        return EVENTS.span(KINDS[self.op], self.op, layer=self.label, group=group, nbytes=nbytes)
+
+    def __enter__(self) -> Operation:
+        dispatcher = self.dispatcher
+        self.span = self.new_span()
+        if dispatcher.comm is not None:
             self._metered = COMMUNICATION.read
             if self._metered:
                 COMMUNICATION.__enter__()

@@ -66,6 +66,8 @@ def dying(death: Death, model: Any) -> None:
         name = {"before dispatch": "_run", "with rows": "_prepare_experts"}.get(death.where)
         if name is not None:
             setattr(one, name, count(getattr(one, name)))
+        if death.where == "with rows":
+            one._run_at_once = lambda *_: None  # private: a call in one piece cannot be interrupted from Python
     if death.where == "in a vote":
         rounds = experts[0].rounds.rounds[0]
         rounds._try_vote = count(rounds._try_vote)  # private: no public call tells when a rank votes

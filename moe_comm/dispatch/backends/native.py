@@ -18,20 +18,23 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.group_setup import heap_of
-from moe_comm.comm.header import DISPATCH_AGAIN, failure, fault_word
+from moe_comm.comm.header import DISPATCH_AGAIN, OPS, failure, fault_word
 from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import ID_DTYPES, Operation
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
-from moe_comm.errors import InputError, MoeCommError, RoutingError, mark_known
+from moe_comm.errors import InputError, MoeCommError, PeerError, RoutingError, mark_known
 from moe_comm.kernels.token_rows import TokenRows
+from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.runtime.memory import (
     DTYPE_CODES,
     address,
     as_tensors,
     block,
     from_capsule,
+    in_memory,
+    is_plain,
     private_heap,
     row_address,
     warm_rows,
@@ -54,6 +57,8 @@ NO_WORDS = (0, 0, 0, 0)
 RowWordsArgs = tuple[int, int, int]
 """Address and width of the words of rows, and address of the words of slots."""
 NO_ROW_WORDS = (0, 0, 0)
+LAYER_DTYPES = (torch.float32, torch.bfloat16)
+"""Of ``run_layer``: those that experts read in place."""
 LocatedRows = tuple[list[tuple[list[int], int]], list[int], int]
 """Of ``Transfer.share``: address of each rank's rows and their stride, for each part; tokens of each rank; places."""
 
@@ -212,6 +217,59 @@ class NativeDispatcher(Dispatcher):
             self.record_handle(operation.span, handle)
         return self._token_rows(shared, located, handle, [x_TD])[0], handle
 
+    def run_layer(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        transposed: bool,
+        label: str,
+    ) -> Tensor | None:
+        x_TD, ids_TK, weights_TK = tensors
+        with_memory = [one for one in (*tensors, *weights[:2]) if one.numel()]
+        if (
+            x_TD.dtype not in LAYER_DTYPES
+            or weights_TK.dtype not in DTYPE_CODES
+            or ids_TK.shape != weights_TK.shape
+            or not is_plain(with_memory)
+            or (len(with_memory) < 5 and not in_memory(*tensors, *weights[:2]))
+            or not self.reads_in_place(x_TD)
+            or not weights_TK.is_cpu
+            or self.rounds
+            or COMMUNICATION.read
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return None
+        dispatch = self.dispatch_operation(x_TD, ids_TK, label)
+        dispatch.in_place = True
+        if dispatch.fault is not None:
+            with dispatch:
+                self._send(x_TD, ids_TK)  # raises on every rank
+        combine = self._new_operation(
+            "combine", dispatch.hidden, dispatch.dtype, dispatch.top_k, label=label, of_call=dispatch.seq
+        )
+        peers, core, timeout_s = self._peers, native(), self.options.timeout_s
+        if peers is not None and peers.core_timeout_s != timeout_s:
+            peers.set_core_timeout(timeout_s)
+        try:
+            capsule = core.run_layer(
+                self._transfer,
+                (dispatch.compared(), combine.compared()),
+                label,
+                (x_TD, ids_TK, weights_TK if weights_TK.dtype is torch.float32 else weights_TK.float()),
+                weights,
+                transposed,
+                self._results,
+                torch.get_num_threads(),
+                (dispatch.new_span(), combine.new_span()),
+            )
+        except Exception as error:
+            if isinstance(error, (PeerError, self.errors[1])):
+                started = combine if _is_of(error, combine, self.rank) else dispatch
+                raise self.translated(error, started) from None
+            self.abort(error, label=label)  # of this rank alone: the others wait for its dispatch or combine
+            raise
+        return torch.empty_like(x_TD) if capsule is None else from_capsule(capsule)
+
     def dispatch_again(self, x_TD: Tensor, handle: DispatchHandle) -> TokenRows:
         with self.operation(DISPATCH_AGAIN, handle):
             return self._share_again([self._tokens_in_place(x_TD)], None, handle)[0][0]
@@ -353,6 +411,12 @@ class NativeDispatcher(Dispatcher):
                 result = RoutingError(str(result).removeprefix("rank 0: "))
         mark_known(result)
         return result
+
+
+def _is_of(error: BaseException, operation: Operation, rank: int) -> bool:
+    """Return whether this rank was in ``operation`` when its handshake failed."""
+    headers: list[bytes] | None = getattr(error, "headers", None)
+    return headers is not None and np.frombuffer(headers[rank], np.int64)[0] == OPS.index(operation.op)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid, on_device, oriented
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.integrations.offload.streamed import OffloadedLayer
+from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.autograd import without_autocast
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.low_rank import LowRank, with_adapters
@@ -58,9 +59,11 @@ class ExpertRounds(Protocol):
     """Calls of experts in which all ranks take part; see ``integrations/micro_batches.py``.
 
     number: of the micro-batch of this thread.
+    count: number of micro-batches.
     """
 
     ended: bool
+    count: int
 
     @property
     def number(self) -> int: ...
@@ -210,6 +213,9 @@ class EPExperts(ExpertParallel):
     def _run(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, real: RealTokens | None = None
     ) -> Tensor:
+        y_TD = self._run_at_once(hidden_states, top_k_index, top_k_weights) if real is None else None
+        if y_TD is not None:
+            return y_TD
         fault = self._publish_if_due(self)
         (hidden_states, top_k_index, top_k_weights), unreadable = as_tensors(
             hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
@@ -263,6 +269,39 @@ class EPExperts(ExpertParallel):
             raise
         y_TD = call.combine(out_RD).to(hidden_states.dtype)
         return y_TD if real is None else real.spread(y_TD)
+
+    def _run_at_once(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+        """Run a call without autograd by ``Dispatcher.run_layer``; return None if it needs the separate calls.
+
+        The kernels are the same. In decode, with few tokens, the separate calls take longer than their kernels.
+        """
+        parameters, padding = self._parameters, self.padding
+        w13, w2 = parameters["gate_up_proj"], parameters["down_proj"]
+        if (
+            torch.is_grad_enabled()
+            or self._adapters
+            or self._modules
+            or self.copies is not None
+            or self.offloaded is not None
+            or self.slots is not None
+            or self.overlap is not None
+            or self.in_flight_hook is not None
+            or self.gemm_dtype != "same"
+            or not isinstance(self.layout.activation, SwiGLU)
+            or (self.rounds is not None and self.rounds.count > 1)  # its micro-batches compute one at a time
+            or not all(isinstance(one, Tensor) for one in (hidden_states, top_k_index, top_k_weights))
+            or w13 is None
+            or w2 is None
+            or not hidden_states.dtype == w13.dtype == w2.dtype
+            or (padding is not None and padding.real_tokens(hidden_states.shape[0]) is not None)
+        ):
+            return None
+        weights = w13, w2, parameters.get("gate_up_proj_bias"), parameters.get("down_proj_bias")
+        dispatcher = self.dispatchers[0]
+        dispatcher.trained = dispatcher.plan_digest = 0
+        return dispatcher.run_layer(
+            (hidden_states, top_k_index, top_k_weights), weights, self.layout.transposed, self.label
+        )
 
     def _computing(self, call: ExpertCall) -> AbstractContextManager[Any]:
         """Return the context of the computation of this rank's rows."""
