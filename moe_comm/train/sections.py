@@ -397,6 +397,8 @@ class PlacementSection(Section):
     def first(self, num_experts: int, world: int, layers: int) -> Placement:
         """Return the placement of the first step on ``world`` ranks. ``layers``: number of MoE layers of a rank."""
         first = Placement.contiguous(num_experts, world)
+        if self.balance is not None:
+            return self.balance.settings().placement(first)
         if self.kind != "replicate" or world == 1:
             return first
         if self.slots > first.most_slots:

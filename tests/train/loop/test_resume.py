@@ -93,7 +93,12 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 MOMENTUM = ("optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.03")
 SAME_MAPPING = {
-    "ep, correction bias": ("parallel.ep=2", "model.family=deepseek_v3", "model.bias_rate=0.05"),
+    "ep that lends experts, correction bias": (
+        "parallel.ep=2",
+        "placement.balance={rows = 1.0, worth = 0}",
+        "model.family=deepseek_v3",
+        "model.bias_rate=0.05",
+    ),
     "fsdp, bf16": ("parallel.sharding=fsdp", "model.dtype=bfloat16"),
     "zero1, muon": (
         "parallel.sharding=zero1",
