@@ -49,7 +49,7 @@ def main() -> None:
     resident = moe_comm.from_pretrained(saved)
     experts = sum(p.nbytes for name, p in resident.named_parameters() if ".experts." in name)
     offload = moe_comm.ExpertOffload(experts // 4, str(args.folder))
-    files.read_block = Bucket(args.rate).limited(files.read_block)
+    files.read_block = Bucket(args.rate).limited(files.read_block)  # type: ignore[assignment]  # names of arguments
     runs: dict[str, tuple[Any, bool]] = {"predicted": (offload, True), "not predicted": (offload, False)}
     print(f"experts {experts / 1e6:.0f} MB of {sum(p.nbytes for p in resident.parameters()) / 1e6:.0f} MB")
     prompts = {
@@ -73,7 +73,7 @@ def main() -> None:
 
 def _show(name: str, before: CacheReport, after: CacheReport, seconds: float, rate: float) -> None:
     used, hits = after.used - before.used, after.hits - before.hits
-    expert = after.stored / MODEL["num_hidden_layers"] / MODEL["num_experts"]  # type: ignore[operator]
+    expert = after.stored / MODEL["num_hidden_layers"] / MODEL["num_experts"]
     read, needed = after.read - before.read, (used - hits) * expert
     print(
         f"{name}: {seconds:.2f} s, read {read / 1e6:.0f} MB ({read / seconds / rate:.2f} of the bandwidth), not in "
