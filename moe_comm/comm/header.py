@@ -118,6 +118,12 @@ class GroupCalls:
             number = self._last[ordinal & ORDINAL_MASK] = self._last.get(ordinal & ORDINAL_MASK, 0) + 1
         return number
 
+    def take_back(self, ordinal: int, number: int) -> None:
+        """Undo ``next``, which returned ``number`` for an operation that has not started."""
+        with self._lock:
+            if self._last.get(ordinal & ORDINAL_MASK, 0) == number:
+                self._last[ordinal & ORDINAL_MASK] = number - 1
+
     def catch_up(self, headers: Sequence[Words]) -> None:
         """Take over the numbers in ``headers``, which all ranks have sent."""
         with self._lock:

@@ -114,6 +114,11 @@ def test_two_ranks(rank: int, world: int) -> None:
             tensors[2][3, 0] = torch.nan
         with pytest.raises(RoutingError, match="token 3 are NaN"):  # on both ranks
             dispatcher.run_layer(tensors, weights, False, "layer")
+        with pytest.raises(InputError, match="no tokens"):  # on both ranks, which count the same calls after it
+            if rank:
+                dispatcher.refuse(InputError("no tokens"), label="layer")
+            dispatcher.run_layer(tokens_of(4, torch.float32, rank), weights, False, "layer")
+        compare(dispatcher, rank, CASES[0])
         tensors = tokens_of(4, torch.float32, rank)
         if rank:
             weights = weights_of([*dispatcher.local_experts][1:], torch.float32, False, False)

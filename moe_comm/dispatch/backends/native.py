@@ -263,8 +263,10 @@ class NativeDispatcher(Dispatcher):
                 (dispatch.new_span(), combine.new_span()),
             )
         except Exception as error:
+            started = combine if _is_of(error, combine, self.rank) else dispatch
+            if started is dispatch:  # ranks in separate calls have not counted the combine
+                self.calls.take_back(combine.ordinal, combine.seq)
             if isinstance(error, (PeerError, self.errors[1])):
-                started = combine if _is_of(error, combine, self.rank) else dispatch
                 raise self.translated(error, started) from None
             self.abort(error, label=label)  # of this rank alone: the others wait for its dispatch or combine
             raise
