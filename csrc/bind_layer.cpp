@@ -120,7 +120,12 @@ py::object run_layer(Transfer& transfer, const std::pair<Compared, Compared>& co
   SharedBlock rows = without_gil([&] {
     try {
       SharedBlock out(transfer.heap(), layout.rows * row_bytes);
-      run_experts(experts, layout, *shared.tokens, *results, out.data());
+      try {
+        run_experts(experts, layout, *shared.tokens, *results, out.data());
+      } catch (...) {
+        out.free();  // no peer knows the block yet
+        throw;
+      }
       shared.tokens.reset();
       return out;
     } catch (...) {

@@ -276,7 +276,8 @@ class EPExperts(ExpertParallel):
         The kernels are the same. In decode, with few tokens, the separate calls take longer than their kernels.
         """
         parameters, padding = self._parameters, self.padding
-        w13, w2 = parameters["gate_up_proj"], parameters["down_proj"]
+        w13, w2 = parameters.get("gate_up_proj"), parameters.get("down_proj")  # parametrizations remove them
+        biases = parameters.get("gate_up_proj_bias"), parameters.get("down_proj_bias")
         if (
             torch.is_grad_enabled()
             or self._adapters
@@ -293,14 +294,14 @@ class EPExperts(ExpertParallel):
             or w13 is None
             or w2 is None
             or not hidden_states.dtype == w13.dtype == w2.dtype
+            or any(bias is not None and bias.dtype != w13.dtype for bias in biases)  # the separate calls cast them
             or (padding is not None and padding.real_tokens(hidden_states.shape[0]) is not None)
         ):
             return None
-        weights = w13, w2, parameters.get("gate_up_proj_bias"), parameters.get("down_proj_bias")
         dispatcher = self.dispatchers[0]
         dispatcher.trained = dispatcher.plan_digest = 0
         return dispatcher.run_layer(
-            (hidden_states, top_k_index, top_k_weights), weights, self.layout.transposed, self.label
+            (hidden_states, top_k_index, top_k_weights), (w13, w2, *biases), self.layout.transposed, self.label
         )
 
     def _computing(self, call: ExpertCall) -> AbstractContextManager[Any]:
