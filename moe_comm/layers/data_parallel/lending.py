@@ -15,7 +15,8 @@ once. The home reads them where they are in shared memory. After backward the gr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,14 @@ class LentExperts(ExpertCopies):
         self._peers: list[dict[str, Tensor]] = []  # parameters of all ranks of the group, [homes, ...] by name
         self._buffers: dict[str, Tensor] = {}
         super().__init__(experts, shards, placement, label)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy that shares its parameters in its first call: a copy of those of all ranks takes memory."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        own = vars(self) | {"_memory": [], "_peers": []}
+        vars(copied).update({key: deepcopy(value, memo) for key, value in own.items()})
+        return copied
 
     def set_placement(self, placement: Placement) -> None:
         """Use other homes, with the same layout."""
