@@ -115,6 +115,18 @@ def test_blocks_of_users_and_what_is_refused(tmp_path: Path) -> None:
         moe_comm.offload_experts(OwnBlock(), ExpertOffload(size, str(tmp_path)))
 
 
+def test_inference_mode_and_an_error_while_an_expert_is_written_leave_the_cache_usable(tmp_path: Path) -> None:
+    model, x_TD = swapped_block()
+    with torch.inference_mode():
+        expected = model(x_TD).clone()
+        moe_comm.offload_experts(model, ExpertOffload("36KiB", str(tmp_path), deadline_s=1))
+    cache: Any = next(iter(swapped_experts(model).values())).offloaded.cache  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError), cache.filling(0, 0) as values:
+        _ = values, 1 // 0
+    with torch.no_grad():
+        assert torch.equal(model(x_TD), expected)
+
+
 def test_a_damaged_file_and_a_disk_error_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flipped(file: int, view: memoryview, offset: int) -> int:
         count = os.preadv(file, [view], offset)

@@ -163,14 +163,15 @@ class ExpertCache:
         self.close = weakref.finalize(self, self._store.close)
         self._layer_of = [number for number, layer in enumerate(layers) for _ in range(layer.experts)]
         self._misses = [float(len(layers))] * len(sizes)  # of p, by key
-        self._shares = [torch.full((layer.experts,), 0.5, dtype=torch.float32, device="cpu") for layer in layers]
-        # Of pairs of an expert and one of the next layer, how often they were used together, and the former at all.
         following = (*layers[1:], *layers[:1])
-        self._pairs = [
-            torch.zeros(one.experts, other.experts, dtype=torch.float32, device="cpu")
-            for one, other in zip(layers, following, strict=True)
-        ]
-        self._calls = [torch.zeros(layer.experts, dtype=torch.float32, device="cpu") for layer in layers]
+        with torch.inference_mode(False):  # later calls, which change them, may be outside of that mode
+            self._shares = [torch.full((layer.experts,), 0.5, dtype=torch.float32, device="cpu") for layer in layers]
+            # Of pairs of an expert and one of the next layer, how often they were used together, and the former at all.
+            self._pairs = [
+                torch.zeros(one.experts, other.experts, dtype=torch.float32, device="cpu")
+                for one, other in zip(layers, following, strict=True)
+            ]
+            self._calls = [torch.zeros(layer.experts, dtype=torch.float32, device="cpu") for layer in layers]
         self._last: tuple[int, Tensor] | None = None
         self._current = 0
         self._soon: dict[int, float] = {}  # time of the next use of experts of this call, and of predicted ones

@@ -32,17 +32,20 @@ IN_MEMORY = ("tmpfs", "ramfs")
 def aligned_bytes(nbytes: int, device: torch.device) -> Tensor:
     """Return uninitialized memory as uint8 [nbytes], at a multiple of ``BLOCK`` bytes on the CPU.
 
+    Threads that are not in the caller's inference mode can write to it.
+
     Raises:
         StoreFull: it cannot be allocated.
     """
-    try:
-        if device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        raw = torch.empty(nbytes + BLOCK, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_initialized())
-    except RuntimeError as error:
-        raise StoreFull(f"{nbytes} bytes of memory for offloaded state cannot be allocated: {error}") from None
-    start = -raw.data_ptr() % BLOCK
-    return raw[start : start + nbytes]
+    with torch.inference_mode(False):
+        try:
+            if device.type != "cpu":
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
+            raw = torch.empty(nbytes + BLOCK, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_initialized())
+        except RuntimeError as error:
+            raise StoreFull(f"{nbytes} bytes of memory for offloaded state cannot be allocated: {error}") from None
+        start = -raw.data_ptr() % BLOCK
+        return raw[start : start + nbytes]
 
 
 class Backing(ABC):

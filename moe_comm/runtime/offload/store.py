@@ -188,10 +188,13 @@ class Store:
 
     @contextlib.contextmanager
     def borrowed(self, key: int, *, write: bool) -> Iterator[Tensor]:
-        """Lease a chunk outside of the announced order."""
+        """Lease a chunk outside of the announced order. After an exception in the block it can be taken again."""
         self.announce([key])
-        yield self.take(key)
-        self.release(key, dirty=write, keep=True)
+        memory = self.take(key)
+        try:
+            yield memory
+        finally:
+            self.release(key, dirty=write, keep=True)
 
     def flush(self) -> None:
         """Write the chunks that have changed, and wait until no chunk is read or written.
@@ -229,9 +232,11 @@ class Store:
         threads, self._threads = self._threads, []
         for _ in threads:
             self._jobs.put(None)
-        for thread in threads:
+        # One of the threads may be the last to refer to the owner of this store, which then calls this there.
+        others = [thread for thread in threads if thread is not threading.current_thread()]
+        for thread in others:
             thread.join(CLOSE_S)
-        if not any(thread.is_alive() for thread in threads):  # a thread that hangs still uses the file
+        if not any(thread.is_alive() for thread in others):  # a thread that hangs still uses the file
             self._backing.close()
         self._resident.clear()
         self._free.clear()
