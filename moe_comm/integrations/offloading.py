@@ -36,7 +36,7 @@ def offload_experts(model: nn.Module, offload: ExpertOffload) -> Any:
 
     Raises:
         ConfigError: the model is not swapped or already offloaded, a setting is invalid, or the budget is too small.
-        UnsupportedModel: experts have adapters or copies, or FSDP2 shards them.
+        UnsupportedModel: experts have adapters or copies, FSDP2 shards them, or the device executor computes them.
         StoreFull, StoreIOError: the file cannot be created or written. All errors are raised on every rank.
     """
     layers: list[EPExperts] = []
@@ -93,6 +93,8 @@ def _shape(model: nn.Module, layers: list[EPExperts], experts: EPExperts) -> Lay
         raise ConfigError(f"the experts of this {type(model).__name__} are already offloaded")
     if experts._modules or experts.copies is not None or experts.dispatcher.options.balance is not None:
         raise UnsupportedModel(f"{experts.label} has adapters or copies of experts, which cannot be offloaded")
+    if experts.overlap is not None and experts.overlap.uses_kernels:
+        raise UnsupportedModel(f"the device executor cannot read offloaded experts, as {experts.label}; use another one")
     if any(type(tensor) is not nn.Parameter for tensor in tensors.values()):
         raise UnsupportedModel(f"the experts of {experts.label} are sharded by FSDP2, and cannot be offloaded")
     shapes = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}

@@ -172,8 +172,8 @@ def serving(*models: nn.Module, checkpoint: Checkpoint = None, micro_batches: in
         ConfigError: a model is not swapped or already in such a context, models have different groups, or gradients are
             enabled in a call, or ``micro_batches`` is out of range.
         UnsupportedModel: a model is also sharded by FSDP2, ``swap_attention`` or ``swap_linears``, or is in
-            DistributedDataParallel with ``broadcast_buffers``, or there is a ``checkpoint`` and experts have adapters,
-            or several micro-batches on a GPU, with ``DispatchOptions.balance`` or with rematerialized copies.
+            DistributedDataParallel with ``broadcast_buffers``, or there is a ``checkpoint`` and experts have adapters
+            or are offloaded, or several micro-batches on a GPU, with ``DispatchOptions.balance`` or with rematerialized copies.
         RankMismatch: ranks pass different models.
         PeerRaised: another rank raised, as above.
         PeerError: Ctrl-C has interrupted an operation on another rank.
@@ -252,6 +252,8 @@ def _cannot_recover(models: Sequence[nn.Module], checkpoints: Sequence[str | Pat
         return ConfigError(f"serving needs one checkpoint for each model; got {len(checkpoints)} for {len(models)}")
     if any(experts._modules for model in models for experts in swapped_experts(model).values()):
         return UnsupportedModel("experts with adapters cannot be read from a checkpoint; pass none")
+    if any(map(_is_offloaded, models)):
+        return UnsupportedModel("offloaded experts cannot be moved to other ranks after a failure; pass no checkpoint")
     missing = next((path for path in checkpoints if not Path(path).exists()), None)
     return None if missing is None else ConfigError(f"the checkpoint {missing} does not exist")
 

@@ -193,6 +193,11 @@ class LocalExperts(ABC):
         """Number of experts."""
         return int(self.tensors[0].shape[0])  # type: ignore[union-attr]
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the rows that the experts take."""
+        return self.tensors[0].device  # type: ignore[union-attr]
+
     @abstractmethod
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         """Return a forward pass from ``rows``, which may still be in flight, to ``out_RD``. keep: save h_RG for

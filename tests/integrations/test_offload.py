@@ -149,13 +149,19 @@ def on_rank(rank: int, world: int, arg: tuple[str, str]) -> tuple[bool, str, boo
     """Return whether the outputs are those of experts in memory, and the error of a rank whose disk fails."""
     folder, path = arg
     plain = moe_comm.swap_moe(load(folder))
-    model = moe_comm.from_pretrained(folder, offload=ExpertOffload(3 * CHUNKS[torch.float32], path))
+    offload = ExpertOffload(3 * CHUNKS[torch.float32], path)
+    model = moe_comm.from_pretrained(folder, offload=offload)
+    overlapped = moe_comm.from_pretrained(folder, offload=offload, overlap=moe_comm.Overlap(executor="pipelined"))
     prompts = PROMPTS + rank
     same = []
-    for one in (plain, model):
-        with moe_comm.serving(one):
+    for one, micro_batches in ((plain, 1), (model, 1), (model, 2), (overlapped, 1)):
+        with moe_comm.serving(one, micro_batches=micro_batches):
             same.append(generated(one, prompts))
-    equal = all(map(torch.equal, *same))
+    equal = all(all(map(torch.equal, same[0], other)) for other in same[1:])
+    with pytest.raises(UnsupportedModel, match="offloaded experts cannot be moved"), moe_comm.serving(
+        model, checkpoint=folder
+    ):
+        pass
     local = sum(len(experts.down_proj) for experts in swapped_experts(model).values())
     equal = equal and moe_comm.offload_report(model).stored == local * CHUNKS[torch.float32] == 8 * 12288
     error = ""

@@ -49,6 +49,8 @@ class ParamWrapper(_PeftWrapper):  # type: ignore[misc]  # PEFT recognizes it by
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
         experts: Any = self.get_base_layer()
+        if experts.offloaded is not None:
+            raise UnsupportedModel(f"{experts.label} is offloaded: its experts cannot have adapters (LoRA)")
         self.refuse(experts)
         refuse_initialization(f"{experts.label}.{self.parameter_name}", config)
         # PEFT initializes A and B of ``num_experts`` experts.

@@ -78,7 +78,7 @@ def _dispatchers(experts: EPExperts, groups: Sequence[ProcessGroup], placement: 
 
 def _dispatcher(experts: EPExperts, group: ProcessGroup, placement: Placement, backend: str) -> Dispatcher:
     """Return a dispatcher with the settings of that of ``experts``. Collective."""
-    old, device = experts.dispatchers[0], next(experts.parameters(recurse=False)).device
+    old, device = experts.dispatchers[0], experts.device
     made = expert_dispatcher(
         placement, group, backend, old.options, experts.overlap, experts.gemm_dtype == "fp8", device=device
     )

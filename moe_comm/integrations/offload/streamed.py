@@ -46,6 +46,11 @@ class StreamedMLP(ExpertMLP):
 
     layer: OffloadedLayer | None = None
 
+    @property
+    def device(self) -> torch.device:
+        assert self.layer is not None
+        return self.layer.cache.device
+
     def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertMLP:
         return replace(self, tensors=tuple(tensors))
 

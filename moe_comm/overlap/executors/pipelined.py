@@ -403,10 +403,10 @@ class PipelinedCall(ExpertCall):
         dispatch, run = self._dispatch, self._run
         experts, w13 = len(rows_per_expert), mlp.tensors[0]
         assert w13 is not None
-        if mlp.num_experts != experts or w13.shape[2] != dispatch.handle.hidden or w13.device != dispatch.handle.device:
+        if mlp.num_experts != experts or w13.shape[2] != dispatch.handle.hidden or mlp.device != dispatch.handle.device:
             raise InputError(
                 f"an expert layer needs weights [{experts}, .., {dispatch.handle.hidden}] of this rank's experts on "
-                f"{dispatch.handle.device}; got {tuple(w13.shape)} on {w13.device}"
+                f"{dispatch.handle.device}; got {tuple(w13.shape)} on {mlp.device}"
             )
         if (mlp.gemm_dtype == "fp8") != self._takes_fp8:
             raise InputError(
