@@ -34,7 +34,7 @@ from moe_comm.train.data import Corpus
 from moe_comm.train.data.preparation import prepared
 from moe_comm.train.data.sources import check_files
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
-from moe_comm.train.lengths.predict import predict_lengths
+from moe_comm.train.lengths.predict import can_balance, predict_lengths
 from moe_comm.train.lengths.solve import CAPACITY
 from moe_comm.train.loop.build import (
     DTYPES,
@@ -381,7 +381,8 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
 
 def _lengths(result: DryRun, config: TrainConfig) -> list[str]:
     """Return the prediction of ``parallel.lengths``, if an earlier run has prepared the text."""
-    folders = prepared(config.data)
+    # Whether text is prepared is found by reading all of it.
+    folders = prepared(config.data) if can_balance(config, result.mapping, result.architecture) else None
     if folders is None:
         return []
     corpus = Corpus.open(folders, config.data, config.run.seed)

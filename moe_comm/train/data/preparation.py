@@ -71,7 +71,13 @@ def prepare_all(settings: CorpusSettings, scanned: Callable[[ScannedSource], obj
 
 
 def prepared(settings: CorpusSettings) -> list[Path] | None:
-    """Return the folders of ``prepare_all`` if an earlier run prepared all sources, else None. Writes nothing."""
+    """Return the folders of ``prepare_all`` if an earlier run prepared all sources, else None. Writes nothing.
+
+    Reads all text if there are folders of the names of the sources.
+    """
+    cache = Path(settings.cache).expanduser()
+    if not all(any(cache.glob(f"{_folder_name(spec.name)}-*")) for spec in settings.sources):
+        return None
     try:
         sources = [scan(spec) for spec in settings.sources]
         if settings.tokenizer == "bpe" and not (_bpe_folder(settings, sources) / "tokenizer.json").is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.sequence import chunks_of
 from moe_comm.layers.transformer.config import TransformerConfig
@@ -12,7 +13,7 @@ from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, GlobalBatch
 from moe_comm.train.data.packing import document_runs
 from moe_comm.train.lengths.cost import LengthCost
-from moe_comm.train.lengths.feed import assign, cost_of
+from moe_comm.train.lengths.feed import assign, check_model, cost_of
 
 STEPS = 8
 """Steps to predict."""
@@ -24,11 +25,12 @@ WORTH = 1.1
 class LengthPrediction:
     """Work of the slowest rank divided by the mean, with each setting of ``parallel.lengths``; mean over micro-batches.
 
-    Transfers of keys are not included.
+    Transfers of keys are not included. chosen: whether lengths are balanced already.
     """
 
     static: float
     balanced: float
+    chosen: bool = False
 
     @property
     def speedup(self) -> float:
@@ -40,7 +42,21 @@ class LengthPrediction:
             f"lengths: the slowest rank has {self.static:.2f} times the mean work with static lengths, "
             f"{self.balanced:.2f} times with balanced ones"
         )
-        return f'{text}; parallel.lengths = "balanced" would save time' if self.speedup >= WORTH else text
+        worth = self.speedup >= WORTH and not self.chosen
+        return f'{text}; parallel.lengths = "balanced" would save time' if worth else text
+
+
+def can_balance(config: TrainConfig, mapping: ParallelConfig, architecture: TransformerConfig) -> bool:
+    """Return whether lengths can be balanced over several ranks, and static ones give each of them a sequence."""
+    parallel, data = config.parallel, config.data
+    separate = data.documents == "separate" and (mapping.cp == 1 or parallel.context == "ring")
+    if mapping.dp * mapping.cp == 1 or not separate or mapping.pp > 1 or parallel.interleave:
+        return False
+    try:
+        check_model(architecture)
+    except ConfigError:
+        return False
+    return data.batch // data.micro_batches >= mapping.dp
 
 
 def predict_lengths(
@@ -48,12 +64,11 @@ def predict_lengths(
 ) -> LengthPrediction | None:
     """Predict the first ``STEPS`` steps of a run, without reading tokens.
 
-    Returns None where lengths cannot be balanced (see ``parallel.lengths``), or there is one rank for dp and cp.
+    Returns None unless ``can_balance``.
     """
-    world, parallel = mapping.dp * mapping.cp, config.parallel
-    separate = config.data.documents == "separate" and (mapping.cp == 1 or parallel.context == "ring")
-    if world == 1 or not separate or mapping.pp > 1 or parallel.interleave or config.model.capacity is not None:
+    if not can_balance(config, mapping, architecture):
         return None
+    world, parallel = mapping.dp * mapping.cp, config.parallel
     cost = cost_of(config, architecture, mapping.ep)
     slowest = [0, 0]
     work = 0
@@ -66,7 +81,7 @@ def predict_lengths(
             slowest[1] += max(assign(micro_batch, world, cost)[1].loads)
             work += sum(loads)
     mean = max(work, 1) / world
-    return LengthPrediction(slowest[0] / mean, slowest[1] / mean)
+    return LengthPrediction(slowest[0] / mean, slowest[1] / mean, parallel.lengths == "balanced")
 
 
 def static_loads(batch: GlobalBatch, mapping: ParallelConfig, context: Context, cost: LengthCost) -> list[int]:

@@ -253,12 +253,13 @@ class StreamedState(ResidentState):
         assert self._store is not None
         self._fetched = {}
         fields = self._fields[next(number for number, one in enumerate(self._items) if one is item)]
-        self._fetched = {(item.name, name): self._empty(item) for name in fields}
+        fetched = {name: self._empty(item) for name in fields}
         for key, part in self._parts[item.name]:
             with self._store.borrowed(key, write=False) as memory:
                 for name in fields:
                     stored = _field(memory, part, part.offsets[name], item.value.dtype)
-                    self._fetched[item.name, name].view(-1)[part.start : part.stop].copy_(stored)
+                    fetched[name].view(-1)[part.start : part.stop].copy_(stored)
+        self._fetched = {(item.name, name): tensor for name, tensor in fetched.items()}  # not after an error
 
     def _first_error(self) -> BaseException | str:
         assert self._store is not None

@@ -24,7 +24,7 @@ from moe_comm.train.data import Corpus, prepare_all
 from moe_comm.train.dry_run import describe
 from moe_comm.train.lengths.cost import LengthCost
 from moe_comm.train.lengths.feed import PlacedBatch, check_model, cost_of, documents_of, open_feed
-from moe_comm.train.lengths.predict import predict_lengths, static_loads
+from moe_comm.train.lengths.predict import LengthPrediction, can_balance, predict_lengths, static_loads
 from moe_comm.train.loop.build import architecture_of, build_stages
 from tests.pool import RankPool
 from tests.train.common import config_of
@@ -219,12 +219,23 @@ def test_the_prediction_counts_the_pairs_of_every_rank(mapping: tuple[str, ...],
     assert prediction.static == pytest.approx(max(loads) * 4 / sum(loads))
 
 
-def test_a_dry_run_predicts_lengths_of_prepared_text(tmp_path: Path) -> None:
+def test_a_dry_run_predicts_lengths_of_prepared_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = ["x" * 31, *("a" * 3 for _ in range(60))]
     source = write_jsonl(tmp_path / "d.jsonl", documents)
-    config = config_of(
-        [*SETTINGS, "parallel.dp=4", "parallel.ranks=4", f"data.source={source}", f"data.cache={tmp_path}"]
-    )
+    settings = [*SETTINGS, "parallel.dp=4", "parallel.ranks=4", f"data.source={source}", f"data.cache={tmp_path}"]
+    config = config_of(settings)
     assert "lengths:" not in describe(config)
     prepare_all(config.data)
     assert "the slowest rank has" in describe(config)
+    monkeypatch.setattr("moe_comm.train.data.preparation.scan", lambda _: 1 // 0)
+    assert "lengths:" not in describe(config_of([*settings, "parallel.lengths=static", "data.documents=joined"]))
+
+
+def test_balanced_lengths_are_recommended_only_where_they_can_be_chosen() -> None:
+    assert str(LengthPrediction(2.0, 1.0)).endswith("would save time")
+    assert str(LengthPrediction(2.0, 1.0, chosen=True)).endswith("with balanced ones")
+    config = config_of([*SETTINGS, "parallel.dp=4"])
+    mapping, architecture = config.parallel.mapping(4), architecture_of(config, 256)
+    assert can_balance(config, mapping, architecture)
+    router: Any = replace(architecture.moe.router, balance_form="sequence", balance_loss=0.1)
+    assert not can_balance(config, mapping, replace(architecture, moe=replace(architecture.moe, router=router)))
