@@ -243,6 +243,8 @@ def plan(
         raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
     shape = load("moe_comm.train.plan_config", "train").model_named(model)
     policy = _policy(offload_budget, offload_rate)
+    if policy.offload is not None and placement not in (None, "fixed"):
+        raise ConfigError("--offload-budget needs --placement fixed: experts with stored state cannot move")
     request = PlanRequest(shape, _cluster(hardware, hardware_file, gpus, host_size), workload, global_batch, policy)
     settings = {
         "micro_batch": micro_batch,

@@ -518,6 +518,8 @@ def test_loads_of_a_run_replace_the_imbalance(tmp_path: Path, capsys: pytest.Cap
     assert fixed["placement"]["kind"] == "fixed" and fixed["placement"]["ratio"] == 2.0
     assert fixed["load"]["imbalance"] == 1.0 and "loads" not in fixed["load"]
     assert fixed["step_s"] == run_json(capsys, imbalance="2", **EP4)["step_s"]
+    assert cli.run(command_line(loads=run, placement="relocate", offload_budget="1GiB", imbalance=None, **EP4)) == 2
+    assert "needs --placement fixed" in error_line(capsys)
     moved = run_json(capsys, loads=run, placement="relocate", **EP4)
     assert moved["placement"]["kind"] == "relocate" and moved["placement"]["before"] == 2.0
     assert moved["placement"]["ratio"] == 1.25 and moved["placement"]["copies"] == 0
