@@ -94,7 +94,9 @@ def _shape(model: nn.Module, layers: list[EPExperts], experts: EPExperts) -> Lay
     if experts._modules or experts.copies is not None or experts.dispatcher.options.balance is not None:
         raise UnsupportedModel(f"{experts.label} has adapters or copies of experts, which cannot be offloaded")
     if experts.overlap is not None and experts.overlap.uses_kernels:
-        raise UnsupportedModel(f"the device executor cannot read offloaded experts, as {experts.label}; use another one")
+        raise UnsupportedModel(
+            f"the device executor cannot read offloaded experts, as {experts.label}; use another one"
+        )
     if any(type(tensor) is not nn.Parameter for tensor in tensors.values()):
         raise UnsupportedModel(f"the experts of {experts.label} are sharded by FSDP2, and cannot be offloaded")
     shapes = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}

@@ -173,7 +173,8 @@ def serving(*models: nn.Module, checkpoint: Checkpoint = None, micro_batches: in
             enabled in a call, or ``micro_batches`` is out of range.
         UnsupportedModel: a model is also sharded by FSDP2, ``swap_attention`` or ``swap_linears``, or is in
             DistributedDataParallel with ``broadcast_buffers``, or there is a ``checkpoint`` and experts have adapters
-            or are offloaded, or several micro-batches on a GPU, with ``DispatchOptions.balance`` or with rematerialized copies.
+            or are offloaded, or several micro-batches on a GPU, with ``DispatchOptions.balance`` or with rematerialized
+            copies.
         RankMismatch: ranks pass different models.
         PeerRaised: another rank raised, as above.
         PeerError: Ctrl-C has interrupted an operation on another rank.

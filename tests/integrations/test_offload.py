@@ -158,8 +158,9 @@ def on_rank(rank: int, world: int, arg: tuple[str, str]) -> tuple[bool, str, boo
         with moe_comm.serving(one, micro_batches=micro_batches):
             same.append(generated(one, prompts))
     equal = all(all(map(torch.equal, same[0], other)) for other in same[1:])
-    with pytest.raises(UnsupportedModel, match="offloaded experts cannot be moved"), moe_comm.serving(
-        model, checkpoint=folder
+    with (
+        pytest.raises(UnsupportedModel, match="offloaded experts cannot be moved"),
+        moe_comm.serving(model, checkpoint=folder),
     ):
         pass
     local = sum(len(experts.down_proj) for experts in swapped_experts(model).values())
