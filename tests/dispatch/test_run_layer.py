@@ -3,6 +3,8 @@ separate calls, and ranks may choose differently."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,10 +123,11 @@ def test_two_ranks(rank: int, world: int) -> None:
             tensors[2][3, 0] = torch.nan
         with pytest.raises(RoutingError, match="token 3 are NaN"):  # on both ranks
             dispatcher.run_layer(tensors, weights, False, "layer")
+        tensors = tokens_of(4, torch.float32, rank)
+        run = partial(dispatcher.run_layer, tensors, weights, False, "layer")
+        refuse = partial(dispatcher.refuse, InputError("no tokens"), label="layer")
         with pytest.raises(InputError, match="no tokens"):  # on both ranks, which count the same calls after it
-            if rank:
-                dispatcher.refuse(InputError("no tokens"), label="layer")
-            dispatcher.run_layer(tokens_of(4, torch.float32, rank), weights, False, "layer")
+            (refuse if rank else run)()
         compare(dispatcher, rank, CASES[0])
         tensors = tokens_of(4, torch.float32, rank)
         if rank:

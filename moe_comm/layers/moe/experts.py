@@ -238,8 +238,7 @@ class Experts(nn.Module):
             slots: number of experts to compute with: this rank's, or those and all slots for copies. 0: all.
             lent: the experts that are lent in this call.
         """
-        named = {name: getattr(self, name) for name in ("w13", "w2", "b13", "b2")}
-        values: Mapping[str, Tensor] = {name: value for name, value in named.items() if value is not None}
+        values: Mapping[str, Tensor | None] = {"w13": self.w13, "w2": self.w2, "b13": self.b13, "b2": self.b2}
         apart: Mapping[int, Apart] = {}
         if lent is not None and lent.params:
             values = lent.params
@@ -254,19 +253,19 @@ class Experts(nn.Module):
         tensors = self._padded(self._cast(values, rows))
         return ExpertMLP(tensors, self.activation, self.recompute, self.gemm_dtype, apart)
 
-    def _cast(self, values: Mapping[str, Tensor], rows: Tensor) -> Mapping[str, Tensor]:
+    def _cast(self, values: Mapping[str, Tensor | None], rows: Tensor) -> Mapping[str, Tensor | None]:
         if not torch.is_autocast_enabled(rows.device.type):
             return values
-        return {name: cast_parameter(value, rows) for name, value in values.items()}
+        return {name: None if value is None else cast_parameter(value, rows) for name, value in values.items()}
 
-    def _oriented(self, values: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    def _oriented(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return views of w13, w2, b13 and b2 as GEMMs take them; None for missing ones."""
         w13, w2 = values.get("w13"), values.get("w2")
         if self.transposed:
             w13, w2 = (None if w is None else w.transpose(1, 2) for w in (w13, w2))
         return w13, w2, values.get("b13"), values.get("b2")
 
-    def _padded(self, values: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    def _padded(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return ``_oriented``, with all columns of b2."""
         w13, w2, b13, b2 = self._oriented(values)
         if b2 is not None and self.part.count > 1:
