@@ -40,11 +40,10 @@ class ExpertWeights:
         others: Sequence[Tensor | None] = (),
         other_biases: Sequence[Tensor | None] = (),
     ) -> None:
-        self._others = [
-            ExpertWeights(w, None if bias_EN is None else bias)
-            for w, bias in zip(others, other_biases, strict=True)
-            if w is not None
-        ]
+        self._others: list[ExpertWeights] = []
+        for w, bias in zip(others, other_biases, strict=True):
+            if w is not None:
+                self._others.append(ExpertWeights(w, None if bias_EN is None else bias))
         self._w_ENK, self._bias_EN = materialized(w_ENK), None if bias_EN is None else materialized(bias_EN)
         self._native = is_native(self._w_ENK)
         if self._native:

@@ -242,11 +242,15 @@ class ExpertMLP(LocalExperts):
 
     @property
     def num_experts(self) -> int:
-        return super().num_experts + len(self._others())
+        own = int(self.tensors[0].shape[0])  # type: ignore[union-attr]
+        return own + len(self._others()) if self.apart else own
 
     def weights(self) -> tuple[ExpertWeights, ExpertWeights]:
         """Return w13 and w2 with their biases."""
-        (w13, w2, b13, b2), others = self.tensors, self._others()
+        w13, w2, b13, b2 = self.tensors
+        if not self.apart:
+            return ExpertWeights(w13, b13), ExpertWeights(w2, b2)  # type: ignore[arg-type]
+        others = self._others()
         more = [tuple(one[index] for one in others) for index in range(4)]
         return ExpertWeights(w13, b13, more[0], more[2]), ExpertWeights(w2, b2, more[1], more[3])  # type: ignore[arg-type]
 

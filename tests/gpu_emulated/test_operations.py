@@ -26,7 +26,7 @@ from tests.pool import RankPool
 from tests.support.launches import RecordingLauncher
 
 core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
-FORWARD_CALLS, DISPATCH_AND_COMBINE_CALLS = 243, 90
+FORWARD_CALLS, DISPATCH_AND_COMBINE_CALLS = 229, 90
 PLACEMENT = ExpertPlacement.balanced(4, 1)
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.lent_call import LentCall
 
 
+_PARAMETERS = "w13", "w2", "b13", "b2"
+
+
 def has_hooks(module: nn.Module, *, foreign: bool = False) -> bool:
     """Return whether a hook, of ``module`` or of all modules, or a replaced ``forward`` sees its arguments or results.
 
@@ -244,13 +247,18 @@ class Experts(nn.Module):
             values = lent.params
             width = self.hidden // self.part.count
             apart = lent.apart(
-                lambda one: self._padded(self._cast(one, rows)),
+                lambda one: self._padded(self._oriented(self._cast(one, rows))),
                 self._oriented,
                 slice(self.part.index * width, (self.part.index + 1) * width),
             )
         elif self.copies is not None and slots in (0, self.copies.num_slots):
             values = self.copies.stacked()
-        tensors = self._padded(self._cast(values, rows))
+        # Every layer runs this before its first kernel, so it enters no function that has nothing to do.
+        if torch.is_autocast_enabled(rows.device.type):
+            values = self._cast(values, rows)
+        tensors = self._oriented(values) if self.transposed else tuple(map(values.get, _PARAMETERS))
+        if self.part.count > 1:
+            tensors = self._padded(tensors)
         return ExpertMLP(tensors, self.activation, self.recompute, self.gemm_dtype, apart)
 
     def _cast(self, values: Mapping[str, Tensor | None], rows: Tensor) -> Mapping[str, Tensor | None]:
@@ -260,14 +268,14 @@ class Experts(nn.Module):
 
     def _oriented(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return views of w13, w2, b13 and b2 as GEMMs take them; None for missing ones."""
-        w13, w2 = values.get("w13"), values.get("w2")
+        w13, w2, b13, b2 = map(values.get, _PARAMETERS)
         if self.transposed:
             w13, w2 = (None if w is None else w.transpose(1, 2) for w in (w13, w2))
-        return w13, w2, values.get("b13"), values.get("b2")
+        return w13, w2, b13, b2
 
-    def _padded(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return ``_oriented``, with all columns of b2."""
-        w13, w2, b13, b2 = self._oriented(values)
+    def _padded(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return w13, w2, b13 and b2 with all columns of b2."""
+        w13, w2, b13, b2 = tensors
         if b2 is not None and self.part.count > 1:
             # Pad this rank's columns with zeros: combine adds the outputs of the slices.
             before, width = self.part.index * b2.shape[1], b2.shape[1]
