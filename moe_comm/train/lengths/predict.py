@@ -15,8 +15,8 @@ from moe_comm.train.data.packing import document_runs
 from moe_comm.train.lengths.cost import LengthCost
 from moe_comm.train.lengths.feed import assign, check_model, cost_of
 
-STEPS = 8
-"""Steps to predict."""
+MICRO_BATCHES = 8
+"""Micro-batches to predict; a run's start waits for them."""
 WORTH = 1.1
 """Balanced lengths are recommended if the slowest rank's work falls by at least this factor."""
 
@@ -62,7 +62,7 @@ def can_balance(config: TrainConfig, mapping: ParallelConfig, architecture: Tran
 def predict_lengths(
     config: TrainConfig, corpus: Corpus, mapping: ParallelConfig, architecture: TransformerConfig
 ) -> LengthPrediction | None:
-    """Predict the first ``STEPS`` steps of a run, without reading tokens.
+    """Predict the first ``MICRO_BATCHES`` micro-batches of a run, without reading tokens.
 
     Returns None unless ``can_balance``.
     """
@@ -72,14 +72,13 @@ def predict_lengths(
     cost = cost_of(config, architecture, mapping.ep)
     slowest = [0, 0]
     work = 0
-    for step in range(min(STEPS, config.run.steps)):
-        batch = corpus.batch_of(step)
-        for index in range(config.data.micro_batches):
-            micro_batch = batch.micro(index, config.data.micro_batches)
-            loads = static_loads(micro_batch, mapping, parallel.context, cost)
-            slowest[0] += max(loads)
-            slowest[1] += max(assign(micro_batch, world, cost)[1].loads)
-            work += sum(loads)
+    for number in range(min(MICRO_BATCHES, config.run.steps * config.data.micro_batches)):
+        step, index = divmod(number, config.data.micro_batches)
+        micro_batch = corpus.batch_of(step).micro(index, config.data.micro_batches)
+        loads = static_loads(micro_batch, mapping, parallel.context, cost)
+        slowest[0] += max(loads)
+        slowest[1] += max(assign(micro_batch, world, cost)[1].loads)
+        work += sum(loads)
     mean = max(work, 1) / world
     return LengthPrediction(slowest[0] / mean, slowest[1] / mean, parallel.lengths == "balanced")
 
