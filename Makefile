@@ -177,7 +177,7 @@ notebooks: docs-install
 	$(TEST_ENV) $(BIN)/python -m benchmarks.run_notebooks docs/tutorials build/tutorials
 
 gpu-script: build
-	$(TEST_ENV) PYTHON=$(BIN)/python bash benchmarks/gpu.sh --emulated --again --out build/gpu-emulated
+	$(TEST_ENV) PYTHON=$(BIN)/python bash benchmarks/gpu.sh --emulated --again --deadline 1500 --out build/gpu-emulated
 
 # ThreadSanitizer needs the old layout of addresses; setarch asks for it where the machine allows that.
 sanitize: $(STAMP)

@@ -104,6 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
         if args.cache is not None:
             store(args.cache)
     print((out / "README.md").read_text() if (out / "README.md").exists() else "nothing was run", flush=True)
+    for part in found:
+        if (result := driver.outcomes[part.name].result) != "passed":
+            print(f"gpu.sh: {part.name}: {result}", file=sys.stderr, flush=True)
     return code
 
 
