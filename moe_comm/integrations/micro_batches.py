@@ -87,6 +87,10 @@ class MicroBatches:
         self.rounds = [Rounds(models, recovery, number, self) for number in range(recovery.count)]
         for experts in self._experts:
             experts.rounds = self
+        self._numbers: dict[int, list[int]] = {}  # of the models that contain a module
+        for index, model in enumerate(models):
+            for module in model.modules():
+                self._numbers.setdefault(id(module), []).append(index)
         self._hooks = ModelHooks(models, self._before, self._after, self if self.count > 1 else None)
         for one in self.rounds:
             one.start()
@@ -115,21 +119,26 @@ class MicroBatches:
         if self.ended:  # a copy of a model, after the context
             return run(*arguments)
         running = self._running
-        if running.number >= 0 and self.rounds[running.number].runs_empty():
-            return run(*arguments)
         if running.number < 0:
-            with self._changed:
-                numbers = range(len(self._users))
-                running.number = min(numbers, key=lambda one: (self._users[one], one != running.last, one))
-                running.last = running.number
-                self._users[running.number] += 1
-        computed = self._stop_computing()
+            self._enter_any()
+        elif self.rounds[running.number].runs_empty():
+            return run(*arguments)
+        computed = self._lock is not None and self._stop_computing()
         try:
             return self.rounds[running.number].call(experts, run, arguments)
         finally:
             self._leave()
             if computed:
                 self._compute()
+
+    def _enter_any(self) -> None:
+        """Take the micro-batch with the fewest threads for this thread."""
+        running = self._running
+        with self._changed:
+            numbers = range(len(self._users))
+            running.number = min(numbers, key=lambda one: (self._users[one], one != running.last, one))
+            running.last = running.number
+            self._users[running.number] += 1
 
     def computing(self, call: ExpertCall) -> AbstractContextManager[Any]:
         """Return the context in which experts compute the rows of ``call``."""
@@ -172,6 +181,10 @@ class MicroBatches:
             self._running.handled = sys.exc_info()[1]
         models.append(model)
         check_no_gradients(model.parameters())
+        if len(models) == 1:  # now, so that the other ranks get ready while this one computes the first layers
+            if self._running.number < 0:
+                self._enter_any()
+            self.rounds[self._running.number].begin(self._numbers[id(model)])
         self._compute()
 
     @torch._disable_dynamo

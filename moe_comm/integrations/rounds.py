@@ -145,26 +145,37 @@ class Rounds:
         Raises:
             ConfigError: ``experts`` are those of a copied model, or gradients are enabled.
         """
-        if self.runs_empty():
+        owns = self._owner == threading.get_ident()
+        if owns and self._empty:
             return run(*arguments)
-        if id(experts) not in self._of:
+        candidates = self._of.get(id(experts))
+        if candidates is None:
             raise ConfigError("a copy of a model in a serving context cannot run in it; copy the model before")
-        check_no_gradients(chain(arguments, experts.parameters()))
-        candidates = self._of[id(experts)]
-        if not self.owns():
-            self._begin(candidates)
-        position = self._position(experts)
-        if position < 0:  # another model, or a layer again
-            self.finish()
-            self._begin(candidates)
+        if torch.is_grad_enabled():
+            check_no_gradients(chain(arguments, experts.parameters()))
+        if not owns:
+            self.begin(candidates)
+        calls, position = self._calls, self._ended_calls
+        if position == len(calls) or calls[position][0] is not experts or (position == 0 and not self._fits_autocast()):
             position = self._position(experts)
-        self._run_empty(position)
-
-        def step() -> T:
+            if position < 0:  # another model, a layer again, or autocast inside of the model
+                self.finish()
+                self.begin(candidates)
+                position = self._position(experts)
+            self._run_empty(position)
+        try:
             self._agree_top_k(position, arguments[1].shape[1])
-            return run(*arguments)
+            result = run(*arguments)
+        except PeerError as error:
 
-        result = self._repeated(step)
+            def step() -> T:
+                self._agree_top_k(position, arguments[1].shape[1])
+                return run(*arguments)
+
+            result = self._repeated(step, error)
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._ended_calls = position + 1
         if self._ended_calls == len(self._calls):
             self._release()
@@ -185,11 +196,16 @@ class Rounds:
         """The calls of this round, or of the last one."""
         return self._models[self._kind // len(AUTOCAST)].calls if self._kind >= 0 else []
 
+    def _fits_autocast(self) -> bool:
+        return self._kind % len(AUTOCAST) == _autocast_code(self._device.type)
+
     def _position(self, experts: EPExperts) -> int:
+        if self._ended_calls == 0 and not self._fits_autocast():
+            return -1
         calls = self._calls
         return next((i for i in range(self._ended_calls, len(calls)) if calls[i][0] is experts), -1)
 
-    def _begin(self, candidates: list[int]) -> None:
+    def begin(self, candidates: Sequence[int]) -> None:
         """Wait for the thread that communicates, and vote until a round of one of the models begins."""
         autocast = _autocast_code(self._device.type)
         kinds = [model * len(AUTOCAST) + autocast for model in candidates]
@@ -342,14 +358,19 @@ class Rounds:
         self._ended_calls = min(state[2] if state[0] == latest[0] else 0 for state in states)
         self._run_empty(end)
 
-    def _repeated(self, step: Callable[[], T]) -> T:
-        """Return the result of ``step``, a call of all ranks, which is repeated after ranks have died."""
+    def _repeated(self, step: Callable[[], T], error: PeerError | None = None) -> T:
+        """Return the result of ``step``, a call of all ranks, which is repeated after ranks have died.
+
+        error: of the first call.
+        """
         with self._failing():
             while True:
+                if error is not None:
+                    self._recover(error)
                 try:
                     return step()
-                except PeerError as error:
-                    self._recover(error)
+                except PeerError as raised:
+                    error = raised
 
     def _raise_reported(self, report: BaseException | None) -> None:
         """Raise the first error that a rank has reported. Collective."""
@@ -414,16 +435,19 @@ class Rounds:
         try:
             yield
         except BaseException as error:
-            channel = self._recovery.channels[self._number]
-            self._recovery.decline()
-            if needs_report(error, channel.comm):  # Ctrl-C, too: the other ranks would wait until their deadline
-                channel.give_up(f"rank {channel.rank} {raised_text(error, '')}")
-            with self._changed:
-                self.error = self.error or error
-                self._owner = None
-                self._changed.notify_all()
-            self._parent.fail(error, self._number)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        channel = self._recovery.channels[self._number]
+        self._recovery.decline()
+        if needs_report(error, channel.comm):  # Ctrl-C, too: the other ranks would wait until their deadline
+            channel.give_up(f"rank {channel.rank} {raised_text(error, '')}")
+        with self._changed:
+            self.error = self.error or error
+            self._owner = None
+            self._changed.notify_all()
+        self._parent.fail(error, self._number)
 
     def close(self) -> None:
         """Take part until all ranks have left the context, or until an error."""
