@@ -14,6 +14,7 @@ import torch
 
 from moe_comm.gpu.protocol import MAX_SLICES
 from moe_comm.kernels.triton import (
+    biases,
     grouped_mm,
     grouped_mm_fp8,
     linear,
@@ -69,11 +70,22 @@ class KernelSpec:
 BF16, FP32 = torch.bfloat16, torch.float32
 _EXACT = {"enable_fp_fusion": False}
 """Options of kernels whose multiplications and additions must round separately."""
-_ROW_POINTERS = ("x_ptr", "rows_ptr", "y_ptr", "grad_ptr", "out_ptr", "h_ptr", "grad_h_ptr", "act_ptr", "w_ptr")
+_ROW_POINTERS = (
+    "x_ptr",
+    "rows_ptr",
+    "y_ptr",
+    "grad_ptr",
+    "out_ptr",
+    "h_ptr",
+    "grad_h_ptr",
+    "act_ptr",
+    "w_ptr",
+    "biases_ptr",
+)
 """Pointer arguments with the rows' dtype. ``_POINTERS`` has the types of the others."""
 _POINTERS = {
     **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr", "order_ptr", "load_ptr"), "*i64"),
-    **dict.fromkeys(("starts_ptr", "totals_ptr", "fault_ptr"), "*i64"),
+    **dict.fromkeys(("ends_ptr", "expert_ptr", "starts_ptr", "totals_ptr", "fault_ptr"), "*i64"),
     **dict.fromkeys(("weights_ptr", "dots_ptr", "scale_ptr", "logits_ptr", "bias_ptr", "scores_ptr"), "*fp32"),
     **dict.fromkeys(("grad_weights_ptr", "grad_scores_ptr", "sections_ptr"), "*fp32"),
     **dict.fromkeys(("packed_ptr", "values_ptr"), "*u8"),
@@ -112,6 +124,11 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             "weighted_sum, backward", rows.scale_rows_kernel, dtype,
             {**element, **scale, "PLACED": True, "TOP_K": 8}, exact=True,
         ),
+        _spec(
+            "gradient of biases", biases.sum_rows_kernel, dtype,
+            {**element, "WEIGHTED": True, "GROUP": biases.GROUP, "COLUMNS": biases.COLUMNS}, exact=True,
+        ),
+        _spec("dot products with biases", biases.add_bias_dots_kernel, dtype, {"SLOTS": biases.SLOTS}, exact=True),
         _spec("swiglu, forward", swiglu.swiglu_kernel, dtype, {**element, **tile}, exact=True),
         _spec(
             "swiglu, backward", swiglu.swiglu_backward_kernel, dtype, {**element, **tile, "RECOMPUTE": True},
@@ -212,7 +229,7 @@ def _grouped_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             ("grouped_mm, forward, few rows", few_rows, "w_stride_inner"),
             ("grouped_mm, gradient of rows", many_rows, "w_stride_column"),
         ):
-            constants = {**element, **tiling.blocks, "WHOLE": True, unit_stride: 1}
+            constants = {**element, **tiling.blocks, "WHOLE": True, "BIASED": False, unit_stride: 1}
             kernel = grouped_mm.grouped_mm_kernel
             specs.append(_spec(name, kernel, dtype, constants, tiling.warps, tiling.stages, targets=targets))
         for name, add in (("gradient of weights", False), ("gradient of weights, added in float32", True)):
@@ -239,7 +256,7 @@ def _tma_specs() -> tuple[KernelSpec, ...]:
             ("grouped_mm, with TMA, gradient of rows", 1000, True),
         ):
             tiling = grouped_mm.tiling_for(BF16, target, mean_rows)
-            constants = {"ELEMENT": DTYPES[BF16], "TRANSPOSED": transposed, **tiling.blocks}
+            constants = {"ELEMENT": DTYPES[BF16], "TRANSPOSED": transposed, "BIASED": False, **tiling.blocks}
             kernel = grouped_mm.grouped_mm_tma_kernel
             spec = _spec(name, kernel, BF16, constants, tiling.warps, grouped_mm.TMA_STAGES, targets=(target,))
             w_block = (tiling.inner, tiling.columns) if transposed else (tiling.columns, tiling.inner)

@@ -24,6 +24,14 @@ using Words = std::array<int64_t, 5>;
 
 gemm::Matrices matrices_of(const Words& words) { return {words[0], words[1], words[2], words[3], words[4]}; }
 
+// slots: address of slots, top-k, address of biases and their stride.
+gemm::RowsProduct rows_of(const std::array<Words, 4>& matrices, bool transposed, int64_t counts_at, int64_t experts,
+                          const std::array<int64_t, 4>& slots) {
+  const auto& [rows, w, out, act] = matrices;
+  return {matrices_of(rows), matrices_of(w), matrices_of(out), matrices_of(act), counts_at, experts,
+          transposed,        slots[0],       slots[1],         slots[2],         slots[3]};
+}
+
 gemm::GradientProduct gradient_of(const Words& grad, const Words& w, int64_t counts_at, int64_t experts,
                                   const std::array<Words, 3>& matrices, const std::array<int64_t, 3>& weights) {
   const auto& [h, grad_h, act] = matrices;
@@ -77,14 +85,12 @@ void bind_record(py::module_& m) {
       .def(
           "rows",
           [](Record& self, std::shared_ptr<gemm::Launcher> launcher, const Words& rows, const Words& w, bool transposed,
-             int64_t counts_at, int64_t experts, const Words& out, const Words& act, std::array<int64_t, 2> slots) {
-            const gemm::RowsProduct recorded{matrices_of(rows), matrices_of(w), matrices_of(out),
-                                             matrices_of(act),  counts_at,      experts,
-                                             transposed,        slots[0],       slots[1]};
+             int64_t counts_at, int64_t experts, const Words& out, const Words& act, std::array<int64_t, 4> slots) {
+            const gemm::RowsProduct recorded = rows_of({rows, w, out, act}, transposed, counts_at, experts, slots);
             self.add([launcher = std::move(launcher), recorded](const Record::Addresses& at, uintptr_t stream) {
               gemm::RowsProduct product = recorded;
               for (int64_t* one : {&product.rows.at, &product.w.at, &product.out.at, &product.act.at,
-                                   &product.counts_at, &product.slots_at}) {
+                                   &product.counts_at, &product.slots_at, &product.bias_at}) {
                 place(one, at);
               }
               launcher->rows(product, stream);
@@ -141,11 +147,9 @@ void bind_gpu_gemm(py::module_& m) {
            py::arg("calls"), py::arg("context"), py::arg("functions"), py::arg("blocks"))
       .def("rows",
            [](const gemm::Launcher& self, const Words& rows, const Words& w, bool transposed, int64_t counts_at,
-              int64_t experts, const Words& out, const Words& act, std::array<int64_t, 2> slots, uintptr_t stream) {
+              int64_t experts, const Words& out, const Words& act, std::array<int64_t, 4> slots, uintptr_t stream) {
              py::gil_scoped_release release;
-             self.rows({matrices_of(rows), matrices_of(w), matrices_of(out), matrices_of(act), counts_at, experts,
-                        transposed, slots[0], slots[1]},
-                       stream);
+             self.rows(rows_of({rows, w, out, act}, transposed, counts_at, experts, slots), stream);
            })
       .def("swiglu_gradient",
            [](const gemm::Launcher& self, const Words& grad, const Words& w, int64_t counts_at, int64_t experts,

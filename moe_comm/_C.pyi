@@ -388,7 +388,7 @@ class GpuGemm:
         experts: int,
         out: Sequence[int],
         act: Sequence[int],
-        slots: tuple[int, int],
+        slots: tuple[int, int, int, int],
         stream: int,
         /,
     ) -> None: ...
@@ -451,7 +451,7 @@ class GpuRecord:
         experts: int,
         out: Sequence[int],
         act: Sequence[int],
-        slots: tuple[int, int],
+        slots: tuple[int, int, int, int],
         /,
     ) -> None: ...
     def swiglu_gradient(

@@ -145,7 +145,7 @@ class Problem:
 
         return add
 
-    def _ours(self, operation: str, **how: bool) -> Tensor:
+    def _ours(self, operation: str, **how: Any) -> Tensor:
         from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
 
         s, like = self.shape, self.rows_RD

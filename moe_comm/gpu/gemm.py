@@ -79,7 +79,7 @@ class GpuGemm:
 
     def rows(
         self, rows: Tensor | TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None,
-        stream: int,
+        stream: int, bias_EN: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write out[r] = rows[r] @ w[e].T for each row r of expert e, for matrices that ``takes_rows`` accepts.
 
@@ -87,15 +87,20 @@ class GpuGemm:
             rows: [R, D]; ``TakenRows`` only with ``act_RF``.
             act_RF: if given, out is gate | up, and silu(gate) * up of the rounded values is written as well.
             stream: handle of a stream of the device.
+            bias_EN: added to the sums in fp32.
         """
         rows_RD, slot_R, _ = rows if isinstance(rows, TakenRows) else (rows, None, 1)
-        addresses = _addresses(rows_RD, w_END, counts_E, out_RN, act_RF, slot_R)
-        self._native.rows(*_rows_arguments(rows, w_END, out_RN, act_RF, addresses), stream)
+        addresses = _addresses(rows_RD, w_END, counts_E, out_RN, act_RF, slot_R, bias_EN)
+        self._native.rows(*_rows_arguments(rows, w_END, out_RN, act_RF, bias_EN, addresses), stream)
 
-    def record_rows(self, rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None) -> AddTo:
-        """Return what adds ``rows`` to a record, for the buffers of its tensors, the slots last."""
+    def record_rows(
+        self, rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None,
+        bias_EN: Tensor | None = None,
+    ) -> AddTo:  # fmt: skip
+        """Return what adds ``rows`` to a record, for the buffers of its tensors, slots and biases last."""
         rows = rows._replace(x_TD=rows.x_TD.detach()) if isinstance(rows, TakenRows) else rows.detach()
-        places = partial(_rows_arguments, rows, w_END.detach(), out_RN, act_RF)
+        bias_EN = None if bias_EN is None else bias_EN.detach()
+        places = partial(_rows_arguments, rows, w_END.detach(), out_RN, act_RF, bias_EN)
         return self._adds("rows", places)
 
     def swiglu_gradient(
@@ -160,10 +165,11 @@ class GpuGemm:
 
 
 def _rows_arguments(
-    rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, at: Sequence[int]
-) -> tuple[Any, ...]:
+    rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, bias_EN: Tensor | None,
+    at: Sequence[int],
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the native arguments for tensors of these shapes and strides. at: addresses, or numbers of buffers, of
-    rows, w, counts, out, act and slots."""
+    rows, w, counts, out, act, slots and biases."""
     rows_RD, _, top_k = rows if isinstance(rows, TakenRows) else (rows, None, 1)
     transposed = w_END.stride(2) != 1
     experts, columns, inner = w_END.shape
@@ -172,7 +178,7 @@ def _rows_arguments(
     act = (0,) * 4 if act_RF is None else _form(act_RF)
     return (
         (at[0], *_form(rows_RD)), (at[1], *sizes, by_expert), transposed, at[2], experts, (at[3], *_form(out_RN)),
-        (at[4], *act), (at[5], top_k),
+        (at[4], *act), (at[5], top_k, at[6], 0 if bias_EN is None else bias_EN.stride(0)),
     )  # fmt: skip
 
 
@@ -215,6 +221,16 @@ def kernel_code() -> bytes:
 def gpu_gemm(index: int) -> GpuGemm:
     """Return the launcher of a device of compute capability 9.0."""
     return GpuGemm(index, torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def takes_bias(bias_EN: Tensor | None) -> bool:
+    """Return whether ``GpuGemm.rows`` takes these biases: bf16, pairs of them in words."""
+    return bias_EN is None or (
+        bias_EN.dtype == torch.bfloat16
+        and bias_EN.stride(1) == 1
+        and bias_EN.stride(0) % 2 == 0
+        and bias_EN.data_ptr() % 4 == 0
+    )
 
 
 def takes_rows(rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None = None) -> bool:

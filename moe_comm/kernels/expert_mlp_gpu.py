@@ -7,9 +7,12 @@
 Each line is one or two launches for any number of experts. None of them copies the row counts to the CPU. If w13 or w2
 is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/grouped_mm.py``).
 
+Biases are added in the GEMMs. Their gradients are sums over the rows of an expert (``kernels/triton/biases.py``). Calls
+of which the host does not know the row counts have none.
+
 If experts multiply by the routing weights in backward (``expert_call.sends_weights``), ``grad`` is not multiplied by
-them, and grad_h and act are, after the gradient of the weight of each row, ``<act, grad_act>``. These are the formula
-and the bits of ``expert_mlp.MLPBackward``.
+them, and grad_h and act are, after the gradient of the weight of each row, ``<act, grad_act> + <b2, grad>``. These
+are the formula and the bits of ``expert_mlp.MLPBackward``.
 """
 
 from __future__ import annotations
@@ -37,13 +40,15 @@ MIN_CAPABILITY = (8, 0)
 
 
 def takes(mlp: ExpertMLP, rows_RD: Tensor) -> bool:
-    """Return whether the kernels support these experts: 16-bit, without biases and adapters."""
+    """Return whether the kernels support these experts: 16-bit, without adapters."""
     if type(mlp) is not ExpertMLP:
         return False
-    w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
-    if rows_RD.dtype not in DTYPES or b13_EG is not None or b2_ED is not None or w13_EGD is None:
+    w13_EGD, w2_EDF, *biases = mlp.tensors
+    if rows_RD.dtype not in DTYPES or w13_EGD is None or mlp.apart:
         return False
-    return w13_EGD.shape[0] > 0 and for_triton(rows_RD, w13_EGD, w2_EDF) and _has_tensor_cores(rows_RD.device)
+    if any(bias is not None and bias.stride(1) != 1 for bias in biases):
+        return False
+    return w13_EGD.shape[0] > 0 and for_triton(rows_RD, w13_EGD, w2_EDF, *biases) and _has_tensor_cores(rows_RD.device)
 
 
 @lru_cache
@@ -54,6 +59,8 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 FirstProduct = Callable[[Tensor, Tensor, Tensor], None]
 """Multiplies rows by w13, or gradients by w2, into its last argument, with the bits of ``grouped_mm_into``."""
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of w13, w2, b13 and b2."""
 LastProduct = Callable[[Tensor, Tensor], None]
 """Multiplies rows by w2, or gradients by w13, and returns the results to where they are used."""
 
@@ -67,16 +74,16 @@ def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_mm_swiglu_into  # needs Triton
 
-    w13_EGD, w2_EDF, _, _ = mlp.tensors
+    w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
     assert w13_EGD is not None
     assert w2_EDF is not None
     if isinstance(mlp.activation, SwiGLU):
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
         act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-        grouped_mm_swiglu_into(rows_RD, w13_EGD, counts_E, h_RG, act_RF)
+        grouped_mm_swiglu_into(rows_RD, w13_EGD, counts_E, h_RG, act_RF, b13_EG)
     else:
-        h_RG, act_RF, _ = hidden(mlp, rows_RD, lambda x, w, out: grouped_mm_into(x, w, counts_E, out))
-    grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
+        h_RG, act_RF, _ = hidden(mlp, rows_RD, lambda x, w, out: grouped_mm_into(x, w, counts_E, out, bias_EN=b13_EG))
+    grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD, bias_EN=b2_ED)
     return h_RG
 
 
@@ -118,16 +125,16 @@ def backward(
     grad_rows_RD: Tensor | None,
     needs: Sequence[bool],
     weights: RowWeights | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Write the gradient of the rows into ``grad_rows_RD`` if it is not None. Return the gradients of w13 and w2.
+) -> Grads:
+    """Write the gradient of the rows into ``grad_rows_RD`` if it is not None. Return the gradients of the tensors.
 
     Args:
         h_RG: The result of ``forward``; None: it is recomputed.
-        needs: whether w13 and w2 need gradients, first. If not, None is returned.
+        needs: whether each of ``mlp.tensors`` needs a gradient. If not, None is returned.
         weights: by which the experts multiply; None if ``grad_RD`` is multiplied already.
 
     Returns:
-        The gradients, as ``main_grad.weight_grad`` returns them.
+        The gradients, those of weights as ``weight_grad`` returns them.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
 
@@ -161,7 +168,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     weights = None if weights_R is None else RowWeights(weights_R, None, dots_R)
     mlp = ExpertMLP((w13, w2, None, None), activation)
-    return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)
+    return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)[:2]
 
 
 def repeated_backward(
@@ -178,7 +185,7 @@ def repeated_backward(
     w13, w2, _, _ = mlp.tensors
     needs_w13, needs_w2, *_ = needs
     if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
-        return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)
+        return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)[:2]
     weights_R, dots_R = (None, None) if weights is None else (weights.weights_N, weights.dots_N)
     launched = 2 + (h_RG is None) + (grad_rows_RD is not None) + needs_w13 + needs_w2
     inputs = grad_RD, rows_RD, h_RG, counts_E, w13, w2, grad_rows_RD, weights_R, dots_R
@@ -195,41 +202,48 @@ def backward_by(
     needs: Sequence[bool],
     products: tuple[FirstProduct | None, LastProduct | None],
     weights: RowWeights | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Grads:
     """Run ``backward`` with these products of ``grad_RD`` and of the gradient of h. The second one is None if the rows
     need no gradient; the first one is then used only if w13 or routing weights do, and is None for ``grouped_mm_into``.
-    Weight gradients are computed last."""
+    Weight gradients are computed last. With b2, rows must not have places (``RowWeights.place_N``)."""
+    from moe_comm.kernels.triton.biases import add_bias_dots, bias_grad
     from moe_comm.kernels.triton.grouped_mm import (
         grouped_mm_into,  # needs Triton
         weight_grad,
     )
 
-    (w13_EGD, w2_EDF, _, _), (first, last) = mlp.tensors, products
+    (w13_EGD, w2_EDF, b13_EG, b2_ED), (first, last) = mlp.tensors, products
     assert w13_EGD is not None
     assert w2_EDF is not None
-    needs_w13, needs_w2, *_ = needs
-    grad_w13 = grad_w2 = None
+    needs_w13, needs_w2, needs_b13, needs_b2 = (*needs, False, False)[:4]
+    grad_w13 = grad_w2 = grad_b13 = grad_b2 = None
     if h_RG is None:
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
-        grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
+        grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG, bias_EN=b13_EG)
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
     needs_dots = weights is not None and weights.dots_N is not None
-    grad_h_RG = torch.empty_like(h_RG) if last is not None or needs_w13 or needs_dots else None
+    grad_h_RG = torch.empty_like(h_RG) if last is not None or needs_w13 or needs_b13 or needs_dots else None
     if grad_h_RG is not None:
         if first is None:
             gradient_of_h(mlp, grad_RD, counts_E, h_RG, grad_h_RG, act_RF, weights)
         else:
             first(grad_RD, w2_EDF.transpose(1, 2), act_RF)
             activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
+        if needs_dots and b2_ED is not None:
+            add_bias_dots(weights.dots_N, grad_RD, b2_ED, counts_E)  # type: ignore[union-attr, arg-type]
         if last is not None:
             last(grad_h_RG, w13_EGD.transpose(1, 2))
     elif needs_w2:
         weighted_activation(mlp.activation, h_RG, act_RF, weights)
     if needs_w2:
         grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
+    if needs_b2 and b2_ED is not None:
+        grad_b2 = bias_grad(b2_ED, grad_RD, counts_E, None if weights is None else weights.weights_N.view(-1))
     if grad_h_RG is not None and needs_w13:
         grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
-    return grad_w13, grad_w2
+    if grad_h_RG is not None and needs_b13 and b13_EG is not None:
+        grad_b13 = bias_grad(b13_EG, grad_h_RG, counts_E)
+    return grad_w13, grad_w2, grad_b13, grad_b2
 
 
 def gradient_of_h(

@@ -27,6 +27,7 @@ from moe_comm.gpu.gemm import (
     SwigluGradient,
     TakenRows,
     gpu_gemm,
+    takes_bias,
     takes_fp8,
     takes_gradient,
     takes_rows,
@@ -64,19 +65,21 @@ def setting() -> str:
 
 
 def multiply_rows(
-    rows: Tensor | TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None = None
-) -> bool:
+    rows: Tensor | TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None = None,
+    bias_EN: Tensor | None = None,
+) -> bool:  # fmt: skip
     """Launch ``GpuGemm.rows`` if it runs on this GPU and takes these matrices, whose shapes match, or return False."""
     taken = isinstance(rows, TakenRows)
     rows_RD, slot_R, _ = rows if isinstance(rows, TakenRows) else (rows, None, 1)
     name = "rows_transposed" if w_END.stride(2) != 1 else "rows" if act_RF is None else "rows_swiglu"
     gemm = launcher_for(rows_RD, "taken_swiglu" if taken else name)
-    if gemm is None or not takes_rows(rows, w_END, out_RN, act_RF):
+    if gemm is None or not takes_rows(rows, w_END, out_RN, act_RF) or not takes_bias(bias_EN):
         return False
-    gemm.rows(rows, w_END, counts_E, out_RN, act_RF, current_stream(rows_RD.device))
+    gemm.rows(rows, w_END, counts_E, out_RN, act_RF, current_stream(rows_RD.device), bias_EN)
     if is_recording():
-        add_to, operators = gemm.record_rows(rows, w_END, out_RN, act_RF), 3 if taken else 1 if act_RF is None else 2
-        record(Step(add_to, (), (rows_RD, w_END, counts_E, out_RN, act_RF, slot_R), operators))
+        add_to = gemm.record_rows(rows, w_END, out_RN, act_RF, bias_EN)
+        operators = 3 if taken else 1 if act_RF is None else 2
+        record(Step(add_to, (), (rows_RD, w_END, counts_E, out_RN, act_RF, slot_R, bias_EN), operators))
     return True
 
 
@@ -226,6 +229,7 @@ def _by_expert(rows_RD: Tensor, w_END: Tensor) -> Tensor:
 def _wrong_rows(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, names: Collection[str]) -> list[str]:
     total, device, top_k = sum(COUNTS), rows_RD.device, 2
     slot_R = torch.arange(total + 1, dtype=torch.int64, device=device).flip(0)
+    bias_EN = w_END[:, :, 0].contiguous() * 8
     wrong = []
     for name in names:
         if name == "swiglu_gradient":
@@ -238,8 +242,9 @@ def _wrong_rows(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor,
         act_RF = torch.full((total + 1, WIDTH // 2), 3.0, dtype=torch.bfloat16, device=device)
         w = w_END.transpose(1, 2).contiguous().transpose(1, 2) if name == "rows_transposed" else w_END
         swiglu = name in ("rows_swiglu", "taken_swiglu")
-        gemm.rows(rows, w, counts_E, out_RN, act_RF if swiglu else None, current_stream(device))
-        right = _close(out_RN[:total], _by_expert(taken_RD, w_END)) and bool((out_RN[total:] == 3).all())
+        gemm.rows(rows, w, counts_E, out_RN, act_RF if swiglu else None, current_stream(device), bias_EN)
+        exact_RN = _by_expert(taken_RD, w_END) + bias_EN.double().repeat_interleave(counts_E, 0)
+        right = _close(out_RN[:total], exact_RN) and bool((out_RN[total:] == 3).all())
         if swiglu:
             gate, up = out_RN[:total].double().chunk(2, dim=1)
             right = right and _close(act_RF[:total], gate * gate.sigmoid() * up) and bool((act_RF[total:] == 3).all())

@@ -86,6 +86,7 @@ class Launch:
         self.counts_at, self.out_at, self.out_stride, self.act_at, self.act_stride = numbers[:5]
         self.experts, self.columns, self.inner, self.group = numbers[5:9]
         self.taken = numbers[9:]
+        self.bias = struct.unpack("2q", words[600:616])
 
     def matrix(self, index: int) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         words = self.maps[index]
@@ -107,9 +108,9 @@ def test_a_launch_describes_its_matrices(fake_driver: tuple[launch.Driver, ctype
     driver_api, library = fake_driver
     kernels = gemm.GpuGemm(3, 132, code=b"code!", driver=driver_api)
     rows, w, counts, out = matrices(50, 64, 96)
-    act = torch.zeros(50, 48, dtype=BF16)
+    act, bias = torch.zeros(50, 48, dtype=BF16), torch.zeros(3, 100, dtype=BF16)[:, 2:98]
     kernels.rows(rows, w, counts, out, None, 7)
-    kernels.rows(rows, w, counts, out, act, 0)
+    kernels.rows(rows, w, counts, out, act, 0, bias)
     narrow = torch.zeros(50, 200, dtype=BF16)[:, :96]
     kernels.rows(narrow, w.transpose(1, 2), counts, torch.zeros(50, 64, dtype=BF16), None, 0)
     plain, swiglu, transposed = launches(library)
@@ -129,6 +130,7 @@ def test_a_launch_describes_its_matrices(fake_driver: tuple[launch.Driver, ctype
     assert given.matrix(2) == (out.data_ptr(), (48, 2, 50), (96, 192), (64, 1, 16))
     assert given.matrix(3) == (act.data_ptr(), (48, 1, 50), (96, 96), (64, 1, 16))
     assert (given.columns, given.act_at, given.act_stride) == (48, act.data_ptr(), 48)
+    assert given.bias == (bias.data_ptr(), 100)
 
     given = Launch(bytes(transposed.words))
     assert given.matrix(0) == (narrow.data_ptr(), (96, 50, 1), (400, 20000), (64, 128, 1))
@@ -179,7 +181,8 @@ def test_a_record_launches_the_same(fake_driver: tuple[launch.Driver, ctypes.CDL
     act, narrow = torch.zeros(50, 48, dtype=BF16), torch.zeros(50, 200, dtype=BF16)[:, :96]
     grad_w, added = torch.zeros(3, 96, 64, dtype=BF16), torch.zeros(3, 64, 96)
     back, transposed = torch.zeros(50, 64, dtype=BF16), w.transpose(1, 2)
-    kernels.rows(rows, w, counts, out, None, 7)
+    bias = torch.zeros(3, 96, dtype=BF16)
+    kernels.rows(rows, w, counts, out, None, 7, bias)
     kernels.rows(rows, w, counts, out, act, 7)
     kernels.rows(narrow, transposed, counts, back, None, 7)
     kernels.weights(out, rows, counts, grad_w, 7)
@@ -190,22 +193,22 @@ def test_a_record_launches_the_same(fake_driver: tuple[launch.Driver, ctypes.CDL
     kernels.rows(taken, w, counts, out, act, 7)
     for of in gradients:
         kernels.swiglu_gradient(back, w2, counts, of, 7)
-    tensors = [rows, w, counts, out, act, narrow, grad_w, added, back, slots, h, weights, sections]
+    tensors = [rows, w, counts, out, act, narrow, grad_w, added, back, slots, h, weights, sections, bias]
     buffers = [(0, t.data_ptr() - rows.data_ptr()) for t in tensors]
     record = native().GpuRecord(driver_api.addresses(ENCODE), 1003, buffers)
     for add_to, numbers in (
-        (kernels.record_rows(rows, w, out, None), [0, 1, 2, 3, None, None]),
-        (kernels.record_rows(rows, w, out, act), [0, 1, 2, 3, 4, None]),
-        (kernels.record_rows(narrow, transposed, back, None), [5, 1, 2, 8, None, None]),
+        (kernels.record_rows(rows, w, out, None, bias), [0, 1, 2, 3, None, None, 13]),
+        (kernels.record_rows(rows, w, out, act), [0, 1, 2, 3, 4, None, None]),
+        (kernels.record_rows(narrow, transposed, back, None), [5, 1, 2, 8, None, None, None]),
         (kernels.record_weights(out, rows, grad_w), [3, 0, 2, 6]),
         (kernels.record_weights(out, rows, added.transpose(1, 2)), [3, 0, 2, 7]),
-        (kernels.record_rows(taken, w, out, act), [0, 1, 2, 3, 4, 9]),
+        (kernels.record_rows(taken, w, out, act), [0, 1, 2, 3, 4, 9, None]),
         (kernels.record_gradient(back, w2, gradients[0]), [8, 1, 2, 10, 3, 4, None, None, None]),
         (kernels.record_gradient(back, w2, gradients[1]), [8, 1, 2, 10, 3, 4, 11, 9, 12]),
     ):
         assert add_to(record, (), numbers)
     record.run([rows.data_ptr()], 7)
-    sizes = [596] * 3 + [408] * 2 + [596] + [728] * 2  # of the arguments
+    sizes = [616] * 3 + [408] * 2 + [616] + [728] * 2  # of the arguments
     each = [(bytes(one)[: Launched.words.offset], bytes(one.words)) for one in launches(library)]
     assert len(record) == 8 and len(each) == 16
     for size, direct, repeated in zip(sizes, each[:8], each[8:], strict=True):
@@ -213,8 +216,8 @@ def test_a_record_launches_the_same(fake_driver: tuple[launch.Driver, ctypes.CDL
     record.run([rows.data_ptr() + 1024], 9)
     moved = launches(library)[16]
     assert moved.stream == 9 and Launch(bytes(moved.words)).matrix(0)[0] == rows.data_ptr() + 1024
-    with pytest.raises(ValueError, match="uses buffer 13 of 13"):
-        record.kernel(1, (1, 1, 1), 32, 0, [13])
+    with pytest.raises(ValueError, match="uses buffer 14 of 14"):
+        record.kernel(1, (1, 1, 1), 32, 0, [14])
 
 
 def test_matrices_that_tma_cannot_describe_are_left_to_triton() -> None:
@@ -282,7 +285,7 @@ class Emulated(gemm.GpuGemm):
 
     def rows(
         self, rows: Tensor | gemm.TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None,
-        stream: int,
+        stream: int, bias_EN: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.calls += 1
         if isinstance(rows, gemm.TakenRows):
@@ -292,6 +295,8 @@ class Emulated(gemm.GpuGemm):
         sizes = counts_E.tolist()
         total = sum(sizes)
         parts = [rows.float() @ w.float().T for rows, w in zip(rows[:total].split(sizes), w_END, strict=True)]
+        if bias_EN is not None and self.fault != "biases":
+            parts = [part + bias_N.float() for part, bias_N in zip(parts, bias_EN, strict=True)]
         out_RN[:total] = torch.cat(parts).to(BF16)
         if self.fault == "transposed" and w_END.stride(2) != 1:
             out_RN[127, 5] += 1
@@ -345,6 +350,7 @@ class Emulated(gemm.GpuGemm):
         ("transposed", ["rows_transposed", "swiglu_gradient"]),
         ("act", ["rows_swiglu", "taken_swiglu"]),
         ("slots", ["taken_swiglu"]),
+        ("biases", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
         ("outside", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
         ("unweighted", ["swiglu_gradient"]),
         ("dots", ["swiglu_gradient"]),

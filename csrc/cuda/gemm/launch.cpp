@@ -81,6 +81,7 @@ void Launcher::rows(const RowsProduct& p, uintptr_t stream) const {
   a.columns = static_cast<int32_t>(width);
   a.inner = static_cast<int32_t>(inner);
   a.group = kGroup;
+  a.bias = {p.bias_at, p.bias_stride};
   const int kernel = p.transposed ? k_rows_transposed : taken ? k_taken_swiglu : swiglu ? k_rows_swiglu : k_rows;
   starter_->start(kernel, {blocks_, kThreads, kRowsShared, stream, -1}, &a);
 }

@@ -30,12 +30,15 @@ struct Matrices {
 
 // out[r] = rows[r] @ w[e].T for the rows r of each expert e, in bf16. w: [E, N, K], or transposed: [E, K, N].
 // act.at != 0: out is gate | up, and act = silu(gate) * up is stored as well. slots_at != 0, only with act: row r is
-// row slots[r] / top_k of `rows`. Addresses and strides are multiples of 16 bytes, and so are N and K (SwiGLU: N / 2).
+// row slots[r] / top_k of `rows`. bias_at != 0: biases [E, N] in bf16, dense along N and `bias_stride` elements apart,
+// both multiples of 2, are added before rounding. Addresses and strides are multiples of 16 bytes, and so are N and K
+// (SwiGLU: N / 2).
 struct RowsProduct {
   Matrices rows, w, out, act;
   int64_t counts_at = 0, experts = 0;
   bool transposed = false;
   int64_t slots_at = 0, top_k = 1;
+  int64_t bias_at = 0, bias_stride = 0;
 };
 
 // grad_act[r] = grad[r] @ w[e], for w [E, K, N] and the rows r of each expert e, rounded to bf16; then grad_h, the

@@ -420,6 +420,7 @@ inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x
 inline void prefetch_line(const void*) {}
 inline void load_shared(uint32_t from, uint32_t (&v)[4]) { copy_words(v, shared(from, 16)); }
 inline void store_global(int64_t to, const uint32_t (&v)[4]) { copy_words(reinterpret_cast<void*>(to), v); }
+inline uint32_t load_word(int64_t from) { return *reinterpret_cast<const Word*>(from); }
 // Both warp groups may write the same zeros. The second then finds them.
 inline void store_shared_zeros(uint32_t to) {
   unsigned char* const place = shared(to, 16);

@@ -6,7 +6,8 @@
 //     out
 //
 // The producer loads the next tile while the consumers store. A sum has one order over K, whatever the other rows are.
-// Where a tile ends after the last row of an expert, its threads store the rows that are the expert's.
+// Where a tile ends after the last row of an expert, its threads store the rows that are the expert's. A bias is added
+// to the fp32 sum, before the only rounding.
 #pragma once
 
 #include "cuda/gemm/swiglu.h"
@@ -16,6 +17,11 @@
 
 namespace moe_comm {
 namespace gemm {
+
+// [E, parts * columns] bf16, dense, an expert's `stride` elements after those of the one before it. at 0: none.
+struct Biases {
+  int64_t at, stride;
+};
 
 // SwiGLU: h = rows @ w.T is gate | up, each `columns` wide. A tile has 128 columns of each, and those of act.
 struct alignas(64) RowsArgs {
@@ -27,12 +33,27 @@ struct alignas(64) RowsArgs {
   int64_t out_at, out_stride, act_at, act_stride;
   int32_t experts, columns, inner, group;
   TakenRows taken;  // instead of `rows`
+  Biases bias;
 };
 
 constexpr int kStages = 4, kBuffers = 2;  // fewer stages and more buffers were slower on an H200
 constexpr int kRowsShared = 1024 + kStages * (kBytesA + kBytesB) + 8 * kBuffers * kBytesBox + 2 * kStages * 8;
 
 #ifdef MOE_HOPPER
+
+// Adds the biases of the 256 columns of a tile, which begins at `column` (SwiGLU: 128 of gate and 128 of up), to sums
+// in the layout of `multiply`.
+template <bool kSwiglu>
+MOE_DEVICE void add_biases(float (&d)[128], const Biases& bias, int64_t expert, int column, int columns, int lane) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const int part = kSwiglu ? j / 16 : 0, n = column + (kSwiglu ? j % 16 : j) * 8 + lane % 4 * 2;
+    if (n >= columns) continue;  // not stored
+    const uint32_t pair = load_word(bias.at + 2 * (expert * bias.stride + part * columns + n));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[4 * j + i] = __fadd_rn(d[4 * j + i], float_of(pair, i % 2));
+  }
+}
 
 // kMajorB: 1 if w is [E, inner, N], dense along N. kTaken: rows are `taken`, and there is no map of `rows`.
 template <int kMajorB, bool kSwiglu, bool kTaken>
@@ -100,6 +121,7 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
       // Also without rows of its own, so that blocks take equally long and find each other's loads in the cache.
       float d[128];
       multiply_stages<kMajorB>(d, ring, steps, stages, half, lane);
+      if (a.bias.at != 0) add_biases<kSwiglu>(d, a.bias, tile.expert, tile.n * kColumns, a.columns, lane);
 
       const int64_t first_row = tile.first_row + first;
       const int rows = tile.rows - first, column = tile.n * kColumns;

@@ -79,13 +79,14 @@ struct Case {
 };
 
 // kind: 0 plain, 1 transposed, 2 SwiGLU, 3 SwiGLU of taken rows
-void test_rows(const Case& c, int kind, unsigned seed) {
+void test_rows(const Case& c, int kind, bool biased, unsigned seed) {
   std::mt19937 random(seed);
   const int64_t rows = c.total(), beyond = 5, width = c.columns, all = kind >= 2 ? 2 * width : width;
   const int64_t top_k = kind == 3 ? 3 : 1;
   Numbers x(1, rows, c.inner, &random), out(1, rows + beyond, all, nullptr, all / width),
       act(1, rows + beyond, width, nullptr);
   Numbers w(c.experts(), kind == 1 ? c.inner : all, kind == 1 ? all : c.inner, &random);
+  Numbers bias(1, c.experts(), all, &random);
   RowsProduct p;
   p.rows = x.matrices();
   p.w = w.matrices();
@@ -104,14 +105,18 @@ void test_rows(const Case& c, int kind, unsigned seed) {
   p.counts_at = reinterpret_cast<int64_t>(c.counts.data());
   p.experts = c.experts();
   p.transposed = kind == 1;
+  if (biased) {
+    p.bias_at = bias.matrices().at;
+    p.bias_stride = bias.stride;
+  }
   Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks).rows(p, 0);
-  const std::string name = "rows, kind " + std::to_string(kind) + ", " + std::to_string(rows) + " x " +
-                           std::to_string(width) + " x " + std::to_string(c.inner);
+  const std::string name = "rows, kind " + std::to_string(kind) + (biased ? " with biases, " : ", ") +
+                           std::to_string(rows) + " x " + std::to_string(width) + " x " + std::to_string(c.inner);
   int64_t row = 0;
   for (int64_t e = 0; e < c.experts(); ++e) {
     for (int64_t r = 0; r < c.counts[static_cast<size_t>(e)]; ++r, ++row) {
       for (int64_t n = 0; n < all; ++n) {
-        double sum = 0;
+        double sum = biased ? bias.number(0, e, n) : 0;
         for (int64_t k = 0; k < c.inner; ++k) {
           sum += x.number(0, slots[static_cast<size_t>(row)] / top_k, k) *
                  (kind == 1 ? w.number(e, k, n) : w.number(e, n, k));
@@ -367,8 +372,10 @@ int run(unsigned seed) {
   std::mt19937 random(seed);
   if (seed == 0) cases = {{{0, 1, 150, 0, 17}, 72, 264, 2}};
   for (int i = 0; i < 3 && seed > 0; ++i) cases.push_back(random_case(random));
+  int biased = 0;
   for (const Case& c : cases) {
-    for (int kind = 0; kind < 4; ++kind) test_rows(c, kind, ++seed);
+    for (int kind = 0; kind < 4; ++kind) test_rows(c, kind, (kind + biased) % 2, ++seed);
+    ++biased;
     for (int kind = 0; kind < 3; ++kind) test_gradient(c, kind > 0, kind > 1, ++seed);
     for (const bool add : {false, true}) test_weights(c, add, ++seed);
     for (const int64_t sources : {0, 1, 2}) test_fp8(c, sources, ++seed);

@@ -101,8 +101,10 @@ def compute_tile(  # type: ignore[no-untyped-def]
     rows_ptr, rows_stride, w_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
     start, first_m, count, first_n, columns, inner,
     ELEMENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    biases_ptr=None, BIASED: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute one tile of an expert with the rows ``start`` to ``start + count``, from its row ``first_m``."""
+    """Compute one tile of an expert with the rows ``start`` to ``start + count``, from its row ``first_m``. BIASED: add
+    the biases [columns] of the expert before rounding."""
     place = first_m + tl.arange(0, BLOCK_M)
     # Out-of-range rows and columns read valid ones and are not stored, so the loop needs no masks. The remainder shows
     # the compiler which columns are contiguous, so that it combines their loads.
@@ -123,6 +125,8 @@ def compute_tile(  # type: ignore[no-untyped-def]
         acc = multiply_add(a, b, acc)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * w_stride_inner
+    if BIASED:
+        acc += tl.load(biases_ptr + valid_n).to(tl.float32)[None, :]
     store_tile(acc, out_ptr, out_stride, row, place < count, column, columns, ELEMENT)
 
 
@@ -135,8 +139,11 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,  # [E] int64
     out_ptr,  # [R, columns]
     out_stride, experts, columns, inner,
+    biases_ptr,  # [E, columns]; any pointer unless BIASED
+    biases_stride,
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
+    BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = rows[r] @ w[expert of r].T. Program p computes the tiles t with t % programs == p."""
@@ -156,6 +163,7 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
             compute_tile(
                 rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
                 start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+                biases_ptr + int64(expert) * biases_stride, BIASED,
             )  # fmt: skip
         skip += steps * programs - tiles
         start += count
@@ -163,8 +171,8 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tma_tile(  # type: ignore[no-untyped-def]
-    rows_desc, w_desc, first_w, out_ptr, out_stride, start, first_m, count, first_n, columns, inner,
-    ELEMENT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    rows_desc, w_desc, first_w, out_ptr, out_stride, start, first_m, count, first_n, columns, inner, biases_ptr,
+    ELEMENT: tl.constexpr, TRANSPOSED: tl.constexpr, BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile, as ``compute_tile``. first_w: first row of the expert in ``w_desc``."""
@@ -176,6 +184,8 @@ def _tma_tile(  # type: ignore[no-untyped-def]
         acc = multiply_add(a, b, acc)
     place = first_m + tl.arange(0, BLOCK_M)
     column = first_n + tl.arange(0, BLOCK_N)
+    if BIASED:
+        acc += tl.load(biases_ptr + column % columns).to(tl.float32)[None, :]
     store_tile(acc, out_ptr, out_stride, start + place, place < count, column, columns, ELEMENT)
 
 
@@ -187,7 +197,9 @@ def grouped_mm_tma_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [R, columns]
     out_stride, experts, columns,
     inner,  # a multiple of BLOCK_K
-    ELEMENT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    biases_ptr,  # [E, columns]; any pointer unless BIASED
+    biases_stride,
+    ELEMENT: tl.constexpr, TRANSPOSED: tl.constexpr, BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute ``grouped_mm_kernel``, with operands loaded by TMA.
@@ -212,7 +224,7 @@ def grouped_mm_tma_kernel(  # type: ignore[no-untyped-def]
             first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
             _tma_tile(
                 rows_desc, w_desc, first_w, out_ptr, out_stride, start, first_m, count, first_n, columns, inner,
-                ELEMENT, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
+                biases_ptr + int64(expert) * biases_stride, ELEMENT, TRANSPOSED, BIASED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         skip += steps * programs - tiles
         start += count
@@ -271,8 +283,9 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def grouped_mm_into(
-    rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = True, native: bool | None = None
-) -> None:
+    rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, bias_EN: Tensor | None = None,
+    tma: bool = True, native: bool | None = None,
+) -> None:  # fmt: skip
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the CPU.
 
     Rows beyond the sum of ``counts_E`` (of a larger buffer) are not written.
@@ -282,36 +295,37 @@ def grouped_mm_into(
         w_END: [E, N, D] of the same dtype, any strides (for gradients of rows, w transposed).
         counts_E: [E] int64 rows of each expert, on the device. The sum is at most R.
         out_RN: [R, N] of the same dtype; dense rows.
+        bias_EN: [E, N] of the same dtype, dense along N, or None: added to each row of e in fp32, before rounding.
         tma: Load 16-bit operands with TMA on sm_90 and sm_100, with the same tiles, if their strides allow it
             (``tma_supports``). False: never. The bits are the same.
         native: With ``tma``, use the kernels in CUDA C++ where they run (``kernels/tensor_cores.py``), with the same
             bits. None: if MOE_COMM_GEMM is ``cuda``.
     """
-    _check(rows_RD, w_END, counts_E, out_RN)
+    _check(rows_RD, w_END, counts_E, out_RN, bias_EN)
     experts, columns, inner = w_END.shape
     if not out_RN.numel() or not experts:
         return
     if native is None:
         native = setting() == "cuda"
-    if tma and native and multiply_rows(rows_RD, w_END, counts_E, out_RN):
+    if tma and native and multiply_rows(rows_RD, w_END, counts_E, out_RN, bias_EN=bias_EN):
         return
     at = capability(rows_RD)
     tiling = tiling_for(rows_RD.dtype, at, rows_RD.shape[0] / experts)
-    grid = (processors(rows_RD.device),)
+    grid, bias = (processors(rows_RD.device),), (out_RN, 0) if bias_EN is None else (bias_EN, bias_EN.stride(0))
     if tma and uses_tma(rows_RD, w_END, tiling, at):
         rows, w = _matrices(rows_RD, w_END, tiling)
         launch(
             grouped_mm_tma_kernel, grid, rows_RD,
-            (rows, w, counts_E, out_RN, out_RN.stride(0), experts, columns, inner),
-            ELEMENT=DTYPES[rows_RD.dtype], TRANSPOSED=not _is_plain(w_END), **tiling.blocks,
+            (rows, w, counts_E, out_RN, out_RN.stride(0), experts, columns, inner, *bias),
+            ELEMENT=DTYPES[rows_RD.dtype], TRANSPOSED=not _is_plain(w_END), BIASED=bias_EN is not None, **tiling.blocks,
             num_warps=tiling.warps, num_stages=TMA_STAGES,
         )  # fmt: skip
         return
     launch(
         grouped_mm_kernel, grid, rows_RD,
         (rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), counts_E,
-         out_RN, out_RN.stride(0), experts, columns, inner),
-        ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
+         out_RN, out_RN.stride(0), experts, columns, inner, *bias),
+        ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, BIASED=bias_EN is not None, **tiling.blocks,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
 
@@ -329,23 +343,25 @@ def taken_mm_swiglu_into(rows: TakenRows, w13_EGD: Tensor, counts_E: Tensor, h_R
     return multiply_rows(rows, w13_EGD, counts_E, h_RG, act_RF)
 
 
-def grouped_mm_swiglu_into(rows_RD: Tensor, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor) -> None:
-    """Write h = rows @ w13.T, gate | up, and act = silu(gate) * up; in one launch if MOE_COMM_GEMM is ``cuda``.
+def grouped_mm_swiglu_into(
+    rows_RD: Tensor, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor, b13_EG: Tensor | None = None
+) -> None:
+    """Write h = rows @ w13.T + b13, gate | up, and act = silu(gate) * up; in one launch if MOE_COMM_GEMM is ``cuda``.
 
     The bits are those of ``grouped_mm_into`` and ``swiglu_forward``, whose arguments and errors these are. Rows beyond
     the sum of ``counts_E`` are undefined.
     """
-    _check(rows_RD, w13_EGD, counts_E, h_RG)
+    _check(rows_RD, w13_EGD, counts_E, h_RG, b13_EG)
     check_swiglu("grouped_mm_swiglu", h_RG, out=act_RF)
     some = h_RG.numel() and w13_EGD.shape[0]
-    if some and setting() == "cuda" and multiply_rows(rows_RD, w13_EGD, counts_E, h_RG, act_RF):
+    if some and setting() == "cuda" and multiply_rows(rows_RD, w13_EGD, counts_E, h_RG, act_RF, b13_EG):
         return
-    grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
+    grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG, bias_EN=b13_EG)
     swiglu_forward(h_RG, act_RF)
 
 
-def _check(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor) -> None:
-    check_tensors("grouped_mm", rows_RD, w_END, counts_E, out_RN)
+def _check(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, bias_EN: Tensor | None = None) -> None:
+    check_tensors("grouped_mm", rows_RD, w_END, counts_E, out_RN, bias_EN)
     check_rows("grouped_mm", "rows", rows_RD)
     check_rows("grouped_mm", "out", out_RN)
     if w_END.dim() != 3 or w_END.shape[2] != rows_RD.shape[1] or w_END.dtype != rows_RD.dtype:
@@ -360,6 +376,13 @@ def _check(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor) -> 
             f"grouped_mm needs out [{rows_RD.shape[0]}, {columns}] of {rows_RD.dtype}; "
             f"got {tuple(out_RN.shape)} of {out_RN.dtype}"
         )
+    if bias_EN is not None:
+        check_rows("grouped_mm", "biases", bias_EN)
+        if bias_EN.shape != w_END.shape[:2] or bias_EN.dtype != w_END.dtype:
+            raise InputError(
+                f"grouped_mm needs biases {tuple(w_END.shape[:2])} of {w_END.dtype}; "
+                f"got {tuple(bias_EN.shape)} of {bias_EN.dtype}"
+            )
 
 
 def uses_tma(rows_RD: Tensor, w_END: Tensor, tiling: Tiling, at: int) -> bool:

@@ -140,7 +140,7 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
                 last(grad_RD, tensors[0].transpose(1, 2))
             elif send is not None:
                 send.wait()
-            grads = (weight_grad(tensors[0], grad_RD, rows_RD, counts_E) if needs[0] else None, None)
+            grads = (weight_grad(tensors[0], grad_RD, rows_RD, counts_E) if needs[0] else None, None, None, None)
         if send is not None:
             run.weights_grad = send.start_weight_gradient(dots_R)
     except BaseException as error:
@@ -149,7 +149,7 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         raise
     if send is not None and any(ctx.needs_input_grad[5:]) and not any(needs):
         ctx.received = grad_RD, None if weights is None else weights._replace(dots_N=None)
-    of_tensors = [*grads, None, None][: len(tensors)]  # there are no biases
+    of_tensors = grads[: len(tensors)]
     return token_grad, grad_rows_RD, None, None, None, *of_tensors
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.dispatch.expert_call import serial_call
 from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
 from moe_comm.kernels import native
 from moe_comm.layers.moe.experts import Experts
@@ -116,15 +117,45 @@ def test_weight_gradients_of_experts_are_added_to_main_grad(marks: dict[str, boo
         native.TRITON_DEVICES.discard("cpu")
 
 
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("activation", "recompute"), [("swiglu", True), ("clamped_swiglu", False)], ids=["swiglu", "gpt-oss"]
+)
+def test_experts_with_biases_launch_grouped_gemms(activation: str, recompute: bool) -> None:
+    dtype = torch.bfloat16
+
+    def work() -> list[Tensor]:
+        dispatcher = LocalDispatcher(ExpertPlacement.balanced(4, 1))
+        experts = Experts(4, 40, 12, activation, bias=True, transposed=not recompute, dtype=dtype)
+        experts.recompute = recompute
+        experts.reset_parameters(3, std=0.5)
+        for seed, bias in enumerate((experts.b13, experts.b2)):
+            assert bias is not None
+            bias.data.copy_(drawn(*bias.shape, seed=seed))
+        x_TD, weights_TK = drawn(40, 40, dtype=dtype).requires_grad_(), drawn(40, 2, seed=1).requires_grad_()
+        ids_TK = some_ids(40, 2, 3)  # the last expert has no rows
+        call = serial_call(dispatcher, x_TD, ids_TK, weights_TK)
+        y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call))
+        y_TD.backward(drawn(40, 40, dtype=dtype, seed=2))
+        results = [x_TD.grad, weights_TK.grad, *(p.grad for p in experts.parameters())]
+        return [y_TD.detach(), *(t for t in results if t is not None)]
+
+    plain, results, launched = run_plain_and_triton(work)
+    assert launched.count("grouped_mm_kernel") == (5 if recompute else 4), launched
+    assert launched.count("sum_rows_kernel") == 2 and launched.count("add_bias_dots_kernel") == 1
+    assert len(results) == len(plain) == 7
+    for actual, expected in zip(results, plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2 * float(expected.abs().max()))
+    for grad in results[3:]:
+        assert grad[:3].any() and not grad[3].any()
+
+
 def _launches_of_unsupported_experts(rank: int, world: int, arg: None) -> list[str]:
-    launched: list[str] = []
-    for dtype, bias in ((torch.float32, False), (torch.bfloat16, True)):
-        experts = Experts(2, 6, 4, "relu2", bias=bias, dtype=dtype)
-        launched += run_plain_and_triton(lambda e=experts, d=dtype: e(drawn(4, 6, dtype=d), [1, 3]))[2]
-    return launched
+    experts = Experts(2, 6, 4, "relu2", dtype=torch.float32)
+    return run_plain_and_triton(lambda: experts(drawn(4, 6), [1, 3]))[2]
 
 
-def test_experts_in_fp32_or_with_biases_launch_no_triton_kernel(interpreter: RankPool) -> None:
+def test_experts_in_fp32_launch_no_triton_kernel(interpreter: RankPool) -> None:
     assert interpreter.run(_launches_of_unsupported_experts)[0] == []
 
 

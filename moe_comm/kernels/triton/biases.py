@@ -1,0 +1,119 @@
+"""Gradients of the experts' biases: sums over the rows of an expert, and dot products of rows with a bias.
+
+    grad_RN  e0 e0 e0 │ e2 e2 │ e3        out[e] = sum of grad[rows of e]        dots[r] += <grad[r], bias[e of r]>
+
+``GROUP`` rows of an expert are added at a time, each to an fp32 sum of its own; these are then added in halves. So the
+bits depend on the rows of the expert only. Reference: ``expert_mlp.MLPBackward``, which adds rows in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.kernels.triton.device import int64, rounded, sum_of_lanes
+from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, launch
+
+GROUP, COLUMNS, SLOTS = 32, 64, 16
+
+
+@triton.jit
+def sum_rows_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,  # [R, columns]
+    grad_stride,
+    weights_ptr,  # [R] fp32; any pointer unless WEIGHTED
+    ends_ptr,  # [E] int64 end of the rows of each expert
+    out_ptr,  # [E, columns]
+    out_stride, columns,
+    ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of COLUMNS columns of an expert. WEIGHTED: of rows times their weights, rounded to ELEMENT."""
+    expert = int64(tl.program_id(0))
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.load(ends_ptr + expert)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    sums = tl.zeros((COLUMNS, GROUP), tl.float32)
+    for first in range(0, (end - start).to(tl.int32), GROUP):
+        row = start + first + tl.arange(0, GROUP)
+        mask = (column < columns)[:, None] & (row < end)[None, :]
+        grad = tl.load(grad_ptr + (row * grad_stride)[None, :] + column[:, None], mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weights_ptr + row, mask=row < end, other=0.0)
+            grad = rounded(grad * weight[None, :], ELEMENT).to(tl.float32)
+        sums += grad
+    total = sum_of_lanes(sums, COLUMNS)
+    tl.store(out_ptr + expert * out_stride + column, rounded(total, ELEMENT), mask=column < columns)
+
+
+@triton.jit
+def add_bias_dots_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,  # [R, columns]
+    grad_stride,
+    biases_ptr,  # [E, columns]
+    biases_stride,
+    expert_ptr,  # [R] int64; E or more: no expert's
+    dots_ptr,  # [R] fp32
+    rows, experts, columns,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Add the dot products of SLOTS rows with the biases of their experts, in the order of ``row_weights.lane_dot``."""
+    row = int64(tl.program_id(0)) * SLOTS + tl.arange(0, SLOTS)
+    expert = tl.load(expert_ptr + row, mask=row < rows, other=0)
+    live = (row < rows) & (expert < experts)
+    lanes = tl.zeros((SLOTS, 32), tl.float32)
+    for first in range(0, columns, 32):
+        column = (first + tl.arange(0, 32))[None, :]
+        mask = live[:, None] & (column < columns)
+        grad = tl.load(grad_ptr + (row * grad_stride)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+        lanes += grad * tl.load(biases_ptr + (expert * biases_stride)[:, None] + column, mask=mask, other=0.0).to(
+            tl.float32
+        )
+    before = tl.load(dots_ptr + row, mask=live, other=0.0)
+    tl.store(dots_ptr + row, before + sum_of_lanes(lanes, SLOTS), mask=live)
+
+
+def bias_grad(bias_EN: Tensor, grad_RN: Tensor, counts_E: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """Return the gradient of ``bias_EN``: the sum of ``grad_RN``, times ``weights_R``, over the rows of each expert.
+
+    Args:
+        bias_EN: [E, N] fp32, bf16 or fp16.
+        grad_RN: [R, N] of the same dtype, dense rows; those beyond the sum of ``counts_E`` are not read.
+        counts_E: [E] int64 rows of each expert, on the device.
+        weights_R: [R] fp32, contiguous.
+    """
+    check_tensors("bias_grad", bias_EN, grad_RN, counts_E, weights_R)
+    check_rows("bias_grad", "gradients", grad_RN)
+    check_index("bias_grad", "counts", counts_E, bias_EN.shape[:1])
+    out_EN = torch.empty_like(bias_EN, memory_format=torch.contiguous_format)
+    experts, columns = bias_EN.shape
+    if out_EN.numel():
+        launch(
+            sum_rows_kernel, (experts, -(-columns // COLUMNS)), grad_RN,
+            (grad_RN, grad_RN.stride(0), grad_RN if weights_R is None else weights_R, counts_E.cumsum(0),
+             out_EN, out_EN.stride(0), columns),
+            ELEMENT=DTYPES[grad_RN.dtype], WEIGHTED=weights_R is not None, GROUP=GROUP, COLUMNS=COLUMNS,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out_EN
+
+
+def add_bias_dots(dots_R: Tensor, grad_RN: Tensor, bias_EN: Tensor, counts_E: Tensor) -> None:
+    """Add ``row_weights.lane_dot`` of each row of ``grad_RN`` and its expert's bias to ``dots_R``, fp32, contiguous.
+
+    Other arguments as in ``bias_grad``.
+    """
+    check_tensors("add_bias_dots", dots_R, grad_RN, bias_EN, counts_E)
+    check_rows("add_bias_dots", "gradients", grad_RN)
+    check_rows("add_bias_dots", "biases", bias_EN)
+    (rows, columns), experts = grad_RN.shape, bias_EN.shape[0]
+    if not rows:
+        return
+    number_R = torch.arange(rows, dtype=torch.int64, device=grad_RN.device)
+    expert_R = torch.searchsorted(counts_E.cumsum(0), number_R, right=True)
+    launch(
+        add_bias_dots_kernel, (-(-rows // SLOTS),), grad_RN,
+        (grad_RN, grad_RN.stride(0), bias_EN, bias_EN.stride(0), expert_R, dots_R, rows, experts, columns),
+        SLOTS=SLOTS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
