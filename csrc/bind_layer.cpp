@@ -90,7 +90,9 @@ SwigluExperts experts_of(const py::tuple& tensors, bool transposed, const Shape&
           bias(2, 2 * ffn),
           bias(3, shape.hidden),
           count,
+          shape.hidden,
           ffn,
+          shape.dtype,
           threads};
 }
 

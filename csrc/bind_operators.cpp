@@ -46,12 +46,11 @@ void bind_operators(py::module_& m) {
       [](uintptr_t h, int64_t h_stride, uintptr_t grad_act, uintptr_t grad_h, uintptr_t act, int64_t rows,
          int64_t width, int dtype, int threads) {
         py::gil_scoped_release release;
-        const int64_t size = dtype_bytes(dtype);
+        const SwigluGradient gradient{
+            pointer<char>(h), h_stride, pointer<char>(grad_act), pointer<char>(grad_h), pointer<char>(act),
+            nullptr,          nullptr};
         parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
-          kernels().swiglu_backward(
-              pointer<char>(h) + first * h_stride * size, h_stride, pointer<char>(grad_act) + first * width * size,
-              pointer<char>(grad_h) + first * 2 * width * size,
-              act ? pointer<char>(act) + first * width * size : nullptr, last - first, width, dtype);
+          kernels().swiglu_backward(gradient, first, last, width, dtype);
         });
       },
       py::arg("h"), py::arg("h_stride"), py::arg("grad_act"), py::arg("grad_h"), py::arg("act"), py::arg("rows"),

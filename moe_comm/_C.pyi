@@ -734,6 +734,42 @@ def grouped_gemm_weights(
 ) -> None:
     """out[e] = sum over the rows of expert e of y[r]^T x[r], or added to out. out [E, N, K]: address and strides."""
 
+def swiglu_experts(
+    sizes: Sequence[int],
+    dtype: int,
+    threads: int,
+    x: GemmRows,
+    stacks: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+    buffers: tuple[int, int, int],
+    out: Sequence[int],
+) -> None:
+    """out [R, D] = act @ w2[e].T + b2[e], with act = SwiGLU of h = x @ w13[e].T + b13[e].
+
+    stacks: w13, w2, b13 and b2, address and strides as of ``grouped_gemm``; biases may be 0. shape: D, F. buffers: h
+    [R, 2F] and 1, or 0 if only the memory of a batch of experts is given; act of a batch.
+    """
+
+def swiglu_experts_backward(
+    sizes: Sequence[int],
+    dtype: int,
+    threads: int,
+    rows: tuple[GemmRows, GemmRows],
+    stacks: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+    buffers: tuple[int, int, int, int, int],
+    weights: tuple[int, int],
+    grad_x: Sequence[int],
+    grads: Sequence[Sequence[int]],
+) -> None:
+    """The backward pass of ``swiglu_experts`` without biases.
+
+    rows: x, which is read for the gradient of w13 and if h is 0, and the gradient of out. buffers: h [R, 2F] or 0 and
+    its stride in elements; act and grad_h, of a batch of experts if the last number is 1, else of all rows. weights: by
+    which act and grad_h are multiplied [R], and their gradients [R]; each may be 0. grad_x: address or 0, and stride.
+    grads: of w13 and w2: address or 0, strides and dtype.
+    """
+
 def gemm_isa_names(dtype: int, /) -> list[str]: ...
 def gemm_isa(dtype: int, /) -> str: ...
 def set_gemm_isa(dtype: int, name: str, /) -> bool: ...

@@ -24,6 +24,17 @@ struct TokenLoop {
   bool stream;  // use non-temporal stores, for results larger than the cache that are not read soon
 };
 
+// The gradient of SwiGLU. h_stride is in elements; all other rows are dense.
+struct SwigluGradient {
+  const void* h;  // [rows, 2F] gate | up
+  int64_t h_stride;
+  const void* grad_act;  // [rows, F]; may be the memory of `act`
+  void* grad_h;          // [rows, 2F]; may be the memory of h
+  void* act;             // [rows, F], computed again; or null
+  const float* weights;  // [rows]: grad_h and act are multiplied by them after they are rounded; or null
+  float* dots;           // with `weights`: [rows] dot products of act, before that, and grad_act; or null
+};
+
 struct Kernels {
   const char* name;
   // rows at `place` = x
@@ -37,9 +48,7 @@ struct Kernels {
                  char* const* grad_base, float* grad_weights);
   // h [rows, 2F] = gate | up (row stride in elements); act = silu(gate) * up
   void (*swiglu)(const void* h, int64_t h_stride, void* act, int64_t rows, int64_t width, int dtype);
-  // From grad_act, compute grad_h [rows, 2F] and, unless null, recompute act.
-  void (*swiglu_backward)(const void* h, int64_t h_stride, const void* grad_act, void* grad_h, void* act, int64_t rows,
-                          int64_t width, int dtype);
+  void (*swiglu_backward)(const SwigluGradient&, int64_t first, int64_t last, int64_t width, int dtype);
   // y = x * scale * weight, scale[r] = 1 / sqrt(mean(x[r]^2) + eps); weight is fp32, rows are dense.
   void (*rms_norm)(const void* x, const float* weight, void* y, float* scale, int64_t rows, int64_t width, float eps,
                    int dtype);

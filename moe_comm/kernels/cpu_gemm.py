@@ -9,13 +9,15 @@ computes them expert by expert, and the bits may depend on the number of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_comm.kernels.native import core, on_cpu
 from moe_comm.kernels.token_rows import TokenRows
-from moe_comm.runtime.memory import DTYPE_CODES, in_memory, materialized, row_address
+from moe_comm.runtime.memory import DTYPE_CODES, address, in_memory, materialized, row_address
 
 _CODES = {**DTYPE_CODES, torch.float64: 3}
 
@@ -29,6 +31,7 @@ class ExpertWeights:
     """Weights [E, N, K] and biases [E, N] or None, with any strides. Their memory must stay valid.
 
     transposed: the weights as [E, K, N], without biases.
+    is_native: whether the native core multiplies by them.
     others: weights [1, N, K] of the experts E, E + 1, ..., and biases [1, N]. Only these are multiplied with ``first``
         of at least E, one expert in a call.
     """
@@ -45,8 +48,9 @@ class ExpertWeights:
             if w is not None:
                 self._others.append(ExpertWeights(w, None if bias_EN is None else bias))
         self._w_ENK, self._bias_EN = materialized(w_ENK), None if bias_EN is None else materialized(bias_EN)
-        self._native = is_native(self._w_ENK)
-        if self._native:
+        self.dtype = w_ENK.dtype
+        self.is_native = is_native(self._w_ENK)
+        if self.is_native:
             self._at = _stack(self._w_ENK)
             if self._bias_EN is not None and self._bias_EN.stride(1) != 1:
                 self._bias_EN = self._bias_EN.contiguous()
@@ -57,6 +61,16 @@ class ExpertWeights:
         result = ExpertWeights(self._w_ENK.transpose(1, 2))
         result._others = [one.transposed for one in self._others]
         return result
+
+    def stack_from(self, first: int) -> tuple[int, int, int, int]:
+        """Return the address of expert ``first``, and strides in bytes; the weights must be native."""
+        at, expert, row, element = self._at
+        return at + first * expert, expert, row, element
+
+    def bias_from(self, first: int) -> tuple[int, int, int, int]:
+        """Return address and strides of the biases, or zeros."""
+        at, expert = self._bias
+        return (at + first * expert, expert, 0, 0) if at else (0, 0, 0, 0)
 
     def multiply(self, x_RK: Tensor | TokenRows, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
         """Write out[r] = x[r] @ w[e].T + bias[e]. No autograd.
@@ -69,9 +83,8 @@ class ExpertWeights:
         if self._others and first >= self._w_ENK.shape[0]:
             self._others[first - self._w_ENK.shape[0]].multiply(x_RK, out_RN, sizes)
             return
-        if self._native:
-            bias, bias_expert = self._bias
-            self._run(x_RK, out_RN, sizes, first, (bias and bias + first * bias_expert, bias_expert), False)
+        if self.is_native:
+            self._run(x_RK, out_RN, sizes, first, self.bias_from(first)[:2], False)
             return
         for e, (w_KN, x_rK, out_rN) in enumerate(self._by_expert(x_RK, out_RN, sizes, first)):
             if self._bias_EN is None:
@@ -81,7 +94,7 @@ class ExpertWeights:
 
     def add(self, x_RK: Tensor, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
         """Add what ``multiply`` writes, without biases, to ``out_RN``. The sums are rounded once."""
-        if self._native:
+        if self.is_native:
             self._run(x_RK, out_RN, sizes, first, (0, 0), True)
             return
         for w_KN, x_rK, out_rN in self._by_expert(x_RK, out_RN, sizes, first):
@@ -99,22 +112,112 @@ class ExpertWeights:
         out_RN: Tensor,
         sizes: Sequence[int],
         first: int,
-        bias: tuple[int, int],
+        bias: tuple[int, ...],
         accumulate: bool,
     ) -> None:
         dtype, count, x_RK = self._w_ENK.dtype, x_RK.shape[0], _with_dense_rows(x_RK)
-        address, expert, row, element = self._at
         core().grouped_gemm(
             sizes,
             _CODES[dtype],
             torch.get_num_threads(),
             _operand(x_RK, dtype, self._w_ENK.shape[2]),
-            (address + first * expert, expert, row, element),
+            self.stack_from(first),
             self._w_ENK.shape[1],
             bias,
             row_address(out_RN, dtype, (count, self._w_ENK.shape[1])),
             accumulate,
         )
+
+
+class GradientBuffers(NamedTuple):
+    """Memory of ``SwigluExperts.backward``.
+
+    h_RG: of forward; None: it is computed again. act_RF, grad_h_RG: outputs, times ``weights_R`` if given. of_batch:
+    they are overwritten by each batch of experts. weights_R, dots_R: as of ``expert_mlp.BackwardInputs``. grad_rows_RD:
+    output or None.
+    """
+
+    h_RG: Tensor | None
+    act_RF: Tensor
+    grad_h_RG: Tensor
+    of_batch: bool
+    weights_R: Tensor | None
+    dots_R: Tensor | None
+    grad_rows_RD: Tensor | None
+
+
+@dataclass(frozen=True)
+class SwigluExperts:
+    """Stacks of SwiGLU experts, whose passes are one native call each (csrc/cpu/expert_layer.h)."""
+
+    w13: ExpertWeights
+    w2: ExpertWeights
+
+    @property
+    def is_native(self) -> bool:
+        """Whether ``forward`` supports them, and ``backward`` if they have no biases."""
+        return self.w13.is_native and self.w2.is_native and self.w13.dtype in DTYPE_CODES
+
+    def forward(
+        self,
+        rows: Tensor | TokenRows,
+        sizes: Sequence[int],
+        first: int,
+        buffers: tuple[Tensor, bool, Tensor],
+        out_RD: Tensor,
+    ) -> None:
+        """Write the outputs of experts ``first``, ``first + 1``, ...
+
+        Args:
+            buffers: h_RG, whether it is of all rows (otherwise of a batch of experts), and act_RF of a batch.
+        """
+        dtype, rows = out_RD.dtype, _with_dense_rows(rows)
+        h_RG, keep, act_RF = buffers
+        out, stride = row_address(out_RD, dtype)
+        core().swiglu_experts(
+            sizes,
+            DTYPE_CODES[dtype],
+            torch.get_num_threads(),
+            _operand(rows, dtype, out_RD.shape[1]),
+            (*self._stacks(first), self.w13.bias_from(first), self.w2.bias_from(first)),
+            (out_RD.shape[1], act_RF.shape[1]),
+            (h_RG.data_ptr(), keep, act_RF.data_ptr()),
+            (out, stride),
+        )
+
+    def backward(
+        self,
+        rows: tuple[Tensor | TokenRows, Tensor | TokenRows],
+        sizes: Sequence[int],
+        first: int,
+        buffers: GradientBuffers,
+        grads: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Write the gradients of experts ``first``, ``first + 1``, ...
+
+        Args:
+            rows: those of forward, and the gradients of its outputs.
+            grads: outputs for the gradients of w13 and w2 of these experts, of which one stride is 1; or None.
+        """
+        x, grad = map(_with_dense_rows, rows)
+        dtype, hidden, ffn = grad.dtype, grad.shape[1], buffers.act_RF.shape[1]
+        h, stride = row_address(buffers.h_RG, dtype)
+        none = 0, 0, 0, 0
+        core().swiglu_experts_backward(
+            sizes,
+            DTYPE_CODES[dtype],
+            torch.get_num_threads(),
+            (_operand(x, dtype, hidden), _operand(grad, dtype, hidden)),
+            (*self._stacks(first), none, none),
+            (hidden, ffn),
+            (h, stride // dtype.itemsize, buffers.act_RF.data_ptr(), buffers.grad_h_RG.data_ptr(), buffers.of_batch),
+            (address(buffers.weights_R, torch.float32), address(buffers.dots_R, torch.float32)),
+            row_address(buffers.grad_rows_RD, dtype),
+            [(*none, 0) if one is None else (*_stack(one), _CODES[one.dtype]) for one in grads],
+        )
+
+    def _stacks(self, first: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.w13.stack_from(first), self.w2.stack_from(first)
 
 
 def weight_gradients(y_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, out_ENK: Tensor, sizes: Sequence[int]) -> None:
@@ -169,5 +272,5 @@ def _operand(
     if not isinstance(x_RK, Tensor):
         return x_RK.operand()
     rows = x_RK.shape[0]
-    address, stride = row_address(x_RK, dtype, (rows, width))
-    return [address], [rows], stride if rows > 1 else width * dtype.itemsize, 0, 0, rows, width
+    at, stride = row_address(x_RK, dtype, (rows, width))
+    return [at], [rows], stride if rows > 1 else width * dtype.itemsize, 0, 0, rows, width

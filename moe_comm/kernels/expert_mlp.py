@@ -28,14 +28,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation, SwiGLU
-from moe_comm.kernels.cpu_gemm import ExpertWeights, weight_gradients
+from moe_comm.kernels.cpu_gemm import ExpertWeights, GradientBuffers, SwigluExperts, weight_gradients
 from moe_comm.kernels.fp8 import (
     BLOCK,
     GemmDtype,
@@ -87,6 +87,10 @@ class _Pass(ABC):
                 self._batches.append(self._part(slice(first, expert)))
                 first = expert
         self._most_rows = max((part.rows.stop - part.rows.start for part in self._batches), default=0)
+
+    @property
+    def _all(self) -> Part:
+        return self._part(slice(0, len(self._sizes)))
 
     def _part(self, experts: slice) -> Part:
         rows = slice(self._starts[experts.start], self._starts[experts.stop])
@@ -325,7 +329,13 @@ class ExpertMLP(LocalExperts):
 
 
 class MLPForward(ExpertForward):
-    """The forward pass of ``ExpertMLP`` in the dtype of the rows. ``low_rank.py`` extends both GEMMs."""
+    """The forward pass of ``ExpertMLP`` in the dtype of the rows. ``low_rank.py`` extends both GEMMs.
+
+    On the CPU, SwiGLU experts are one native call for all their rows, or for a row range.
+    """
+
+    extended: ClassVar[bool] = False
+    """Whether a subclass extends the GEMMs."""
 
     def __init__(self, mlp: ExpertMLP, rows_RD: Rows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
         super().__init__(sizes, alone=mlp.apart)
@@ -338,9 +348,20 @@ class MLPForward(ExpertForward):
         self._act_RF = alloc(rows, w2_EDF.shape[2], dtype, device)
         self.saved = rows_RD, None, self._h_RG if keep else None
         self._w13, self._w2 = mlp.weights()
+        self._swiglu = None if self.extended else _swiglu_experts(mlp, self._w13, self._w2)
+
+    def all_rows(self) -> None:
+        if self._swiglu is None:
+            super().all_rows()
+        else:
+            self._compute(self._all)
 
     def _compute(self, part: Part) -> None:
         rows, count = part.rows, part.rows.stop - part.rows.start
+        if self._swiglu is not None:
+            buffers = self._h_RG[rows] if self._keep else self._h_RG, self._keep, self._act_RF
+            self._swiglu.forward(self._rows_RD[rows], part.sizes, part.expert, buffers, self._out_RD[rows])
+            return
         h_rG, act_rF = self._h_RG[rows] if self._keep else self._h_RG[:count], self._act_RF[:count]
         self._up(part, self._rows_RD[rows], h_rG)
         self._activation.forward(h_rG, act_rF)
@@ -351,6 +372,14 @@ class MLPForward(ExpertForward):
 
     def _down(self, part: Part, act_rF: Tensor, out_rD: Tensor) -> None:
         self._w2.multiply(act_rF, out_rD, part.sizes, part.expert)
+
+
+def _swiglu_experts(mlp: ExpertMLP, w13: ExpertWeights, w2: ExpertWeights) -> SwigluExperts | None:
+    """Return what computes the experts in native calls; None if GEMMs and activation are separate calls."""
+    if not isinstance(mlp.activation, SwiGLU) or mlp.apart:
+        return None
+    experts = SwigluExperts(w13, w2)
+    return experts if experts.is_native else None
 
 
 class _QuantizedLinear:
@@ -411,6 +440,9 @@ class MLPBackward(ExpertBackward):
     Rows are multiplied by their weights only after that: the gradient of h, and act for the gradient of w2.
     """
 
+    extended: ClassVar[bool] = False
+    """Whether a subclass extends the GEMMs."""
+
     def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
         super().__init__(inputs.sizes, alone=mlp.apart)
         w13_EGD, w2_EDF, _, self._b2_ED = mlp.tensors
@@ -427,19 +459,51 @@ class MLPBackward(ExpertBackward):
         self._needs_act = needs[1]
         buffer_rows = self._most_rows if inputs.at_once else rows_RD.shape[0]
         self._act_RF = alloc(buffer_rows, w2_EDF.shape[2], dtype, device)
-        if self._weights_R is not None:
+        self._w13, self._w2 = mlp.weights()
+        self._w13_back, self._w2_back = self._w13.transposed, self._w2.transposed
+        biases = mlp.tensors[2] is not None or self._b2_ED is not None
+        separate = self.extended or biases or not self._needs_grad_h
+        self._swiglu = None if separate else _swiglu_experts(mlp, self._w13, self._w2)
+        if self._weights_R is not None and self._swiglu is None:
             self._grad_act_RF = alloc(self._most_rows, w2_EDF.shape[2], dtype, device)
         self._grad_of: tuple[slice, Tensor] | None = None
         self._grad_h_RG = alloc(buffer_rows, w13_EGD.shape[1], dtype, device)
         self._apart = mlp.apart
-        self._w13, self._w2 = mlp.weights()
-        self._w13_back, self._w2_back = self._w13.transposed, self._w2.transposed
+
+    def all_rows(self, grads: Sequence[Tensor | None]) -> None:
+        outputs = grads[0], grads[1]
+        if self._swiglu is None or any(grad is not None and 1 not in grad.stride()[1:] for grad in outputs):
+            super().all_rows(grads)
+        else:
+            self._in_native_call(self._swiglu, self._all, outputs)
+
+    def _in_native_call(
+        self, experts: SwigluExperts, part: Part, grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    ) -> None:
+        def of_rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[part.rows]
+
+        local = slice(None) if self._at_once else part.rows
+        buffers = GradientBuffers(
+            of_rows(self._saved_RG),
+            self._act_RF[local],
+            self._grad_h_RG[local],
+            self._at_once,
+            of_rows(self._weights_R),
+            of_rows(self._dots_R),
+            of_rows(self._grad_rows_RD),
+        )
+        rows = self._rows_RD[part.rows], self._grad_RD[part.rows]
+        experts.backward(rows, part.sizes, part.expert, buffers, grads)
 
     def _local(self, rows: slice) -> slice:
         """Return where the buffers of this pass have ``rows``."""
         return slice(0, rows.stop - rows.start) if self._at_once else rows
 
     def _compute(self, part: Part) -> None:
+        if self._swiglu is not None:
+            self._in_native_call(self._swiglu, part)
+            return
         rows, local = part.rows, self._local(part.rows)
         act, grad_h = self._act_RF[local], self._grad_h_RG[local]
         if self._saved_RG is not None:

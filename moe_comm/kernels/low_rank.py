@@ -252,6 +252,8 @@ def _pairs(mlp: AdaptedMLP, last: bool, rows: int, alloc: Alloc) -> list[_Pair]:
 
 
 class _AdaptedForward(MLPForward):
+    extended = True
+
     def __init__(
         self, mlp: AdaptedMLP, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc
     ) -> None:
@@ -271,6 +273,8 @@ class _AdaptedForward(MLPForward):
 
 
 class _AdaptedBackward(MLPBackward):
+    extended = True
+
     def __init__(self, mlp: AdaptedMLP, inputs: BackwardInputs) -> None:
         needs = inputs.needs_weights
         super().__init__(mlp.without_adapters(), replace(inputs, needs_weights=needs[:_WEIGHTS]))

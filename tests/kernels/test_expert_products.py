@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.cpu_gemm import ExpertWeights, weight_gradients
+from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertMLP
 from moe_comm.kernels.row_invariant import row_invariant_linear, row_invariant_mm
+from moe_comm.kernels.row_weights import scale_
+from moe_comm.kernels.swiglu import swiglu_backward, swiglu_forward
+from moe_comm.runtime.memory import warm_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3, torch.float64: 1e-12}
@@ -122,3 +128,98 @@ def test_biases_may_have_any_strides(dtype: torch.dtype) -> None:
         ExpertWeights(w, bias).multiply(x, out, (3, 2))
         ExpertWeights(w, bias.clone(memory_format=torch.contiguous_format)).multiply(x, dense, (3, 2))
         assert torch.equal(out, dense)
+
+
+@dataclass
+class Passes:
+    """Inputs of the experts of a pass. keep: h is kept. trained: weights need gradients, in which dtype."""
+
+    mlp: ExpertMLP
+    rows: Tensor
+    grad: Tensor
+    routing: Tensor | None
+    dots: bool
+    keep: bool
+    grad_dtype: torch.dtype | None
+
+    def run(self, sizes: tuple[int, ...], at_once: bool) -> list[Tensor]:
+        """Return outputs and gradients of one pass each; in row ranges of the largest expert unless ``at_once``."""
+        rows, out, grad_rows = self.rows, torch.empty_like(self.rows), torch.empty_like(self.rows)
+        forward = self.mlp.forward(rows, out, sizes, self.keep, warm_rows)
+        start, count = sum(sizes[:2]), sizes[2]
+        ranges = [(e, slice(sum(sizes[:e]), sum(sizes[: e + 1]))) for e in range(len(sizes)) if e != 2]
+        ranges += [(2, slice(start + a, start + b)) for a, b in ((40, count), (0, 7), (7, 40))]
+        dots = None if self.routing is None or not self.dots else torch.full_like(self.routing, torch.nan)
+        needs = self.grad_dtype is not None
+        grads = [torch.full_like(t, torch.nan, dtype=self.grad_dtype) if needs else None for t in self.mlp.tensors[:2]]
+        if at_once:
+            forward.all_rows()
+        else:
+            for expert, of_expert in ranges:
+                forward.row_range(expert, of_expert)
+        backward = self.mlp.backward(
+            BackwardInputs(
+                rows,
+                forward.saved[2],
+                self.grad,
+                sizes,
+                grad_rows,
+                (needs, needs, False, False),
+                warm_rows,
+                at_once,
+                self.routing,
+                dots,
+            )
+        )
+        if at_once:
+            backward.all_rows((*grads, None, None))
+        else:
+            for expert, of_expert in ranges:
+                backward.row_range(expert, of_expert)
+            for expert in range(len(sizes)):
+                backward.weights_of(expert, (*grads, None, None))
+        return [t for t in (out, grad_rows, dots, *grads) if t is not None]
+
+    def steps(self, sizes: tuple[int, ...]) -> list[Tensor]:
+        """Return the same of all rows, one operator after the other."""
+        w13, w2 = ExpertWeights(self.mlp.tensors[0]), ExpertWeights(self.mlp.tensors[1])
+        rows, width = self.rows, self.mlp.tensors[1].shape[2]
+        h, act = rows.new_empty(len(rows), 2 * width), rows.new_empty(len(rows), width)
+        grad_act, grad_h = torch.empty_like(act), torch.empty_like(h)
+        out, grad_rows, dots = torch.empty_like(rows), torch.empty_like(rows), None
+        w13.multiply(rows, h, sizes)
+        swiglu_forward(h, act)
+        w2.multiply(act, out, sizes)
+        w2.transposed.multiply(self.grad, grad_act, sizes)
+        swiglu_backward(h, grad_act, grad_h, act)
+        if self.routing is not None:
+            dots = scale_(act, self.routing, grad_act)
+            scale_(grad_h, self.routing)
+        w13.transposed.multiply(grad_h, grad_rows, sizes)
+        grads = [torch.empty_like(t, dtype=self.grad_dtype) for t in self.mlp.tensors[:2] if self.grad_dtype]
+        if grads:
+            weight_gradients(grad_h, rows, grads[0], sizes)
+            weight_gradients(self.grad, act, grads[1], sizes)
+        return [t for t in (out, grad_rows, dots if self.dots else None, *grads) if t is not None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize(("hidden", "ffn"), [(40, 64), (33, 17), (7, 48)])
+def test_passes_of_swiglu_experts_have_the_bits_of_their_steps(hidden: int, ffn: int, dtype: torch.dtype) -> None:
+    sizes = (5, 0, 270, 1, 33)
+    count = sum(sizes)
+    for case in range(6):
+        w13, w2 = draw(5, 2 * ffn, hidden, dtype=dtype), draw(5, hidden, ffn, dtype=dtype)
+        if case == 1:
+            w13, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w13, w2))
+        rows, grad = draw(count, hidden, dtype=dtype), draw(count, hidden + 1, dtype=dtype)[:, 1:]
+        rows[3, 0], rows[4, 0], grad[5, 1] = float("nan"), float("inf"), 1e-39
+        routing = None if case == 3 else draw(count, dtype=torch.float32)
+        grad_dtype = (dtype, torch.float32, dtype, dtype, None, dtype)[case]
+        mlp = ExpertMLP((w13, w2, None, None), activation_of("swiglu"), recompute=case == 2)
+        passes = Passes(mlp, rows, grad, routing, case != 5, case != 2, grad_dtype)
+        expected = passes.steps(sizes)
+        for at_once in (True, False):
+            for got, wanted in zip(passes.run(sizes, at_once), expected, strict=True):
+                same = torch.equal(got.nan_to_num(7), wanted.nan_to_num(7))
+                assert same, (case, at_once, got.shape)

@@ -57,6 +57,9 @@ MIN_ELEMENTS = 64
 Run = Callable[[int], Tensor]
 """A rank's forward pass."""
 
+GATED = activation_of("geglu")
+"""GEMMs of SwiGLU experts are not separate calls."""
+
 
 @dataclass
 class Gate:
@@ -167,7 +170,7 @@ def _prepare_matmul_combine(rank: int) -> Callable[[], Tensor]:
 def _layer(rank: int) -> Tensor:
     x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), _other_ranks_experts(rank)
     call = dispatch_rows(_dispatcher(rank, 2), x, ids, torch.ones(TOKENS, 1), CHUNKED, width=F)
-    mlp = ExpertMLP((draw(2, 2 * F, D, seed=9), draw(2, D, F, seed=8), None, None), activation_of("swiglu"))
+    mlp = ExpertMLP((draw(2, 2 * F, D, seed=9), draw(2, D, F, seed=8), None, None), GATED)
     return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
@@ -322,7 +325,7 @@ def _shared_layer(rank: int, world: int, dispatcher: Dispatcher | None = None) -
     dispatcher = dispatcher or SharedMemoryDispatcher(placement, group, rank, DispatchOptions(timeout_s=90))
     x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), torch.arange(world).repeat(TOKENS, 1)
     call = dispatch_rows(dispatcher, x, ids, torch.ones(TOKENS, world), SHARED, width=F)
-    mlp = ExpertMLP((draw(1, 2 * F, D, seed=9), draw(1, D, F, seed=8), None, None), activation_of("swiglu"))
+    mlp = ExpertMLP((draw(1, 2 * F, D, seed=9), draw(1, D, F, seed=8), None, None), GATED)
     return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 

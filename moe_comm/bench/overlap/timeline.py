@@ -240,6 +240,8 @@ _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[...
 _METHODS: Sequence[tuple[str, type, str, Callable[..., str]]] = (
     (PRODUCT, cpu_gemm.ExpertWeights, "multiply", _row_sizes),
     (PRODUCT, cpu_gemm.ExpertWeights, "add", _row_sizes),
+    (PRODUCT, cpu_gemm.SwigluExperts, "forward", _named("experts")),
+    (PRODUCT, cpu_gemm.SwigluExperts, "backward", _named("experts backward")),
     (PRODUCT, Activation, "forward", _named("activation")),
     (PRODUCT, Activation, "backward", _named("activation backward")),
     (PRODUCT, SwiGLU, "forward", _named("activation")),
