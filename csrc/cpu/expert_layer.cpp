@@ -93,12 +93,9 @@ void run_forward(const SwigluExperts& experts, const int64_t* sizes, const Exper
     if (batch.rows == 0) continue;
     const gemm::Groups groups{sizes + batch.first, batch.last - batch.first, experts.dtype, experts.threads};
     char* const h = pass.h + (pass.keep ? batch.row * 2 * ffn * size : 0);
-    gemm::rows(groups, rows_of(pass.x, batch), from_expert(experts.w13, batch.first), 2 * ffn,
-               from_expert(experts.b13, batch.first), {reinterpret_cast<uintptr_t>(h), 2 * ffn * size, false});
-    parallel_for(batch.rows, 64, experts.threads, [&](int64_t first, int64_t last) {
-      kernels().swiglu(h + first * 2 * ffn * size, 2 * ffn, pass.act + first * ffn * size, last - first, ffn,
-                       experts.dtype);
-    });
+    gemm::activated_rows(groups, rows_of(pass.x, batch), from_expert(experts.w13, batch.first), ffn,
+                         from_expert(experts.b13, batch.first),
+                         {reinterpret_cast<uintptr_t>(h), reinterpret_cast<uintptr_t>(pass.act), pass.keep});
     gemm::rows(groups, dense_rows(pass.act, batch.rows, ffn, experts.dtype), from_expert(experts.w2, batch.first),
                experts.hidden, from_expert(experts.b2, batch.first),
                {reinterpret_cast<uintptr_t>(pass.out + batch.row * pass.out_stride), pass.out_stride, false});

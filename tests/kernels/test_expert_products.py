@@ -223,3 +223,25 @@ def test_passes_of_swiglu_experts_have_the_bits_of_their_steps(hidden: int, ffn:
             for got, wanted in zip(passes.run(sizes, at_once), expected, strict=True):
                 same = torch.equal(got.nan_to_num(7), wanted.nan_to_num(7))
                 assert same, (case, at_once, got.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_outputs_of_swiglu_experts_with_biases_and_denormals_have_the_bits_of_their_steps(dtype: torch.dtype) -> None:
+    sizes, hidden, ffn = (3, 45), 40, 48
+    w13, w2 = draw(2, 2 * ffn, hidden, dtype=dtype), draw(2, hidden, ffn, dtype=dtype)
+    b13, b2 = draw(2, 2 * ffn, dtype=dtype), draw(2, hidden, dtype=dtype)
+    low = -6 if dtype is torch.float16 else -86  # SwiGLU gives a denormal
+    b13[:, :ffn:3], b13[:, ffn : 2 * ffn : 3], b13[0, 1], b13[1, 2] = low, 1e-3, 1e-39, -1e-39
+    rows = draw(sum(sizes), hidden, dtype=dtype)
+    rows[::2], w13[:, 1], w2[:, 1] = 0, 0, torch.finfo(dtype).tiny / 2
+    out, expected, act = torch.empty_like(rows), torch.empty_like(rows), rows.new_empty(len(rows), ffn)
+    for keep in (False, True):
+        passed = ExpertMLP((w13, w2, b13, b2), activation_of("swiglu")).forward(rows, out, sizes, keep, warm_rows)
+        passed.all_rows()
+        h = rows.new_empty(len(rows), 2 * ffn)
+        ExpertWeights(w13, b13).multiply(rows, h, sizes)
+        swiglu_forward(h, act)
+        assert (act.abs() < torch.finfo(dtype).tiny).logical_and(act != 0).any()
+        ExpertWeights(w2, b2).multiply(act, expected, sizes)
+        assert torch.equal(out, expected)
+        assert not keep or torch.equal(passed.saved[2], h)

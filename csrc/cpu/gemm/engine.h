@@ -91,6 +91,9 @@ struct Engine {
   // The whole product, instead of the functions for packing and tiles; or null.
   void (*product)(const Product&, const Following*) = nullptr;
   int few = 0;  // of `sweep`
+  // For products with SwiGLU in their epilogue (Activated), of columns whose lines run along k; or null.
+  const Engine* activated = nullptr;
+  int paired = 0;  // of that: so many columns of gate are beside as many of up; a width must be a multiple
 };
 
 }  // namespace gemm

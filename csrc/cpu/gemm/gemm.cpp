@@ -159,14 +159,23 @@ void over_experts(const Groups& groups, int64_t columns, int64_t step, bool empt
   });
 }
 
-}  // namespace
+// The columns of a stack whose gate and up columns alternate in groups of `group`.
+std::vector<int64_t> paired_lines(int64_t width, int64_t group) {
+  std::vector<int64_t> lines;
+  for (int64_t first = 0; first < width; first += group) {
+    for (int64_t i = 0; i < 2 * group; ++i) lines.push_back(first + (i < group ? i : width + i - group));
+  }
+  return lines;
+}
 
-void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias, const Results& out) {
+// Of `activated`, the results are `out` too, or null.
+void multiply_rows(const Engine& e, const Groups& groups, const Rows& x, const Stack& w, int64_t columns,
+                   const Stack& bias, const Results& out, const Activated& activated) {
   const int64_t total = check_groups(groups), element = dtype_bytes(groups.dtype);
   check_rows("x", x, total, element);
   if (total == 0 || columns <= 0) return;
-  const Engine& e = engine(groups.dtype);
   const Operand operand(x);
+  const std::vector<int64_t> pairs = paired_lines(activated.width, std::max(e.paired, 1));
   over_experts(groups, columns, e.panel_b, false, [&](const Task& task, const Task* next) {
     const InMode mode(e);
     const char *base_a = nullptr, *base_b = reinterpret_cast<const char*>(w.base + task.expert * w.expert);
@@ -179,14 +188,40 @@ void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, 
     p.columns = task.columns;
     p.depth = x.width;
     p.bias = bias.base ? reinterpret_cast<const char*>(bias.base + task.expert * bias.expert) : nullptr;
-    p.out = reinterpret_cast<char*>(out.base) + task.line * out.stride;
+    p.out = out.base ? reinterpret_cast<char*>(out.base) + task.line * out.stride : nullptr;
     p.out_stride = out.stride;
     p.accumulate = out.accumulate;
     Following following{};
     const char* next_b = next ? reinterpret_cast<const char*>(w.base + next->expert * w.expert) : nullptr;
     const bool known = next && matrix_in_place(next_b, w, columns, x.width, element, following.b);
     if (known) following = {following.b, groups.sizes[next->expert], next->column, next->columns, x.width};
+    if (activated.width) {
+      p.b.place = following.b.place = pairs.data();
+      p.activated = {activated.width, activated.act + task.line * activated.stride, activated.stride};
+    }
     multiply(e, p, known ? &following : nullptr);
+  });
+}
+
+}  // namespace
+
+void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias, const Results& out) {
+  multiply_rows(engine(groups.dtype), groups, x, w, columns, bias, out, {});
+}
+
+void activated_rows(const Groups& groups, const Rows& x, const Stack& w, int64_t width, const Stack& bias,
+                    const Activations& out) {
+  const Engine& e = engine(groups.dtype);
+  const int64_t element = dtype_bytes(groups.dtype), row = width * element;
+  char *const h = reinterpret_cast<char*>(out.h), *const act = reinterpret_cast<char*>(out.act);
+  if (e.activated && width % e.activated->paired == 0 && x.width > 0 && w.element == element) {
+    multiply_rows(*e.activated, groups, x, w, 2 * width, bias, {out.keep_h ? out.h : 0, 2 * row, false},
+                  {width, act, row});
+    return;
+  }
+  multiply_rows(e, groups, x, w, 2 * width, bias, {out.h, 2 * row, false}, {});
+  parallel_for(x.count, 64, groups.threads, [&](int64_t first, int64_t last) {
+    kernels().swiglu(h + first * 2 * row, 2 * width, act + first * row, last - first, width, groups.dtype);
   });
 }
 

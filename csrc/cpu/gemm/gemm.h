@@ -43,6 +43,15 @@ struct Results {
 // out[r] (+)= x[r] @ w[e].T + bias[e] for the rows r of each expert, in x's dtype.
 void rows(const Groups& groups, const Rows& x, const Stack& w, int64_t columns, const Stack& bias, const Results& out);
 
+// h[r] = x[r] @ w[e].T + bias[e], gate | up of `width` each, and act[r], its SwiGLU, with the bits of `rows` and
+// Kernels::swiglu. Both are dense. Unless h is kept, its memory is arbitrary afterwards.
+struct Activations {
+  uintptr_t h, act;
+  bool keep_h;
+};
+void activated_rows(const Groups& groups, const Rows& x, const Stack& w, int64_t width, const Stack& bias,
+                    const Activations& out);
+
 // out[e] (+)= sum over the rows of expert e, in order, of y[r]^T x[r]: [E, y.width, x.width]. out_dtype: dtype of x or
 // fp32. Without `accumulate`, experts without rows get zeros.
 void weights(const Groups& groups, const Rows& y, const Rows& x, const Stack& out, int out_dtype, bool accumulate);

@@ -1,6 +1,7 @@
 // AMX: tiles of 16 x 16 results; an instruction adds 32 products to each. Per 32 k it sums the even and the odd k in
 // one sequence each, from zero, and adds their sum to the result.
 #define MOE_VEC 16
+#define MOE_INLINE_MEMBER inline __attribute__((always_inline))
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,11 +22,11 @@ namespace amx {
 namespace {
 
 #include "../vectors.inc"
+// swiglu.inc needs vectors.inc, and words_amx.inc all of them.
+#include "../swiglu.inc"
 #include "floats.inc"
 #include "words.inc"
 #include "words_amx.inc"
-
-#define MOE_INLINE_MEMBER inline __attribute__((always_inline))
 
 struct alignas(64) Config {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -33,10 +34,20 @@ struct alignas(64) Config {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-uint64_t enter() {
+void configure() {
   static const Config config;
   __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory");
+}
+
+uint64_t enter() {
+  configure();
   return enter_flushing();
+}
+
+// SwiGLU keeps denormals.
+uint64_t enter_activated() {
+  configure();
+  return enter_plain();
 }
 
 void leave(uint64_t before) {
@@ -77,20 +88,27 @@ struct Side {
   Packing packing;
   int pairs = 0;  // to pack per 32 k
   Finishing finishing;
-  int parts = 0;                            // to finish per 32 k
-  char *out = nullptr, *out_end = nullptr;  // results of this tile, to prefetch
-  int64_t out_stride = 0;
-  int out_lines = 0;
+  int parts = 0;  // to finish per 32 k
+  // Results of this tile, to prefetch.
+  struct {
+    char* at;
+    int64_t stride;
+  } results[3] = {};
+  int row_lines = 0, rows = 0, rows_per_step = 0;
 
   void prefetch_results(const TileResults& to, int64_t steps) {
-    out = to.out;
-    out_end = to.out + to.rows * to.stride;
-    out_stride = to.stride;
-    out_lines = static_cast<int>((to.rows + steps - 1) / steps);
+    row_lines = 0;
+    if (to.out) results[row_lines++] = {to.out, to.stride};
+    if (to.out && to.act) results[row_lines++] = {to.out + to.pair, to.stride};
+    if (to.act) results[row_lines++] = {to.act, to.act_stride};
+    rows = to.rows;
+    rows_per_step = static_cast<int>((to.rows + steps - 1) / steps);
   }
   MOE_INLINE_MEMBER void step() {
     ahead.fetch(ahead.per_tile);
-    for (int i = 0; i < out_lines && out < out_end; ++i, out += out_stride) __builtin_prefetch(out, 1);
+    for (int i = 0; i < rows_per_step && rows > 0; ++i, --rows) {
+      for (int j = 0; j < row_lines; results[j].at += results[j].stride, ++j) __builtin_prefetch(results[j].at, 1);
+    }
     if (packing.at < packing.end) packing.some(pairs);
     if (finishing.left > 0) finishing.some(parts);
   }
@@ -188,7 +206,7 @@ class Blocks {
     }
     side_.packing.fetch = !ahead_;
     row_bytes_ = whole * kPanel * 2;
-    in_place_ = swapped_ && !p.b.place;
+    in_place_ = swapped_ && (!p.b.place || p.activated.width);
     around_ = p.out_dtype == kBFloat16 && !p.accumulate && p.m * p.columns * 2 >= kAroundBytes && !swapped_ &&
               p.a.across && reinterpret_cast<uintptr_t>(p.out) % 64 == 0 && p.out_stride % 64 == 0 &&
               p.column_first % kPanel == 0;
@@ -306,7 +324,8 @@ class Blocks {
   // One panel of columns whose lines run along k.
   void pass_rows(int64_t n, int64_t k0, int64_t last, int64_t depth) {
     const int64_t first = p_.column_first + n, steps = parts(depth, kUnit);
-    Left columns{p_.b.line(first) + k0 * 2, p_.b.stride, p_.b.stride * kSide, 64};
+    const int64_t half = p_.activated.width ? p_.activated.width : kSide;
+    Left columns{p_.b.line(first) + k0 * 2, p_.b.stride, p_.b.stride * half, 64};
     if (!in_place_ || depth % kUnit != 0 || n + kPanel > last) {
       char* packed = buffers().columns.get(steps * 2 * kTileBytes);
       pack_left(p_.b, first, count(n, last), k0, depth, packed, side_.ahead);
@@ -321,21 +340,25 @@ class Blocks {
   void tile(int64_t row, int64_t column, int64_t k0, int64_t steps, const Left& left, const char* right,
             char* results) {
     const int m = count(row, last_row_), n = count(column, p_.columns);
-    const int64_t element = dtype_bytes(p_.out_dtype), at = (p_.column_first + column) * element;
-    const TileResults to{p_.out + row * p_.out_stride + at,
+    const int64_t element = dtype_bytes(p_.out_dtype), width = p_.activated.width;
+    const int64_t at = (p_.column_first + column) / (width ? 2 : 1) * element;
+    const TileResults to{p_.out ? p_.out + row * p_.out_stride + at : nullptr,
                          p_.out_stride,
                          p_.bias ? p_.bias + at : nullptr,
                          m,
                          n,
                          p_.out_dtype,
-                         around_};
+                         around_,
+                         width * element,
+                         width ? p_.activated.act + row * p_.activated.stride + at : nullptr,
+                         p_.activated.stride};
     float* c = reinterpret_cast<float*>(results);
     if (k0 == 0 && p_.accumulate) {
       if (side_.finishing.c == c) side_.finishing.rest();  // blocks of one tile share their memory
       (swapped_ ? start_columns_of : start_rows_of)(to, c);
     }
     const bool last = k0 + steps * kUnit >= p_.depth;
-    side_.out_lines = 0;
+    side_.rows = 0;
     if (last && !around_) side_.prefetch_results(to, steps);
     side_.parts = static_cast<int>(parts(side_.finishing.left, steps));
     const bool load = k0 > 0 || p_.accumulate, one_panel = last_row_ - first_row_ <= kPanel;
@@ -366,8 +389,11 @@ void product(const Product& p, const Following* following) { Blocks(p, following
 }  // namespace
 
 const Engine& in_pairs() {
-  static const Engine table = {"amx",   kPanel,  kPanel,  1,      kUnit, 0,     0,     nullptr,
-                               nullptr, nullptr, nullptr, finish, start, enter, leave, product};
+  static const Engine activated = {"amx",   kPanel,  kPanel,  1,       kUnit,  0,     0,
+                                   nullptr, nullptr, nullptr, nullptr, finish, start, enter_activated,
+                                   leave,   product, 0,       nullptr, kSide};
+  static const Engine table = {"amx",   kPanel,  kPanel, 1,     kUnit, 0,     0,       nullptr, nullptr,
+                               nullptr, nullptr, finish, start, enter, leave, product, 0,       &activated};
   return table;
 }
 

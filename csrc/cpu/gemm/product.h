@@ -23,6 +23,14 @@ class Scratch {
   int64_t bytes_ = 0;
 };
 
+// SwiGLU in the epilogue of a product: columns are [gate | up], each of `width`, and so is `out`, which may be null. A
+// panel has columns of both: `paired_lines`.
+struct Activated {
+  int64_t width = 0;    // 0: none
+  char* act = nullptr;  // of row 0
+  int64_t stride = 0;   // bytes
+};
+
 // out [m, columns] (+)= a * b over depth, plus bias. Outer indices of `a` start at 0, those of `b` at column_first.
 struct Product {
   Lines a, b;
@@ -33,6 +41,7 @@ struct Product {
   int64_t out_stride;
   int out_dtype;
   bool accumulate;
+  Activated activated{};
 };
 
 // Columns of b that the thread multiplies after this product; their first block is prefetched.
