@@ -53,6 +53,10 @@ def serve(
         str | None,
         typer.Option(metavar="SIZE", help="Keep experts out of memory, but for this many bytes a rank, such as 4GiB."),
     ] = None,
+    recover: Annotated[
+        bool,
+        typer.Option("--recover", help="If a rank but the first dies, go on: the others read its experts."),
+    ] = False,
     offload_path: Annotated[
         str,
         typer.Option(metavar="FOLDER", help="With an offload budget: a folder on a local disk; on a GPU, host memory."),
@@ -64,9 +68,11 @@ def serve(
     if offload_path and offload_budget is None:
         raise typer.BadParameter("needs --offload-budget", param_hint="--offload-path")
     offload = None if offload_budget is None else module.ExpertOffload(offload_budget, offload_path)
-    config = module.ServeConfig(model, attention, experts, host, port, dtype, device, batching, micro_batches, offload)
+    config = module.ServeConfig(
+        model, attention, experts, host, port, dtype, device, batching, micro_batches, offload, recover
+    )
     ranks = ranks_to_use(attention + experts)
-    if signal.SIGINT in launch(serve_rank, (config,), ranks, preload=LOADED):
+    if signal.SIGINT in launch(serve_rank, (config,), ranks, preload=LOADED, may_die=config.may_die):
         raise Interrupted(signal.SIGINT)
 
 

@@ -183,7 +183,7 @@ def _build(
                 "dequantize=True in the quantization_config), save it, and load the result"
             )
         del config.quantization_config  # the loaded model is not quantized
-    folder = _folder(path, hub)
+    folder = weights_folder(path, hub)
     dtype = _dtype(settings.get("dtype", settings.get("torch_dtype")), config, folder)
     attention = settings.get("attn_implementation")
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
@@ -254,7 +254,7 @@ def _dtype(dtype: Any, config: Any, folder: Path) -> torch.dtype:
     return dtype
 
 
-def _folder(path: str | PathLike[str], hub: dict[str, Any]) -> Path:
+def weights_folder(path: str | PathLike[str], hub: dict[str, Any]) -> Path:
     """Return the folder with the safetensors of a model."""
     if Path(path).exists():
         return Path(path, str(hub.get("subfolder", "")))

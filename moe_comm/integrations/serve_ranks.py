@@ -27,7 +27,7 @@ from moe_comm.integrations.hugging_face.families import find_experts
 from moe_comm.integrations.hugging_face.server import FORCE_S, ModelServer, require_server
 from moe_comm.integrations.hugging_face.swap import swapped_experts
 from moe_comm.integrations.offload.cache import ExpertOffload
-from moe_comm.integrations.pretrained import from_pretrained
+from moe_comm.integrations.pretrained import from_pretrained, weights_folder
 from moe_comm.integrations.serving import serve_experts, serving
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement
@@ -54,6 +54,7 @@ class ServeConfig:
         batching: how an attention rank runs several requests; None: one after the other.
         micro_batches: forward passes of an attention rank that run at the same time.
         offload: see ``offload_experts``; None: experts are in memory.
+        recover: whether the other ranks go on after one has died, see ``serving``.
     """
 
     model: str
@@ -66,6 +67,12 @@ class ServeConfig:
     batching: Batching | None = None
     micro_batches: int = 1
     offload: ExpertOffload | None = None
+    recover: bool = False
+
+    @property
+    def may_die(self) -> range:
+        """Ranks without which the server goes on: all but that of the clients."""
+        return range(1, self.attention + self.experts) if self.recover else range(0)
 
 
 @dataclass(frozen=True)
@@ -109,10 +116,11 @@ def serve_rank(config: ServeConfig) -> int:
         settings: dict[str, Any] = {"dtype": config.dtype, "placement": placement, "offload": config.offload}
         model = from_pretrained(config.model, device=ranks.device, **settings)
         stopped = stack.enter_context(_signals())
+        checkpoint = weights_folder(config.model, {}) if config.recover else None
         if ranks.rank >= config.attention:
-            serve_experts(model, micro_batches=config.micro_batches)
+            serve_experts(model, checkpoint=checkpoint, micro_batches=config.micro_batches)
         else:
-            with serving(model, micro_batches=config.micro_batches) as context:
+            with serving(model, checkpoint=checkpoint, micro_batches=config.micro_batches) as context:
                 context.calibrate()
                 _serve(model, config, sockets, ports, stopped)
         return stopped[0] if stopped else 0
@@ -196,13 +204,15 @@ def _serve(model: Any, config: ServeConfig, sockets: list[socket.socket], ports:
 class Balancer:
     """Forward each connection to the server with the fewest open connections, in a thread.
 
+    A server that refuses a connection has ended, and gets no more.
+
     Args:
         listening: socket for clients.
         ports: of the servers, on loopback.
     """
 
     def __init__(self, listening: socket.socket, ports: list[int]) -> None:
-        self._open = dict.fromkeys(ports, 0)
+        self._open, self._ended = dict.fromkeys(ports, 0), set[int]()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(listening,), name="balancer", daemon=True)
         self._thread.start()
@@ -222,12 +232,10 @@ class Balancer:
         self._loop.close()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = min(self._open, key=self._open.__getitem__)
-        self._open[port] += 1
-        try:
-            # Python 3.11 prints a traceback for a callback of connections that is cancelled.
-            with suppress(OSError, asyncio.CancelledError), closing(writer):
-                from_server, to_server = await asyncio.open_connection(LOOPBACK, port)
+        # Python 3.11 prints a traceback for a callback of connections that is cancelled.
+        with suppress(OSError, asyncio.CancelledError), closing(writer):
+            port, from_server, to_server = await self._connect()
+            try:
                 with closing(to_server):
                     copies = [asyncio.create_task(_copy(reader, to_server))]
                     copies.append(asyncio.create_task(_copy(from_server, writer)))
@@ -236,8 +244,21 @@ class Balancer:
                     finally:
                         for copy in copies:
                             copy.cancel()
-        finally:
-            self._open[port] -= 1
+            finally:
+                self._open[port] -= 1
+
+    async def _connect(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a server, and count the connection."""
+        while True:
+            port = min((one for one in self._open if one not in self._ended), key=self._open.__getitem__)
+            self._open[port] += 1
+            try:
+                return port, *await asyncio.open_connection(LOOPBACK, port)
+            except BaseException as error:
+                self._open[port] -= 1
+                if not isinstance(error, ConnectionRefusedError) or self._open.keys() <= self._ended | {port}:
+                    raise
+                self._ended.add(port)  # its rank has died
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -110,6 +110,20 @@ class Server:
         answer = urllib.request.urlopen(request, timeout=END_S)
         return answer if more.get("stream") else json.load(answer)["choices"][0]["text"]
 
+    def survives(self, rank: int, folder: str, prompt: str, length: int) -> str:
+        """Kill a rank while the server answers a request, and return the whole answer."""
+        lines = self.complete(folder, prompt, length, stream=True)
+        texts: list[str] = []
+        for line in lines:
+            if not line.startswith(b"data: {"):
+                continue
+            texts += [one["text"] for one in json.loads(line[6:])["choices"]]
+            if rank and len(texts) >= 5:
+                os.kill(self.ranks()[rank], signal.SIGKILL)
+                rank = 0
+        assert not rank, texts
+        return "".join(texts)
+
 
 @contextmanager
 def serve(folder: str, *options: str) -> Iterator[Server]:
@@ -132,10 +146,10 @@ def serve(folder: str, *options: str) -> Iterator[Server]:
                     process.kill()
 
 
-def test_one_attention_rank_answers_curl_and_the_openai_client(
+def test_one_attention_rank_answers_curl_and_the_openai_client_and_goes_on_without_the_expert_rank(
     folder: str, expected: Callable[[str, int], str]
 ) -> None:
-    with serve(folder, "--attention", "1", "--experts", "1") as server:
+    with serve(folder, "--attention", "1", "--experts", "1", "--recover") as server:
         body = {"model": folder, "prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0}
         command = [
             "curl",
@@ -160,10 +174,12 @@ def test_one_attention_rank_answers_curl_and_the_openai_client(
             with pytest.raises(openai.BadRequestError) as raised:
                 client.completions.create(model="another", prompt="w1")
             assert folder in raised.value.response.text
+        assert server.survives(1, folder, PROMPTS[2], 150) == expected(PROMPTS[2], 150)
         endless = server.complete(folder, PROMPTS[0], 50_000, stream=True)
         assert endless.readline().startswith(b"data: ")
         code, output = server.end(signal.SIGTERM)
         assert code == 0, output
+        assert "serving goes on without rank 1" in output, output
         assert b'"finish_reason":"stop"' in endless.read()  # with the tokens so far
 
 
@@ -180,6 +196,22 @@ def test_requests_are_balanced_and_end_at_an_interrupt(folder: str, expected: Ca
         code, output = server.end(signal.SIGINT)
         assert code == 128 + signal.SIGINT, output
         assert "Traceback" not in output, output
+
+
+@pytest.mark.slow
+def test_the_server_goes_on_without_ranks_with_experts_and_attention(
+    folder: str, expected: Callable[[str, int], str]
+) -> None:
+    options = ("--attention", "2", "--experts", "2", "--recover", "--continuous-batching", "--kv-tokens", "4096")
+    with serve(folder, *options) as server:
+        ranks = server.ranks()
+        assert server.survives(3, folder, PROMPTS[0], 150) == expected(PROMPTS[0], 150)
+        attention = psutil.Process(ranks[1])
+        attention.kill()
+        attention.wait(END_S)
+        assert [server.complete(folder, PROMPTS[1], 12) for _ in range(3)] == [expected(PROMPTS[1], 12)] * 3
+        code, output = server.end(signal.SIGTERM)
+        assert code == 0, output
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ from moe_comm import errors
 from moe_comm.errors import FROM_PEERS, MoeCommError
 from moe_comm.runtime.launch.rank_main import ALIVE, ERRORS, STOPPING, error_records, rank_main
 
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals for which torch's agent installs handlers. If ranks run a function, ``launch`` handles the first two."""
 ENDING_S = 5.0
 """Time for the other ranks to end after one has failed. Torch's agent gives 30 s to ranks that do not handle SIGTERM,
 including stopped ones."""
@@ -67,14 +69,15 @@ def run_agent(
     ranks: int,
     folder: Path,
     restarts: int,
-    signals: Sequence[signal.Signals],
     preload: Sequence[str] = (),
+    may_die: Sequence[int] = (),
 ) -> list[Any]:
     """Run the ranks until they end; see ``launch``.
 
+    The agent ends the ranks at some signals. It kills those that need more than 30 s.
+
     Args:
         folder: an empty folder for this launch.
-        signals: signals that the agent handles by ending the ranks. It kills those that need more than 30 s.
         preload: modules to fork the ranks from. If empty, each rank starts a new interpreter.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -82,6 +85,7 @@ def run_agent(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _quiet_agent()
+    signals = AGENT_SIGNALS[2:] if callable(entry) else AGENT_SIGNALS
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -104,7 +108,7 @@ def run_agent(
     environment = dict(os.environ) if preload else {}
     try:
         if callable(entry):
-            with _kill_after_failure(folder / ALIVE), _failing_if_ended():
+            with _kill_after_failure(folder / ALIVE, may_die), _agent_of(frozenset(may_die)):
                 results = elastic_launch(config, rank_main)(environment, entry, tuple(args), str(folder))
         else:
             results = elastic_launch(config, sys.executable)("-m", entry, *args)
@@ -187,12 +191,12 @@ def _quiet_agent() -> None:
 
 
 @contextlib.contextmanager
-def _failing_if_ended() -> Iterator[None]:
-    """Use ``_agent_class()`` as the agent of ``elastic_launch``."""
+def _agent_of(may_die: frozenset[int]) -> Iterator[None]:
+    """Use ``_agent_class`` as the agent of ``elastic_launch``."""
     from torch.distributed.launcher import api
 
     before = api.LocalElasticAgent
-    api.LocalElasticAgent = _agent_class()  # type: ignore[misc]
+    api.LocalElasticAgent = _agent_class(may_die)  # type: ignore[misc]
     try:
         yield
     finally:
@@ -200,10 +204,11 @@ def _failing_if_ended() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def _agent_class() -> type[Any]:
-    """Return torch's agent, but a rank fails if its process ends with code 0 before its function has returned.
+def _agent_class(may_die: frozenset[int]) -> type[Any]:
+    """Return torch's agent with two changes.
 
-    Torch waits for the result of such a rank forever.
+    It goes on without ranks that may die, while others run. A rank fails if its process ends with code 0 before its
+    function has returned: torch waits for the result of such a rank forever.
     """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -213,8 +218,10 @@ def _agent_class() -> type[Any]:
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             context: Any = self._pcontext
             # Read the exit codes first: the next call then receives all results that these ranks have sent.
-            ended = [rank for rank, process in enumerate(context._pc.processes) if process.exitcode == 0]
-            result: RunResult = super()._monitor_workers(worker_group)
+            codes = [process.exitcode for process in context._pc.processes]
+            ended = [rank for rank, code in enumerate(codes) if code == 0]
+            dead = {rank for rank, code in enumerate(codes) if code}
+            result = self._without(dead) if dead and dead <= may_die else super()._monitor_workers(worker_group)
             lost = [rank for rank in ended if rank not in context._return_values]
             if result.state != WorkerState.HEALTHY or not lost:
                 return result
@@ -222,17 +229,34 @@ def _agent_class() -> type[Any]:
             failures = {workers[rank].global_rank: ProcessFailure(rank, workers[rank].id, 0, "") for rank in lost}
             return RunResult(WorkerState.FAILED, failures=failures)
 
+        def _without(self, dead: set[int]) -> RunResult:
+            """Return the state of the other ranks. Torch would end them."""
+            context: Any = self._pcontext
+            results = context._return_values
+            results.update({rank: queue.get() for rank, queue in context._ret_vals.items() if not queue.empty()})
+            if len(results.keys() | dead) < context.nprocs:
+                return RunResult(WorkerState.HEALTHY)
+            if not dead & results.keys():  # else they have died while they waited for the event, which would never end
+                context._worker_finished_event.set()
+                for rank in results:
+                    context._pc.processes[rank].join(ENDING_S)
+            context.close()
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(dead) | results)
+
     return Agent
 
 
 @contextlib.contextmanager
-def _kill_after_failure(alive: Path) -> Iterator[None]:
-    """Kill the other ranks of an attempt ``ENDING_S`` after one of them has failed, while the agent waits for them."""
+def _kill_after_failure(alive: Path, may_die: Sequence[int]) -> Iterator[None]:
+    """Kill the other ranks of an attempt ``ENDING_S`` after one of them has failed, while the agent waits for them.
+
+    may_die: ranks that do not count.
+    """
     if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
         yield  # the agent kills them, later
         return
     done = threading.Event()
-    thread = threading.Thread(target=_run_killer, args=(alive, done), name="ending ranks", daemon=True)
+    thread = threading.Thread(target=_run_killer, args=(alive, done, may_die), name="ending ranks", daemon=True)
     thread.start()
     try:
         yield
@@ -241,7 +265,7 @@ def _kill_after_failure(alive: Path) -> Iterator[None]:
         thread.join()
 
 
-def _run_killer(alive: Path, done: threading.Event) -> None:
+def _run_killer(alive: Path, done: threading.Event, may_die: Sequence[int] = ()) -> None:
     handles: dict[str, int] = {}
     failed: dict[str, float] = {}
     try:
@@ -257,8 +281,10 @@ def _run_killer(alive: Path, done: threading.Event) -> None:
                 except OSError:
                     pass  # its process has ended already
             for name in present:
-                attempt = name.partition(".")[0]
+                attempt, _, rank = name.partition(".")
                 if name not in handles or connection.wait([handles[name]], 0):
+                    if int(rank) in may_die:
+                        continue
                     failed.setdefault(attempt, time.monotonic())
                 elif time.monotonic() - failed.get(attempt, time.monotonic()) > ENDING_S:
                     with contextlib.suppress(OSError):

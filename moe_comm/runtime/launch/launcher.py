@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_comm.errors import ConfigError, MoeCommError, PeerError, PeerTimeout
 from moe_comm.runtime import cpu_guard
-from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
+from moe_comm.runtime.launch.agent import AGENT_SIGNALS, Interrupted, RankFailed, run_agent
 from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING, hide_installed_frames
 from moe_comm.runtime.seconds import seconds_of
 
@@ -58,8 +58,6 @@ AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
 """Variable with the path of the file store of the ranks that ``launch`` started."""
 MAX_RANKS = 1024
-AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals for which torch's agent installs handlers. If ranks run a function, this module handles the first two."""
 JOIN_POLL_S = 0.01
 """Seconds between two checks of rank 0 for ranks that join an attempt."""
 _joined: set[tuple[str, int]] = set()
@@ -189,6 +187,7 @@ def launch(
     restarts: int = 0,
     preload: Sequence[str] = (),
     tracebacks: bool = False,
+    may_die: Sequence[int] = (),
 ) -> list[Any]:
     """Run ``entry(*args)`` in ``ranks`` processes on this host, or in this process if it is a rank already.
 
@@ -206,9 +205,11 @@ def launch(
             the first launch of a process sets them.
         tracebacks: keep the traceback of a ``MoeCommError`` in its ``details``. By default, the error only names the
             frame of the user's code, and its traceback has no frames of installed packages.
+        may_die: ranks of a function without which the others go on, however they end.
 
     Returns:
-        The result of each rank, by rank (None for a module). Under torchrun, only that of this rank.
+        The result of each rank, by rank (None for a module, and of a rank that has died). Under torchrun, only that of
+        this rank.
 
     Raises:
         ConfigError: ``ranks`` is out of range, or a function is to run on another number of ranks than torchrun
@@ -232,7 +233,7 @@ def launch(
                 hide_installed_frames(error)
             raise
     try:
-        return _launch(entry, args, ranks, restarts, preload)
+        return _launch(entry, args, ranks, restarts, preload, may_die)
     except MoeCommError as error:
         if not tracebacks and not isinstance(error, RankFailed):
             error.details = ""
@@ -240,7 +241,12 @@ def launch(
 
 
 def _launch(
-    entry: Callable[..., Any] | str, args: Sequence[Any], ranks: int, restarts: int, preload: Sequence[str]
+    entry: Callable[..., Any] | str,
+    args: Sequence[Any],
+    ranks: int,
+    restarts: int,
+    preload: Sequence[str],
+    may_die: Sequence[int],
 ) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="moe_comm-launch-") as folder:
         variables = {
@@ -251,10 +257,10 @@ def _launch(
         }
         with _environment(variables), _signal_handlers():
             if isinstance(entry, str):
-                return run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS)
+                return run_agent(entry, args, ranks, Path(folder), restarts)
             with _forward_signals(Path(folder)) as signals:
                 try:
-                    results = run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS[2:], preload)
+                    results = run_agent(entry, args, ranks, Path(folder), restarts, preload, may_die)
                 except (RankFailed, PeerError) as error:
                     # The signal itself has ended the ranks.
                     if signals and (isinstance(error, PeerError) or not error.details):
