@@ -4,7 +4,9 @@ accelerators.
     T_a = a + b tokens + c KV + d tokens KV      T_e = e + f tokens + g touched      T_c = h + i tokens
 
 for all layers, with one micro-batch. KV: tokens in the cache that the step reads. touched: the share of experts that
-get rows if routing is uniform. No coefficient is negative, and relative errors are smallest in the mean square.
+get rows if routing is uniform. No coefficient is negative. The errors are smallest in the mean square, relative to the
+fitted seconds of the step: relative to the measured ones, slow steps would count less than fast ones of the same size,
+and all predictions be too low.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from numpy.typing import NDArray
 from moe_comm.errors import ConfigError
 from moe_plan.serving.cost import ServeMapping, StepTimes, step_seconds
 
-FEWEST = 8
-"""Steps that a fit needs."""
+FEWEST, FITS = 8, 4
+"""Steps that a fit needs, and how often they are fitted."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,18 @@ class MeasuredCosts:
             raise ConfigError(f"costs of steps need at least {FEWEST} steps; got {len(steps)}")
         empty = cls((), (), (), layers, num_experts, chosen, cache_tokens)
 
-        def of(features: Callable[[float, float], tuple[float, ...]], name: str) -> tuple[float, ...]:
-            rows = [features(one.tokens, one.kv_tokens) for one in steps]
-            weights = [1 / (one.attention_s + one.experts_s + one.transfer_s) for one in steps]
-            return _not_negative(np.array(rows), np.array([getattr(one, name) for one in steps]), np.array(weights))
-
-        attention, experts = of(_of_attention, "attention_s"), of(empty._of_experts, "experts_s")
-        transfer = of(_of_transfer, "transfer_s")
+        of_step: dict[str, Callable[[float, float], tuple[float, ...]]] = {
+            "attention_s": _of_attention,
+            "experts_s": empty._of_experts,
+            "transfer_s": _of_transfer,
+        }
+        x = {name: np.array([of(one.tokens, one.kv_tokens) for one in steps]) for name, of in of_step.items()}
+        y = {name: np.array([getattr(one, name) for one in steps]) for name in of_step}
+        seconds_N = np.add.reduce(list(y.values()))
+        for _ in range(FITS):
+            found = {name: _not_negative(x[name], y[name], 1 / seconds_N) for name in of_step}
+            seconds_N = np.add.reduce([x[name] @ np.array(found[name]) for name in of_step])
+        attention, experts, transfer = found.values()
         return cls(attention, experts, transfer, layers, num_experts, chosen, cache_tokens)
 
     @classmethod

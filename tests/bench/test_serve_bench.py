@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from moe_comm import cli
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.serve.benchmark import Contest
-from moe_comm.bench.serve.contestants import ServeContestant, model_folder
+from moe_comm.bench.serve.contestants import mapped_model, model_folder
 from moe_comm.bench.serve.requests import Answer, complete_from, idle_share, latencies, since, union
 from moe_comm.bench.serve.settings import CONTESTANTS, ServeBench
 from moe_comm.errors import ConfigError
@@ -69,13 +71,23 @@ def folder() -> Iterator[str]:
 @on_ranks(2)
 def test_other_tokens_are_a_wrong_answer_unless_two_are_nearly_tied(folder: str) -> None:
     contest = Contest(WRONG, folder)
-    contest.contestants = [ServeContestant("hugging_face", None, (0, 1), local=True)]
+    contest.reference = "hugging_face"
     answers = [Answer(index, 0.0, (1, 2, 3), ()) for index in range(2)]
     contest.compare("first", answers)
     contest.compare("same", answers)
     assert contest.near_ties == 0
     with pytest.raises(WrongAnswer, match="other: 1 of 2 requests have other tokens than with hugging_face"):
         contest.compare("other", [answers[0], replace(answers[1], tokens=(1, 5, 3))])
+
+
+def test_a_mapped_model_has_the_weights_of_the_file_and_the_same_logits(folder: str, tmp_path: Path) -> None:
+    loaded, mapped = AutoModelForCausalLM.from_pretrained(folder), mapped_model(folder, tmp_path / "weights")
+    ids = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, mapped(ids).logits)
+        with (tmp_path / "weights").open("r+b") as file:
+            file.write(bytes((tmp_path / "weights").stat().st_size))
+        assert not mapped(ids).logits.any()
 
 
 def span(kind: Kind, begin_s: float, end_s: float) -> Span:

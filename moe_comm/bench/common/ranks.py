@@ -211,23 +211,48 @@ def processor_quota(cores: float | None) -> Iterator[None]:
     if cores is None:
         yield
         return
-    root, version, before = _controller()
-    _remove_unused(root)
-    group = root / f"{CGROUP_PREFIX}{os.getpid()}"
     period = max(CPU_SLICE_US, round(CPU_SLICE_US / cores))
     quota = round(period * cores)
+    files = (
+        {"cpu.cfs_period_us": str(period), "cpu.cfs_quota_us": str(quota)},
+        {"cpu.max": f"{quota} {period}"},
+    )
+    with _cgroup("cpu", files, f"{cores:g} cores"):
+        yield
+
+
+@contextmanager
+def memory_limit(mib: float) -> Iterator[None]:
+    """Limit the memory that this process allocates from now on, with the pages of files that it reads. 0: no limit.
+
+    Pages of files are evicted and read again. A process that exceeds the limit otherwise is killed.
+
+    Raises:
+        ConfigError: the limit cannot be set: not root, or no cgroup controller of memory.
+    """
+    if not mib:
+        yield
+        return
+    limit = str(round(mib * 2**20))
+    with _cgroup("memory", ({"memory.limit_in_bytes": limit}, {"memory.max": limit}), f"{mib:g} MiB"):
+        yield
+
+
+@contextmanager
+def _cgroup(controller: str, files: tuple[dict[str, str], dict[str, str]], limit: str) -> Iterator[None]:
+    """Run this process in a new cgroup with these files, of the versions 1 and 2."""
+    root, version, before = _controller(controller)
+    _remove_unused(root)
+    group = root / f"{CGROUP_PREFIX}{os.getpid()}"
     try:
         group.mkdir()
-        if version == 1:
-            (group / "cpu.cfs_period_us").write_text(str(period))
-            (group / "cpu.cfs_quota_us").write_text(str(quota))
-        else:
-            (group / "cpu.max").write_text(f"{quota} {period}")
+        for name, text in files[version - 1].items():
+            (group / name).write_text(text)
         (group / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
         with suppress(OSError):
             group.rmdir()
-        raise ConfigError(f"cannot limit this process to {cores:g} cores by a cgroup in {root}: {error}") from error
+        raise ConfigError(f"cannot limit this process to {limit} by a cgroup in {root}: {error}") from error
     try:
         yield
     finally:
@@ -236,18 +261,18 @@ def processor_quota(cores: float | None) -> Iterator[None]:
             group.rmdir()
 
 
-def _controller() -> tuple[Path, int, Path]:
-    """Return the root of the cgroups that limit CPU time, their version, and the cgroup of this process."""
+def _controller(name: str) -> tuple[Path, int, Path]:
+    """Return the root of the cgroups with a controller, their version, and the cgroup of this process."""
     cgroups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mount, kind, options, *_ = line.split()
         root = Path(mount)
-        if kind == "cgroup" and "cpu" in options.split(","):
-            path = next((path for _, names, path in cgroups if "cpu" in names.split(",")), "/")
+        if kind == "cgroup" and name in options.split(","):
+            path = next((path for _, names, path in cgroups if name in names.split(",")), "/")
             return root, 1, root / path.lstrip("/")
-        if kind == "cgroup2" and "cpu" in (root / "cgroup.subtree_control").read_text().split():
+        if kind == "cgroup2" and name in (root / "cgroup.subtree_control").read_text().split():
             return root, 2, root / next((path for _, names, path in cgroups if not names), "/").lstrip("/")
-    raise ConfigError("cannot limit the CPU time of ranks: no cgroup controller 'cpu' is mounted")
+    raise ConfigError(f"cannot limit ranks: no cgroup controller {name!r} is mounted")
 
 
 def _remove_unused(root: Path) -> None:

@@ -18,22 +18,33 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from torch.distributed import ProcessGroup
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils import logging
 
 from moe_comm.bench.common import report
 from moe_comm.bench.common.clock import LEAD_NS, gather, sync_group
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.common.interleave import rotated
-from moe_comm.bench.common.ranks import on_ranks, run_benchmark, say
+from moe_comm.bench.common.ranks import memory_limit, on_ranks, run_benchmark, say
 from moe_comm.bench.serve.calibrate import Begun, log_steps, predict, steps_of
-from moe_comm.bench.serve.contestants import HUGGING_FACE, ServeContestant, build, model_folder, vocabulary
+from moe_comm.bench.serve.contestants import (
+    HUGGING_FACE,
+    ServeContestant,
+    build,
+    mapped_model,
+    model_folder,
+    needed_bytes,
+    vocabulary,
+)
 from moe_comm.bench.serve.requests import (
     Answer,
     PromptRequest,
@@ -46,7 +57,7 @@ from moe_comm.bench.serve.requests import (
     union,
     with_prompts,
 )
-from moe_comm.bench.serve.settings import PAGE, ServeBench
+from moe_comm.bench.serve.settings import FOR_WEIGHTS, PAGE, ServeBench
 from moe_comm.runtime.event_layout import Span, region_bytes
 from moe_comm.runtime.event_reader import read_header, read_spans
 from moe_comm.runtime.events import EVENTS
@@ -95,27 +106,61 @@ class Contest:
     Attributes:
         tokens: those of the first contestant, by request; None before it has run.
         near_ties: number of requests with other tokens after near ties, in all runs.
+        skipped: why contestants do not run, by name.
+        weights: bytes on each rank, by name.
+        reference: name of the first contestant.
+        mapped: the unswapped model with its weights in a file, if memory is limited.
     """
 
-    def __init__(self, bench: ServeBench, folder: str) -> None:
+    def __init__(self, bench: ServeBench, folder: str, files: str = "") -> None:
         logging.set_verbosity_error()
         self.bench, self.folder, self.rank = bench, folder, dist.get_rank()
         trace = bench.requests()
         self.requests = with_prompts(trace, vocabulary(folder), bench.seed)
         self.pages = bench.pages(trace)
-        self.contestants = list[ServeContestant]()
+        self.contestants, self.skipped = list[ServeContestant](), dict[str, str]()
+        self.weights, self.reference = dict[str, list[int]](), ""
         self.measured = {name: Measurements() for name in bench.contestants}
+        self.mapped = mapped_model(folder, Path(files, f"rank-{self.rank}")) if files else None
         self.tokens: dict[int, tuple[int, ...]] | None = None
         self.near_ties = 0
 
-    def build(self) -> None:
-        """Load the contestants, and compare their tokens. Collective."""
+    def run_all(self) -> None:
+        """Measure all contestants. Collective.
+
+        With limited memory, only one of them is in memory, so they are measured one after the other.
+        """
         together = dist.new_group(list(range(self.bench.ranks)))
-        for name in sorted(self.bench.contestants, key=lambda one: one != HUGGING_FACE):  # the reference first
-            say(f"loading {name}, and comparing its tokens")
-            self.contestants.append(build(name, self.bench, self.folder, together))
+        names = sorted(self.bench.contestants, key=lambda one: one != HUGGING_FACE)  # the reference first
+        for some in [[name] for name in names] if self.bench.memory_mib else [names]:
+            for name in some:
+                self.build(name, together)
+            self.run_rounds()
+            self.contestants.clear()
+            self.mapped = None
             gc.collect()
-            self.compare(name, self.run(self.contestants[-1], at_once(self.requests)).answers)
+
+    def run_rounds(self) -> None:
+        """Measure the contestants that are in memory. Collective."""
+        for number in range(self.bench.rounds if self.contestants else 0):
+            say(f"round {number + 1} of {self.bench.rounds}")
+            for contestant in rotated(self.contestants, number):
+                self.measure(contestant)
+
+    def build(self, name: str, together: ProcessGroup) -> None:
+        """Load a contestant, if it fits the memory, and compare its tokens. Collective."""
+        if self.bench.memory_mib:
+            mib = needed_bytes(name, self.bench, self.folder) / 2**20
+            if mib > FOR_WEIGHTS * self.bench.memory_mib:
+                self.skipped[name] = f"a rank has {mib:,.0f} MiB of weights, more than {FOR_WEIGHTS:.0%} of its memory"
+                return
+        say(f"loading {name}, and comparing its tokens")
+        contestant = build(name, self.bench, self.folder, together, self.mapped)
+        gc.collect()
+        self.weights[name] = gather(contestant.weight_bytes)
+        self.contestants.append(contestant)
+        self.reference = self.reference or name
+        self.compare(name, self.run(contestant, at_once(self.requests)).answers)
 
     def run(self, contestant: ServeContestant, requests: Sequence[PromptRequest]) -> Served:
         """Serve ``requests``. Collective."""
@@ -165,7 +210,7 @@ class Contest:
             first = wrong[gaps.index(max(gaps))]
             raise WrongAnswer(
                 f"{name}: {len(wrong)} of {len(self.requests)} requests have other tokens than with "
-                f"{self.contestants[0].name}; request {first} without a near tie of two tokens or experts (gap "
+                f"{self.reference}; request {first} without a near tie of two tokens or experts (gap "
                 f"{max(gaps):.2g} standard deviations). Nothing was timed."
             )
 
@@ -194,11 +239,11 @@ class Contest:
         self.compare(contestant.name, served.answers)
         measured.rates.append(sum(len(one.tokens) for one in served.answers) / served.seconds)
         if contestant.calibrates:
-            own, *others = gather(served.spans)
-            begun = [one for one in gather(served.begun)[0] if one[0] >= served.complete_from_s]
-            measured.steps += steps_of(begun, served.answers, own, others)
+            measured.steps += self._steps(served)
         served = self.run(contestant, self.requests)
         self.compare(contestant.name, served.answers)
+        if contestant.calibrates:
+            measured.steps += self._steps(served)
         measured.answers += served.answers
         measured.seconds.append(served.seconds)
         rows = [one.rows for one in served.spans if one.rows]
@@ -221,6 +266,12 @@ class Contest:
         for pool, values in shares.items():
             measured.idle.setdefault(pool, []).append(sum(values) / len(values))
 
+    def _steps(self, served: Served) -> list[MeasuredStep]:
+        """Return the steps of a run. Collective."""
+        own, *others = gather(served.spans)
+        begun = [one for one in gather(served.begun)[0] if one[0] >= served.complete_from_s]
+        return steps_of(begun, served.answers, own, others)
+
 
 def _gap_of(logits_TE: torch.Tensor, chosen: int) -> float:
     """Return the smallest gap in standard deviations between the last chosen and the first other of each row."""
@@ -228,28 +279,25 @@ def _gap_of(logits_TE: torch.Tensor, chosen: int) -> float:
     return float(((highest[:, -2] - highest[:, -1]) / logits_TE.float().std(dim=1)).min())
 
 
-def run(arguments: tuple[ServeBench, str], threads: int) -> dict[str, Any]:
+def run(arguments: tuple[ServeBench, str, str], threads: int) -> dict[str, Any]:
     """Run the benchmark on this rank and return the result, the same on every rank. Collective."""
-    bench, folder = arguments
+    bench, folder, files = arguments
     ring = mmap.mmap(-1, region_bytes(RECORDS))
     EVENTS.attach(memoryview(ring), dist.get_rank(), RECORDS)
-    contest = Contest(bench, folder)
-    contest.build()
-    for number in range(bench.rounds):
-        say(f"round {number + 1} of {bench.rounds}")
-        for contestant in rotated(contest.contestants, number):
-            contest.measure(contestant)
-    bytes_of = gather({one.name: one.weight_bytes for one in contest.contestants})
+    contest = Contest(bench, folder, files)
+    with memory_limit(bench.memory_mib):
+        contest.run_all()
     cores = threads * bench.ranks
     rows = {
-        name: _row(contest.measured[name], cores) | {"weight_mib": [ranks[name] / 2**20 for ranks in bytes_of]}
+        name: _row(contest.measured[name], cores) | {"weight_mib": [one / 2**20 for one in contest.weights[name]]}
         for name in bench.contestants
+        if name not in contest.skipped
     }
-    requests, calibrated = contest.requests, next((one for one in contest.contestants if one.calibrates), None)
-    plan = None
-    if calibrated is not None:
-        of, config = contest.measured[calibrated.name], calibrated.model.config
-        plan = predict(bench, of.steps, config, contest.pages * PAGE, of.answers)
+    requests, plan = contest.requests, None
+    for measured in contest.measured.values():
+        if measured.steps:
+            config = AutoConfig.from_pretrained(folder)
+            plan = predict(bench, measured.steps, config, contest.pages * PAGE, measured.answers)
     return {
         "benchmark": "serve",
         "contestants": rows,
@@ -258,6 +306,7 @@ def run(arguments: tuple[ServeBench, str], threads: int) -> dict[str, Any]:
         "output_tokens": sum(one.output_tokens for one in requests),
         "near_ties": contest.near_ties,
         "plan": plan,
+        "skipped": contest.skipped,
         "kv_tokens": contest.pages * PAGE,
         "settings": bench.to_dict(),
         "threads_per_rank": threads,
@@ -282,8 +331,10 @@ def main(bench: ServeBench, json_out: str | None = None) -> dict[str, Any]:
 
 
 def _measure(bench: ServeBench) -> dict[str, Any] | None:
-    with model_folder(bench, bench.requests()) as folder:
-        return on_ranks(run, (bench, folder), bench.ranks, "cpu")
+    with model_folder(bench, bench.requests()) as folder, TemporaryDirectory(prefix="moe_comm-bench-") as files:
+        if not bench.memory_mib or HUGGING_FACE not in bench.contestants:
+            files = ""
+        return on_ranks(run, (bench, folder, files), bench.ranks, "cpu")
 
 
 def _milliseconds(key: str) -> Any:
@@ -309,7 +360,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """Return the table of latencies, throughput, idle shares and rows of each contestant."""
     s = result["settings"]
     model = s["model"] or f"{s['layers']} layers, D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}"
-    heading = f"{s['ranks']} ranks, {model}, float32; {report.machine(result)}"
+    memory = f", {s['memory_mib']:g} MiB per rank" if s["memory_mib"] else ""
+    heading = f"{s['ranks']} ranks, {model}, float32{memory}; {report.machine(result)}"
     lines = [
         f"{result['requests']} requests, {result['prompt_tokens']:,} tokens of prompts, {result['output_tokens']:,} "
         f"generated, the same by all; trace {s['trace']}, {s['rounds']} rounds",
@@ -320,9 +372,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
         names = ("ttft_p50_s", "tpot_p50_s")
         predicted, errors = (" and ".join(f"{plan[of][name]:{form}}" for name in names) for of, form in _FORMS)
         lines.append(
-            f"disaggregated, predicted from {plan['steps']} steps of runs at once: TTFT and TPOT p50 {predicted} s, "
-            f"errors {errors}"
+            f"disaggregated, predicted from {plan['steps']} steps: TTFT and TPOT p50 {predicted} s, errors {errors}"
         )
+    lines += filter(None, [report.skipped(result)])
     if result["near_ties"]:
         lines.append(f"{result['near_ties']} requests differ after near ties of two tokens or experts")
     rows = ({"name": name} | row for name, row in result["contestants"].items())

@@ -8,9 +8,11 @@ hugging_face    both: the whole model, requests, as transformers loads it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 from transformers.utils import logging
 
 from moe_comm.bench.serve.settings import HEAD_DIM, ServeBench, tokens_of
+from moe_comm.integrations.hugging_face.families import find_experts
 from moe_comm.integrations.pretrained import from_pretrained
 from moe_comm.integrations.serve_ranks import separate_experts
 from moe_comm.integrations.serving import serving
@@ -28,6 +31,8 @@ from moe_plan.serving.trace import TraceRequest
 
 VOCABULARY = 1024
 HUGGING_FACE = "hugging_face"
+SEPARATE = ("disaggregated", "micro_batches")
+"""Contestants with experts on ranks of their own."""
 _OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
 
@@ -100,21 +105,51 @@ class ServeContestant:
         return sum(one.nbytes for one in self.model.parameters() if not one.is_meta)
 
 
-def build(name: str, bench: ServeBench, folder: str, together: ProcessGroup) -> ServeContestant:
+def needed_bytes(name: str, bench: ServeBench, folder: str) -> int:
+    """Return the bytes of weights on the rank that has the most; those of ``hugging_face`` are in a file."""
+    if name == HUGGING_FACE:
+        return 0
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    whole: int = sum(one.nbytes for one in model.parameters())
+    of_experts: int = sum(one.nbytes for experts, _ in find_experts(model).values() for one in experts.parameters())
+    if name in SEPARATE:
+        return max(whole - of_experts, of_experts // (bench.ranks - bench.attention))
+    return whole - of_experts + of_experts // (bench.ranks if name == "colocated" else 1)
+
+
+def mapped_model(folder: str, file: Path) -> Any:
+    """Return the unswapped model with its weights in a new file, of which nothing is in memory yet."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS).eval()
+    parameters, at = [], 0
+    with file.open("wb") as opened:
+        for one in model.parameters():
+            parameters.append((one, at // one.element_size()))
+            at += opened.write(one.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    storage: Any = torch.UntypedStorage.from_file(str(file), False, at)
+    for one, offset in parameters:
+        one.data = torch.empty(0, dtype=one.dtype, device="cpu").set_(storage, offset, one.shape, one.stride())
+    return model
+
+
+def build(name: str, bench: ServeBench, folder: str, together: ProcessGroup, mapped: Any = None) -> ServeContestant:
     """Load a contestant. Collective.
 
     Args:
         together: all ranks; not the default group, over which the benchmark communicates while models run.
+        mapped: ``mapped_model``, if memory is limited.
     """
     logging.disable_progress_bar()
     rank, everyone = dist.get_rank(), tuple(range(bench.ranks))
     if name == HUGGING_FACE:
-        model = AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS).eval()
+        model = mapped or AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS).eval()
         return ServeContestant(name, model, everyone, local=True)
     group, placement, takers = together, None, everyone
     if name == "replicas":
         group = dist.new_group([rank], use_local_synchronization=True)
-    if name in ("disaggregated", "micro_batches"):
+    if name in SEPARATE:
         takers = everyone[: bench.attention]
         placement = separate_experts(folder, bench.attention, bench.ranks - bench.attention)
     model = from_pretrained(folder, group, placement=placement, device="cpu", **_OPTIONS)

@@ -15,6 +15,8 @@ CONTESTANTS = ("disaggregated", "micro_batches", "colocated", "replicas", "huggi
 PAGE = 64
 """Tokens of a page of the KV cache."""
 MOST_KV_TOKENS, MOST_MICRO_BATCHES = 1 << 16, 4
+FOR_WEIGHTS = 0.8
+"""Share of limited memory that weights may take."""
 TRACE = "poisson:rate=16,count=16,prompt=48,output=16"
 
 
@@ -53,11 +55,19 @@ class ServeBench:
         int, typer.Option(min=0, help="Tokens in the KV cache of a rank; 0: for all requests, at most 65,536.")
     ] = 0
     batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank in a forward pass.")] = 512
+    memory_mib: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Memory of a rank for weights, KV cache, activations and pages of files, limited by a cgroup (root). "
+            "hugging_face then has its weights in a file. 0: no limit.",
+        ),
+    ] = 0.0
     contestants: Annotated[
         tuple[str, ...],
         typer.Option("--contestant", help=f"How to serve: {', '.join(CONTESTANTS)}; repeatable.  [default: all]"),
     ] = CONTESTANTS
-    rounds: Annotated[int, typer.Option(min=1, help="Number of measured runs of each contestant.")] = 2
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measured runs of each contestant.")] = 6
     seed: Seed = 0
 
     def __post_init__(self) -> None:

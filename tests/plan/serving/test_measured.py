@@ -36,6 +36,20 @@ def test_a_fit_finds_the_costs_of_steps_without_noise() -> None:
     assert MeasuredCosts.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
+def test_a_fit_of_steps_that_vary_is_their_mean() -> None:
+    times = [
+        (share * one.attention_s, share * one.experts_s, share * one.transfer_s)
+        for share in (0.6, 1.4)
+        for one in STEPS
+    ]
+    steps = [MeasuredStep(one.tokens, one.kv_tokens, *of) for one, of in zip(2 * STEPS, times, strict=True)]
+    found = MeasuredCosts.fit(steps, 4, 16, 2, 4096)
+    for one in STEPS:
+        assert found.step(ONE, one.tokens, one.kv_tokens).step_s == pytest.approx(
+            COSTS.step(ONE, one.tokens, one.kv_tokens).step_s, rel=0.01
+        )
+
+
 def test_a_step_is_the_sum_of_its_parts_with_one_micro_batch_only() -> None:
     times, two = COSTS.step(ONE, 8, 400), COSTS.step(ServeMapping(1, 1, 1, 2), 8, 400)
     attention_s = 8e-3 + 8 * 6e-5 + 400 * 4e-6 + 8 * 400 * 5e-8
