@@ -106,8 +106,11 @@ def plan(
     offload_budget: Annotated[
         str | None, _option("Offload optimizer state, but for this memory of a rank.", "SIZE", by="it is in memory")
     ] = None,
+    offload_activations: Annotated[
+        str | None, _option("Offload activations, but for this memory of a rank.", "SIZE", by="they are in memory")
+    ] = None,
     offload_rate: Annotated[
-        float | None, _option("GB/s at which a rank reads and writes offloaded state.", by=f"{OFFLOAD_RATE:g}")
+        float | None, _option("GB/s at which a rank reads and writes offloaded data.", by=f"{OFFLOAD_RATE:g}")
     ] = None,
     top: Annotated[int | None, _option("Number of mappings to report of a search.", by="10", min=1)] = None,
     slow: Annotated[
@@ -184,6 +187,7 @@ def plan(
             "--schedule": schedule,
             "--dispatcher": None if dispatcher == "auto" else dispatcher,
             "--offload-budget": offload_budget,
+            "--offload-activations": offload_activations,
             "--offload-rate": offload_rate,
             "--slow": slow,
             "--config": config_out,
@@ -242,9 +246,11 @@ def plan(
     elif placement is not None or slots is not None or rematerialize:
         raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
     shape = load("moe_comm.train.plan_config", "train").model_named(model)
-    policy = _policy(offload_budget, offload_rate)
-    if policy.offload is not None and placement not in (None, "fixed"):
-        raise ConfigError("--offload-budget needs --placement fixed: experts with stored state cannot move")
+    budgets = {"--offload-budget": offload_budget, "--offload-activations": offload_activations}
+    policy = _policy(budgets, offload_rate)
+    if any(budgets.values()) and placement not in (None, "fixed"):
+        option = next(name for name, budget in budgets.items() if budget)
+        raise ConfigError(f"{option} needs --placement fixed: experts with stored state cannot move")
     request = PlanRequest(shape, _cluster(hardware, hardware_file, gpus, host_size), workload, global_batch, policy)
     settings = {
         "micro_batch": micro_batch,
@@ -261,21 +267,24 @@ def plan(
         outputs.write(request, PartialMapping(mapping, coupled=folded is False, **fixed).candidate(request))
 
 
-def _policy(budget: str | None, rate: float | None) -> MemoryPolicy:
-    """Return the memory policy with offloaded state of ``budget`` in memory, and of ``rate`` GB/s."""
+def _policy(budgets: dict[str, str | None], rate: float | None) -> MemoryPolicy:
+    """Return the memory policy with the budgets of offloaded state and activations, and a rate of ``rate`` GB/s."""
     from moe_plan.model.memory import MemoryPolicy
 
-    if budget is None:
+    if not any(budgets.values()):
         if rate is not None:
-            raise ConfigError("--offload-rate needs --offload-budget")
+            raise ConfigError("--offload-rate needs --offload-budget or --offload-activations")
         return MemoryPolicy()
     rate = OFFLOAD_RATE if rate is None else rate
     if not 0 < rate < math.inf:
         raise ConfigError(f"--offload-rate must be a finite number above 0; got {rate}")
-    try:
-        return MemoryPolicy(offload=byte_count(budget), offload_rate=rate * 1e9)
-    except ValueError as error:
-        raise ConfigError(f"--offload-budget: {error}") from None
+    sizes: list[int | None] = []
+    for name, budget in budgets.items():
+        try:
+            sizes.append(None if budget is None else byte_count(budget))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return MemoryPolicy(offload=sizes[0], activations=sizes[1], offload_rate=rate * 1e9)
 
 
 def _loads(

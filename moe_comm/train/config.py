@@ -83,11 +83,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_offload(self) -> Self:
-        if self.offload.optimizer != "none" and self.placement.kind != "fixed":
-            raise ValueError(
-                f'offload.optimizer = "{self.offload.optimizer}" requires placement.kind = "fixed": experts with '
-                "stored state cannot move"
-            )
+        for key in ("optimizer", "activations"):
+            if (tier := getattr(self.offload, key)) != "none" and self.placement.kind != "fixed":
+                raise ValueError(
+                    f'offload.{key} = "{tier}" requires placement.kind = "fixed": experts with stored state cannot move'
+                )
         return self
 
     @model_validator(mode="after")

@@ -50,7 +50,7 @@ from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
 from moe_plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
-from moe_plan.model.memory import peak_saved
+from moe_plan.model.memory import peak_saved, stored_activations
 from moe_plan.orders import in_flight_peaks
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -61,11 +61,12 @@ Coordinates = Mapping[str, int]
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """Bytes on one rank; ``activations`` is an estimate."""
+    """Bytes on one rank; ``activations`` is an estimate. moved: transfers of offloaded activations in a step."""
 
     rank: int
     fixed: FixedMemory
     activations: int
+    moved: float = 0.0
 
     @property
     def total(self) -> int:
@@ -128,8 +129,8 @@ def examine(config: TrainConfig) -> DryRun:
         with fake_ranks(mapping.world, pp * mapping.stage):
             for stage in build_stages(config, architecture, ParallelMesh(mapping), device="meta"):
                 shardings |= shardings_of(stage)
-        activations = _activations(config, architecture, plan, pp, tokens, mapping)
-        positions.append(PipelinePosition(shardings, _ranks(config, mapping, pp, shardings, activations)))
+        activations, moved = _activations(config, architecture, plan, pp, tokens, mapping)
+        positions.append(PipelinePosition(shardings, _ranks(config, mapping, pp, shardings, (activations, moved))))
     shape = ModelShape.of(architecture)
     return DryRun(config.run.name, architecture, shape, mapping, plan, tuple(positions))
 
@@ -188,8 +189,8 @@ def _activations(
     pp: int,
     tokens: int,
     mapping: ParallelConfig,
-) -> int:
-    """Estimate the activation bytes on each rank of pipeline position ``pp``.
+) -> tuple[int, float]:
+    """Estimate the activation bytes on each rank of pipeline position ``pp``, and those that a step moves.
 
     This is the sum of the peak of saved activations (``peak_saved``; twice with interleaved micro-batches), the
     recomputed activations of the largest layer, and the loss on the last stage. The backward pass of the loss follows
@@ -223,16 +224,24 @@ def _activations(
     losses = (n if parallel.schedule == "gpipe" and plan.pp > 1 else interleaved) if plan.is_last(stages[-1]) else 0
     if model.recompute == "full":  # layers of interleaved micro-batches are recomputed together
         recomputed *= interleaved
-    return round(tokens * (interleaved * saved + recomputed)) + losses * estimate.loss(tokens)
+    total = round(tokens * (interleaved * saved + recomputed)) + losses * estimate.loss(tokens)
+    if (budget := config.offload.activation_limit) is None:
+        return total, 0.0
+    stored = stored_activations(estimate, contents, in_flight, tokens * interleaved, n // interleaved)
+    return total - round(stored.saved(budget)), stored.moved(budget)
 
 
 def _ranks(
-    config: TrainConfig, mapping: ParallelConfig, pp: int, shardings: dict[str, Sharding], activations: int
+    config: TrainConfig,
+    mapping: ParallelConfig,
+    pp: int,
+    shardings: dict[str, Sharding],
+    activations: tuple[int, float],
 ) -> tuple[RankEstimate, ...]:
     storage = _ParameterStorage(config, mapping)
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
-        RankEstimate(rank, storage.fixed(shardings, mapping.place(rank), mapping.sizes), activations) for rank in ranks
+        RankEstimate(rank, storage.fixed(shardings, mapping.place(rank), mapping.sizes), *activations) for rank in ranks
     )
 
 
@@ -375,6 +384,13 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
         lines.append(
             f"  'masters+state' counts the offloaded state by its budget. A step moves about {scaled(moved)} {unit} on "
             f"rank {fullest.rank},\n  which takes {moved / 1e9:.2g} s at 1 GB/s."
+        )
+    if (tier := config.offload.activations) != "none":
+        most = max((rank for position in result.positions for rank in position.ranks), key=lambda rank: rank.moved)
+        lines.append(
+            f"  'activations' counts those offloaded to {tier} by their budget, and those of one layer. A step moves\n"
+            f"  about {scaled(round(most.moved))} {unit} on rank {most.rank}, which takes {most.moved / 1e9:.2g} s at "
+            "1 GB/s: if its passes take less, recompute instead."
         )
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -18,11 +18,34 @@ from moe_comm.train.pipeline.batch import MicroBatch
 
 
 @dataclass(frozen=True)
+class LengthLoads:
+    """Predicted work of each rank of dp and cp, with static lengths and with balanced ones, relative to the mean.
+
+    static: () if there are fewer sequences than ranks of dp.
+    """
+
+    static: tuple[float, ...]
+    balanced: tuple[float, ...]
+
+    @classmethod
+    def sum(cls, loads: Sequence[LengthLoads]) -> LengthLoads:
+        """Return the work of several micro-batches together."""
+        totals = [
+            [*map(sum, zip(*one, strict=True))] for one in zip(*((x.static, x.balanced) for x in loads), strict=True)
+        ]
+        return cls(*(tuple(round(load * len(one) / max(sum(one), 1), 4) for load in one) for one in totals))
+
+
+@dataclass(frozen=True)
 class StepBatch:
-    """This rank's micro-batches of one step, and the number of targets over all ranks."""
+    """This rank's micro-batches of one step, and the number of targets over all ranks.
+
+    lengths: work of the ranks, if lengths are balanced.
+    """
 
     micro: list[MicroBatch]
     num_targets: int
+    lengths: LengthLoads | None = None
 
 
 class Feed(Protocol):

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_comm.layers.moe.load import LayerLoad, load_statistics
 from moe_comm.observe.records import LineWriter, LoadLine, PlacementLine, cut_after
 from moe_comm.runtime.safe_files import make_folders
+from moe_comm.train.feed import LengthLoads
 from moe_comm.train.offload.resident import OffloadReport
 
 SERIES = 200
@@ -160,7 +161,8 @@ class PlacementReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Metrics of one training step, identical on all ranks except for ``times``, ``memory_bytes`` and ``offload``.
+    """Metrics of one training step, identical on all ranks except for ``times``, ``memory_bytes``, ``offload`` and
+    ``activations``.
 
     Attributes:
         step: number of the step, from 1.
@@ -174,6 +176,8 @@ class StepReport:
         reruns: number of reruns of the step, see ``moe_comm.train.resilience.guard``.
         placement: decisions on the placement of experts after the step; None without any.
         offload: transfers of offloaded state of this rank in the last update; None if it is in memory.
+        activations: transfers of offloaded activations of this rank in the last pass; None if they are in memory.
+        lengths: work of the ranks of dp and cp, if lengths are balanced.
     """
 
     step: int
@@ -190,6 +194,8 @@ class StepReport:
     reruns: int = 0
     placement: PlacementReport | None = None
     offload: OffloadReport | None = None
+    activations: OffloadReport | None = None
+    lengths: LengthLoads | None = None
 
     @property
     def seconds(self) -> float:
@@ -250,7 +256,8 @@ class JsonlSink(_LineSink):
         placement = values.pop("placement")
         if placement is not None and placement["layers"]:
             values["placement"] = {name: value for name, value in placement.items() if name != "decisions"}
-        values["offload"] = None if report.offload is None else values["offload"] | {"overlap": report.offload.overlap}
+        for name, tier in (("offload", report.offload), ("activations", report.activations)):
+            values[name] = None if tier is None else values[name] | {"overlap": tier.overlap}
         metrics = report.load.metrics()
         layers = layers_to_write(report.load.imbalance, len(metrics), self._series)
         values["load"] = {"layers": layers} | {name: [series[i] for i in layers] for name, series in metrics.items()}
@@ -316,9 +323,9 @@ class TensorBoardSink(MetricsSink):
         }
         if report.mfu is not None:
             values["train/mfu"] = report.mfu
-        if report.offload is not None:
-            values["offload/waited_s"] = report.offload.waited_s
-            values["offload/overlap"] = report.offload.overlap
+        for name, tier in (("offload", report.offload), ("activations", report.activations)):
+            if tier is not None:
+                values |= {f"{name}/waited_s": tier.waited_s, f"{name}/overlap": tier.overlap}
         metrics = load.metrics()
         for name, (median, worst) in across_layers(metrics).items():
             values |= {f"router/{name}_p50": median, f"router/{name}_p95": worst}

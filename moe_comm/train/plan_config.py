@@ -94,8 +94,13 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         "optimizer": {"kind": request.policy.optimizer, "lr": _LR},
         "parallel": parallel_settings(request, mapping),
     }
+    offload: dict[str, object] = {}
     if request.policy.offload is not None:
-        sections["offload"] = {"optimizer": "file", "budget": request.policy.offload, "path": "."}
+        offload |= {"optimizer": "file", "budget": request.policy.offload}
+    if request.policy.activations is not None:
+        offload |= {"activations": "file", "activation_budget": request.policy.activations}
+    if offload:
+        sections["offload"] = offload | {"path": "."}
     loads = request.load.loads
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
         copies = loads.placed(mapping.parallel.ep).copies

@@ -244,8 +244,9 @@ class ParallelSection(DataParallelOptions):
     Attributes:
         auto: the planner chooses the degrees, schedule, virtual, sharding, dp_replicate, overlap_chunks and backend
             when the run starts. Those that are set here are kept.
-        machine: with ``auto``, the name of an accelerator or the path of a hardware description, as the planner takes
-            them. None: measure the ranks when the run starts.
+        machine: the name of an accelerator or the path of a hardware description, as the planner takes them. With
+            ``auto``: to plan for; None: measure the ranks when the run starts. With ``lengths`` "balanced": to compute
+            the time of documents; None: their FLOPs.
         trials: with ``auto``, number of mappings with different degrees of which four steps are measured before the
             run, of the ten fastest predictions, if they differ by at most 25%. The fastest mapping is used. None: 3 if
             that is at most 5% of the steps of the run and ``machine`` is not given, else 0.
@@ -301,8 +302,8 @@ class ParallelSection(DataParallelOptions):
 
     @model_validator(mode="after")
     def _check_machine(self) -> Self:
-        for name in ("machine", "trials"):
-            if getattr(self, name) is not None and not self.auto:
+        for name, used in (("machine", self.auto or self.lengths == "balanced"), ("trials", self.auto)):
+            if getattr(self, name) is not None and not used:
                 raise ValueError(f"{name} requires auto, because only the planner uses it")
         return self
 

@@ -47,7 +47,8 @@ class MemoryPolicy:
     all shared experts and runs them on its own tokens.
     outputs: experts save their outputs for backward, as in Megatron.
     offload: bytes of memory for offloaded optimizer state and masters. None: they are in memory.
-    offload_rate: bytes per second that a rank can read and write of the offloaded state, together.
+    activations: bytes of memory for offloaded activations. None: they are in memory.
+    offload_rate: bytes per second that a rank can read and write of offloaded data, together.
     """
 
     optimizer: Optimizer = "adamw"
@@ -56,15 +57,28 @@ class MemoryPolicy:
     cut_shared: bool = False
     outputs: bool = False
     offload: int | None = None
+    activations: int | None = None
     offload_rate: float = math.inf
-
-    @property
-    def tier(self) -> tuple[int, float] | None:
-        """``offload`` and ``offload_rate``; None if the state is in memory."""
-        return None if self.offload is None else (self.offload, self.offload_rate)
 
 
 DEFAULT_POLICY = MemoryPolicy()
+
+
+@dataclass(frozen=True)
+class StoredActivations:
+    """Offloaded activations of a rank in bytes: the most at a time, those of a step, and those of one layer."""
+
+    most: float
+    step: float
+    layer: float
+
+    def saved(self, budget: int) -> float:
+        """Return how much less memory they take with a budget. The running layer's are in memory in addition."""
+        return max(0.0, self.most - budget - self.layer)
+
+    def moved(self, budget: int) -> float:
+        """Return the bytes that a step writes and reads. The last ones of a forward pass stay in the budget."""
+        return 2 * self.step * max(0.0, 1 - budget / self.most) if self.most else 0.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +174,9 @@ def memory(
             )
         fixed_memory, base_activations, layer_buffers = by_contents[parts, len(stages)]
         activations, between_halves = peak_saved(estimate, stages, peaks, halfway)
+        freed = 0.0
+        if policy.activations is not None:
+            freed = stored_activations(estimate, stages, peaks, tokens, micro_batches).saved(policy.activations)
         shared = 0 if load.loads is None else load.loads.shared_slots(parallel.ep, parts.moe)
         copied = (shared or parts.moe * copies) * expert
         memories.append(
@@ -169,7 +186,7 @@ def memory(
                 fixed_memory.weights + copied * size,
                 fixed_memory.gradients + parts.moe * copies * expert * MASTER,
                 fixed_memory.optimizer,
-                round(base_activations + tokens * activations),
+                round(base_activations + tokens * activations - freed),
                 layer_buffers + round(tokens * between_halves),
                 fixed_memory.at_update,
             )
@@ -188,6 +205,35 @@ def peak_saved(
     saved = [estimate.saved(dense, moe, last) for dense, moe, _, last in stages]
     between = [dense * halfway[0] + moe * halfway[1] for dense, moe, _, _ in stages]
     return max(((sum(map(mul, n, saved)), sum(map(mul, late, between))) for n, late in peaks), key=sum)
+
+
+def stored_activations(
+    estimate: ActivationMemory, stages: Sequence[StageContents], peaks: Sequence[InFlight], tokens: float, count: int
+) -> StoredActivations:
+    """Return the activations of the layers of a rank with these stages, for ``count`` micro-batches of ``tokens``."""
+    layers = [stage._replace(last=0) for stage in stages]
+    most, _ = peak_saved(estimate, layers, peaks, (0.0, 0.0))
+    largest = max(
+        (estimate.saved(min(dense, 1), 0, 0), estimate.saved(0, min(moe, 1), 0)) for dense, moe, _, _ in layers
+    )
+    passes = sum(estimate.saved(dense, moe, 0) for dense, moe, _, _ in layers)
+    return StoredActivations(tokens * most, tokens * passes * count, tokens * max(largest))
+
+
+def activations_moved(
+    shape: ModelShape, mapping: Mapping, load: Workload, global_batch: int, policy: MemoryPolicy, position: int
+) -> float:
+    """Return the bytes of offloaded activations that a rank of a pipeline position moves in a step."""
+    if policy.activations is None:
+        return 0.0
+    micro_batches, p = mapping.micro_batches(global_batch), mapping.parallel
+    _, stages = _layout(shape.layers, shape.dense_layers, p.pp, mapping.schedule, mapping.virtual)[position]
+    peaks = in_flight_peaks(mapping.schedule, p.pp, mapping.virtual, micro_batches)[position]
+    estimate = _estimate(
+        shape, load.size, p.tp, mapping.recompute, rows=load.busiest(p.ep), etp=p.etp, outputs=policy.outputs
+    )
+    stored = stored_activations(estimate, stages, peaks, _tokens(mapping, load), micro_batches)
+    return stored.moved(policy.activations)
 
 
 def fullest(memories: Sequence[PositionMemory]) -> PositionMemory:

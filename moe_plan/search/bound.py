@@ -38,8 +38,7 @@ class BoundedStepModel(StepModel):
     @classmethod
     def of(cls, request: PlanRequest, mapping: Mapping) -> BoundedStepModel:
         placed = PlacedMapping(mapping, request.cluster)
-        policy = request.policy
-        return cls(request.shape, placed, request.load, request.global_batch, policy.reshard, policy.tier)
+        return cls(request.shape, placed, request.load, request.global_batch, request.policy)
 
     def block_seconds(self) -> Floats:
         """Return the seconds of a micro-batch in each of ``BLOCKS``, [blocks, kinds of passes]."""

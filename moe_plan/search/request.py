@@ -125,7 +125,7 @@ class PlanRequest:
         """Return the cost model of a step with a mapping. Raises ConfigError if it cannot run."""
         self._check_replicas(mapping)
         placed = PlacedMapping(mapping, self.cluster)
-        return StepModel(self.shape, placed, self.load, self.global_batch, self.policy.reshard, self.policy.tier)
+        return StepModel(self.shape, placed, self.load, self.global_batch, self.policy)
 
     def candidate(self, mapping: Mapping) -> PlanCandidate:
         """Evaluate a mapping. Raises ConfigError if it cannot run."""

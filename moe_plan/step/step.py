@@ -31,6 +31,7 @@ from moe_plan.arrays import Floats
 from moe_plan.machine.collectives import NO_COST, CollectiveCost, GroupSpan
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import PlacedMapping
+from moe_plan.model.memory import DEFAULT_POLICY, MemoryPolicy, activations_moved
 from moe_plan.orders import PassKind, PassOrder, pass_order
 from moe_plan.step.blocks import (
     BLOCKS,
@@ -86,7 +87,7 @@ class StepPrediction:
 class StepModel:
     """Predict the time of a training step with batches of ``global_batch`` sequences.
 
-    ``reshard`` and ``tier``: as in ``MemoryPolicy``.
+    ``policy``: how weights are gathered, and what is offloaded.
     """
 
     def __init__(
@@ -95,11 +96,10 @@ class StepModel:
         placed: PlacedMapping,
         load: Workload,
         global_batch: int,
-        reshard: bool = False,
-        tier: tuple[int, float] | None = None,
+        policy: MemoryPolicy = DEFAULT_POLICY,
     ) -> None:
         self.shape, self.placed, self.load, self.global_batch = shape, placed, load, global_batch
-        self._reshard, self._tier = reshard, tier
+        self._policy = policy
         self.micro_batches = placed.mapping.micro_batches(global_batch)
 
     @cached_property
@@ -114,7 +114,7 @@ class StepModel:
 
     @cached_property
     def weights(self) -> StageWeights:
-        return StageWeights(self.shape, self.placed, self.stages, self.load, self.micro_batches, self._tier)
+        return StageWeights(self.shape, self.placed, self.stages, self.load, self.micro_batches, self._policy)
 
     @cached_property
     def stage_passes(self) -> tuple[BlockOperations, ...]:
@@ -153,6 +153,10 @@ class StepModel:
         causes["pipeline"] = self.span - float(self.busy[rank])
         causes["gradients and weights"], hidden_tail = self._exposed_tail(rank)
         causes["optimizer"] = self.weights.optimizer_seconds(rank)
+        mapping, policy = self.placed.mapping, self._policy
+        moved = activations_moved(self.shape, mapping, self.load, self.global_batch, policy, rank)
+        if (exposed := moved / policy.offload_rate - self.span) > 0:  # transfers overlap with the passes
+            causes["offloaded activations"] = exposed
         tokens = self.global_batch * self.load.seq_len
         return StepPrediction(
             seconds=sum(causes.values()),
@@ -292,14 +296,14 @@ class StepModel:
         gathers, scatters = self.weights.fsdp_seconds().T
         none, frees = np.zeros_like(gathers), self._frees_weights
         one = self._by_kind(gathers, gathers if frees else none, scatters)
-        if self._reshard:
+        if self._policy.reshard:
             return one, one
         return one, self._by_kind(gathers, gathers, none) if frees else np.zeros_like(one)
 
     @property
     def _frees_weights(self) -> bool:
         """Whether "fsdp" frees gathered weights after each pass."""
-        return self._reshard or self.placed.mapping.parallel.pp == 1
+        return self._policy.reshard or self.placed.mapping.parallel.pp == 1
 
     def _by_kind(self, forward: Floats, again: Floats, scatters: Floats) -> Floats:
         """Return [stages, kinds of passes] from the seconds of weight gathers before forward and backward, and of
@@ -384,7 +388,7 @@ class StepModel:
         for collective in self.weights.tail(rank):
             add(collective.name, links(collective.cost), 1)
         if self.placed.mapping.sharding == "fsdp":
-            passes = self.micro_batches if self._reshard else 1
+            passes = self.micro_batches if self._policy.reshard else 1
             for name, sent in self.weights.fsdp_sent(rank).items():
                 gathers = 2 * self.micro_batches if self._frees_weights else 1
                 add(name, sent, gathers if name.endswith("weights") else passes)

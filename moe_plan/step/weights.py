@@ -23,6 +23,7 @@ from moe_plan.machine.hardware import BYTES
 from moe_plan.model.fixed_memory import moved_bytes
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import PlacedMapping
+from moe_plan.model.memory import DEFAULT_POLICY, MemoryPolicy
 from moe_plan.step.blocks import links
 
 MASTER = BYTES["fp32"]
@@ -54,7 +55,7 @@ class TailCollective(NamedTuple):
 class StageWeights:
     """Weights of the stages of ``stages`` on the ranks of a placed mapping.
 
-    micro_batches: of a step. tier: as in ``MemoryPolicy``.
+    micro_batches: of a step. policy: offloaded state.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class StageWeights:
         stages: StagePlan,
         load: Workload,
         micro_batches: int,
-        tier: tuple[int, float] | None = None,
+        policy: MemoryPolicy = DEFAULT_POLICY,
     ) -> None:
-        self.tier = tier
+        self.policy = policy
         self.shape, self.placed, self.stages, self.micro_batches = shape, placed, stages, micro_batches
         self.size, self.gradient_bytes, self.loads = load.size, load.gradient_bytes, load.loads
         self._elements: dict[int, tuple[float, float]] = {}
@@ -216,10 +217,9 @@ class StageWeights:
             owned = sum(count / span.ranks for count, span in zip(self.elements(rank), self.shard_spans, strict=True))
         traffic = STATE_BYTES + (self.size if self.size < MASTER else 0)
         seconds = self.placed.cluster.accelerator.memory_seconds(owned * traffic)
-        if self.tier is None:
+        if self.policy.offload is None:
             return seconds
-        budget, rate = self.tier
         sharding = self.placed.mapping.sharding
         masters = sharding == "zero1" or (sharding == "replicate" and self.size < MASTER)
         stored = owned * (2 + masters) * MASTER
-        return max(seconds, 2 * max(0.0, stored - budget) / rate)
+        return max(seconds, 2 * max(0.0, stored - self.policy.offload) / self.policy.offload_rate)

@@ -56,6 +56,8 @@ def test_outputs_are_those_of_experts_in_memory(family: str, dtype: torch.dtype,
     if lazy:
         model = moe_comm.from_pretrained(folder, dtype=dtype, offload=offload)
         assert model.load_report.kept < 0.8 * model.load_report.whole
+        with pytest.raises(ConfigError, match="offloaded for cpu, and are to be loaded for cuda"):
+            moe_comm.load_checkpoint(model, folder, device="cuda")
     else:
         model = moe_comm.offload_experts(moe_comm.swap_moe(load(folder, dtype=dtype)), offload)
     for _ in range(2):

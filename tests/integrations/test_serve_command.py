@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -181,6 +182,19 @@ def test_one_attention_rank_answers_curl_and_the_openai_client_and_goes_on_witho
         assert code == 0, output
         assert "serving goes on without rank 1" in output, output
         assert b'"finish_reason":"stop"' in endless.read()  # with the tokens so far
+
+
+def test_a_server_with_offloaded_experts_answers_as_without(
+    folder: str, expected: Callable[[str, int], str], tmp_path: Path
+) -> None:
+    options = ("--attention", "1", "--offload-budget", "64KiB", "--offload-path", str(tmp_path))
+    with serve(folder, *options) as server:
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda prompt: server.complete(folder, prompt, 6), PROMPTS[:2]))
+        assert answers == [expected(prompt, 6) for prompt in PROMPTS[:2]]
+        code, output = server.end(signal.SIGTERM)
+        assert code == 0, output
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

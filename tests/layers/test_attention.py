@@ -273,6 +273,7 @@ def test_four_ranks_equal_the_plain_reference(variant: str, pool4: RankPool) -> 
             Case(config, tp=2, cp=2, **packed),
             Case(config, cp=4, context="ring", **packed),
             Case(config, tp=2, cp=2, context="token_ring", recompute=True),
+            Case(config, cp=4, context="token_ring", **packed),
             Case(config, tp=2, cp=2, context="ring", sequence_parallel=False),
             Case(config, tp=2, cp=2, overlap=OVERLAP, sequence_parallel=False, **packed),
         ]

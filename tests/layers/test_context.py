@@ -360,7 +360,7 @@ def test_transfers_of_keys_and_gradients_overlap_with_computation(
         assert steps == [[1, 2, 3], [1, 2, 1, 3, 2, 3]]
 
 
-def count_bytes(rank: int, world: int, _: None) -> list[tuple[int, int]]:
+def count_bytes(rank: int, world: int, name: str) -> list[tuple[int, int]]:
     """Return (transfers, bytes) that this rank sends of: one document; documents that end at the ends of chunks; short
     documents; a window. Forward and backward in fp32, 2 key heads of width 4."""
     sent: list[int] = []
@@ -381,14 +381,15 @@ def count_bytes(rank: int, world: int, _: None) -> list[tuple[int, int]]:
             if ids_BS is not None:
                 documents = Documents.of(shard_sequence(ids_BS, world, rank, "ring"), group.WORLD, "ring")
             sent.clear()
-            ring_attention(q, k, v, ring_spec(window, documents)).sum().backward()
+            attend: Any = ring_attention if name == "ring" else token_ring_attention
+            attend(q, k, v, ring_spec(window, documents)).sum().backward()
             results.append((len(sent), sum(sent)))
     return results
 
 
 def test_the_bytes_of_the_ring_are_those_of_the_keys_that_other_ranks_attend_to(pool4: RankPool) -> None:
     key_bytes, cp, chunk = 2 * 2 * 4 * 4, 4, 8
-    for rank, (whole, aligned, cut, window) in enumerate(pool4.run(count_bytes, None)):
+    for rank, (whole, aligned, cut, window) in enumerate(pool4.run(count_bytes, "ring")):
         # Keys and values are sent forward and backward, and their gradients return. All ranks need the first chunk;
         # only lower ranks have queries after the second one. Gradients return for the keys that were received.
         sent = (cp - 1) * chunk + rank * chunk
@@ -399,6 +400,13 @@ def test_the_bytes_of_the_ring_are_those_of_the_keys_that_other_ranks_attend_to(
         # of their window. The cut in the middle of the sequence is within rank 3.
         neighbours = 1 if rank in (0, 3) else 2
         assert cut == window == (3 * 2, 3 * neighbours * 2 * key_bytes)
+
+
+def test_the_token_ring_skips_ranks_whose_keys_no_query_needs(pool4: RankPool) -> None:
+    for whole, aligned, cut, window in pool4.run(count_bytes, "token_ring"):
+        assert (whole[0], aligned[0]) == (2 * (3 + 3), 0)
+        assert cut == window and cut[0] == 2 * (2 + 2)  # to the next rank and, in one hop from there, to the previous
+        assert 3 * cut[1] == 2 * whole[1]
 
 
 def test_transfers_of_queries_and_results_overlap_with_computation(pool4: RankPool) -> None:

@@ -74,7 +74,8 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
         ({"seq_len": "0"}, "--seq-len"),
         ({"capacity_factor": "nan"}, "--capacity-factor"),
         ({"imbalance": "inf"}, "--imbalance"),
-        ({"offload_rate": "2"}, "--offload-rate needs --offload-budget"),
+        ({"offload_rate": "2"}, "--offload-rate needs --offload-budget or --offload-activations"),
+        ({"offload_activations": "x"}, "--offload-activations: "),
         ({"offload_budget": "4GB"}, "--offload-budget: budget must be"),
         ({"offload_budget": "4GiB", "offload_rate": "0"}, "--offload-rate must be a finite number"),
         ({"hardware": "a100", "dtype": "fp8", "mapping": "tp=2,ep=8"}, "does not support products in 'fp8'"),
@@ -216,6 +217,26 @@ def test_offloaded_state_frees_memory_and_costs_its_transfers(
     assert tomllib.loads(config.read_text())["offload"] == {"optimizer": "file", "budget": 1 << 30, "path": "."}
     ample = run_json(capsys, **fixed, offload_budget="1TiB")
     assert (ample["memory"], ample["step_s"]) == (resident["memory"], resident["step_s"])
+
+
+def test_offloaded_activations_free_memory_and_cost_what_their_transfers_exceed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "plan.toml"
+    fixed: dict[str, str | None] = {**SMALL, "mapping": "ep=8", "recompute": "none", "micro_batch": "1"}
+    fixed |= {"dispatcher": "all_to_all", "sharding": "zero1", "overlap": "none"}
+    resident = run_json(capsys, **fixed)
+    slow, fast = (
+        run_json(capsys, "--config", str(config), **fixed, offload_activations="1GiB", offload_rate=rate)
+        for rate in ("1", "1000000")
+    )
+    assert resident["memory"]["activations_gb"] - slow["memory"]["activations_gb"] > 1
+    assert fast["step_s"] == resident["step_s"]
+    exposed = slow["breakdown"].pop("offloaded activations")
+    assert exposed == pytest.approx(slow["step_s"] - resident["step_s"]) and exposed > 0
+    assert slow["breakdown"] == resident["breakdown"]
+    expected = {"activations": "file", "activation_budget": 1 << 30, "path": "."}
+    assert tomllib.loads(config.read_text())["offload"] == expected
 
 
 def test_the_imbalance_has_a_default_and_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:

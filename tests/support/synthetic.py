@@ -95,7 +95,7 @@ class SyntheticRun:
         rank_every: steps between the lines of a rank. 0: about 120,000 lines in total.
         checkpoint_every: steps between checkpoints. 0: none.
         span_steps: steps whose spans are written.
-        offloads: metrics contain transfers of offloaded optimizer state.
+        offloads: metrics contain transfers of offloaded state and activations, and work of lengths.
     """
 
     ranks: int = 8
@@ -289,7 +289,8 @@ def _write_metrics(
             if run.offloads:
                 read = int(2e8 * random.random())
                 report = OffloadReport(1 << 30, 1 << 28, 1 << 28, read, read, update_s=0.3, waited_s=0.2, busy_s=0.25)
-                values["offload"] = asdict(report)
+                values["lengths"] = {"static": [1.5, 0.5], "balanced": [1.0, 1.0]}
+                values |= {"offload": asdict(report), "activations": asdict(report)}
             file.write(to_json(values) + "\n")
 
 

@@ -138,6 +138,22 @@ def test_offloaded_state_is_counted_by_its_budget(strategy: str, stored: int) ->
     assert "in file" not in describe(load(None, list(shape)))
 
 
+def test_offloaded_activations_are_counted_by_their_budget() -> None:
+    shape = ("parallel.ranks=2", "parallel.ep=2", "data.tokenizer=none.json", "model.vocab=256", "model.layers=8")
+    shape = (*shape, "model.recompute=full", "data.batch=16", "data.seq_len=64", "model.hidden=64")
+    offload = ("offload.activations=file", "offload.activation_budget=192KiB", "offload.path=/var/tmp")
+    run, resident = dry_run(*shape, *offload), dry_run(*shape)
+    config = load(None, [*shape])
+    tokens = config.data.batch * config.data.seq_len // 2 // config.data.micro_batches
+    layer = tokens * 64 * 4  # the input of one layer
+    before, rank = resident.positions[0].ranks[0], run.positions[0].ranks[0]
+    assert before.activations - rank.activations == 8 * layer - (192 << 10) - layer
+    moved = 2 * (8 * layer - (192 << 10)) * config.data.micro_batches
+    assert (before.moved, rank.moved) == (0, pytest.approx(moved))
+    text = describe(load(None, [*shape, *offload]))
+    assert "recompute instead" in text and "counts the offloaded state" not in text
+
+
 def measured_bytes(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes of a real run on this rank before its first step."""
     config = load(None, settings)

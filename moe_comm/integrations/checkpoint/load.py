@@ -109,7 +109,8 @@ def load_checkpoint(
         The memory of this rank; it is logged before anything is read.
 
     Raises:
-        ConfigError: ``path`` has no safetensors or cannot be read, or a buffer that is not in checkpoints is on "meta".
+        ConfigError: ``path`` has no safetensors or cannot be read, a buffer that is not in checkpoints is on "meta", or
+            experts were offloaded for another device.
         InputError: names or shapes do not match. The message names tensors that are in the checkpoint only, or in the
             model only.
         UnsupportedModel: a tensor is quantized in another way, the checkpoint layout of the family is unknown, or FSDP2
@@ -273,6 +274,13 @@ def _match(
             raise UnsupportedModel(
                 f'{name} is sharded by FSDP2 and on "meta". Call load_checkpoint before fully_shard, or after '
                 "model.to_empty(device=...)"
+            )
+    for module in model.modules():
+        offloaded_to = getattr(module, "offloaded", None)
+        if device is not None and offloaded_to is not None and offloaded_to.cache.device.type != device.type:
+            raise ConfigError(
+                f"the experts were offloaded for {offloaded_to.cache.device.type}, and are to be loaded for "
+                f'{device.type}; call offload_experts in the context of torch.device("{device.type}")'
             )
     device = device or _device_of(model)
     _check_buffers(model, device)

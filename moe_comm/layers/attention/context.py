@@ -225,24 +225,24 @@ def _key_steps(
     yield ready
 
 
-def ring_steps(
+def query_steps(
     local_tensors: Sequence[Tensor], spec: ContextSpec, operation: str
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield (owner, tensors) for each step: this rank's tensors, then those of the previous ranks in the ring.
+    """Yield (owner, tensors) for each step: this rank's tensors, then those of previous ranks in the ring.
 
-    The tensors of a step are sent to the next rank before they are yielded, so the transfer overlaps with the caller's
-    work.
+    ``local_tensors`` begin with queries. Ranks at distances at which no query needs keys are left out. The tensors of a
+    step are sent on before they are yielded, so the transfer overlaps with the caller's work.
     """
     cp, rank = group_size(spec.group), group_rank(spec.group)
     if cp == 1:
         yield 0, list(local_tensors)
         return
-    packed = pack(local_tensors)
-    for step in range(cp):
-        receive = _send(packed, spec, operation) if step + 1 < cp else None
-        yield (rank - step) % cp, unpack(packed, local_tensors)
-        if receive is not None:
-            packed = receive()
+    packed, at = pack(local_tensors), 0
+    for distance in (*spec.ranges(local_tensors[0]).distances, None):
+        receive = None if distance is None else _send(packed, spec, operation, distance - at)
+        yield (rank - at) % cp, unpack(packed, local_tensors)
+        if receive is not None and distance is not None:
+            packed, at = receive(), distance
 
 
 def split_own_blocks(blocks: list[ScoreBlock], spec: ContextSpec) -> tuple[list[ScoreBlock], list[ScoreBlock]]:
@@ -253,10 +253,10 @@ def split_own_blocks(blocks: list[ScoreBlock], spec: ContextSpec) -> tuple[list[
     return blocks[:cut], [replace(block, first=False) for block in blocks[cut:]]
 
 
-def _send(packed: Tensor, spec: ContextSpec, operation: str) -> Callable[[], Tensor]:
+def _send(packed: Tensor, spec: ContextSpec, operation: str, distance: int) -> Callable[[], Tensor]:
     if spec.group is None:
         return lambda: packed
-    return channel_of(spec.group).rotate(packed, f"{operation}, {packed.nbytes} bytes")
+    return channel_of(spec.group).rotate(packed, f"{operation}, {packed.nbytes} bytes", distance)
 
 
 def token_ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: ContextSpec) -> Tensor:
@@ -286,13 +286,13 @@ class _TokenRing(torch.autograd.Function):
             spec, "token ring attention, outputs", lambda received: state.merge(received[1], received[0])
         )
         with without_autocast(q):
-            for query_rank, (q_step,) in ring_steps([q], spec, "token ring attention, queries"):
+            for query_rank, (q_step,) in query_steps([q], spec, "token ring attention, queries"):
                 if query_rank == rank:
                     state.add(q, k, v, first, spec.scale)
                     continue
                 part = AttentionState.no_keys(q, v.shape[-1])
                 part.add(q_step, k, v, spec.blocks(q, rank, query_rank), spec.scale)
-                results.send([part.lse, part.out.to(q.dtype)])
+                results.send(query_rank, [part.lse, part.out.to(q.dtype)])
             state.add(q, k, v, second, spec.scale)
             results.wait()
         out = state.out.to(q.dtype)
@@ -313,8 +313,8 @@ class _TokenRing(torch.autograd.Function):
         results = _ResultReturn(
             spec, "token ring attention backward, gradients of queries", lambda received: dq.add_(received[0])
         )
-        local_tensors = [lse, q, grad.to(q.dtype), out]
-        for query_rank, (lse_step, q_step, grad_step, out_step) in ring_steps(
+        local_tensors = [q, lse, grad.to(q.dtype), out]
+        for query_rank, (q_step, lse_step, grad_step, out_step) in query_steps(
             local_tensors, spec, "token ring attention backward, queries"
         ):
             if query_rank == rank:
@@ -323,28 +323,27 @@ class _TokenRing(torch.autograd.Function):
             part = torch.zeros_like(dq)
             blocks = spec.blocks(q, rank, query_rank)
             AttentionGradients(part, dk, dv).add(grad_step, (out_step, lse_step), (q_step, k, v), blocks, spec.scale)
-            results.send([part])
+            results.send(query_rank, [part])
         AttentionGradients(dq, dk, dv).add(grad, (out, lse), (q, k, v), second, spec.scale)
         results.wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 class _ResultReturn:
-    """Returns results to the owners of the queries, one per step; passes received results to ``consume`` in order."""
+    """Returns results to the owners of queries, one per step; passes received results to ``consume`` in order."""
 
     def __init__(self, spec: ContextSpec, operation: str, consume: Callable[[list[Tensor]], object]) -> None:
         self._spec, self._operation, self._consume = spec, operation, consume
-        self._step = 0
         self._pending: Callable[[], list[Tensor]] | None = None
 
-    def send(self, tensors: list[Tensor]) -> None:
+    def send(self, query_rank: int, tensors: list[Tensor]) -> None:
         """Start to send this step's results to the owner of the queries."""
         self.wait()
         assert self._spec.group is not None
-        self._step += 1
+        distance = group_rank(self._spec.group) - query_rank
         packed = pack(tensors)
         description = f"{self._operation}, {packed.nbytes} bytes"
-        receive = channel_of(self._spec.group).rotate(packed, description, -self._step)
+        receive = channel_of(self._spec.group).rotate(packed, description, -distance)
         self._pending = lambda: unpack(receive(), tensors)
 
     def wait(self) -> None:

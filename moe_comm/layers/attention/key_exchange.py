@@ -66,6 +66,11 @@ class KeyRanges:
         """The steps in which any rank sends keys, ascending."""
         return sorted({self._step(query_rank, key_rank) for query_rank, key_rank in self._ranges})
 
+    @cached_property
+    def distances(self) -> list[int]:
+        """The distances, in ranks of the ring, from queries to the keys that they need, ascending."""
+        return sorted({(key_rank - query_rank) % self._ranks for query_rank, key_rank in self._ranges})
+
     def partners(self, rank: int, step: int) -> tuple[int, int]:
         """Return the rank that ``rank`` sends its keys to in ``step``, and the one that it receives keys from."""
         if self._ranks & (self._ranks - 1) == 0:

@@ -241,7 +241,7 @@ def gather_input(x: Tensor, group: ProcessGroup | None, sequence_dim: int | None
     """Return all tokens, at the start of a tensor-parallel block."""
     if sequence_dim is None:
         return copy_to(x, group)
-    return recomputed(partial(gather_dim, group=group, dim=sequence_dim), x)
+    return recomputed(partial(gather_dim, group=group, dim=sequence_dim), x, collective=group_size(group) > 1)
 
 
 def reduce_output(y: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Tensor:

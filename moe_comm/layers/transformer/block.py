@@ -12,6 +12,7 @@ Between these modules each rank has its own tokens, [B, S / (cp * tp), D].
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, overload
 
@@ -23,11 +24,18 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.attention.rope import RopeTable
 from moe_comm.layers.attention.sequence import Documents
+from moe_comm.layers.data_parallel.expert_shard import is_dtensor
 from moe_comm.layers.moe.config import MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.dense import DenseMLP, RMSNorm
 from moe_comm.layers.parallel.interleave import Steps, TurnParameters, finish, take_turns
-from moe_comm.layers.parallel.recompute import recomputed_block, run_layer, run_layer_in_steps
+from moe_comm.layers.parallel.recompute import (
+    SavedActivations,
+    Saving,
+    recomputed_block,
+    run_layer,
+    run_layer_in_steps,
+)
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.runtime.event_layout import Kind
@@ -64,6 +72,7 @@ class TransformerBlock(nn.Module):
         layer: global id; ``config.dense_layers`` determines whether the feed-forward block has experts.
 
     Attributes:
+        saved: stores activations between forward and backward; None: they stay in memory.
         attention_norm, attention: attention and its norm.
         ffn_norm: norm of the feed-forward block; does not exist in a parallel block.
         moe, dense: the feed-forward block; only one of them exists.
@@ -76,6 +85,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.layer, self.parallel, self.recompute = layer, config.parallel_block, plan.recompute
         self._label = f"layers.{layer}"
+        self.saved: SavedActivations | None = None
         self.is_moe = layer not in config.dense_layers
         self._add_modules(config, plan)
         if not plan.is_meta:
@@ -110,9 +120,11 @@ class TransformerBlock(nn.Module):
         recomputed in the same way.
         """
         if isinstance(tokens, TurnTokens):
-            mode = "full" if self.recompute == "full" else "none"
-            return run_layer(mode, self._run_in_turns, x_BSD, tokens)
-        return run_layer(self.recompute, self._run, x_BSD, tokens)
+            if self.recompute != "full":
+                return self._run_in_turns(tokens, *x_BSD)
+            # Checkpointing saves the tensors among its arguments, and not those in a tuple.
+            return run_layer("full", self._run_in_turns, tokens, *x_BSD, saving=self._saving(*tokens.tokens))
+        return run_layer(self.recompute, self._run, x_BSD, tokens, saving=self._saving(tokens))
 
     def steps(self, x_BSD: Tensor, tokens: TokenContext) -> Steps[Tensor]:
         """Run ``forward``, but yield while dispatch or combine is in flight; see ``interleave.py``.
@@ -122,12 +134,26 @@ class TransformerBlock(nn.Module):
         Raises:
             ConfigError: ``recompute`` is "full".
         """
-        return run_layer_in_steps(self.recompute, self._steps(x_BSD, tokens))
+        return run_layer_in_steps(self.recompute, self._steps(x_BSD, tokens), self._saving(tokens))
 
-    def _run_in_turns(self, xs_BSD: tuple[Tensor, ...], tokens: TurnTokens) -> tuple[Tensor, ...]:
+    def _saving(self, *tokens: TokenContext) -> Saving | None:
+        """Return where to save tensors; parameters and what all layers use are in memory anyway."""
+        if self.saved is None or not torch.is_grad_enabled():
+            return None
+
+        def in_use() -> Iterator[Tensor]:
+            yield from (one for one in self.parameters() if not is_dtensor(one))
+            yield from self.buffers()
+            yield from (tensor for one in tokens for tensor in one.rope)
+
+        return Saving(self.saved, self._label, in_use)
+
+    def _run_in_turns(self, tokens: TurnTokens, *xs_BSD: Tensor) -> tuple[Tensor, ...]:
         def steps(turn: int) -> Steps[Tensor]:
-            steps = self._steps(xs_BSD[turn], tokens.tokens[turn])
-            steps = steps if self.recompute == "full" else run_layer_in_steps(self.recompute, steps)
+            context = tokens.tokens[turn]
+            steps = self._steps(xs_BSD[turn], context)
+            if self.recompute != "full":
+                steps = run_layer_in_steps(self.recompute, steps, self._saving(context))
             return tokens.parameters.steps(turn, self, steps)
 
         return take_turns([steps(turn) for turn in range(len(xs_BSD))])

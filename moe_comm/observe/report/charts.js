@@ -251,13 +251,20 @@ function memory({ runs, state }) {
 }
 function tiers({ runs, state }) {
   const view = state.view.tiers || "time";
-  const lines = { time: [["update", "update"], ["waited", "waits in the update"], ["busy", "transfers"]], moved: [["read", "read"], ["written", "written"]],
-                  stored: [["stored", "stored"], ["peak", "most in memory"]] }[view];
-  const names = { update: "offload_update_s", waited: "offload_waited_s", busy: "offload_busy_s" };
+  const tier = (prefix, name, of) => ({ time: [["update_s", name], ["waited_s", `waits in the ${name}`], ["busy_s", `transfers of ${of}`]],
+    moved: [["read", `${of} read`], ["written", `${of} written`]], stored: [["stored", `${of} stored`], ["peak", `most ${of} in memory`]] }[view]).map(([key, label]) => [`${prefix}_${key}`, label]);
+  const lines = [...tier("offload", "update", "state"), ...tier("activations", "passes", "activations")];
   const scale = view === "time" ? 1 : 1 / 2 ** 20, traces = [];
-  lines.forEach(([key, label], number) => overlay(runs, state, names[key] || `offload_${key}`, { scale, band: false }).forEach((one) =>
+  lines.forEach(([key, label], number) => overlay(runs, state, key, { scale, band: false }).forEach((one) =>
     traces.push({ ...one, name: runs.length > 1 ? `${one.name}: ${label}` : label, legendgroup: undefined, line: { ...one.line, color: state.colors[number] }, marker: { color: state.colors[number] }, showlegend: true })));
   return { traces, layout: { xaxis: steps, yaxis: { title: { text: view === "time" ? "seconds" : "MiB" }, rangemode: "tozero" }, showlegend: true } };
+}
+function lengths({ runs, state }) {
+  const traces = [];
+  [["balanced_most", "slowest rank"], ["balanced_least", "idlest rank"], ["static_most", "slowest rank, static"], ["static_least", "idlest rank, static"]].forEach(([key, label], number) =>
+    overlay(runs, state, `lengths_${key}`, { band: false }).forEach((one) =>
+      traces.push({ ...one, name: runs.length > 1 ? `${one.name}: ${label}` : label, legendgroup: undefined, line: { ...one.line, color: state.colors[number] }, marker: { color: state.colors[number] }, showlegend: true })));
+  return { traces, layout: { xaxis: steps, yaxis: { title: { text: "work / mean" }, rangemode: "tozero" }, showlegend: true } };
 }
 function stalls({ runs, state }) {
   if (runs.length === 1 && state.run.ranks.rank.length) {
@@ -315,5 +322,5 @@ const marked = (chart) => (input) => {
   return { traces, layout: { ...layout, shapes, annotations } };
 };
 
-const CHARTS = { loss, gradient, throughput, mfu, split, experts, owners, health, stragglers, links, memory, tiers, stalls, timeline };
+const CHARTS = { loss, gradient, throughput, mfu, split, experts, owners, health, stragglers, links, memory, tiers, lengths, stalls, timeline };
 for (const name of Object.keys(CHARTS)) CHARTS[name] = marked(CHARTS[name]);

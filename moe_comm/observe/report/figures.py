@@ -20,7 +20,7 @@ from moe_comm.errors import CorruptFile
 from moe_comm.observe.effective import EffectiveTime, effective_time
 from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, PlacementLine
 from moe_comm.observe.report.lines import RankLines
-from moe_comm.observe.report.read import HEALTH, OFFLOAD, PARTS, Curves, Loads, Run
+from moe_comm.observe.report.read import ALL_CURVES, CURVES, HEALTH, PARTS, Curves, Loads, Run
 
 Floats = NDArray[np.float64]
 
@@ -90,11 +90,11 @@ def curves_of(curves: Curves) -> dict[str, Any]:
         return {"step": [], "values": {}, "low": {}, "high": {}, "skipped": [], "validation": []}
     starts = buckets(count, POINTS)
     complete = len(starts) == count
-    offload = [name for name in map("offload_{}".format, OFFLOAD) if np.isfinite(curves.values[name]).any()]
+    optional = [name for name in ALL_CURVES[len(CURVES) :] if np.isfinite(curves.values[name]).any()]
     return {
         "step": short(curves.steps_S[starts]),
         "per_point": -(-count // len(starts)),
-        "values": {name: short(reduce_to(curves.values[name], starts, "mean")) for name in (*BANDS, *MEANS, *offload)},
+        "values": {name: short(reduce_to(curves.values[name], starts, "mean")) for name in (*BANDS, *MEANS, *optional)},
         "low": {} if complete else {name: short(reduce_to(curves.values[name], starts, "low")) for name in BANDS},
         "high": {} if complete else {name: short(reduce_to(curves.values[name], starts, "high")) for name in BANDS},
         "skipped": [[step, text(why)] for step, why in curves.skipped[:MARKS]],

@@ -96,10 +96,16 @@ PANELS = (
     Panel("memory", "Memory"),
     Panel(
         "tiers",
-        "Offloaded optimizer state",
-        "Rank 0. The update waits when no chunk is in memory; transfers may also continue after it.",
+        "Offloaded state and activations",
+        "Rank 0. The update and the passes wait when no chunk is in memory; transfers may also continue after them.",
         (("time", "seconds of a step"), ("moved", "bytes of a step"), ("stored", "bytes stored and in memory")),
-        empty="No optimizer state was offloaded (offload.optimizer).",
+        empty="Nothing was offloaded (offload.optimizer, offload.activations).",
+    ),
+    Panel(
+        "lengths",
+        "Work of mixed lengths",
+        "Predicted work of the slowest and the idlest rank of dp and cp, relative to the mean.",
+        empty="Lengths were not balanced (parallel.lengths).",
     ),
     Panel("stalls", "Checkpoint stalls", "Time waiting for the copy of the state and for the save."),
     Panel(

@@ -33,9 +33,17 @@ MOST_LAYER_STEPS, MOST_LAYERS, MOST_LOADS = 600, 512, 400_000
 SMALL_FILE = 4 << 20
 PARTS = ("compute", "communication", "data", "checkpoint", "loop")
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "total", *PARTS, "memory_bytes")
-OFFLOAD = ("update_s", "waited_s", "busy_s", "read", "written", "stored", "peak")
-"""Values of offloaded state in metrics.jsonl, as curves with the prefix ``offload_``."""
-ALL_CURVES = (*CURVES, *(f"offload_{name}" for name in OFFLOAD))
+TIERS = ("offload", "activations")
+"""Objects in metrics.jsonl with the transfers of offloaded state and of offloaded activations."""
+OFFLOAD = tuple(
+    f"{tier}_{name}"
+    for tier in TIERS
+    for name in ("update_s", "waited_s", "busy_s", "read", "written", "stored", "peak")
+)
+"""Curves of their values."""
+LENGTHS = ("static_most", "static_least", "balanced_most", "balanced_least")
+"""Work of the slowest and the idlest rank relative to the mean, as curves with the prefix ``lengths_``."""
+ALL_CURVES = (*CURVES, *OFFLOAD, *(f"lengths_{name}" for name in LENGTHS))
 HEALTH = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
 Record = TypeVar("Record", PlacementLine, RankStep, LoadLine, Attempt, FaultRecord)
 
@@ -197,8 +205,14 @@ def _curves(path: Path, notes: list[str]) -> Curves:
         flat["loop"] = value.get("loop_s")
         if "total" not in flat:
             flat["total"] = value.get("seconds")
-        if isinstance(offload := value.get("offload"), dict):
-            flat |= {f"offload_{name}": offload.get(name) for name in OFFLOAD}
+        for tier in TIERS:
+            if isinstance(values := value.get(tier), dict):
+                flat |= {f"{tier}_{name}": one for name, one in values.items()}
+        if isinstance(lengths := value.get("lengths"), dict):
+            for name, loads in lengths.items():
+                if isinstance(loads, list) and loads:
+                    work = [number(load) for load in loads]
+                    flat |= {f"lengths_{name}_most": max(work), f"lengths_{name}_least": min(work)}
         lines[step] = [number(flat.get(name)) for name in ALL_CURVES]
         if isinstance(why := value.get("skipped"), str) and why and len(skipped) < MOST_EVENTS:
             skipped[int(step)] = why

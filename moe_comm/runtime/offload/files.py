@@ -13,6 +13,7 @@ import os
 import threading
 import zlib
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ class Backing(ABC):
         """Write ``source``, uint8 [N]."""
 
     @abstractmethod
+    def extend(self, nbytes: int) -> None:
+        """Add ``nbytes`` bytes at the end. Chunks do not cross from one extension to the next. Raises ``StoreFull``."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release memory or the file."""
 
@@ -68,16 +73,29 @@ class HostMemory(Backing):
     """Chunks in the host's memory, page-locked, for tensors on a GPU."""
 
     def __init__(self, nbytes: int) -> None:
-        self._bytes = aligned_bytes(nbytes, torch.device("cpu"))
+        self._starts: list[int] = []
+        self._extents: list[Tensor] = []
+        self._total = 0
+        self.extend(nbytes)
+
+    def extend(self, nbytes: int) -> None:
+        self._extents.append(aligned_bytes(nbytes, torch.device("cpu")))
+        self._starts.append(self._total)
+        self._total += nbytes
 
     def read(self, offset: int, target: Tensor) -> None:
-        target.copy_(self._bytes[offset : offset + target.numel()], non_blocking=True)
+        target.copy_(self._chunk(offset, target.numel()), non_blocking=True)
 
     def write(self, offset: int, source: Tensor) -> None:
-        self._bytes[offset : offset + source.numel()].copy_(source, non_blocking=True)
+        self._chunk(offset, source.numel()).copy_(source, non_blocking=True)
 
     def close(self) -> None:
-        self._bytes = self._bytes[:0].clone()
+        self._extents.clear()
+
+    def _chunk(self, offset: int, nbytes: int) -> Tensor:
+        number = bisect_right(self._starts, offset) - 1
+        start = offset - self._starts[number]
+        return self._extents[number][start : start + nbytes]
 
 
 class LocalFile(Backing):
@@ -95,25 +113,34 @@ class LocalFile(Backing):
         self._folder = folder
         self._sums: dict[int, int] | None = {} if checksums else None
         self._bounce = threading.local()
+        self._total = 0
         try:
             kind = file_system(folder)
             if kind in IN_MEMORY:
                 raise StoreIOError(f"offload.path {str(folder)!r} is on {kind}, which is memory: choose a local disk")
             self._file, self._direct = open_unnamed(folder)
-            try:
-                if nbytes:
-                    os.posix_fallocate(self._file, 0, nbytes)
-            except OSError:
-                os.close(self._file)
-                raise
         except OSError as error:
+            raise StoreIOError(f"cannot create a file in offload.path {str(folder)!r}: {error.strerror}") from None
+        try:
+            self.extend(nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def extend(self, nbytes: int) -> None:
+        try:
+            if nbytes:
+                os.posix_fallocate(self._file, self._total, nbytes)
+        except OSError as error:
+            folder = str(self._folder)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free = os.statvfs(folder)
+                free = os.statvfs(self._folder)
                 raise StoreFull(
-                    f"the offloaded state of this rank needs {nbytes} bytes in {str(folder)!r}, which has "
+                    f"the offloaded state of this rank needs {self._total + nbytes} bytes in {folder!r}, which has "
                     f"{free.f_bavail * free.f_frsize} free: free space, or choose another offload.path"
                 ) from None
-            raise StoreIOError(f"cannot create a file in offload.path {str(folder)!r}: {error.strerror}") from None
+            raise StoreIOError(f"cannot extend a file in offload.path {folder!r}: {error.strerror}") from None
+        self._total += nbytes
 
     def read(self, offset: int, target: Tensor) -> None:
         memory = self._in_memory(target)

@@ -6,6 +6,10 @@
                               └── as soon as memory is free, in the announced order; with ``next_use``, also in place
                                   of a chunk that is used later
 
+Chunks of new data begin with ``put`` instead, which leases memory without reading, and end with ``discard``:
+
+    put ──▶ leased ── release ──▶ ready ── most of the memory is used ──▶ writing ──▶ absent
+
 Memory is divided into slots of the size of the largest chunk. A slot is allocated when it is first needed, after its
 bytes are acquired from the budget. The first error of a thread is kept, and raised by the next ``take`` and ``check``.
 """
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import MoeCommError, StoreFull, StoreIOError
-from moe_comm.runtime.offload.files import Backing, aligned_bytes
+from moe_comm.runtime.offload.files import BLOCK, Backing, aligned_bytes
 
 CLOSE_S = 1.0
 """Seconds that ``close`` waits for a transfer that does not end."""
@@ -46,6 +50,7 @@ class _Resident:
     slot: Tensor
     status: Status
     dirty: bool = False
+    discarded: bool = False
 
 
 @dataclass
@@ -54,7 +59,7 @@ class Traffic:
 
     Attributes:
         read, written: bytes.
-        waited_s: seconds that ``take`` waited.
+        waited_s: seconds that ``take`` and ``put`` waited.
         busy_s: seconds in which at least one chunk was read or written.
     """
 
@@ -81,7 +86,7 @@ class Budget:
 
 
 class Store:
-    """Chunks by number. ``take`` and ``announce`` are called by one thread at a time.
+    """Chunks by number. ``take``, ``put`` and ``announce`` are called by one thread at a time.
 
     Args:
         sizes: bytes of each chunk.
@@ -103,7 +108,7 @@ class Store:
         deadline_s: float,
         next_use: Callable[[int], float] | None = None,
     ) -> None:
-        self._backing, self._sizes, self._device, self._deadline_s = backing, sizes, device, deadline_s
+        self._backing, self._sizes, self._device, self._deadline_s = backing, list(sizes), device, deadline_s
         self.slots, self._budget, self._next_use = slots, budget, next_use
         self._slot_bytes = max(sizes, default=0)
         self._offsets = [0, *accumulate(sizes)]
@@ -131,8 +136,7 @@ class Store:
     def announce(self, order: Sequence[int]) -> None:
         """Declare the chunks that will be taken next, in order, and start to read them."""
         with self._changed:
-            if self._device.type == "cuda":
-                self._stream = torch.cuda.current_stream(self._device)
+            self._use_stream()
             self._position = {key: number for number, key in enumerate(order)}
             self._wanted = deque(order)
             self._advance()
@@ -169,6 +173,59 @@ class Store:
             self._early.discard(key)
             self._traffic.waited_s += time.perf_counter() - began
             return resident.slot[: self._sizes[key]]
+
+    def put(self, key: int, nbytes: int) -> Tensor:
+        """Return memory of ``nbytes`` bytes for a new chunk, and lease it until ``release``.
+
+        Chunks that are used later are written while there is still memory, so that the next call need not wait.
+
+        Raises:
+            StoreIOError: an earlier write failed, or did not end within the deadline.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            self._use_stream()
+            slot: Tensor | None = None
+            while slot is None:
+                if self._error is not None:
+                    raise self._error
+                if key not in self._resident:  # else a discarded chunk whose transfer has not ended
+                    slot = self._free.pop() if self._free else self._allocate()
+                if slot is None:
+                    self._write_early(1)
+                    if not self._free and not self._changed.wait(self._deadline_s - (time.perf_counter() - began)):
+                        self._error = StoreIOError(f"offloaded state was not written within {self._deadline_s:g} s")
+            self._sizes[key] = -(-nbytes // BLOCK) * BLOCK  # as direct I/O requires
+            self._resident[key] = _Resident(slot, Status.LEASED)
+            self._write_early(len(self._threads))
+            self._traffic.waited_s += time.perf_counter() - began
+            return slot[:nbytes]
+
+    def discard(self, keys: Sequence[int]) -> None:
+        """Forget chunks that are not leased. ``put`` can use their numbers again."""
+        with self._changed:
+            for key in keys:
+                self._written.discard(key)
+                self._early.discard(key)
+                resident = self._resident.get(key)
+                if resident is None:
+                    continue
+                if resident.status is Status.READY:
+                    del self._resident[key]
+                    self._free.append(resident.slot)
+                else:
+                    resident.discarded = True
+            self._wanted = deque(key for key in self._wanted if key in self._written or key in self._resident)
+
+    def extend(self, chunks: int) -> range:
+        """Add chunks of the size of a slot, and return their numbers. Raises ``StoreFull``."""
+        self._backing.extend(chunks * self._slot_bytes)
+        with self._changed:
+            first = len(self._sizes)
+            for _ in range(chunks):
+                self._sizes.append(self._slot_bytes)
+                self._offsets.append(self._offsets[-1] + self._slot_bytes)
+        return range(first, first + chunks)
 
     def release(self, key: int, *, dirty: bool, keep: bool) -> None:
         """End the lease of a chunk. ``dirty``: it has changed. ``keep``: leave it in memory."""
@@ -241,6 +298,28 @@ class Store:
         self._resident.clear()
         self._free.clear()
 
+    def _use_stream(self) -> None:
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+
+    def _allocate(self) -> Tensor | None:
+        """Return a new slot; None if all are allocated."""
+        if self._allocated >= self.slots:
+            return None
+        self._budget.acquire(self._slot_bytes)
+        self._allocated += 1
+        return aligned_bytes(self._slot_bytes, self._device)
+
+    def _write_early(self, slots: int) -> None:
+        """Evict chunks that are used last until ``slots`` slots are free, or will be when they are written."""
+        writing = sum(one.status is Status.WRITING for one in self._resident.values())
+        while len(self._free) + self.slots - self._allocated + writing < slots:
+            last = self._last()
+            if last is None:
+                return
+            writing += self._resident[last].dirty
+            self._drop(last)
+
     def _advance(self) -> None:
         """Start to read announced chunks while there is free memory; keep an error for the next ``take``.
 
@@ -280,10 +359,8 @@ class Store:
         With ``next_use``, a few chunks at a time replace others before they are taken: those would be of more use until
         then.
         """
-        if not self._free and self._allocated < self.slots:
-            self._budget.acquire(self._slot_bytes)
-            self._allocated += 1
-            return aligned_bytes(self._slot_bytes, self._device)
+        if not self._free and (slot := self._allocate()) is not None:
+            return slot
         if not self._free and self._next_use is not None and len(self._early) < len(self._threads) + self.slots // 8:
             last = self._last()
             if last is not None and self._next_use(last) > self._next_use(key):
@@ -350,6 +427,9 @@ class Store:
                 self._traffic.busy_s += time.perf_counter() - self._busy_since
             if error is not None:
                 self._error = self._error or error
+            elif resident.discarded:
+                del self._resident[key]
+                self._free.append(resident.slot)
             elif resident.status is Status.WRITING:
                 self._traffic.written += self._sizes[key]
                 self._written.add(key)

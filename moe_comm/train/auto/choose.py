@@ -148,7 +148,12 @@ def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Parallel
         cluster,
         workload(config, shape),
         config.data.batch,
-        MemoryPolicy(config.optimizer.kind, bool(config.optimizer.momentum_of_kind), offload=config.offload.limit),
+        MemoryPolicy(
+            config.optimizer.kind,
+            bool(config.optimizer.momentum_of_kind),
+            offload=config.offload.limit,
+            activations=config.offload.activation_limit,
+        ),
         min(RESERVE, cluster.accelerator.memory_bytes // 8),
     )
     space = replace(search_space(config), ep=_degrees_with_slots(config, shape, cluster.gpus))
@@ -261,7 +266,8 @@ def _degrees_with_slots(config: TrainConfig, shape: ModelShape, world: int) -> t
 
 def resolved(config: TrainConfig, world: int, settings: Table[str, Any]) -> TrainConfig:
     """Return ``config`` with ``settings`` in [parallel] and without "auto"."""
-    parallel = config.parallel.model_dump(exclude={"auto", "machine", "trials"}) | dict(settings) | {"ranks": world}
+    planned = {"auto", "trials"} | (set() if config.parallel.lengths == "balanced" else {"machine"})
+    parallel = config.parallel.model_dump(exclude=planned) | dict(settings) | {"ranks": world}
     tree = config.model_dump() | {"parallel": parallel}
     try:
         return TrainConfig.model_validate(tree)

@@ -14,9 +14,12 @@ SCORES_BACKWARD, WEIGHTS_BACKWARD = 2.5, 2.0
 class LengthCost:
     """Work of a document, in FLOPs of forward and backward of the whole model. Integers: equal on every machine.
 
+    ``measured_cost`` converts it to time.
+
     Attributes:
         pair: work per query and key.
         token: work per token at its own rank. Experts are not included if their rows go to other ranks.
+        document: work per document.
         pairs_window: (window, share of layers without it in 1/1024); None: all layers attend to all previous tokens.
         key_bytes: bytes per token that one rank receives and returns for attention: keys and values forward and
             backward, and their gradients, over all layers.
@@ -24,6 +27,7 @@ class LengthCost:
 
     pair: int
     token: int
+    document: int = 0
     window: int | None = None
     full_layers: int = 0
     layers: int = 1
@@ -50,10 +54,10 @@ class LengthCost:
         return cls(
             round(pair * (1 + SCORES_BACKWARD)),
             round(token * (1 + WEIGHTS_BACKWARD)),
-            shape.window,
-            shape.full_layers,
-            shape.layers,
-            attentions * elements * (2 * itemsize + 4),
+            window=shape.window,
+            full_layers=shape.full_layers,
+            layers=shape.layers,
+            key_bytes=attentions * elements * (2 * itemsize + 4),
         )
 
     def work(self, length: int) -> int:
@@ -63,4 +67,4 @@ class LengthCost:
         if window is not None and window < length:
             narrow = window * (window + 1) // 2 + (length - window) * window
             pairs = narrow + (full - narrow) * self.full_layers // self.layers
-        return self.pair * pairs + self.token * length
+        return self.pair * pairs + self.token * length + self.document

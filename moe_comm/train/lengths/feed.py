@@ -10,19 +10,21 @@ tokens, in the thread that prefetches the next step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from moe_comm.errors import ConfigError
+from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.placed import DocumentPlacement
+from moe_comm.layers.attention.sequence import chunks_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.shape import ModelShape
-from moe_comm.topology import ParallelMesh
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Batch, Corpus, GlobalBatch
 from moe_comm.train.data.packing import DocumentRun, Packing, document_runs, read_run
-from moe_comm.train.feed import CorpusFeed
+from moe_comm.train.feed import CorpusFeed, LengthLoads, StepBatch
 from moe_comm.train.lengths.cost import LengthCost
 from moe_comm.train.lengths.solve import Assignment, solve
 from moe_comm.train.pipeline.batch import MicroBatch
@@ -30,9 +32,10 @@ from moe_comm.train.pipeline.batch import MicroBatch
 
 @dataclass(frozen=True)
 class PlacedBatch(Batch):
-    """This rank's tokens of a micro-batch, [1, T]. placement: the documents of all ranks."""
+    """This rank's tokens of a micro-batch, [1, T]. placement: the documents of all ranks. loads: their work."""
 
     placement: DocumentPlacement | None = None
+    loads: LengthLoads | None = None
 
 
 class BalancedFeed(CorpusFeed):
@@ -57,8 +60,11 @@ class BalancedFeed(CorpusFeed):
     def _read_documents(self, batch: GlobalBatch) -> Batch:
         runs = documents_of(batch)
         lengths = [run.length for _, run in runs]
-        ranks = solve(lengths, self._world, self._cost).ranks
-        placement = DocumentPlacement.of(lengths, ranks, self._world, self._mesh.size("tp"))
+        assignment = solve(lengths, self._world, self._cost)
+        placement = DocumentPlacement.of(lengths, assignment.ranks, self._world, self._mesh.size("tp"))
+        dp, cp = self._mesh.size("dp"), self._mesh.size("cp")
+        # With static lengths each rank of dp needs a sequence.
+        static = static_loads(batch, dp, cp, "ring", self._cost) if len(batch.indices.source_B) >= dp else []
         pieces, padding = placement.pieces[self._rank], placement.padding[self._rank]
         tokens = sum(piece.size for piece in pieces)
         # Token 0 is a valid id for padding: it has no target, and MoE layers skip it.
@@ -82,7 +88,12 @@ class BalancedFeed(CorpusFeed):
             batch.num_targets,
             mask_S[None] if any(placement.padding) else None,
             placement,
+            LengthLoads(tuple(static), assignment.loads),
         )
+
+    def _step_batch(self, batches: list[Batch]) -> StepBatch:
+        loads = [batch.loads for batch in batches if isinstance(batch, PlacedBatch) and batch.loads is not None]
+        return replace(super()._step_batch(batches), lengths=LengthLoads.sum(loads))
 
     def _micro(self, batch: Batch) -> MicroBatch:
         assert isinstance(batch, PlacedBatch) and batch.placement is not None
@@ -106,6 +117,25 @@ def assign(batch: GlobalBatch, world: int, cost: LengthCost) -> tuple[list[int],
     return lengths, solve(lengths, world, cost)
 
 
+def static_loads(batch: GlobalBatch, dp: int, cp: int, context: Context, cost: LengthCost) -> list[int]:
+    """Return the work of each rank of dp and cp for a micro-batch with static lengths. dp is the slower axis."""
+    loads = [0] * (dp * cp)
+    for dp_rank in range(dp):
+        rows = batch.rows_of(dp_rank, dp)
+        sources, indices = batch.indices.source_B[rows].tolist(), batch.indices.index_B[rows].tolist()
+        for source, index in zip(sources, indices, strict=True):
+            packing = batch.packings[source]
+            start = 0
+            for run in document_runs(packing, index):
+                for rank in range(cp):
+                    for begin, _, size in chunks_of(packing.seq_len, cp, rank, context):
+                        first, last = max(begin - start, 0), min(begin + size - start, run.length)
+                        if first < last:
+                            loads[dp_rank * cp + rank] += cost.work(last) - cost.work(first) + cost.document
+                start += run.length
+    return loads
+
+
 def open_feed(
     config: TrainConfig, corpus: Corpus, mesh: ParallelMesh, architecture: TransformerConfig, last: int
 ) -> CorpusFeed:
@@ -118,13 +148,26 @@ def open_feed(
     if parallel.lengths == "static":
         return CorpusFeed(corpus, mesh, parallel.context, micro_batches, last)
     check_model(architecture)
-    return BalancedFeed(corpus, mesh, cost_of(config, architecture, mesh.size("ep")), micro_batches, last)
+    return BalancedFeed(corpus, mesh, cost_of(config, architecture, mesh.config), micro_batches, last)
 
 
-def cost_of(config: TrainConfig, architecture: TransformerConfig, ep: int) -> LengthCost:
-    """Return the work of documents of a run. ``ep``: ranks that share experts."""
-    itemsize = 2 if config.model.dtype == "bfloat16" else 4
-    return LengthCost.of(ModelShape.of(architecture), ep == 1, itemsize)
+def cost_of(config: TrainConfig, architecture: TransformerConfig, mapping: ParallelConfig) -> LengthCost:
+    """Return the work of documents of a run, in time with ``parallel.machine``.
+
+    Raises:
+        ConfigError: the machine is unknown, or its description is invalid.
+    """
+    shape, stay, half = ModelShape.of(architecture), mapping.ep == 1, config.model.dtype == "bfloat16"
+    cost = LengthCost.of(shape, stay, 2 if half else 4)
+    if config.parallel.machine is None:
+        return cost
+    # The planner is not imported without a machine.
+    from moe_comm.train.lengths.measured import measured_cost
+    from moe_plan.machine.hardware_table import cluster_named
+
+    tokens = config.data.batch // config.data.micro_batches * config.data.seq_len // (mapping.dp * mapping.cp)
+    cluster = cluster_named(config.parallel.machine)
+    return measured_cost(cost, shape, cluster, "bf16" if half else "fp32", max(tokens, 1), stay)
 
 
 def check_model(architecture: TransformerConfig) -> None:

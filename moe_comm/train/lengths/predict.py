@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.attention.config import Context
-from moe_comm.layers.attention.sequence import chunks_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.data import Corpus, GlobalBatch
-from moe_comm.train.data.packing import document_runs
-from moe_comm.train.lengths.cost import LengthCost
-from moe_comm.train.lengths.feed import assign, check_model, cost_of
+from moe_comm.train.data import Corpus
+from moe_comm.train.lengths.feed import assign, check_model, cost_of, static_loads
 
 MICRO_BATCHES = 8
 """Micro-batches to predict; a run's start waits for them."""
@@ -69,35 +65,15 @@ def predict_lengths(
     if not can_balance(config, mapping, architecture):
         return None
     world, parallel = mapping.dp * mapping.cp, config.parallel
-    cost = cost_of(config, architecture, mapping.ep)
+    cost = cost_of(config, architecture, mapping)
     slowest = [0, 0]
     work = 0
     for number in range(min(MICRO_BATCHES, config.run.steps * config.data.micro_batches)):
         step, index = divmod(number, config.data.micro_batches)
         micro_batch = corpus.batch_of(step).micro(index, config.data.micro_batches)
-        loads = static_loads(micro_batch, mapping, parallel.context, cost)
+        loads = static_loads(micro_batch, mapping.dp, mapping.cp, parallel.context, cost)
         slowest[0] += max(loads)
         slowest[1] += max(assign(micro_batch, world, cost)[1].loads)
         work += sum(loads)
     mean = max(work, 1) / world
     return LengthPrediction(slowest[0] / mean, slowest[1] / mean, parallel.lengths == "balanced")
-
-
-def static_loads(batch: GlobalBatch, mapping: ParallelConfig, context: Context, cost: LengthCost) -> list[int]:
-    """Return the work of each rank of dp and cp for a micro-batch with static lengths. dp is the slower axis."""
-    cp = mapping.cp
-    loads = [0] * (mapping.dp * cp)
-    for dp_rank in range(mapping.dp):
-        rows = batch.rows_of(dp_rank, mapping.dp)
-        sources, indices = batch.indices.source_B[rows].tolist(), batch.indices.index_B[rows].tolist()
-        for source, index in zip(sources, indices, strict=True):
-            packing = batch.packings[source]
-            start = 0
-            for run in document_runs(packing, index):
-                for rank in range(cp):
-                    for begin, _, size in chunks_of(packing.seq_len, cp, rank, context):
-                        first, last = max(begin - start, 0), min(begin + size - start, run.length)
-                        if first < last:
-                            loads[dp_rank * cp + rank] += cost.work(last) - cost.work(first)
-                start += run.length
-    return loads

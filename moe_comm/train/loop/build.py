@@ -25,6 +25,7 @@ from moe_comm.topology.rebalance import publications
 from moe_comm.train.architecture import transformer_config, with_training_settings
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.placement import ExpertPlacements
+from moe_comm.train.offload.activations import ActivationOffload
 from moe_comm.train.optim import Optimizer, make_optimizer
 from moe_comm.train.parallel import DataParallel
 from moe_comm.train.pipeline.batch import ActivationShape
@@ -46,6 +47,7 @@ class TrainState:
         flops_per_token: forward and backward FLOPs per token of the whole model.
         peak_flops: matrix-product FLOP/s of all ranks together; None if not measured.
         placements: the ranks of the experts of each layer.
+        activations: stores activations between forward and backward; None: they stay in memory.
         history: loss and gradient norm of the last updates, for spike detection. It is saved in checkpoints.
     """
 
@@ -60,6 +62,7 @@ class TrainState:
     flops_per_token: float
     placements: ExpertPlacements
     peak_flops: float | None = None
+    activations: ActivationOffload | None = None
     history: History = field(default_factory=History)
 
     def close(self) -> None:
@@ -68,6 +71,8 @@ class TrainState:
         self.data_parallel.finish()
         self.data_parallel.close()
         self.optimizer.close()
+        if self.activations is not None:
+            self.activations.close()
         for stage in self.stages:
             stage.close()  # type: ignore[operator]
         self.runner.close()
@@ -203,7 +208,15 @@ def build(
         full_precision=FULL_PRECISION,
         keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
     )
-    optimizer = make_optimizer(data_parallel.owned(), mesh, config.optimizer, config.offload)
+    activations = None if config.offload.activations == "none" else ActivationOffload(config.offload, stages, mesh)
+    if activations is not None:
+        activations.start()
+    try:
+        optimizer = make_optimizer(data_parallel.owned(), mesh, config.optimizer, config.offload)
+    except BaseException:
+        if activations is not None:
+            activations.close()
+        raise
     # With full recomputation, both halves of a split backward would recompute the whole layer.
     split_backward = config.model.recompute != "full"
     runner = make_runner(
@@ -240,6 +253,7 @@ def build(
             publications(config.data.micro_batches, split) if config.placement.rematerialize else 1,
         ),
         peak_flops=peak_flops,
+        activations=activations,
     )
 
 

@@ -209,6 +209,8 @@ class Trainer:
             reruns=guard.reruns,
             placement=placement,
             offload=train_state.optimizer.memory.report,
+            lengths=batch.lengths,
+            activations=None if train_state.activations is None else train_state.activations.report,
         )
 
     def _check_weights(self) -> None:
@@ -223,6 +225,8 @@ class Trainer:
         with EVENTS.span(Kind.COMPUTE, "forward and backward"):
             losses_N = train_state.runner.step(batch.micro, 1 / batch.num_targets)
             loss = float(losses_N.sum()) / batch.num_targets
+        if train_state.activations is not None:
+            train_state.activations.finish()
         for hook in self._hooks:
             loss = hook.after_backward(step + 1, loss)
         clock.busy += time.perf_counter() - start

@@ -69,15 +69,15 @@ class Sweep:
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """Statistics of the last update of this rank.
+    """Statistics of the last update of this rank, or of the last forward and backward passes.
 
     Attributes:
-        stored: bytes of state and masters of this rank.
+        stored: bytes of state and masters of this rank, or the most bytes of activations at a time.
         budget, peak: bytes of memory that they may use, and the most used so far.
-        read, written: bytes since the previous update.
-        update_s: duration of the sweeps.
-        waited_s: time in ``update_s`` without computation, because no chunk was in memory.
-        busy_s: time since the previous update in which chunks were read or written.
+        read, written: bytes since the previous report.
+        update_s: duration of the sweeps, or of the passes.
+        waited_s: time in ``update_s`` without computation, because no chunk or no memory was available.
+        busy_s: time since the previous report in which chunks were read or written.
     """
 
     stored: int

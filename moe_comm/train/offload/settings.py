@@ -1,4 +1,4 @@
-"""The section [offload] of a configuration: memory tiers of the optimizer state."""
+"""The section [offload] of a configuration: memory tiers of the optimizer state and of activations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ Tier = Literal["none", "host", "file"]
 
 
 class OffloadSection(Section):
-    """Where optimizer state and separate fp32 masters are stored between updates.
+    """Where optimizer state and separate fp32 masters are stored between updates, and activations between passes.
 
     Attributes:
         optimizer: "none": in memory, on the device of the parameters. "file": in a file for each rank. "host": in the
             host's memory, for ranks on a GPU.
+        activations: where tensors that autograd saves in the layers are stored between forward and backward; tiers as
+            for ``optimizer``. With ``model.recompute`` "full" these are the inputs of the layers.
         budget: bytes of memory on the device for parts of the state, for each rank: a number of bytes, or a text such
             as "512MiB".
+        activation_budget: bytes of memory on the device for stored activations, for each rank, in addition to
+            ``budget``.
         path: an existing folder on a local disk for the files.
-        in_flight: parts that are read or written while another one is updated.
+        in_flight: parts that are read or written while another one is used.
         deadline_s: seconds to wait for one part.
         checksums: verify the CRC-32 of each part that is read from the file.
     """
 
     optimizer: Tier = "none"
+    activations: Tier = "none"
     budget: str | int = 0
+    activation_budget: str | int = 0
     path: str = Field(default="", max_length=4096)
     in_flight: int = Field(default=2, ge=1, le=64)
     deadline_s: float = Field(default=60.0, gt=0, le=MOST)
@@ -43,10 +49,24 @@ class OffloadSection(Section):
         """Bytes of memory for offloaded state; None if it is in memory."""
         return None if self.optimizer == "none" else self.budget_bytes
 
+    @property
+    def activation_bytes(self) -> int:
+        """``activation_budget`` in bytes."""
+        return byte_count(self.activation_budget)
+
+    @property
+    def activation_limit(self) -> int | None:
+        """Bytes of memory for stored activations; None if they are not offloaded."""
+        return None if self.activations == "none" else self.activation_bytes
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.budget_bytes and self.optimizer != "none":
-            raise ValueError(f"optimizer = {self.optimizer!r} requires budget, such as '512MiB' for each rank")
-        if self.optimizer == "file" and not self.path:
-            raise ValueError("optimizer = 'file' requires path, a folder on a local disk")
+        for key, tier, budget, size in (
+            ("optimizer", self.optimizer, "budget", self.budget_bytes),
+            ("activations", self.activations, "activation_budget", self.activation_bytes),
+        ):
+            if tier != "none" and not size:
+                raise ValueError(f"{key} = {tier!r} requires {budget}, such as '512MiB' for each rank")
+            if tier == "file" and not self.path:
+                raise ValueError(f"{key} = 'file' requires path, a folder on a local disk")
         return self

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ class StreamedState(ResidentState):
         except MoeCommError as error:
             outcome = error
         try:
-            self._agree(outcome)
+            raise_on_all(self._mesh, outcome)
         except BaseException:
             self.close()  # the process may go on: with another folder or budget
             raise
@@ -115,7 +116,7 @@ class StreamedState(ResidentState):
         return lambda write: self._opened(self._items[number], field, write)
 
     def finish(self) -> None:
-        self._agree(self._first_error())
+        raise_on_all(self._mesh, self._first_error())
         assert self._store is not None
         traffic = self._store.take_traffic()
         self.report = OffloadReport(
@@ -137,11 +138,6 @@ class StreamedState(ResidentState):
     def _open(self) -> None:
         """Cut chunks, prove the budget, and open the store."""
         options, device = self._options, torch.device(self._mesh.device)
-        if options.optimizer == "host" and device.type == "cpu":
-            raise ConfigError(
-                "offload.optimizer = 'host' moves state from a GPU to the host's memory, but these ranks compute on "
-                "the CPU: use 'file'"
-            )
         capacity = chunk_bytes(options.budget_bytes, options.in_flight)
         for order in self._orders:
             stored = [self._stored(item) for item in order.owned]
@@ -167,11 +163,7 @@ class StreamedState(ResidentState):
         for order in nonempty:
             several = len(nonempty) > 1
             order.kept = (slots - working) * len(order.keys) // len(self._chunks) if several else slots
-        backing: Backing
-        if options.optimizer == "host":
-            backing = HostMemory(total)
-        else:
-            backing = LocalFile(Path(options.path).expanduser(), total, options.checksums)
+        backing = open_backing("optimizer", options, total, device)
         sizes = [chunk.nbytes for chunk in self._chunks]
         self._store = Store(backing, sizes, slots, self._budget, device, options.in_flight, options.deadline_s)
         self.report = OffloadReport(total, self._budget.total, 0)
@@ -270,16 +262,36 @@ class StreamedState(ResidentState):
                 self._error = error
         return self._error if self._error is not None else ""
 
-    def _agree(self, outcome: BaseException | str) -> None:
-        """Raise an error of any rank on every rank. Collective."""
-        group = self._mesh.world_group
-        if group is None:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return
-        failed = torch.tensor([float(outcome != "")], dtype=torch.float64, device="cpu")
-        if sum_values(failed, group).item():
-            agree(outcome, lambda text: gather_texts(channel_of(group), "the update of offloaded state", text))
+
+def open_backing(
+    key: Literal["optimizer", "activations"], options: OffloadSection, nbytes: int, device: torch.device
+) -> Backing:
+    """Open the tier of ``offload.<key>`` with space for ``nbytes`` bytes.
+
+    Raises:
+        ConfigError: the tier does not exist for the device.
+        StoreFull, StoreIOError: there is not enough space, or the file cannot be created.
+    """
+    if getattr(options, key) == "file":
+        return LocalFile(Path(options.path).expanduser(), nbytes, options.checksums)
+    if device.type == "cpu":
+        raise ConfigError(
+            f"offload.{key} = 'host' moves data from a GPU to the host's memory, but these ranks compute on the CPU: "
+            "use 'file'"
+        )
+    return HostMemory(nbytes)
+
+
+def raise_on_all(mesh: ParallelMesh, outcome: BaseException | str) -> None:
+    """Raise an error of any rank on every rank; ``outcome`` is "" on a rank without one. Collective."""
+    group = mesh.world_group
+    if group is None:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return
+    failed = torch.tensor([float(outcome != "")], dtype=torch.float64, device="cpu")
+    if sum_values(failed, group).item():
+        agree(outcome, lambda text: gather_texts(channel_of(group), "the transfer of offloaded data", text))
 
 
 def _absent(like: Tensor) -> Tensor:

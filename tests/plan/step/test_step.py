@@ -12,6 +12,7 @@ from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.files import model_named
 from moe_plan.model.load import ExpertLoads, Workload
 from moe_plan.model.mapping import Mapping, PlacedMapping
+from moe_plan.model.memory import MemoryPolicy
 from moe_plan.step import blocks as blocks_module, step as step_module
 from moe_plan.step.blocks import exposed_seconds
 from moe_plan.step.replay import ReplayPlan, replay
@@ -22,7 +23,7 @@ def model(
     name: str, mapping: str, gpus: int, *, batch: int = 256, seq: int = 4096, reshard: bool = False, **settings: object
 ) -> StepModel:
     placed = PlacedMapping(Mapping.parse(mapping, gpus, **settings), cluster_named("h100", gpus))
-    return StepModel(model_named(name), placed, Workload(seq, capacity=1.0), batch, reshard)
+    return StepModel(model_named(name), placed, Workload(seq, capacity=1.0), batch, MemoryPolicy(reshard=reshard))
 
 
 def step(name: str, mapping: str, gpus: int, **settings: object) -> StepPrediction:

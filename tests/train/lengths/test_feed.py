@@ -18,14 +18,20 @@ from moe_comm.layers.moe.load import moe_layers
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer
-from moe_comm.topology import ParallelMesh
+from moe_comm.layers.transformer.shape import ModelShape
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
 from moe_comm.train.dry_run import describe
 from moe_comm.train.lengths.cost import LengthCost
-from moe_comm.train.lengths.feed import PlacedBatch, check_model, cost_of, documents_of, open_feed
-from moe_comm.train.lengths.predict import LengthPrediction, can_balance, predict_lengths, static_loads
+from moe_comm.train.lengths.feed import PlacedBatch, check_model, cost_of, documents_of, open_feed, static_loads
+from moe_comm.train.lengths.measured import UNIT_S
+from moe_comm.train.lengths.predict import LengthPrediction, can_balance, predict_lengths
 from moe_comm.train.loop.build import architecture_of, build_stages
+from moe_plan.machine.hardware_table import cluster_named
+from moe_plan.model.load import Workload
+from moe_plan.model.mapping import Mapping, PlacedMapping
+from moe_plan.step.step import StepModel
 from tests.pool import RankPool
 from tests.train.common import config_of
 from tests.train.data.common import corpus_of, pairs, write_jsonl
@@ -105,6 +111,14 @@ def compare(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[list[int
     with open_feed(config, corpus, mesh, model.config, 2) as feed:
         for step in range(2):
             batch = feed.train(step)
+            assert batch.lengths is not None
+            static, balanced = batch.lengths.static, batch.lengths.balanced
+            assert len(balanced) == mesh.size("cp", "dp") and abs(sum(balanced) / len(balanced) - 1) < 1e-3
+            if config.data.batch // config.data.micro_batches >= mesh.size("dp"):
+                assert len(static) == len(balanced) and abs(sum(static) / len(static) - 1) < 1e-3
+                assert max(balanced) <= 1.2 * max(static)
+            else:
+                assert static == ()
             losses = torch.zeros(2, dtype=torch.float64)
             for micro in batch.micro:
                 hidden = model(micro.ids_BS, **micro.arguments)
@@ -211,12 +225,29 @@ def test_the_prediction_counts_the_pairs_of_every_rank(mapping: tuple[str, ...],
             local = batch.local(dp_rank, ranks.dp, shard)
             positions = local.positions_BS if local.mask_BS is None else local.positions_BS[local.mask_BS]
             loads.append(int((3 * (positions + 1) + 5).sum()))
-    assert static_loads(batch, ranks, "ring", cost) == loads
+    assert static_loads(batch, ranks.dp, ranks.cp, "ring", cost) == loads
     prediction = predict_lengths(config, corpus, ranks, architecture)
     assert prediction is not None and 1 <= prediction.balanced <= prediction.static
-    model_cost = cost_of(config, architecture, ranks.ep)
-    loads = static_loads(batch, ranks, "ring", model_cost)
+    model_cost = cost_of(config, architecture, ranks)
+    loads = static_loads(batch, ranks.dp, ranks.cp, "ring", model_cost)
     assert prediction.static == pytest.approx(max(loads) * 4 / sum(loads))
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_work_on_a_described_machine_is_the_time_of_the_planner(ep: int) -> None:
+    settings = [*SETTINGS, "parallel.dp=4", f"parallel.ep={ep}", "data.seq_len=512", "data.micro_batches=1"]
+    config = config_of([*settings, "parallel.machine=h100"])
+    architecture, mapping = architecture_of(config, 256), config.parallel.mapping(4)
+    flops = cost_of(config_of(settings), architecture, mapping)
+    timed = cost_of(config, architecture, mapping)
+    assert timed.token / timed.pair > flops.token / flops.pair and timed.document > 0
+    tokens = 8 * 512 // 4
+    alone = PlacedMapping(Mapping(ParallelConfig(), micro_batch=2), cluster_named("h100", 1))
+    step = StepModel(ModelShape.of(architecture), alone, Workload(512, "fp32"), 2).predict()
+    seconds = step.seconds - step.breakdown["optimizer"]
+    work = 2 * (timed.work(512) - timed.document) * UNIT_S
+    assert tokens == 1024
+    assert work == pytest.approx(seconds, rel=0.02) if ep == 1 else work < seconds
 
 
 def test_a_dry_run_predicts_lengths_of_prepared_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def test_offloaded_runs_have_the_bits_of_resident_ones(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "resident"], "a file of state remains"
     shown = panels(read_run(folder_of(mixed)))["curves"]["values"]
     assert [value is not None for value in shown["offload_stored"]] == [True, True, False, False, True, True]
+    assert not any("activations" in name for name in shown)
     assert "offload_stored" not in panels(read_run(folder_of(resident)))["curves"]["values"]
 
 

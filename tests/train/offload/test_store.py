@@ -75,6 +75,9 @@ class Throttled(Backing):
             time.sleep(self._seconds)
         self._memory.write(offset, source)
 
+    def extend(self, nbytes: int) -> None:
+        self._memory.extend(nbytes)
+
     def close(self) -> None:
         self._memory.close()
 
