@@ -134,6 +134,7 @@ class _Scope:
 
     def __init__(self, recomputes: bool, saving: Saving | None) -> None:
         self.recomputes, self.saving = recomputes, saving
+        self._keeping_s = 0.0
         self._values: dict[int, tuple[_RecomputedValue, Tensor]] = {}
         self._stored: dict[tuple[Any, ...], tuple[_Shared | None, Tensor]] = {}
 
@@ -144,6 +145,10 @@ class _Scope:
             return  # a view or an alias of an input needs no memory of its own
         sources = [x.detach() if (packed := self.pack(x)) is x else packed for x in inputs]
         self._values[address] = _RecomputedValue(fn, sources, y.device.type, len(self._values), seconds), y
+
+    def clock(self) -> float:
+        """Return the seconds since any point in time, without those in which tensors were stored."""
+        return time.perf_counter() - self._keeping_s
 
     def close(self) -> None:
         """Release the values, even if hooks still reference the scope."""
@@ -158,7 +163,7 @@ class _Scope:
         saving = self.saving
         if saving is not None and value.seconds is not None:
             if saving.store.prefers(saving.layer, value.number, value.seconds, y.nbytes):
-                fetch = saving.store.keep(y)
+                fetch = self._keep(y, saving)
                 if fetch is not None:
                     value.store(fetch)
             value.seconds = None  # decided
@@ -172,13 +177,20 @@ class _Scope:
         if key not in self._stored:
             # FSDP gathers the parameters of some modules only when these run.
             in_use = any(address == _address(tensor) for tensor in saving.in_use())
-            fetch = None if in_use else saving.store.keep(x)
+            fetch = None if in_use else self._keep(x, saving)
             shared = None if fetch is None else _Shared(fetch)
             self._stored[key] = shared, x
         if shared is None:
             return x
         shared.add_use()
         return shared
+
+    def _keep(self, x: Tensor, saving: Saving) -> Fn | None:
+        began = time.perf_counter()
+        try:
+            return saving.store.keep(x)
+        finally:
+            self._keeping_s += time.perf_counter() - began
 
 
 def _address(x: Tensor) -> int:
@@ -219,27 +231,27 @@ def recomputed(fn: Fn, *inputs: Tensor, collective: bool = False) -> Tensor:
             these are large.
         collective: ``fn`` communicates, so all ranks must compute it again.
     """
-    began = time.perf_counter()
-    y = fn(*inputs)
     scope: _Scope | None = getattr(_active, "scope", None)
-    if scope is not None and y.requires_grad:
-        scope.add(fn, inputs, y, None if collective else _seconds(began, y))
+    if scope is None:
+        return fn(*inputs)
+    began = scope.clock()
+    y = fn(*inputs)
+    if y.requires_grad:
+        # A GPU is not done yet.
+        seconds = None if collective or y.device.type != "cpu" else scope.clock() - began
+        scope.add(fn, inputs, y, seconds)
     return y
-
-
-def _seconds(began: float, y: Tensor) -> float | None:
-    """Return the seconds since ``began``; None on a GPU, which is not done yet."""
-    return time.perf_counter() - began if y.device.type == "cpu" else None
 
 
 def recomputed_block(fn: Fn, *inputs: Tensor) -> Tensor:
     """Run ``recomputed`` for a function or module of several operators, and drop their intermediate tensors as well."""
-    if getattr(_active, "scope", None) is None:
+    scope: _Scope | None = getattr(_active, "scope", None)
+    if scope is None:
         return fn(*inputs)
-    began = time.perf_counter()
+    began = scope.clock()
     y: Tensor = checkpoint(fn, *inputs, use_reentrant=False, preserve_rng_state=False)
     if y.requires_grad:
-        _active.scope.add(fn, inputs, y, _seconds(began, y))
+        scope.add(fn, inputs, y, scope.clock() - began if y.device.type == "cpu" else None)
     return y
 
 

@@ -162,7 +162,7 @@ def test_recomputed_values_are_stored_if_that_costs_less(
 
     def write(_: int, view: memoryview, offset: int) -> int:
         written[offset] = bytes(view)
-        time.sleep(0 if fast else 0.05)
+        time.sleep(0 if fast else 0.01)
         return len(view)
 
     def read(_: int, view: memoryview, offset: int) -> int:
