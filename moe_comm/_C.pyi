@@ -392,6 +392,17 @@ class GpuGemm:
         stream: int,
         /,
     ) -> None: ...
+    def listed(
+        self,
+        matrices: Sequence[Sequence[int]],
+        transposed: bool,
+        experts: int,
+        list: Sequence[int],
+        published: bool,
+        blocks: int,
+        stream: int,
+        /,
+    ) -> None: ...
     def swiglu_gradient(
         self,
         grad: Sequence[int],

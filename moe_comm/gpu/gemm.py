@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import Driver, Module
+from moe_comm.gpu.protocol import RowFlags
 from moe_comm.gpu.record import AddTo
 from moe_comm.runtime.native_core import native
 
@@ -56,6 +57,21 @@ class SwigluGradient(NamedTuple):
     weights_N: Tensor | None = None
     slot_R: Tensor | None = None
     sections_SR: Tensor | None = None
+
+
+class ListedTiles(NamedTuple):
+    """Tiles of 128 rows, in the order in which they are computed, and what orders them with other ranks.
+
+    words: int64, on the device: the tiles, their number, rows of each expert from each rank, tiles with rows of each
+    rank (``overlap.triton.tile_list.TileList``), counters that are zero, and, for rows that are in flight, room for a
+    word for each tile of the results. flags: of the rows; published: of the results, which other ranks wait for.
+    blocks: thread blocks of the launch.
+    """
+
+    words: Sequence[Tensor | None]
+    flags: RowFlags
+    published: bool
+    blocks: int
 
 
 SECTION = 256
@@ -102,6 +118,19 @@ class GpuGemm:
         bias_EN = None if bias_EN is None else bias_EN.detach()
         places = partial(_rows_arguments, rows, w_END.detach(), out_RN, act_RF, bias_EN)
         return self._adds("rows", places)
+
+    def listed(
+        self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, tiles: ListedTiles, stream: int
+    ) -> None:
+        """Write the results of ``rows`` for the tiles of a list, as their rows are received, or with flags for ranks
+        that read them. The kernel waits for other ranks, so ``tiles.blocks`` leaves processors free."""
+        at = [*_addresses(rows_RD, w_END, None, out_RN, act_RF, None, None)]
+        rows, w, transposed, _, experts, out, act, _ = _rows_arguments(rows_RD, w_END, out_RN, act_RF, None, at)
+        flags, published = tiles.flags, tiles.published
+        words = (*_addresses(*tiles.words), *_addresses(flags.peers_W, flags.state, flags.report, flags.abort))
+        numbers = flags.rank, flags.world, flags.first_flag, flags.turn, flags.timeout_ns
+        matrices = rows, w, out, act
+        self._native.listed(matrices, transposed, experts, (*words, *numbers), published, tiles.blocks, stream)
 
     def swiglu_gradient(
         self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient, stream: int

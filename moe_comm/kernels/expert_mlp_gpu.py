@@ -61,6 +61,8 @@ FirstProduct = Callable[[Tensor, Tensor, Tensor], None]
 """Multiplies rows by w13, or gradients by w2, into its last argument, with the bits of ``grouped_mm_into``."""
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Gradients of w13, w2, b13 and b2."""
+FirstSwiGLU = Callable[[Tensor, Tensor, Tensor, Tensor], bool]
+"""The same for w13 with SwiGLU, into the last argument. False: nothing is computed."""
 LastProduct = Callable[[Tensor, Tensor], None]
 """Multiplies rows by w2, or gradients by w13, and returns the results to where they are used."""
 
@@ -104,14 +106,18 @@ def forward_taken(mlp: ExpertMLP, rows: TakenRows, counts_E: Tensor, out_RD: Ten
     return h_RG
 
 
-def hidden(mlp: ExpertMLP, rows_RD: Tensor, first: FirstProduct) -> tuple[Tensor, Tensor, Tensor]:
+def hidden(
+    mlp: ExpertMLP, rows_RD: Tensor, first: FirstProduct, swiglu: FirstSwiGLU | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return h_RG, the activations [R, F], and w2, which they are multiplied by."""
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None
     assert w2_EDF is not None
     h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
-    first(rows_RD, w13_EGD, h_RG)
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
+    if swiglu is not None and isinstance(mlp.activation, SwiGLU) and swiglu(rows_RD, w13_EGD, h_RG, act_RF):
+        return h_RG, act_RF, w2_EDF
+    first(rows_RD, w13_EGD, h_RG)
     mlp.activation.forward(h_RG, act_RF)
     return h_RG, act_RF, w2_EDF
 

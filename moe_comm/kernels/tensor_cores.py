@@ -24,6 +24,7 @@ from moe_comm.gpu.gemm import (
     CAPABILITY,
     SECTION,
     GpuGemm,
+    ListedTiles,
     SwigluGradient,
     TakenRows,
     gpu_gemm,
@@ -33,6 +34,7 @@ from moe_comm.gpu.gemm import (
     takes_rows,
     takes_weights,
 )
+from moe_comm.gpu.protocol import TILE_FLAGS, TILE_ROWS, RowFlags, num_slices
 from moe_comm.kernels.recording import Step, is_recording, record
 
 log = logging.getLogger(__name__)
@@ -50,10 +52,17 @@ PRODUCTS = {
     "taken_swiglu": "products of copied tokens with SwiGLU",
     "swiglu_gradient": "products with the gradient of SwiGLU",
 }
+LISTED = {
+    "arrived": "products of rows in flight",
+    "arrived_transposed": "products of gradients in flight",
+    "arrived_swiglu": "products of rows in flight with SwiGLU",
+    "published": "products that other ranks read",
+    "published_transposed": "products of gradients that other ranks read",
+}
 SCALED = {"rows_fp8": "products of rows in e4m3"}
 GRADIENTS = {"weights": "gradients of weights", "weights_added": "gradients of weights in fp32"}
-KERNELS = {**PRODUCTS, **SCALED, **GRADIENTS}
-"""What the kernels compute: those of the first two with ``MOE_COMM_GEMM=cuda``, gradients by default."""
+KERNELS = {**PRODUCTS, **LISTED, **SCALED, **GRADIENTS}
+"""What the kernels compute: those of the first three with ``MOE_COMM_GEMM=cuda``, gradients by default."""
 
 
 def setting() -> str:
@@ -80,6 +89,19 @@ def multiply_rows(
         add_to = gemm.record_rows(rows, w_END, out_RN, act_RF, bias_EN)
         operators = 3 if taken else 1 if act_RF is None else 2
         record(Step(add_to, (), (rows_RD, w_END, counts_E, out_RN, act_RF, slot_R, bias_EN), operators))
+    return True
+
+
+def multiply_listed(
+    rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, tiles: ListedTiles, act_RF: Tensor | None = None
+) -> bool:
+    """Launch ``GpuGemm.listed``, as ``multiply_rows`` does."""
+    name = "published" if tiles.published else "arrived"
+    suffix = "_transposed" if w_END.stride(2) != 1 else "" if act_RF is None else "_swiglu"
+    gemm = launcher_for(rows_RD, name + suffix)
+    if gemm is None or not takes_rows(rows_RD, w_END, out_RN, act_RF):
+        return False
+    gemm.listed(rows_RD, w_END, out_RN, act_RF, tiles, current_stream(rows_RD.device))
     return True
 
 
@@ -216,6 +238,7 @@ def wrong_kernels(gemm: GpuGemm, device: torch.device, names: Collection[str]) -
     wrong = _wrong_rows(gemm, rows_RD, w_END, counts_E, [name for name in names if name in PRODUCTS])
     if "swiglu_gradient" in names and not _gradient_is_right(gemm, rows_RD, w_END, grad_RN, counts_E):
         wrong.append("swiglu_gradient")
+    wrong += _wrong_listed(gemm, rows_RD, w_END, [name for name in names if name in LISTED])
     if "rows_fp8" in names and not _fp8_is_right(gemm, device, counts_E):
         wrong.append("rows_fp8")
     return wrong + _wrong_weights(gemm, rows_RD, grad_RN, counts_E, [name for name in names if name in GRADIENTS])
@@ -249,6 +272,41 @@ def _wrong_rows(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor,
             gate, up = out_RN[:total].double().chunk(2, dim=1)
             right = right and _close(act_RF[:total], gate * gate.sigmoid() * up) and bool((act_RF[total:] == 3).all())
         if not right:
+            wrong.append(name)
+    return wrong
+
+
+def _wrong_listed(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, names: Collection[str]) -> list[str]:
+    """Check kernels with one rank, whose rows have been received: their flags are set."""
+    total, device, turn, wrong = sum(COUNTS), rows_RD.device, 3, []
+
+    def words(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    starts = [sum(COUNTS[:e]) for e in range(len(COUNTS))]
+    tiles = [
+        (e, first + row, first + min(row + TILE_ROWS, count), 0, 0, first)
+        for e, (first, count) in enumerate(zip(starts, COUNTS, strict=True))
+        for row in range(0, count, TILE_ROWS)
+    ]
+    items, count, counts_E, state, host = words(*sum(tiles, ())), words(len(tiles)), words(*COUNTS), words(turn, 0), 16
+    for name in names:
+        published, swiglu = name.startswith("published"), name.endswith("_swiglu")
+        raised = words(*[0 if published else turn] * len(COUNTS) * TILE_FLAGS)
+        others = words(*[0] * host)
+        flags = RowFlags(words(raised.data_ptr()), state, others[:10], others[10:11], 0, 1, 0, turn, 10**9)
+        slices = num_slices(WIDTH)
+        taken, aside = words(*[0] * (slices + 1)), words(*[0] * len(tiles) * WIDTH)
+        list_of = ListedTiles((items, count, counts_E, count, taken, aside), flags, published, 2)
+        out_RN = torch.full((total + 1, WIDTH), 3.0, dtype=torch.bfloat16, device=device)
+        act_RF = torch.full((total + 1, WIDTH // 2), 3.0, dtype=torch.bfloat16, device=device)
+        w = w_END.transpose(1, 2).contiguous().transpose(1, 2) if name.endswith("transposed") else w_END
+        gemm.listed(rows_RD, w, out_RN, act_RF if swiglu else None, list_of, current_stream(device))
+        right = _close(out_RN[:total], _by_expert(rows_RD, w_END)) and bool((out_RN[total:] == 3).all())
+        if swiglu:
+            gate, up = out_RN[:total].double().chunk(2, dim=1)
+            right = right and _close(act_RF[:total], gate * gate.sigmoid() * up)
+        if not right or (published and not bool((raised[:slices] == turn).all())) or bool(others.any()):
             wrong.append(name)
     return wrong
 

@@ -24,12 +24,21 @@ from tests.gpu.fake_driver import Launched, launches
 
 CSRC = Path(__file__).parents[2] / "csrc"
 BF16 = torch.bfloat16
-MN_MAJOR = {"rows_transposed", "swiglu_gradient", "weights", "weights_added"}
+MN_MAJOR = {
+    "rows_transposed",
+    "arrived_transposed",
+    "published_transposed",
+    "swiglu_gradient",
+    "weights",
+    "weights_added",
+}
 """Kernels whose second operand is dense along the columns of the result."""
 PRODUCT = (r"HGMMA\.64x256x16\.F32\.BF16", r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3")
 COUNTS = {
     "rows": (12, 2), "rows_transposed": (12, 5), "rows_swiglu": (12, 3), "taken_swiglu": (12, 2),
-    "swiglu_gradient": (12, 5), "rows_fp8": (8, 2), "weights": (13, 6), "weights_added": (13, 6),
+    "arrived": (12, 2), "arrived_transposed": (12, 5), "arrived_swiglu": (12, 3), "published": (12, 2),
+    "published_transposed": (12, 5), "swiglu_gradient": (12, 5), "rows_fp8": (8, 2), "weights": (13, 6),
+    "weights_added": (13, 6),
 }  # fmt: skip
 """Products in the code of each kernel, and loads of a stage. A stage has 4 products and is in the code 3 times: the
 first product starts a sum. Gradients of weights have one more for ends of experts; e4m3 has two halves of rows."""
@@ -50,7 +59,7 @@ def disassembled(code: bytes, folder: Path) -> dict[str, str]:
 def test_nvrtc_compiles_tensor_core_and_tma_instructions(tmp_path: Path) -> None:
     code = nvrtc.kernels(gemm.ARCH, sources=cuda_resources.read_tree(CSRC), source=gemm.SOURCE, folder=tmp_path)
     kernels = disassembled(code, tmp_path)
-    assert kernels.keys() == COUNTS.keys() == {*tensor_cores.PRODUCTS, *tensor_cores.SCALED, *tensor_cores.GRADIENTS}
+    assert kernels.keys() == COUNTS.keys() == tensor_cores.KERNELS.keys()
     assert "LDGSTS.E.BYPASS.128" in kernels["taken_swiglu"], "copies of 16 bytes"
     assert "LDSM.16.M88.4" in kernels["swiglu_gradient"], "gate and up in the layout of the sums"
     for name, text in kernels.items():
@@ -306,6 +315,16 @@ class Emulated(gemm.GpuGemm):
             gate, up = out_RN[:total].float().chunk(2, dim=1)
             act_RF[:total] = (gate * gate.sigmoid() * up * (1.1 if self.fault == "act" else 1)).to(BF16)
 
+    def listed(
+        self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, tiles: gemm.ListedTiles,
+        stream: int,
+    ) -> None:  # fmt: skip
+        counts_E, flags = tiles.words[2], tiles.flags
+        assert counts_E is not None
+        self.rows(rows_RD, w_END, counts_E, out_RN, act_RF, stream)
+        if tiles.published and self.fault != "flags":
+            ctypes.memmove(int(flags.peers_W[0]), (ctypes.c_int64 * 3)(*[flags.turn] * 3), 24)
+
     def swiglu_gradient(
         self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: gemm.SwigluGradient, stream: int
     ) -> None:
@@ -347,11 +366,12 @@ class Emulated(gemm.GpuGemm):
     ("fault", "wrong"),
     [
         ("", []),
-        ("transposed", ["rows_transposed", "swiglu_gradient"]),
-        ("act", ["rows_swiglu", "taken_swiglu"]),
+        ("transposed", ["rows_transposed", "swiglu_gradient", "arrived_transposed", "published_transposed"]),
+        ("flags", ["published", "published_transposed"]),
+        ("act", ["rows_swiglu", "taken_swiglu", "arrived_swiglu"]),
         ("slots", ["taken_swiglu"]),
         ("biases", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
-        ("outside", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
+        ("outside", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu", *tensor_cores.LISTED]),
         ("unweighted", ["swiglu_gradient"]),
         ("dots", ["swiglu_gradient"]),
         ("scale", ["rows_fp8"]),
@@ -359,7 +379,7 @@ class Emulated(gemm.GpuGemm):
     ],
 )
 def test_the_check_finds_kernels_with_wrong_results(fault: str, wrong: list[str]) -> None:
-    names = [*tensor_cores.PRODUCTS, *tensor_cores.SCALED, *tensor_cores.GRADIENTS]
+    names = [*tensor_cores.KERNELS]
     assert tensor_cores.wrong_kernels(Emulated(fault), torch.device("cpu"), names) == wrong
     assert tensor_cores.wrong_kernels(Emulated("raises"), torch.device("cpu"), tensor_cores.GRADIENTS) == []
 

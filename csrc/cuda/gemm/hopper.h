@@ -87,8 +87,45 @@ template <int kPending>
 MOE_DEVICE void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+// Wait until all but the last `kPending` groups of stores have written, so that this thread can report them.
+template <int kPending>
+MOE_DEVICE void wait_stores() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 // Order this thread's accesses to shared memory before later ones by TMA and wgmma.
 MOE_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- Words that other blocks and ranks change ---
+
+// Acquires what was written before a release of the word; loads by TMA see it after fence_loads.
+MOE_DEVICE int64_t load_system(const int64_t* p) {
+  int64_t v;
+  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+MOE_DEVICE void store_system(int64_t* p, int64_t v) {
+  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Acquires and releases; returns the value before.
+MOE_DEVICE int64_t add_system(int64_t* p, int64_t v) {
+  int64_t old;
+  asm volatile("atom.acq_rel.sys.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+  return old;
+}
+// Stores v where the word is 0; returns the value before.
+MOE_DEVICE int64_t store_if_zero(int64_t* p, int64_t v) {
+  int64_t old;
+  asm volatile("atom.acq_rel.sys.global.cas.b64 %0, [%1], 0, %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+  return old;
+}
+// Order this thread's accesses to memory before later loads by TMA.
+MOE_DEVICE void fence_loads() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+MOE_DEVICE int64_t now_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return static_cast<int64_t>(t);
+}
+MOE_DEVICE void pause() { __nanosleep(64); }
 
 // --- Copies of 16 bytes by each thread ---
 
@@ -201,7 +238,10 @@ MOE_DEVICE void load_matrices(uint32_t from, uint32_t (&v)[4]) {
 
 MOE_DEVICE void prefetch_line(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 MOE_DEVICE void load_shared(uint32_t from, uint32_t (&v)[4]) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from)
+               : "memory");
 }
 MOE_DEVICE void store_global(int64_t to, const uint32_t (&v)[4]) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
@@ -214,6 +254,10 @@ MOE_DEVICE uint32_t load_word(int64_t from) {
 }
 MOE_DEVICE void store_shared_zeros(uint32_t to) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+MOE_DEVICE void store_shared(uint32_t to, const uint32_t (&v)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
 }
 // Adds to two floats in shared memory.
 MOE_DEVICE void add_shared(uint32_t at, float a, float b) {

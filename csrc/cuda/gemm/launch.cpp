@@ -1,10 +1,12 @@
 #include "cuda/gemm/launch.h"
 
 #include <array>
+#include <cstring>
 #include <string>
 #include <utility>
 
 #include "cuda/gemm/gradient.h"
+#include "cuda/gemm/listed.h"
 #include "cuda/gemm/rows.h"
 #include "cuda/gemm/rows_fp8.h"
 #include "cuda/gemm/weights.h"
@@ -48,6 +50,32 @@ void encode_parts(uintptr_t at, TensorMap* map, const Matrices& m, int64_t parts
   encode(at, map, m.at, {width, parts, m.rows}, {parts > 1 ? width : m.stride, m.stride}, {64, 1, 16});
 }
 
+// Into its place: the driver needs maps at multiples of 64 bytes.
+void set_rows(uintptr_t encoder, const RowsProduct& p, RowsArgs* to) {
+  const bool swiglu = p.act.at != 0;
+  const int64_t parts = swiglu ? 2 : 1, width = p.out.columns / parts, inner = p.rows.columns;
+  RowsArgs& a = *to;
+  if (p.slots_at != 0) {
+    a.taken = {p.rows.at, 2 * p.rows.stride, p.slots_at, static_cast<uint32_t>(p.top_k)};
+  } else {
+    encode_rows(encoder, &a.rows, p.rows);
+  }
+  const uint32_t box = p.transposed ? 64 : swiglu ? 128 : 256;
+  encode(encoder, &a.w, p.w.at, {p.w.columns, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride}, {64, box, 1});
+  encode_parts(encoder, &a.out, p.out, parts, width);
+  if (swiglu) encode_parts(encoder, &a.act, p.act, 1, width);
+  a.counts_at = p.counts_at;
+  a.out_at = p.out.at;
+  a.out_stride = p.out.stride;
+  a.act_at = p.act.at;
+  a.act_stride = p.act.stride;
+  a.experts = static_cast<int32_t>(p.experts);
+  a.columns = static_cast<int32_t>(width);
+  a.inner = static_cast<int32_t>(inner);
+  a.group = kGroup;
+  a.bias = {p.bias_at, p.bias_stride};
+}
+
 }  // namespace
 
 std::vector<const char*> kernel_names() {
@@ -59,31 +87,21 @@ Launcher::Launcher(std::shared_ptr<p2p::Starter> starter, uintptr_t encode, int6
     : starter_(std::move(starter)), encode_(encode), blocks_(blocks) {}
 
 void Launcher::rows(const RowsProduct& p, uintptr_t stream) const {
-  const bool swiglu = p.act.at != 0;
-  const int64_t parts = swiglu ? 2 : 1, width = p.out.columns / parts, inner = p.rows.columns;
   RowsArgs a{};
-  const bool taken = p.slots_at != 0;
-  if (taken) {
-    a.taken = {p.rows.at, 2 * p.rows.stride, p.slots_at, static_cast<uint32_t>(p.top_k)};
-  } else {
-    encode_rows(encode_, &a.rows, p.rows);
-  }
-  const uint32_t box = p.transposed ? 64 : swiglu ? 128 : 256;
-  encode(encode_, &a.w, p.w.at, {p.w.columns, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride}, {64, box, 1});
-  encode_parts(encode_, &a.out, p.out, parts, width);
-  if (swiglu) encode_parts(encode_, &a.act, p.act, 1, width);
-  a.counts_at = p.counts_at;
-  a.out_at = p.out.at;
-  a.out_stride = p.out.stride;
-  a.act_at = p.act.at;
-  a.act_stride = p.act.stride;
-  a.experts = static_cast<int32_t>(p.experts);
-  a.columns = static_cast<int32_t>(width);
-  a.inner = static_cast<int32_t>(inner);
-  a.group = kGroup;
-  a.bias = {p.bias_at, p.bias_stride};
+  set_rows(encode_, p, &a);
+  const bool swiglu = p.act.at != 0, taken = p.slots_at != 0;
   const int kernel = p.transposed ? k_rows_transposed : taken ? k_taken_swiglu : swiglu ? k_rows_swiglu : k_rows;
   starter_->start(kernel, {blocks_, kThreads, kRowsShared, stream, -1}, &a);
+}
+
+void Launcher::listed(const ListedProduct& p, uintptr_t stream) const {
+  ListedArgs a{};
+  static_assert(sizeof a.list == sizeof p.list, "the words of a list");
+  set_rows(encode_, p.rows, &a.rows);
+  std::memcpy(&a.list, p.list.data(), sizeof a.list);
+  const int arrived = p.rows.transposed ? k_arrived_transposed : p.rows.act.at != 0 ? k_arrived_swiglu : k_arrived;
+  const int kernel = !p.published ? arrived : p.rows.transposed ? k_published_transposed : k_published;
+  starter_->start(kernel, {p.blocks, kThreads, kListedShared, stream, -1}, &a);
 }
 
 void Launcher::swiglu_gradient(const GradientProduct& p, uintptr_t stream) const {

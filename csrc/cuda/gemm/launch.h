@@ -1,6 +1,7 @@
 // Launching the GEMMs of this folder on a GPU. The driver's functions are called by address, so nothing links libcuda.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -15,7 +16,12 @@ namespace gemm {
   KERNEL(rows)                   \
   KERNEL(rows_transposed)        \
   KERNEL(rows_swiglu)            \
-  KERNEL(taken_swiglu) KERNEL(swiglu_gradient) KERNEL(weights) KERNEL(weights_added) KERNEL(rows_fp8)
+  KERNEL(taken_swiglu)           \
+  KERNEL(swiglu_gradient)        \
+  KERNEL(weights)                \
+  KERNEL(weights_added)          \
+  KERNEL(rows_fp8)               \
+  KERNEL(arrived) KERNEL(arrived_transposed) KERNEL(arrived_swiglu) KERNEL(published) KERNEL(published_transposed)
 #define MOE_GEMM_NUMBER(name) k_##name,
 enum Kernel : int { MOE_GEMM_KERNELS(MOE_GEMM_NUMBER) kKernels };
 
@@ -39,6 +45,15 @@ struct RowsProduct {
   bool transposed = false;
   int64_t slots_at = 0, top_k = 1;
   int64_t bias_at = 0, bias_stride = 0;
+};
+
+// The same for the tiles of a list, in whose words is what orders them with other ranks (ListArgs of listed.h), on
+// `blocks` blocks. published: flags of the results are raised, without act; else rows are waited for.
+struct ListedProduct {
+  RowsProduct rows;  // counts_at, slots_at: not used
+  std::array<int64_t, 15> list{};
+  bool published = false;
+  int64_t blocks = 1;
 };
 
 // grad_act[r] = grad[r] @ w[e], for w [E, K, N] and the rows r of each expert e, rounded to bf16; then grad_h, the
@@ -75,6 +90,7 @@ class Launcher {
   Launcher(std::shared_ptr<p2p::Starter> starter, uintptr_t encode, int64_t blocks);
   // Throws LaunchError if the kernel was not launched.
   void rows(const RowsProduct& product, uintptr_t stream) const;
+  void listed(const ListedProduct& product, uintptr_t stream) const;
   void swiglu_gradient(const GradientProduct& product, uintptr_t stream) const;
   void weights(const WeightsProduct& product, uintptr_t stream) const;
   void rows_fp8(const Fp8Product& product, uintptr_t stream) const;

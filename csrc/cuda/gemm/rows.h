@@ -55,6 +55,45 @@ MOE_DEVICE void add_biases(float (&d)[128], const Biases& bias, int64_t expert, 
   }
 }
 
+// Loads a stage: 64 elements along K, from `inner`, of the rows and the weights of a tile.
+template <int kMajorB, bool kSwiglu>
+MOE_DEVICE void load_stage(const RowsArgs& a, const Stages& stages, int stage, int inner, int row, int column,
+                           int expert) {
+  const uint32_t barrier = stages.full + stage * 8, b = stages.b + stage * kBytesB;
+  barrier_expect(barrier, kBytesA + kBytesB);
+  load_3d(stages.a + stage * kBytesA, &a.rows, barrier, inner, row, 0);
+  if (kSwiglu) {
+    load_3d(b, &a.w, barrier, inner, column, expert);
+    load_3d(b + kBytesB / 2, &a.w, barrier, inner, a.columns + column, expert);
+  } else if (kMajorB) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_3d(b + i * kBytesB / 4, &a.w, barrier, column + i * 64, inner, expert);
+  } else {
+    load_3d(b, &a.w, barrier, inner, column, expert);
+  }
+}
+
+// Stores the sums of a warp: 16 rows, of which `rows` are the expert's, and the columns of a tile from `column`.
+template <bool kSwiglu>
+MOE_DEVICE void store_sums(const RowsArgs& a, RowStore<kBuffers>& store, const float (&d)[128], int64_t first_row,
+                           int rows, int column) {
+  const auto of = [&](int j, int h) { return bf16_pair(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]); };
+#pragma unroll
+  for (int box = 0; box < 4; ++box) {
+    const int part = kSwiglu ? box / 2 : 0, in_part = column + (kSwiglu ? box % 2 : box) * 64;
+    store.box({&a.out, a.out_at, a.out_stride}, first_row, rows, part, in_part, a.columns,
+              [&](int j, int h) { return of(box * 8 + j, h); });
+  }
+  if (!kSwiglu) return;
+#pragma unroll
+  for (int box = 0; box < (kSwiglu ? 2 : 1); ++box) {
+    store.box({&a.act, a.act_at, a.act_stride}, first_row, rows, 0, column + box * 64, a.columns, [&](int j, int h) {
+      const uint32_t gate = of(box * 8 + j, h), up = of(16 + box * 8 + j, h);
+      return bf16_pair(swiglu(float_of(gate, 0), float_of(up, 0)), swiglu(float_of(gate, 1), float_of(up, 1)));
+    });
+  }
+}
+
 // kMajorB: 1 if w is [E, inner, N], dense along N. kTaken: rows are `taken`, and there is no map of `rows`.
 template <int kMajorB, bool kSwiglu, bool kTaken>
 MOE_DEVICE void multiply_rows(const RowsArgs& a) {
@@ -93,24 +132,10 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
       return;
     }
     while (threadIdx.x == 0 && tile.next()) {
-      const int row = static_cast<int>(tile.first_row), column = tile.n * kColumns;
       for (int k = 0; k < steps; ++k, ring.next()) {
-        const uint32_t barrier = full + ring.stage * 8, b = b_tiles + ring.stage * kBytesB;
-        const int inner = k * kTileInner;
         barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-        barrier_expect(barrier, kBytesA + kBytesB);
-        load_3d(a_tiles + ring.stage * kBytesA, &a.rows, barrier, inner, row, 0);
-        if (kSwiglu) {
-          load_3d(b, &a.w, barrier, inner, column, tile.expert);
-          load_3d(b + kBytesB / 2, &a.w, barrier, inner, a.columns + column, tile.expert);
-        } else if (kMajorB) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            load_3d(b + i * kBytesB / 4, &a.w, barrier, column + i * 64, inner, tile.expert);
-          }
-        } else {
-          load_3d(b, &a.w, barrier, inner, column, tile.expert);
-        }
+        load_stage<kMajorB, kSwiglu>(a, stages, ring.stage, k * kTileInner, static_cast<int>(tile.first_row),
+                                     tile.n * kColumns, tile.expert);
       }
     }
   } else {
@@ -123,26 +148,7 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
       multiply_stages<kMajorB>(d, ring, steps, stages, half, lane);
       if (a.bias.at != 0) add_biases<kSwiglu>(d, a.bias, tile.expert, tile.n * kColumns, a.columns, lane);
 
-      const int64_t first_row = tile.first_row + first;
-      const int rows = tile.rows - first, column = tile.n * kColumns;
-      const auto of = [&](int j, int h) { return bf16_pair(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]); };
-#pragma unroll
-      for (int box = 0; box < 4; ++box) {
-        const int part = kSwiglu ? box / 2 : 0, in_part = column + (kSwiglu ? box % 2 : box) * 64;
-        store.box({&a.out, a.out_at, a.out_stride}, first_row, rows, part, in_part, a.columns,
-                  [&](int j, int h) { return of(box * 8 + j, h); });
-      }
-      if (kSwiglu) {
-#pragma unroll
-        for (int box = 0; box < 2; ++box) {
-          store.box({&a.act, a.act_at, a.act_stride}, first_row, rows, 0, column + box * 64, a.columns,
-                    [&](int j, int h) {
-                      const uint32_t gate = of(box * 8 + j, h), up = of(16 + box * 8 + j, h);
-                      return bf16_pair(swiglu(float_of(gate, 0), float_of(up, 0)),
-                                       swiglu(float_of(gate, 1), float_of(up, 1)));
-                    });
-        }
-      }
+      store_sums<kSwiglu>(a, store, d, tile.first_row + first, tile.rows - first, tile.n * kColumns);
     }
     if (lane == 0) wait_stores_read<0>();
   }

@@ -5,6 +5,7 @@
 
 #include "cuda/gemm/gradient.h"
 #include "cuda/gemm/launch.h"
+#include "cuda/gemm/listed.h"
 #include "cuda/gemm/rows.h"
 #include "cuda/gemm/rows_fp8.h"
 #include "cuda/gemm/weights.h"
@@ -39,20 +40,26 @@ inline int encode_map(void* map, int dtype, uint32_t rank, void* at, const uint6
 // Runs one thread of a kernel.
 inline void run_thread(int kernel, const void* args) {
   const auto& rows = *static_cast<const RowsArgs*>(args);
+  const auto& listed = *static_cast<const ListedArgs*>(args);
   const auto& weights = *static_cast<const WeightsArgs*>(args);
   if (kernel == k_rows) multiply_rows<0, false, false>(rows);
   if (kernel == k_rows_transposed) multiply_rows<1, false, false>(rows);
   if (kernel == k_rows_swiglu) multiply_rows<0, true, false>(rows);
   if (kernel == k_taken_swiglu) multiply_rows<0, true, true>(rows);
+  if (kernel == k_arrived) multiply_listed<0, false, false>(listed);
+  if (kernel == k_arrived_transposed) multiply_listed<1, false, false>(listed);
+  if (kernel == k_arrived_swiglu) multiply_listed<0, true, false>(listed);
+  if (kernel == k_published) multiply_listed<0, false, true>(listed);
+  if (kernel == k_published_transposed) multiply_listed<1, false, true>(listed);
   if (kernel == k_swiglu_gradient) activation_gradient(*static_cast<const GradientArgs*>(args));
   if (kernel == k_rows_fp8) multiply_rows_fp8(*static_cast<const Fp8Args*>(args));
   if (kernel == k_weights) weight_gradients<false, kGradStages, kGradSlots>(weights);
   if (kernel == k_weights_added) weight_gradients<true, kAddedStages, kAddedSlots>(weights);
 }
 
-// Runs all blocks at the same time.
+// Runs all blocks at the same time. first: the number of the first one among all that run at the same time.
 inline void run_kernel(int kernel, const void* args, int64_t blocks, int64_t threads, int64_t shared_bytes,
-                       unsigned seed) {
+                       unsigned seed, int64_t first = 0) {
   check(threads == kModelThreads, "another number of threads");
   check(shared_bytes <= static_cast<int64_t>(sizeof block_shared), "too much shared memory");
   const auto count = static_cast<unsigned>(blocks);
@@ -63,7 +70,7 @@ inline void run_kernel(int kernel, const void* args, int64_t blocks, int64_t thr
       gridDim.x = count;
       blockIdx.x = block;
       try {
-        ModelBlock([=] { run_thread(kernel, args); }, seed + block, block).run();
+        ModelBlock([=] { run_thread(kernel, args); }, seed + block, first + block).run();
       } catch (...) {
         errors[block] = std::current_exception();
       }

@@ -73,7 +73,9 @@ class _DeviceExperts(torch.autograd.Function):
             first = _grouped(dispatch) if send is None else dispatch.multiply_arrived(send)
             if isinstance(experts, ExpertMLP):
                 keep_h = keep_h and not experts.recompute
-                h_RG, last_RF, w_last = expert_mlp_gpu.hidden(experts, rows_RD, first)
+                h_RG, last_RF, w_last = expert_mlp_gpu.hidden(
+                    experts, rows_RD, first, None if send is None else dispatch.swiglu_arrived(send)
+                )
             else:
                 last_RF, w_last = rows_RD, tensors[0]
             if run.returns:

@@ -24,7 +24,7 @@ from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import MoeCommError
 from moe_comm.gpu.protocol import RowFlags
-from moe_comm.kernels.expert_mlp_gpu import FirstProduct
+from moe_comm.kernels.expert_mlp_gpu import FirstProduct, FirstSwiGLU
 from moe_comm.overlap.executors.pipelined import Sums
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, SharedGradients, SharedSend
 from moe_comm.overlap.executors.transport import RowSend
@@ -76,6 +76,18 @@ class DeviceDispatch(SharedDispatch):
             arrived_mm.arrived_mm_into(rows_RD, w_END, self.tiles, flags, out_RN)
             self.dispatcher.memory.join()
             send.close()
+
+        return multiply
+
+    def swiglu_arrived(self, send: RowSend) -> FirstSwiGLU:
+        """Return the first GEMM with SwiGLU behind it, which does nothing unless one kernel computes both."""
+
+        def multiply(rows_RD: Tensor, w_EGD: Tensor, h_RG: Tensor, act_RF: Tensor) -> bool:
+            done = arrived_mm.arrived_mm_into(rows_RD, w_EGD, self.tiles, self.flags, h_RG, act_RF)
+            if done:
+                self.dispatcher.memory.join()
+                send.close()
+            return done
 
         return multiply
 

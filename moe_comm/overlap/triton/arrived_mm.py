@@ -14,6 +14,9 @@ neither on the order of the tiles nor on their rows: they are those of ``grouped
 
 The kernel waits for kernels of other ranks, so it leaves processors free (``waiting_programs``): this rank's ``push``,
 which the peers wait for, has been launched before, and always has a processor to run on.
+
+With MOE_COMM_GEMM=cuda a kernel in CUDA C++ takes its place where it runs (csrc/cuda/gemm/listed.h): the same list,
+flags, reports and bits.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.gpu.gemm import ListedTiles
 from moe_comm.gpu.protocol import ABORTED, ARRIVED, REPORT_WORDS, TILE_FLAGS, TILE_ROWS, TIMED_OUT, RowFlags
+from moe_comm.kernels.tensor_cores import multiply_listed, setting
 from moe_comm.kernels.triton.device import int64
 from moe_comm.kernels.triton.grouped_mm import Tiling, compute_tile, tiling_for
 from moe_comm.kernels.triton.launch import (
@@ -183,7 +188,9 @@ def tiling_of(rows_RD: Tensor, experts: int) -> Tiling:
     return tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / max(experts, 1))
 
 
-def arrived_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor) -> None:
+def arrived_mm_into(
+    rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor, act_RF: Tensor | None = None
+) -> bool:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e, after the rows have been received. No autograd.
 
     A rank that does not send its rows in time is reported as a fault of the dispatch; the rows of ``out_RN`` that
@@ -195,10 +202,22 @@ def arrived_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
         tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows.
         flags: of the dispatch, or of the gradients.
         out_RN: [R, N], dense.
+        act_RF: SwiGLU of ``out_RN``, written as well if a kernel in CUDA C++ does it. Otherwise nothing is computed.
+
+    Returns:
+        Whether the results are computed.
     """
     experts, columns, inner = w_END.shape
     if not out_RN.numel() or not experts:
-        return
+        return act_RF is None
+    if setting() == "cuda":
+        aside, programs = tiles.count.new_empty(tiles.items_N6.shape[0] * -(-columns // 128)), waiting_programs
+        words = tiles.items_N6, tiles.count, tiles.rows_EW, None, tiles.count.new_zeros(1), aside
+        listed = ListedTiles(words, flags, False, programs(rows_RD.device))
+        if multiply_listed(rows_RD, w_END, out_RN, listed, act_RF):
+            return True
+    if act_RF is not None:
+        return False
     tiling, taken = tiling_of(rows_RD, experts), tiles.count.new_zeros(2)
     aside = tiles.count.new_empty(tiles.items_N6.shape[0] * -(-columns // tiling.columns))
     with on_device_of(rows_RD):
@@ -210,3 +229,4 @@ def arrived_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
             ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
             **options(rows_RD, num_warps=tiling.warps, num_stages=tiling.stages),
         )  # fmt: skip
+    return True

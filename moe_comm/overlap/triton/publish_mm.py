@@ -11,7 +11,8 @@ arXiv 2502.19811), and sums start after the first one. Within a slice, tiles are
 expert, so that its weights are read from memory once, and within an expert own rows last.
 
 Programs take tiles in this order with a counter. No program waits. A tile may have rows of several ranks; it counts for
-each of them, and the last tile of a (slice, rank) sets its flag. The bits are those of ``grouped_mm``.
+each of them, and the last tile of a (slice, rank) sets its flag. The bits are those of ``grouped_mm``. As for
+``arrived_mm``, there is a kernel in CUDA C++.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_comm.gpu.gemm import ListedTiles
 from moe_comm.gpu.protocol import SLICE_COLUMNS, RowFlags, num_slices
+from moe_comm.kernels.tensor_cores import multiply_listed, setting
 from moe_comm.kernels.triton.grouped_mm import compute_tile
 from moe_comm.kernels.triton.launch import DTYPES, on_device_of, options, waiting_programs
 from moe_comm.overlap.triton.arrived_mm import STATE_FAULT, tiling_of
@@ -115,8 +118,13 @@ def publish_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
     if not slices:
         return
     written = tiles.count.new_zeros(slices * flags.world + 1)
+    programs = waiting_programs(rows_RD.device)
+    if setting() == "cuda" and experts and out_RN.shape[0]:
+        words = tiles.items_N6, tiles.count, tiles.rows_EW, tiles.tiles_W, written, None
+        if multiply_listed(rows_RD, w_END, out_RN, ListedTiles(words, flags, True, programs)):
+            return
     with on_device_of(rows_RD):
-        publish_mm_kernel[(waiting_programs(rows_RD.device),)](
+        publish_mm_kernel[(programs,)](
             rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N6, tiles.count, tiles.rows_EW,
             tiles.tiles_W, written, out_RN, out_RN.stride(0), columns, inner,
             flags.peers_W, flags.state, flags.rank, flags.world, flags.first_flag, flags.turn,

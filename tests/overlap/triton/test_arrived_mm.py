@@ -39,6 +39,7 @@ from tests.overlap.triton.device_layer import (
     triton_on_cpus,
 )
 from tests.pool import on_ranks
+from tests.support.gemm_model import COMPILER, model_gemm
 
 pytestmark = needs_triton
 SWIGLU = activation_of("swiglu")
@@ -143,6 +144,29 @@ def one_rank(rank: int, world: int, experts: int, ids: Tensor, dtype: torch.dtyp
     assert call is not None
     y = call.combine(call.compute(call.rows, call.handle.rows_per_expert, ExpertMLP((w13, w2, None, None), SWIGLU)))
     return [y.detach(), *torch.autograd.grad(y, (x, weights), draw(*y.shape, seed=99 + rank, dtype=dtype))]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@on_ranks(WORLD, timeout=100)
+def test_kernels_for_hopper_have_the_results_of_serial_execution(rank: int, world: int) -> None:
+    """The kernels in CUDA C++ run in their model, and wait for rows and results of emulated ``peer_to_peer``."""
+    from moe_comm.kernels import tensor_cores
+
+    model, used = model_gemm(2), list[str]()
+
+    def launcher_for(rows_RD: Tensor, kernel: str) -> Any:
+        used.append(kernel)
+        return model if kernel in tensor_cores.LISTED else None
+
+    with triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
+        expected = run_layer(dispatcher, ids, None, hidden=264)
+        patch.setenv(tensor_cores.GEMM, "cuda")
+        patch.setattr(tensor_cores, "launcher_for", launcher_for)
+        actual = run_layer(dispatcher, ids, DEVICE, hidden=264)
+    assert {"arrived_swiglu", "published", "arrived_transposed", "published_transposed"} <= {*used}
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * float(other.abs().max()))
 
 
 @on_ranks(3)

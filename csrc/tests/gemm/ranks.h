@@ -1,0 +1,207 @@
+// Products that wait for rows of other ranks, and whose results other ranks wait for (cuda/gemm/listed.h), on threads
+// of one process. Each rank has three threads:
+//
+//   sends rows, tile by tile, with flags   runs arrived, then published   waits for each slice of all ranks' results
+//
+// The last rank sends its rows only when every other rank has taken all tiles of its list: so none waits for it while
+// there are rows of others.
+#pragma once
+
+#include <deque>
+
+#include "tests/gemm/numbers.h"
+
+namespace moe_comm {
+namespace gemm {
+
+constexpr int64_t kTurn = 7;
+// Of a rank. The last tile of an expert also loads rows of the next one, whatever they are, and computes nothing of
+// them that is stored. ThreadSanitizer would find these loads.
+constexpr int64_t kExperts = kOrdersAreChecked ? 1 : 2;
+
+struct Rank {
+  Rank(int world, int64_t rows, int64_t inner, int64_t columns, int64_t hidden, std::mt19937* random)
+      : received(1, rows, inner, nullptr),
+        h(1, rows, columns, nullptr),
+        out(1, rows, hidden, nullptr),
+        w1(kExperts, columns, inner, random),
+        w2(kExperts, columns, hidden, random),  // transposed
+        words(static_cast<size_t>(kExperts * world * p2p::kTileFlags + p2p::kMaxSlices * world)),
+        taken(2),
+        written(static_cast<size_t>(p2p::kMaxSlices * world + 1)) {}
+  int64_t result_flags() const { return static_cast<int64_t>(words.size()) - p2p::kMaxSlices * world(); }
+  int64_t world() const { return (static_cast<int64_t>(written.size()) - 1) / p2p::kMaxSlices; }
+
+  Numbers received, h, out, w1, w2;
+  std::vector<int64_t> words, taken, written;  // flags; see ListArgs
+  std::vector<int64_t> items, rows_EW, tiles_W, aside;
+  int64_t count = 0, state[2] = {kTurn, 0}, abort = 0;
+  p2p::Report report{};
+};
+
+// The tiles in the order of overlap/triton/tile_list.py.
+inline void list_tiles(Rank& rank, int64_t own, int64_t world, int64_t tiles_n) {
+  rank.tiles_W.assign(static_cast<size_t>(world), 0);
+  int64_t before = 0;
+  for (int64_t e = 0; e < kExperts; ++e) {
+    const int64_t* const rows = &rank.rows_EW[static_cast<size_t>(e * world)];
+    int64_t total = 0, to_own = 0;
+    for (int64_t w = 0; w < world; ++w) {
+      total += rows[w];
+      to_own += w <= own ? rows[w] : 0;
+    }
+    const int64_t tiles = (total + kTileRows - 1) / kTileRows, first = (to_own + kTileRows - 1) / kTileRows;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t start = (first + i) % tiles * kTileRows, end = std::min<int64_t>(start + kTileRows, total);
+      int64_t begin = 0, from = -1, to = -1, begin_of_first = 0;
+      for (int64_t w = 0; w < world; begin += rows[w++]) {
+        if (rows[w] == 0 || begin >= end || begin + rows[w] <= start) continue;
+        if (from < 0) begin_of_first = begin;
+        from = from < 0 ? w : from;
+        to = w;
+        ++rank.tiles_W[static_cast<size_t>(w)];
+      }
+      for (const int64_t word : {e, before + start, before + end, from, to, before + begin_of_first}) {
+        rank.items.push_back(word);
+      }
+      ++rank.count;
+    }
+    before += total;
+  }
+  rank.aside.resize(static_cast<size_t>(rank.count * tiles_n) + 1);
+}
+
+inline void test_ranks(int world, unsigned seed) {
+  std::mt19937 random(seed);
+  const bool small = world > 3;
+  const int64_t inner = 72, columns = small ? 64 : 264, hidden = small ? 64 : 520, tiles_n = (columns + 255) / 256;
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  // rows[s][r][e]: of rank s for expert e of rank r. Some send none; some several tiles.
+  std::vector<std::vector<std::array<int64_t, 2>>> rows(size(world), {size(world), {0, 0}});
+  for (auto& of_source : rows) {
+    for (auto& of_rank : of_source) {
+      for (int64_t e = 0; e < kExperts; ++e)
+        of_rank[size(e)] = random() % 4 == 0 ? 0 : static_cast<int64_t>(random() % (small ? 20 : 150));
+    }
+  }
+  std::deque<Rank> ranks;
+  std::vector<int64_t> peers;
+  for (int r = 0; r < world; ++r) {
+    int64_t total = 0;
+    for (int s = 0; s < world; ++s) total += rows[size(s)][size(r)][0] + rows[size(s)][size(r)][1];
+    ranks.emplace_back(world, std::max<int64_t>(total, 1), inner, columns, hidden, &random);
+    Rank& rank = ranks.back();
+    for (int64_t e = 0; e < kExperts; ++e) {
+      for (int s = 0; s < world; ++s) rank.rows_EW.push_back(rows[size(s)][size(r)][size(e)]);
+    }
+    list_tiles(rank, r, world, tiles_n);
+    peers.push_back(reinterpret_cast<int64_t>(rank.words.data()));
+  }
+  const auto first_row = [&](int64_t r, int64_t e, int64_t s) {
+    int64_t first = 0;
+    for (int64_t i = 0; i < e * world + s; ++i) first += ranks[size(r)].rows_EW[size(i)];
+    return first;
+  };
+  const auto value = [](int64_t s, int64_t r, int64_t e, int64_t i, int64_t k) {
+    return static_cast<double>((s * 3 + r * 5 + e * 7 + i * 11 + k * 13) % 9 - 4);
+  };
+  const auto send = [&](int64_t s) {
+    const int64_t late = world - 1;
+    for (int64_t r = 0; s == late && r < late; ++r) {
+      while (load_system(ranks[size(r)].taken.data()) < ranks[size(r)].count * tiles_n) std::this_thread::yield();
+    }
+    for (int64_t e = 0; e < kExperts; ++e) {
+      for (int64_t step = 1; step <= world; ++step) {
+        const int64_t r = (s + world - step) % world, n = rows[size(s)][size(r)][size(e)], first = first_row(r, e, s);
+        Rank& to = ranks[size(r)];
+        for (int64_t t = 0; t < p2p::num_flags(n); ++t) {
+          const int64_t of_tile = p2p::flag_rows(n);
+          for (int64_t i = t * of_tile; i < std::min(n, (t + 1) * of_tile); ++i) {
+            for (int64_t k = 0; k < inner; ++k) {
+              to.received.at(0, first + i, k) = Numbers::to_bits(value(s, r, e, i, k));
+            }
+          }
+          store_system(&to.words[size((e * world + s) * p2p::kTileFlags + t)], kTurn);
+        }
+      }
+    }
+  };
+  const auto multiply = [&](int64_t r) {
+    Rank& rank = ranks[size(r)];
+    const int64_t blocks = 2;
+    const Launcher launcher(std::make_shared<ModelStarter>(seed + static_cast<unsigned>(r), r * blocks),
+                            reinterpret_cast<uintptr_t>(&encode_map), blocks);
+    const auto at = [](const auto* p) { return reinterpret_cast<int64_t>(p); };
+    ListedProduct p;
+    p.blocks = blocks;
+    p.rows.experts = kExperts;
+    p.rows.rows = rank.received.matrices();
+    p.rows.w = rank.w1.matrices();
+    p.rows.out = rank.h.matrices();
+    p.list = {at(rank.items.data()),
+              at(&rank.count),
+              at(rank.rows_EW.data()),
+              at(rank.tiles_W.data()),
+              at(rank.taken.data()),
+              at(rank.aside.data()),
+              at(peers.data()),
+              at(rank.state),
+              at(&rank.report),
+              at(&rank.abort),
+              r,
+              world,
+              0,
+              kTurn,
+              int64_t{100} << 30};
+    launcher.listed(p, 0);
+    p.published = p.rows.transposed = true;
+    p.rows.rows = rank.h.matrices();
+    p.rows.w = rank.w2.matrices();
+    p.rows.out = rank.out.matrices();
+    p.list[4] = at(rank.written.data());
+    p.list[12] = rank.result_flags();
+    launcher.listed(p, 0);
+  };
+  // The rows of rank s at all ranks, slice by slice.
+  const std::string name = "ranks, " + std::to_string(world);
+  std::mutex counting;
+  const auto sum = [&](int64_t s) {
+    for (int64_t slice = 0; slice < p2p::num_slices(hidden); ++slice) {
+      for (int64_t r = 0; r < world; ++r) {
+        Rank& rank = ranks[size(r)];
+        const int64_t* const flag = &ranks[size(s)].words[size(ranks[size(s)].result_flags() + slice * world + r)];
+        while (load_system(flag) < kTurn) std::this_thread::yield();
+        for (int64_t e = 0; e < kExperts; ++e) {
+          for (int64_t i = 0; i < rows[size(s)][size(r)][size(e)]; ++i) {
+            std::vector<double> h;
+            const int64_t row = first_row(r, e, s) + i;
+            for (int64_t n = 0; n < columns; ++n) {
+              double total = 0;
+              for (int64_t k = 0; k < inner; ++k) total += value(s, r, e, i, k) * rank.w1.number(e, n, k);
+              h.push_back(float_of(Numbers::to_bits(total), 0));
+            }
+            bool same = true;
+            for (int64_t n = p2p::first_column(hidden, slice); n < p2p::first_column(hidden, slice + 1); ++n) {
+              double total = 0;
+              for (int64_t k = 0; k < columns; ++k) total += h[size(k)] * rank.w2.number(e, k, n);
+              same = same && std::abs(rank.out.number(0, row, n) - total) <= std::abs(total) * 0.004;
+            }
+            const std::lock_guard<std::mutex> lock(counting);
+            expect(same, name);
+          }
+        }
+      }
+    }
+  };
+  std::vector<std::thread> running;
+  for (int64_t r = 0; r < world; ++r) {
+    running.emplace_back(send, r);
+    running.emplace_back(multiply, r);
+    running.emplace_back(sum, r);
+  }
+  for (auto& thread : running) thread.join();
+  for (const Rank& rank : ranks) expect(rank.state[1] == 0, name + ", a fault");
+}
+
+}  // namespace gemm
+}  // namespace moe_comm
