@@ -152,8 +152,9 @@ py::object run_layer(Transfer& transfer, const std::pair<Compared, Compared>& co
     rows.free();
     return sums;
   });
-  if (block < 0) return py::none();
-  return block_tensor(std::move(results), block, shape.tokens, shape.hidden, shape.dtype);
+  py::object sums = py::none();
+  if (block >= 0) sums = block_tensor(std::move(results), block, shape.tokens, shape.hidden, shape.dtype);
+  return py::make_tuple(sums, layout.rows);
 }
 
 }  // namespace

@@ -319,7 +319,7 @@ class Dispatcher(RowOperations):
         weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
         transposed: bool,
         label: str,
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, int] | None:
         """Dispatch, compute SwiGLU experts and combine in one native call, without autograd. Collective.
 
         Ranks may choose differently between this and ``dispatch_in_place``, experts and ``combine``. Results have the
@@ -331,8 +331,8 @@ class Dispatcher(RowOperations):
                 [E, F, D] if ``transposed``; biases [E, 2F] and [E, D], or None.
 
         Returns:
-            [T, D] in the dtype of x; None, without communication, if this dispatcher or these tensors need the separate
-            calls.
+            [T, D] in the dtype of x, and the number of rows of this rank's experts; None, without communication, if
+            this dispatcher or these tensors need the separate calls.
         """
         return None
 

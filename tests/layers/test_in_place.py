@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm import prepare_fsdp
+from moe_comm.dispatch.expert_call import ExpertCall
+from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.moe.experts import Experts
-from moe_comm.layers.moe.router import Routing
+from moe_comm.layers.moe.router import Routing, ZeroExperts
 from moe_comm.overlap.options import Overlap
 from tests.pool import on_ranks
 
@@ -341,3 +344,21 @@ def test_fp16_gradients_are_finite_where_weights_keep_them_small() -> None:
     y = layer(x, Routing(ids, torch.full((8, 2), 1e-3)))
     y.backward(torch.full_like(y, 8000.0))
     assert x.grad is not None and bool(x.grad.isfinite().all())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_calls_without_gradients_have_the_bits_and_statistics_of_calls_with_them(
+    rank: int, world: int, group: Any, dtype: torch.dtype
+) -> None:
+    limited = replace(CONFIG, router=RouterConfig(8, 3, zero_experts=ZeroExperts(2)), capacity=Capacity(1.0))
+    for config in (CONFIG, limited):
+        layer = build(group, "shared_memory", config, dtype)
+        x = torch.randn(TOKENS[rank], HIDDEN, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        y, stats = layer(x), layer.dispatch_stats
+        with torch.no_grad(), mock.patch.object(ExpertCall, "compute") as computed:
+            assert torch.equal(layer(x), y)
+            assert not computed.called
+        again = layer.dispatch_stats
+        assert (again.slots, again.sent, again.received) == (stats.slots, stats.sent, stats.received)
+        assert again.dropped is None or torch.equal(again.dropped, stats.dropped)

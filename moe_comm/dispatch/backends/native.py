@@ -223,7 +223,7 @@ class NativeDispatcher(Dispatcher):
         weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
         transposed: bool,
         label: str,
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, int] | None:
         x_TD, ids_TK, weights_TK = tensors
         with_memory = [one for one in (*tensors, *weights[:2]) if one.numel()]
         if (
@@ -251,7 +251,7 @@ class NativeDispatcher(Dispatcher):
         if peers is not None and peers.core_timeout_s != timeout_s:
             peers.set_core_timeout(timeout_s)
         try:
-            capsule = core.run_layer(
+            capsule, received = core.run_layer(
                 self._transfer,
                 (dispatch.compared(), combine.compared()),
                 label,
@@ -270,7 +270,7 @@ class NativeDispatcher(Dispatcher):
                 raise self.translated(error, started) from None
             self.abort(error, label=label)  # of this rank alone: the others wait for its dispatch or combine
             raise
-        return torch.empty_like(x_TD) if capsule is None else from_capsule(capsule)
+        return torch.empty_like(x_TD) if capsule is None else from_capsule(capsule), received
 
     def dispatch_again(self, x_TD: Tensor, handle: DispatchHandle) -> TokenRows:
         with self.operation(DISPATCH_AGAIN, handle):

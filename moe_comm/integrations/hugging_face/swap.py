@@ -300,9 +300,10 @@ class EPExperts(ExpertParallel):
             return None
         dispatcher = self.dispatchers[0]
         dispatcher.trained = dispatcher.plan_digest = 0
-        return dispatcher.run_layer(
+        run = dispatcher.run_layer(
             (hidden_states, top_k_index, top_k_weights), (w13, w2, *biases), self.layout.transposed, self.label
         )
+        return None if run is None else run[0]
 
     def _computing(self, call: ExpertCall) -> AbstractContextManager[Any]:
         """Return the context of the computation of this rank's rows."""

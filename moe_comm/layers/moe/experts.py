@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 _PARAMETERS = "w13", "w2", "b13", "b2"
 
 
-def has_hooks(module: nn.Module, *, foreign: bool = False) -> bool:
+def has_hooks(module: nn.Module, *, foreign: bool = False, known: object = None) -> bool:
     """Return whether a hook, of ``module`` or of all modules, or a replaced ``forward`` sees its arguments or results.
 
     Args:
         foreign: ignore hooks of this library and of torch, such as FSDP's.
+        known: a hook to ignore.
     """
     if "forward" in vars(module):
         return True
@@ -48,7 +49,7 @@ def has_hooks(module: nn.Module, *, foreign: bool = False) -> bool:
         *every._global_backward_pre_hooks.values(),
     )
     if not foreign:
-        return bool(hooks)
+        return any(hook != known for hook in hooks)
     return any(not (getattr(hook, "__module__", None) or "").startswith(("moe_comm.", "torch.")) for hook in hooks)
 
 

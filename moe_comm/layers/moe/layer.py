@@ -35,6 +35,7 @@ from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.operation import tokens_fault
 from moe_comm.dispatch.types import DeviceCounts
 from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.autograd import compute_dtype
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.layers.data_parallel.attach import exclude_from_ddp, gradients_of
@@ -98,6 +99,10 @@ def _stats_of(etp: int, slots: int, handle: DispatchHandle | DeviceHandle, dropp
     counts = handle.rows_per_expert
     assert isinstance(counts, DeviceCounts)
     return DispatchStats(slots, slots - counts.dropped // etp, sum(counts), dropped)
+
+
+def _stats_of_ids(ids_TK: Tensor, received: int, dropped: Tensor | None) -> DispatchStats:
+    return DispatchStats(ids_TK.numel(), int((ids_TK >= 0).sum()), received, dropped)
 
 
 def _stats_of_whole(handle_of_call: Callable[[], DeviceHandle]) -> DispatchStats:
@@ -487,6 +492,10 @@ class MoELayer(ExpertParallel):
         except Exception as error:  # the other ranks would wait in dispatch
             self.dispatcher.abort(error, label=self.label)
             raise
+        if routing is None and not torch.is_grad_enabled():
+            y_TD = self._run_at_once(tokens)
+            if y_TD is not None:
+                return y_TD.view(x.shape)
         call = self._dispatch(tokens)
         try:
             shared_TD = None if self.shared is None else self.shared(tokens.x_TD)
@@ -542,6 +551,45 @@ class MoELayer(ExpertParallel):
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1, **arguments)
         ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
         return _Tokens(x_TD, ids_TK, weights_TK, identity_T1, real, routing.aux_loss)
+
+    def _run_at_once(self, tokens: _Tokens) -> Tensor | None:
+        """Run a call without autograd by ``Dispatcher.run_layer``; return None if it needs the separate calls."""
+        experts, dispatcher = self.experts, self.dispatcher
+        gradients = gradients_of(experts)
+        check = None if gradients is None else gradients.before_forward
+        if (
+            type(experts) is not Experts
+            or type(self.router) is not Router  # it has checked the weights
+            or experts._modules
+            or experts.copies is not None
+            or experts.gemm_dtype != "same"
+            or experts.part.count > 1
+            or not isinstance(experts.activation, SwiGLU)
+            or experts.w13.dtype != tokens.x_TD.dtype
+            or self.slots is not None
+            or self.overlap is not None
+            or self.in_flight_hook is not None
+            or has_hooks(experts, known=check)
+        ):
+            return None
+        if check is not None:
+            with dispatcher.abort_on_error(self.label):
+                check(experts)
+        dispatcher.trained = dispatcher.plan_digest = 0
+        run = dispatcher.run_layer(
+            (tokens.x_TD, tokens.ids_TK, tokens.weights_TK),
+            (experts.w13, experts.w2, experts.b13, experts.b2),
+            experts.transposed,
+            self.label,
+        )
+        if run is None:
+            return None
+        y_TD, received = run
+        self.saved_bytes = 0
+        self._stats = partial(_stats_of_ids, tokens.ids_TK, received, self.num_dropped if self.capacity else None)
+        with dispatcher.abort_on_error(self.label):
+            shared_TD = None if self.shared is None else self.shared(tokens.x_TD)
+        return self._add_branches(y_TD, shared_TD, tokens)
 
     def _dispatch(self, tokens: _Tokens) -> ExpertCall:
         """Dispatch the rows, in autocast's dtype if autocast is on."""
