@@ -20,6 +20,7 @@
 #include "cuda/launch.h"
 #include "cuda/order.h"
 #include "cuda/plan.h"
+#include "cuda/record.h"
 #include "cuda/starters.h"
 
 namespace py = pybind11;
@@ -159,11 +160,93 @@ py::list list_of(const std::vector<int64_t>& numbers) {
   return list;
 }
 
+p2p::Sending sending_of(const std::array<int64_t, 9>& how) {
+  return {how[0], how[1], how[2], how[3], how[4], how[5], how[6], how[7], how[8]};
+}
+
+// Words of a header (comm/header.py): its number, and the number of the dispatch above kCallShift.
+constexpr size_t kSeqWord = 1, kOriginWord = 7;
+constexpr int kCallShift = 32;
+
+// Operations of records, whose headers and offers differ from run to run. `launch` starts one, with its meet.
+// numbers: buffers whose addresses are the operation's number and that of its dispatch (-1: it is one); the address of
+// this rank's block; the number of staging slots for headers.
+template <class Launch>
+void record_operation(p2p::Record& record, std::shared_ptr<p2p::Plan> plan, const py::bytes& header,
+                      const std::array<int64_t, 4>& numbers, Launch launch) {
+  std::array<int64_t, p2p::kHeaderWords> recorded{};
+  std::memcpy(recorded.data(), meet_args(header, 0, {}).header, sizeof recorded);
+  record.add([plan = std::move(plan), recorded, numbers, launch](const p2p::Record::Addresses& at, uintptr_t) {
+    const auto& [seq, call, block, ring] = numbers;
+    auto words = recorded;
+    words[kSeqWord] += at.at(static_cast<size_t>(seq));
+    if (call >= 0) words[kOriginWord] |= (at.at(static_cast<size_t>(call)) & 0x7FFFFFFF) << kCallShift;
+    p2p::MeetInput input;
+    input.header = reinterpret_cast<const char*>(words.data());
+    input.slot = (plan->turn + 1) % ring;
+    input.offer[p2p::kRoom] = -1;
+    launch(*plan, input, [&at](int64_t buffer) { return buffer < 0 ? 0 : at.at(static_cast<size_t>(buffer)); }, block);
+  });
+}
+
+using Buffers4 = std::array<int64_t, 4>;
+
+// of: tokens, top_k, hidden, dtype. at: buffers of tensors.
+void bind_recorded(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
+  using p2p::Plan;
+  using p2p::Record;
+  plan.def("record_dispatch",
+           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
+              const std::array<int64_t, 4>& numbers, const Buffers4& of, const std::array<int64_t, 5>& at,
+              const std::array<int64_t, 3>& sizes, const std::array<int64_t, 9>& sending) {
+             record_operation(record, std::move(self), header, numbers,
+                              [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
+                                const auto& [rows, ids, place, x, counts] = at;
+                                const auto& [room, chunk, stride] = sizes;
+                                input.offer[p2p::kRowsAt] = address(rows) - block;
+                                input.offer[p2p::kRoom] = room;
+                                p2p::Sending how = sending_of(sending);
+                                how.own_counts_at = address(counts);
+                                p.dispatch(input, {{of[0], of[1]}, address(ids), address(place), chunk},
+                                           {address(x), stride, of[2], of[3]}, how, {});
+                              });
+           })
+      .def("record_sum",
+           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
+              const std::array<int64_t, 4>& numbers, const Buffers4& of, const Buffers4& at, int64_t blocks) {
+             record_operation(record, std::move(self), header, numbers,
+                              [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
+                                const auto& [rows, place, weights, y] = at;
+                                input.offer[p2p::kRowsAt] = address(rows) - block;
+                                p.meet(input);
+                                p.sum(blocks, {of[0], of[1]}, {address(y), 0, of[2], of[3]}, address(place),
+                                      address(weights));
+                                p.done();
+                              });
+           })
+      .def("record_spread", [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
+                               const std::array<int64_t, 4>& numbers, const Buffers4& of,
+                               const std::array<int64_t, 3>& at, const std::array<int64_t, 2>& sizes) {
+        record_operation(record, std::move(self), header, numbers,
+                         [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
+                           const auto& [rows, place, x] = at;
+                           const auto& [blocks, stride] = sizes;
+                           input.offer[p2p::kBlockAt] = address(rows) - block;
+                           p.meet(input);
+                           p.spread(blocks, {of[0], of[1]}, {address(x), stride, of[2], of[3]}, address(place), 0, 0,
+                                    0);
+                           p.done();
+                         });
+      });
+}
+
 void bind_plan(py::module_& m) {
   using p2p::Plan;
   using Release = py::gil_scoped_release;
-  py::class_<Plan>(m, "P2pPlan", "The operations of one rank, each as a sequence of kernel launches. See cuda/plan.h.")
-      .def(py::init([](std::shared_ptr<p2p::Starter> starter, const std::array<int64_t, 9>& group,
+  py::class_<Plan, std::shared_ptr<Plan>> plan(
+      m, "P2pPlan", "The operations of one rank, each as a sequence of kernel launches. See cuda/plan.h.");
+  bind_recorded(plan);
+  plan.def(py::init([](std::shared_ptr<p2p::Starter> starter, const std::array<int64_t, 9>& group,
                        std::vector<int64_t> offsets, int64_t headers_at, int64_t all_headers_at, int64_t host_counts_at,
                        int64_t left_at) {
         p2p::RankConstants home;
@@ -174,7 +257,7 @@ void bind_plan(py::module_& m) {
         home.all_headers_at = all_headers_at;
         home.host_counts_at = host_counts_at;
         home.left_at = left_at;
-        return std::make_unique<Plan>(std::move(starter), home);
+        return std::make_shared<Plan>(std::move(starter), home);
       }))
       .def_readwrite("turn", &Plan::turn)
       .def("begin", &Plan::begin)
@@ -182,11 +265,10 @@ void bind_plan(py::module_& m) {
       .def("dispatch",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t tokens, int64_t top_k,
               int64_t ids_at, int64_t place_at, int64_t chunk, int64_t x_at, int64_t stride, int64_t hidden,
-              int64_t dtype, const std::array<int64_t, 8>& how, const std::array<int64_t, 5>& links) {
+              int64_t dtype, const std::array<int64_t, 9>& how, const std::array<int64_t, 5>& links) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
-             p.dispatch(t, {{tokens, top_k}, ids_at, place_at, chunk}, {x_at, stride, hidden, dtype},
-                        {how[0], how[1], how[2], how[3], how[4], how[5], how[6], how[7]},
+             p.dispatch(t, {{tokens, top_k}, ids_at, place_at, chunk}, {x_at, stride, hidden, dtype}, sending_of(how),
                         {links[0], links[1], links[2], links[3], links[4]});
            })
       .def("arrive", &Plan::arrive, py::call_guard<Release>())

@@ -642,6 +642,37 @@ class P2pPlan:
         offers_at: int,
         /,
     ) -> None: ...
+    def record_dispatch(
+        self,
+        record: GpuRecord,
+        header: bytes,
+        numbers: Sequence[int],
+        of: Sequence[int],
+        at: Sequence[int],
+        sizes: Sequence[int],
+        how: Sequence[int],
+        /,
+    ) -> None: ...
+    def record_sum(
+        self,
+        record: GpuRecord,
+        header: bytes,
+        numbers: Sequence[int],
+        of: Sequence[int],
+        at: Sequence[int],
+        blocks: int,
+        /,
+    ) -> None: ...
+    def record_spread(
+        self,
+        record: GpuRecord,
+        header: bytes,
+        numbers: Sequence[int],
+        of: Sequence[int],
+        at: Sequence[int],
+        sizes: Sequence[int],
+        /,
+    ) -> None: ...
     def completed_turn(self) -> int: ...
     def failed(self) -> bool: ...
     def wait(self, until: int, limit_ns: int, /) -> bool: ...

@@ -240,7 +240,7 @@ struct Report {
 // meet: one block. Starts a turn. Writes this rank's header, offer and, if with_counts, slots per expert to all peers;
 // waits for theirs; compares headers. With counts, it then converts expert_rows_at to first rows and writes summary_at
 // and the report. Without counts, the slot words are not read. After a fault, summary_at has zeros, so kernels that
-// read numbers of rows there compute nothing.
+// read numbers of rows there compute nothing; so has own_counts_at.
 #define MOE_P2P_MEET(X)                                                                                        \
   MOE_P2P_GROUP(X)                                                                                             \
   MOE_P2P_SLOTS(X)                                                                                             \
@@ -257,7 +257,8 @@ struct Report {
   X(all_counts_at)  /* [W, E] int64 on the device: slots of each rank for each expert; written with counts */  \
   X(host_counts_at) /* the same in host memory, or 0 */                                                        \
   X(summary_at)     /* [L + 1] int64 on the device: first row of each of this rank's experts, then the end;    \
-                       never beyond this rank's room */
+                       never beyond this rank's room */                                                        \
+  X(own_counts_at)  /* int64 rows of each of this rank's experts in this room, on the device, or 0 */
 
 // push, and push_fp8 for rows that are quantised: any number of blocks; each takes chunks in turn. Writes each slot's
 // row to its place at the expert's owner and fills place_at. Sets arrived(e, rank, tile) at the owner of e for all

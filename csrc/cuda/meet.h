@@ -161,6 +161,13 @@ MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, MeetScratch& x) {
   });
 }
 
+// The number of this rank's experts whose counts are written to own_counts_at.
+MOE_BLOCK int counted_experts(const MeetArgs& a) {
+  if (!a.with_counts || a.own_counts_at == 0) return 0;
+  const int64_t* offsets = at<const int64_t>(a.offsets_at);
+  return static_cast<int>(offsets[a.rank + 1] - offsets[a.rank]);
+}
+
 // All ranks' counts have been received. Compute the first row of this rank's slots of each expert, and the overflow.
 template <class M>
 MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64_t parity, MeetScratch& x) {
@@ -197,10 +204,12 @@ MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64
     if (beyond > 0) m.add(&x.totals[5], beyond < x.own[e] ? beyond : x.own[e]);
   });
   const int64_t mine = offsets[a.rank], end = offsets[a.rank + 1];
-  m.each(static_cast<int>(a.local_experts) + 1, [&](int i) {
+  const auto first_row = [&](int i) {
     const int64_t row = upto[mine + i < end ? mine + i : end] - upto[mine], room = a.offer_4;
-    at<int64_t>(a.summary_at)[i] = room >= 0 && room < row ? room : row;
-  });
+    return room >= 0 && room < row ? room : row;
+  };
+  m.each(static_cast<int>(a.local_experts) + 1, [&](int i) { at<int64_t>(a.summary_at)[i] = first_row(i); });
+  m.each(counted_experts(a), [&](int i) { at<int64_t>(a.own_counts_at)[i] = first_row(i + 1) - first_row(i); });
   m.sync();
   m.each(1, [&](int) {
     Report* report = at<Report>(a.report_at);
@@ -223,6 +232,7 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   m.each(static_cast<int>(kHeaderWords), [&](int i) { x.header[i] = at<const int64_t>(a.header_at)[i]; });
   m.each(6, [&](int i) { x.totals[i] = i == 2 ? a.chunks : i == 3 || i == 4 ? world : 0; });
   m.each(a.with_counts ? static_cast<int>(a.local_experts) + 1 : 0, [&](int i) { at<int64_t>(a.summary_at)[i] = 0; });
+  m.each(counted_experts(a), [&](int i) { at<int64_t>(a.own_counts_at)[i] = 0; });
   if (state.fault != kNone) return;
   m.sync();
   if (a.with_counts) {
@@ -291,6 +301,7 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   m.sync();
   if (a.strict && x.totals[4] < world) {
     m.each(static_cast<int>(a.local_experts) + 1, [&](int i) { at<int64_t>(a.summary_at)[i] = 0; });
+    m.each(counted_experts(a), [&](int i) { at<int64_t>(a.own_counts_at)[i] = 0; });
     m.each(1, [&](int) { fail(m, g, turn, {kNoRoom, x.totals[4], kPosted, 0, 0}); });
     return;
   }

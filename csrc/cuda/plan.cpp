@@ -85,7 +85,7 @@ void Plan::dispatch(const MeetInput& input, const Slotted& s, const Rows& x, con
     order.order_at = how.order_at;
     start(k_order, chunks, order);
   }
-  meet(input, &slots, how.strict);
+  meet(input, &slots, &how);
   const int64_t blocks = how.blocks < chunks ? how.blocks : chunks;
   if (how.format == kSame && how.by_expert && links.blocks == 0) {
     auto push = push_args<PushTilesArgs>(slots, x, how, links);
@@ -135,9 +135,9 @@ bool Plan::received(int64_t source) const {
   return true;
 }
 
-void Plan::meet(const MeetInput& input) { meet(input, nullptr); }
+void Plan::meet(const MeetInput& input) { meet(input, nullptr, nullptr); }
 
-void Plan::meet(const MeetInput& input, const Slots* slots, int64_t strict) {
+void Plan::meet(const MeetInput& input, const Slots* slots, const Sending* how) {
   MeetArgs a{};
   a.header_at = constants_.headers_at + input.slot * kHeaderWords * 8;
   std::memcpy(reinterpret_cast<void*>(a.header_at), input.header, kHeaderWords * 8);
@@ -147,7 +147,8 @@ void Plan::meet(const MeetInput& input, const Slots* slots, int64_t strict) {
   if (slots != nullptr) {
     set_slots(a, *slots);
     a.with_counts = 1;
-    a.strict = strict;
+    a.strict = how->strict;
+    a.own_counts_at = how->own_counts_at;
     a.all_counts_at = scratch_.all_counts_at;
     a.host_counts_at = constants_.host_counts_at;
     a.summary_at = scratch_.summary_at;

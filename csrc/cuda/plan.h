@@ -53,9 +53,10 @@ struct Slotted {
 
 // How push sends rows, on at most `blocks` blocks; see PushArgs. wait: also launch the kernels that wait for the rows
 // of all ranks; otherwise the caller launches `arrive`. order_at: where to list the slots by expert, or 0; by_expert:
-// push walks this list, unless it converts or relays rows. strict: see MeetArgs.
+// push walks this list, unless it converts or relays rows. strict, own_counts_at: see MeetArgs.
 struct Sending {
-  int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0, wait = 1, order_at = 0, by_expert = 0, strict = 0;
+  int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0, wait = 1, order_at = 0, by_expert = 0, strict = 0,
+          own_counts_at = 0;
 };
 
 // Buffers of relayed rows; rows == 0: no relay.
@@ -120,7 +121,7 @@ class Plan {
   void start(Kernel kernel, int64_t blocks, Args& args);
   template <class Args>
   Args push_args(const Slots& slots, const Rows& x, const Sending& how, const Links& links) const;
-  void meet(const MeetInput& input, const Slots* slots, int64_t strict = 0);
+  void meet(const MeetInput& input, const Slots* slots, const Sending* how);
   template <class Args>
   Args sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const;
   template <class Args>

@@ -110,13 +110,13 @@ class GroupCalls:
         """Return the number of the last operation of the dispatcher ``ordinal``, or of the collectives."""
         return self._last.get(ordinal & ORDINAL_MASK, 0)
 
-    def next(self, ordinal: int) -> int:
-        """Count an operation and return its number."""
+    def next(self, ordinal: int, count: int = 1) -> int:
+        """Count operations and return the number of the first one."""
         if self.closed:
             raise errors.ConfigError(DESTROYED)
         with self._lock:
-            number = self._last[ordinal & ORDINAL_MASK] = self._last.get(ordinal & ORDINAL_MASK, 0) + 1
-        return number
+            last = self._last[ordinal & ORDINAL_MASK] = self._last.get(ordinal & ORDINAL_MASK, 0) + count
+        return last - count + 1
 
     def take_back(self, ordinal: int, number: int) -> None:
         """Undo ``next``, which returned ``number`` for an operation that has not started."""

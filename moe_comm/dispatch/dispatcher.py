@@ -344,6 +344,10 @@ class Dispatcher(RowOperations):
         """Return whether ``dispatch_uncounted`` supports these tokens; the same on every rank."""
         return False
 
+    def runs_whole_layers(self, x_TD: Tensor) -> bool:
+        """Return whether a layer on these tokens can be one function between ranks; ``peer_to_peer/peer_layer.py``."""
+        return False
+
     def dispatch_uncounted(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
         """Dispatch without waiting for the row counts, which are ``DeviceCounts``."""
         raise ConfigError(f"{self.name} counts rows on the CPU")

@@ -292,7 +292,7 @@ class GroupOperations:
         header: bytes,
         offer: Offer,
         place_TK: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor | None,
         grad_TD: Tensor,
         dots_TK: Tensor | None,
         dtype: int,
@@ -301,9 +301,9 @@ class GroupOperations:
     ) -> None:
         """Write each token's weighted gradient (rows of unit stride) into the peers' second offer.
 
-        Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
-        With ``order`` of the dispatch, rows are written by expert, with a flag for each tile. When emulated, the caller
-        then ends the operation with ``plan.done``.
+        Weights are ones for None. Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the
+        rows of the first offer. With ``order`` of the dispatch, rows are written by expert, with a flag for each tile.
+        When emulated, the caller then ends the operation with ``plan.done``.
         """
         tokens, top_k = place_TK.shape
         kind = self.device.type
@@ -349,6 +349,21 @@ class GroupOperations:
         if turn > RING and not self.plan.wait(turn - RING + 1, 0):
             self._wait_for(turn - RING + 1)
         return turn % RING
+
+    def reserve(self, turns: int, chunks: int) -> bool:
+        """Prepare ``turns`` operations that a record launches after ``begin``, with at most ``chunks`` chunks of slots.
+
+        Returns:
+            False if a record cannot launch them: graphs keep the headers of their operations.
+        """
+        if self._capturing or self._replays:
+            return False
+        if chunks > self._chunks or self.scratch is not self._scratches[-1]:
+            self._prepare(chunks)
+        turn = self.plan.turn + turns - RING + 1
+        if turn > 1 and not self.plan.wait(turn, 0):
+            self._wait_for(turn)
+        return True
 
     def _prepare(self, chunks: int) -> None:
         """Select scratch for an operation with ``chunks`` chunks of slots. Each operation of a graph gets its own."""

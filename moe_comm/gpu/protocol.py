@@ -154,7 +154,8 @@ class Sending(NamedTuple):
     bulk: whether to copy rows by cp.async.bulk. wait: whether kernels that wait for the rows of all ranks follow.
     order_at: address of ``order_words`` int64 words for a list of the slots by expert, or 0. by_expert: whether to send
     rows in this order, with a flag for each tile. Rows that are converted or relayed are sent by token. strict: whether
-    more rows for a rank than its offer has room for are a fault, on every rank, instead of overflow.
+    more rows for a rank than its offer has room for are a fault, on every rank, instead of overflow. own_counts_at:
+    address of int64 words for the number of rows of each of this rank's experts, or 0.
     """
 
     blocks: int
@@ -165,6 +166,7 @@ class Sending(NamedTuple):
     order_at: int = 0
     by_expert: int = 0
     strict: int = 0
+    own_counts_at: int = 0
 
 
 class RowFlags(NamedTuple):

@@ -10,9 +10,17 @@ from typing import Any, NamedTuple
 from moe_comm.gpu.record import AddTo
 
 
+class Number(NamedTuple):
+    """An argument of a launch that differs between repetitions: the number at ``which`` of those that a call of the
+    program is given, plus ``added``."""
+
+    which: int
+    added: int
+
+
 class Step(NamedTuple):
-    """A launch. add: None if it cannot be repeated. args: tensors, other values, and descriptions of matrices.
-    operators: number of operators that the kernel computes."""
+    """A launch. add: None if it cannot be repeated. args: tensors, ``Number``, other values, and descriptions of
+    matrices. operators: number of operators that the kernel computes."""
 
     add: AddTo | None
     grid: Sequence[int]

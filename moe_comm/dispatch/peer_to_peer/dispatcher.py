@@ -32,15 +32,15 @@ from moe_comm.dispatch.peer_to_peer.low_latency import (
     send_low_latency,
     sum_low_latency,
 )
-from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, dense
+from moe_comm.dispatch.peer_to_peer.repeated import RepeatedPrimitives
 from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
 from moe_comm.dispatch.types import DeviceCounts, Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.heap import capturing
-from moe_comm.gpu.protocol import SAME
+from moe_comm.gpu.protocol import SAME, words_address
 from moe_comm.runtime.memory import as_tensors
 
 
@@ -59,7 +59,7 @@ class FixedDispatched:
     handle: DispatchHandle
 
 
-class PeerToPeerDispatcher(OverlappedPrimitives):
+class PeerToPeerDispatcher(RepeatedPrimitives):
     """For GPUs of one host with peer access. Construction is collective over ``group``; see the base class."""
 
     @cached_property
@@ -84,10 +84,10 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
             raise ConfigError("dispatch_fixed needs PeerToPeerOptions(capacity_rows=...), the same on every rank")
         (x_TD, ids_TK), fault = as_tensors(x=x_TD, ids=ids_TK)
         operation = self.dispatch_operation(x_TD, ids_TK, label, DISPATCH_FIXED, fault=fault)
-        firsts: list[Tensor] = []
+        counts_E = self._new_counts()
         with self.running(operation):
-            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, firsts))
-        return FixedDispatched(dispatched.rows_RD, firsts[0][1:].to(torch.int32), dispatched.handle)
+            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, counts_E, strict=False))
+        return FixedDispatched(dispatched.rows_RD, counts_E.cumsum(0, dtype=torch.int32), dispatched.handle)
 
     def keeps_counts(self, x_TD: Tensor) -> bool:
         options = self.options
@@ -103,13 +103,16 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
     def dispatch_uncounted(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
         """Dispatch as ``dispatch_fixed``; more rows than a rank has room for are a fault on every rank."""
         operation = self.dispatch_operation(x_TD, ids_TK, label, DISPATCH_FIXED)
-        firsts: list[Tensor] = []
+        counts_E = self._new_counts()
         with self.running(operation):
-            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, firsts, strict=True), label)
+            dispatched = self.dispatch_by(x_TD, lambda x: self._send_fixed(x, ids_TK, counts_E, strict=True), label)
         handle = dispatched.handle
-        counts = DeviceCounts(firsts[0].diff(), self.check, partial(_dropped, handle.state))
-        handle.rows_per_expert = counts  # type: ignore[assignment]
+        handle.rows_per_expert = self.counts_of(counts_E, handle.state)  # type: ignore[assignment]
         return dispatched
+
+    def counts_of(self, counts_E: Tensor, place_TK: Tensor) -> DeviceCounts:
+        """Return the row counts of this rank's experts, which are on the device. place_TK: of the slots."""
+        return DeviceCounts(counts_E, self.check, partial(_dropped, place_TK))
 
     def low_latency_dispatch(
         self, x_TD: Tensor, ids_TK: Tensor, max_tokens: int, *, label: str = ""
@@ -207,10 +210,12 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
         record_stream(self.memory.operations.heap, x, stream)
 
     def _send_fixed(
-        self, x_TD: Tensor, ids_TK: Tensor, firsts: list[Tensor], *, strict: bool = False
+        self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor, *, strict: bool
     ) -> tuple[Tensor, DispatchHandle]:
-        """Run ``_send`` with a receive buffer of fixed size. Append the first row of each expert, and the end of the
-        rows, to ``firsts``."""
+        """Run ``_send`` with a receive buffer of fixed size, and write the rows of each expert to ``counts_E``.
+
+        strict: whether more rows than there is room for are a fault on every rank.
+        """
         if self.context.operation.fault is not None:
             self._refuse()
         operations, row_format = self.memory.operations, self._row_format(x_TD, "dispatch")
@@ -224,12 +229,12 @@ class PeerToPeerDispatcher(OverlappedPrimitives):
                 self._raise_no_room(problem)
             offer = received.offer._replace(room=capacity)
             packed = self.packed(self.context.operation)
-            place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, offer, capacity, strict=strict)
+            how = self._sending(row_format)._replace(strict=strict, own_counts_at=words_address(counts_E))
+            place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, offer, capacity, how)
             rows_RD = received.rows()
-            firsts.append(operations.scratch.summary[: len(self.local_experts) + 1].clone())
             if self.memory.emulated:
                 self.memory.check(ids_TK)
-            self._stream.use_by_caller(rows_RD, place_TK, firsts[-1])
+            self._stream.use_by_caller(rows_RD, place_TK, counts_E)
         balanced = ids_TK.numel() // self.world  # an estimate: the CPU may not know the counts
         return rows_RD, self._handle(x_TD, (), rows_RD.shape[0], 0, place_TK, balanced)
 

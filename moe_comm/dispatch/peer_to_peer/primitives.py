@@ -190,7 +190,8 @@ class PeerToPeerPrimitives(Dispatcher):
             try:
                 free = reserved.num_bytes.to_bytes(8, sys.byteorder)
                 packed = self.packed(self.context.operation)[: FREE_BYTES_WORD * 8] + free
-                place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, reserved.offer, reserved.capacity, wait)
+                how = self._sending(row_format, wait)
+                place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, reserved.offer, reserved.capacity, how)
                 self.memory.check(ids_TK)
                 in_flight = not wait
                 own_L, rows_W, free_W, num_dropped = operations.plan.counted(FREE_BYTES_WORD)
@@ -325,27 +326,28 @@ class PeerToPeerPrimitives(Dispatcher):
         row_format: RowFormat,
         offer: Offer,
         capacity: int,
-        wait: bool = True,
-        strict: bool = False,
+        how: Sending,
     ) -> Tensor:
         """Queue the kernels of a dispatch. Return [T, K], which will have the location of each slot's row."""
         operations, place_TK = self.memory.operations, torch.empty_like(ids_TK)
         links = (
             relay_links(row_format, operations.heap, offer, capacity, self._blocks) if row_format.relay else NOT_RELAYED
         )
-        key = row_format.words, wait, self._blocks
-        how = self._sendings.get(key)
-        if how is None:
-            how = self._sendings[key] = Sending(self._blocks, *row_format.words, self._bulk, wait)
         self.send_order = None
         if self._list_tiles:
             num_words = order_words(ids_TK.numel(), self.num_experts)
             self.send_order = torch.empty(num_words, dtype=torch.int64, device=ids_TK.device)
             how = how._replace(order_at=words_address(self.send_order), by_expert=self.send_by_expert)
-        if strict:
-            how = how._replace(strict=1)
         operations.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
         return place_TK
+
+    def _sending(self, row_format: RowFormat, wait: bool = True) -> Sending:
+        """Return how the kernel ``push`` sends rows."""
+        key = row_format.words, wait, self._blocks
+        how = self._sendings.get(key)
+        if how is None:
+            how = self._sendings[key] = Sending(self._blocks, *row_format.words, self._bulk, wait)
+        return how
 
     def packed(self, header: Header) -> bytes:
         """Return ``header.pack()``, computed in native code."""

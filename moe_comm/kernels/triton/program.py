@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_comm.gpu.record import BufferIndex, new_record
-from moe_comm.kernels.recording import recorded
+from moe_comm.kernels.recording import Number, recorded
 from moe_comm.kernels.tensor_cores import current_stream
 from moe_comm.kernels.triton import launch as launches
 from moe_comm.kernels.triton.launch import Matrix
@@ -54,13 +54,13 @@ class _OtherOperators(TorchDispatchMode):
 
 class _Plan(NamedTuple):
     """Recorded launches. outputs: shape and dtype of each result, or None. workspace: bytes of all other buffers.
-    record: takes the addresses of inputs, results and the workspace."""
+    record: takes the addresses of inputs, results and the workspace, and then the numbers of the call."""
 
     record: _C.GpuRecord
     outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
     workspace: int
 
-    def run(self, inputs: tuple[Tensor | None, ...]) -> Results:
+    def run(self, inputs: tuple[Tensor | None, ...], numbers: tuple[int, ...]) -> Results:
         """Allocate and launch."""
         device = inputs[0].device  # type: ignore[union-attr]
         bases, results = [], []
@@ -72,6 +72,7 @@ class _Plan(NamedTuple):
             bases.append(0 if result is None else result.data_ptr())
         workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
         bases.append(0 if workspace is None else workspace.data_ptr())
+        bases += numbers
         self.record.run(bases, current_stream(device))
         return tuple(results)
 
@@ -80,21 +81,25 @@ class Program:
     """A function that launches kernels. Inputs and results are tensors; results are contiguous, and not views.
 
     Args:
-        body: takes the inputs and then hashable constants, and returns the results. The values of constants must
-            determine, together with the inputs' shapes, strides and dtypes, all that the body does.
+        body: takes the inputs, hashable constants, and then numbers, and returns the results. The values of constants
+            must determine, together with the inputs' shapes, strides and dtypes, all that the body does, except for
+            launches with a ``Number``.
     """
 
     def __init__(self, body: Callable[..., Results]) -> None:
         self._body = body
         self._plans: dict[Any, _Plan | bool] = {}
 
-    def __call__(self, operators: int, inputs: tuple[Tensor | None, ...], *constants: Any) -> Results:
+    def __call__(
+        self, operators: int, inputs: tuple[Tensor | None, ...], *constants: Any, numbers: tuple[int, ...] = ()
+    ) -> Results:
         """Run the body on ``inputs``.
 
         Args:
             operators: Number of operators that kernels of the body compute. If another number is recorded, the body
                 is not repeated.
             inputs: The first one is not None.
+            numbers: Those of this call, at most 63 bits each.
         """
         key: list[Any] = [constants]
         for t in inputs:
@@ -102,21 +107,21 @@ class Program:
                 key.append(None)
                 continue
             if t.data_ptr() & 15:
-                return self._body(*inputs, *constants)
+                return self._body(*inputs, *constants, *numbers)
             key += (t.shape, t.stride(), t.dtype, t.device)
         if not launches.repeats(inputs[0].device):  # type: ignore[union-attr]
-            return self._body(*inputs, *constants)
+            return self._body(*inputs, *constants, *numbers)
         found = self._plans.get(shape := tuple(key))
         if type(found) is _Plan:
-            return found.run(inputs)
+            return found.run(inputs, numbers)
         if found is False:
-            return self._body(*inputs, *constants)
+            return self._body(*inputs, *constants, *numbers)
         if found is None:
             if len(self._plans) >= MAX_SHAPES:
                 self._plans.pop(next(iter(tuple(self._plans))), None)  # the oldest
             self._plans[shape] = True  # record the next call
-            return self._body(*inputs, *constants)
-        results, plan = _record(self._body, inputs, constants, operators)
+            return self._body(*inputs, *constants, *numbers)
+        results, plan = _record(self._body, inputs, (*constants, *numbers), operators)
         self._plans[shape] = False if plan is None else plan
         return results
 
@@ -154,6 +159,9 @@ def _record(
                 workspace_at[first] = size
                 size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
             place = len(bounds), workspace_at[first] + address - first
+        return index_at(place)
+
+    def index_at(place: tuple[int, int]) -> BufferIndex:
         if place not in buffers:
             buffers.append(place)
         return BufferIndex(buffers.index(place))
@@ -161,6 +169,8 @@ def _record(
     def recorded_arg(arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return index_of(arg)
+        if type(arg) is Number:
+            return index_at((len(bounds) + 1 + arg.which, arg.added))
         return arg._replace(tensor=index_of(arg.tensor)) if type(arg) is Matrix else arg
 
     arguments = [[recorded_arg(arg) for arg in step.args] for step in steps]

@@ -110,15 +110,18 @@ class ExpertGradients:
         """The ``DistributedDataParallel`` that reduces the other gradients, or None."""
         return None if self._ddp is None else self._ddp()
 
-    def trained(self, experts: nn.Module, weights_TK: Tensor) -> int:
+    def trained(self, experts: nn.Module, routed: bool) -> int:
         """Return which parameters of ``experts`` and the router require gradients; see ``header.TRAINED``.
 
         The ranks compare it before rows move. If they differed, only some would take part in later collectives: in
         backward, in the comparison of gradients and in the norm of the gradients.
+
+        Args:
+            routed: whether the routing weights require gradients.
         """
         if not torch.is_grad_enabled():
             return 0
-        bits = weights_TK.requires_grad << TRAINED.index("routing weights")
+        bits = routed << TRAINED.index("routing weights")
         for bit, name in enumerate(self.shards.shardings):
             bits |= (getattr(experts, name).requires_grad or name in self.frozen_by_fsdp) << bit
         for parameter, index in _ADAPTERS.items():

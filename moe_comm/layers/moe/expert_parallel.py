@@ -312,7 +312,7 @@ class ExpertParallel(ParallelModule):
         dispatcher = self.dispatcher
         gradients = getattr(experts, "expert_gradients", None)
         if gradients is not None:
-            dispatcher.trained = gradients.trained(experts, weights_TK)
+            dispatcher.trained = gradients.trained(experts, weights_TK.requires_grad)
         lent: LentCall | None = None
         if self.slots is not None:
             with dispatcher.abort_on_error(self.label):

@@ -49,7 +49,7 @@ def has_hooks(module: nn.Module, *, foreign: bool = False, known: object = None)
         *every._global_backward_pre_hooks.values(),
     )
     if not foreign:
-        return any(hook != known for hook in hooks)
+        return bool(set(hooks) - {known})
     return any(not (getattr(hook, "__module__", None) or "").startswith(("moe_comm.", "torch.")) for hook in hooks)
 
 

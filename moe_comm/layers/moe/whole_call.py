@@ -1,10 +1,14 @@
-"""Which calls of a layer are one autograd function on a GPU (``dispatch/device_layer.py``), router included.
+"""Which calls of a layer are one autograd function on a GPU, router included.
+
+    over ``local``                                   ``dispatch/device_layer.py``
+    over ``peer_to_peer`` with ``capacity_rows``     ``dispatch/peer_to_peer/peer_layer.py``
 
 Such a call has no part that others may see or replace: no hooks of router and experts, no capacity, shared expert,
-identity experts, auxiliary loss, padding, autocast, adapters, copies or shards of experts, and no given routing. Hooks
-of the layer itself, such as FSDP's, activation checkpointing and recomputed activations are supported. All other calls
-run router, dispatch, experts and combine one after the other, with the same bits. So do calls with operators that a
-program cannot repeat: other activations than SwiGLU, ``main_grad``, and the sort of many slots.
+identity experts, auxiliary loss, padding, autocast, adapters, copies of experts or shards by FSDP2, and no given
+routing. Hooks of the layer itself, such as FSDP's, activation checkpointing and recomputed activations are supported.
+All other calls run router, dispatch, experts and combine one after the other, with the same bits. So do calls with
+operators that a program cannot repeat: other activations than SwiGLU, ``main_grad``, and over ``local`` the sort of
+many slots. Over ``peer_to_peer`` both kinds of calls run the same operations between ranks, so ranks may differ.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.backends.local import InvalidIds, LocalDispatcher
+from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.device_call import DeviceHandle, device_counts
 from moe_comm.dispatch.device_layer import DeviceRouter, device_layer
+from moe_comm.dispatch.types import DeviceCounts
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.activations import SwiGLU
@@ -38,8 +43,10 @@ def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle
         The output, and a function that returns the handle.
     """
     router, experts, dispatcher = layer.router, layer.experts, layer.dispatcher
-    if type(router) is not Router or type(experts) is not Experts or not isinstance(dispatcher, LocalDispatcher):
+    local = isinstance(dispatcher, LocalDispatcher)
+    if type(router) is not Router or type(experts) is not Experts or not (local or dispatcher.runs_whole_layers(x)):
         return None
+    gradients = getattr(experts, "expert_gradients", None)
     config, zero, options, bias_E = router.config, layer.zero_experts, dispatcher.options, router.correction_bias
     if (
         layer.shared is not None
@@ -53,7 +60,7 @@ def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle
         or not isinstance(experts.activation, SwiGLU)
         or hasattr(experts.w13, "main_grad")
         or hasattr(experts.w2, "main_grad")
-        or getattr(experts, "expert_gradients", None) is not None
+        or (gradients is not None and (local or gradients.prepared_for_fsdp))
         or router.bias is not None
         or router.drop_invalid
         or (router.training and (config.balance_loss or config.z_loss))
@@ -66,7 +73,8 @@ def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle
         or x.shape[-1:] != (router.hidden,)
         or not x.numel()
         or torch.is_autocast_enabled(x.device.type)
-        or experts.on_device(x) != "tokens"
+        or not (device := experts.on_device(x))
+        or (device == "rows" and (local or has_hooks(experts, known=getattr(gradients, "before_forward", None))))
         or has_hooks(router)
         or not for_triton(x, router.weight, bias_E, experts.w13, experts.w2)
     ):
@@ -75,18 +83,43 @@ def whole_call(layer: Any, x: Tensor) -> tuple[Tensor, Callable[[], DeviceHandle
     from moe_comm.kernels.triton.slot_order import FEW, SLOTS
 
     x_TD = x.reshape(-1, router.hidden)
-    if x_TD.stride(1) != 1 or config.num_choices > MAX_EXPERTS or x_TD.shape[0] * config.top_k > FEW * SLOTS:
+    if x_TD.stride(1) != 1 or config.num_choices > MAX_EXPERTS:
+        return None
+    if local and x_TD.shape[0] * config.top_k > FEW * SLOTS:
         return None
     # Look at threads only inside a backward pass, where a forward pass may be a recomputation.
-    counted = router.training and (torch._C._current_graph_task_id() == -1 or not recomputing())
-    given = DeviceRouter(router.weight, bias_E, router.load_E if counted else None, config)
+    training = router.training and (torch._C._current_graph_task_id() == -1 or not recomputing())
+    given = DeviceRouter(router.weight, bias_E, router.load_E if training else None, config)
+    if not local:
+        return _over_peers(layer, x, x_TD, given, gradients)
     invalid = dispatcher.invalid_ids(x.device)
     y_TD, counts, layer.saved_bytes = device_layer(x_TD, given, experts.mlp_for(x_TD), invalid, layer.label)
-    return y_TD.view(x.shape), partial(_handle, counts, invalid, x_TD.shape, x.dtype, config.top_k, layer.label)
+    counted = partial(device_counts, counts, invalid)
+    return y_TD.view(x.shape), partial(_handle, counted, x_TD.shape, x.dtype, x.device, config.top_k, layer.label)
+
+
+def _over_peers(
+    layer: Any, x: Tensor, x_TD: Tensor, router: DeviceRouter, gradients: Any
+) -> tuple[Tensor, Callable[[], DeviceHandle]]:
+    """Run a call over ``peer_to_peer``."""
+    from moe_comm.dispatch.peer_to_peer.peer_layer import peer_layer  # only on a GPU
+
+    experts, dispatcher = layer.experts, layer.dispatcher
+    with dispatcher.abort_on_error(layer.label):
+        if gradients is not None:
+            gradients.before_forward(experts)  # a hook of the experts
+            dispatcher.trained = gradients.trained(experts, x.requires_grad or router.weight_ED.requires_grad)
+        dispatcher.plan_digest = 0
+        y_TD, counts_E, place_TK, layer.saved_bytes = peer_layer(dispatcher, layer.label)(
+            x_TD, router, experts.mlp_for(x_TD)
+        )
+    counted = partial(dispatcher.counts_of, counts_E, place_TK)
+    top_k = router.rule.top_k
+    return y_TD.view(x.shape), partial(_handle, counted, x_TD.shape, x.dtype, x.device, top_k, layer.label)
 
 
 def _handle(
-    counts: Tensor, invalid: InvalidIds, shape: torch.Size, dtype: torch.dtype, top_k: int, label: str
-) -> DeviceHandle:
-    rows = device_counts(counts, invalid)
-    return DeviceHandle(shape[0], top_k, shape[1], dtype, counts.device, rows, label)
+    counted: Callable[[], DeviceCounts], shape: torch.Size, dtype: torch.dtype, device: torch.device, top_k: int,
+    label: str,
+) -> DeviceHandle:  # fmt: skip
+    return DeviceHandle(shape[0], top_k, shape[1], dtype, device, counted(), label)

@@ -14,7 +14,7 @@ from tests.pool import RankPool
 def pools() -> Iterator[dict[int, RankPool]]:
     """Yield a pool of bare ranks for each number of ranks, for all tests here."""
     with ExitStack() as stack:
-        yield {world: stack.enter_context(RankPool(world, bare=True)) for world in (1, 2)}
+        yield {world: stack.enter_context(RankPool(world, bare=True)) for world in (1, 2, 4)}
 
 
 @pytest.fixture

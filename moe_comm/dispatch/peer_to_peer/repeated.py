@@ -1,0 +1,195 @@
+"""Operations of ``peer_to_peer`` that native code repeats, as a part of a layer's launches.
+
+    forward    dispatch ─▶ the experts' GEMMs ─▶ combine
+    backward   weights of rows, gradients ─▶ GEMMs ─▶ gradients of tokens, then of weights
+
+Each method queues an operation, and records it for a program (``kernels/triton/program.py``). These are the operations
+of ``Dispatcher.dispatch_uncounted``, ``combine_forward``, ``send_gradients`` and ``return_gradients``, with the same
+headers and in the same order, so each rank may choose between them and a program.
+
+When native code repeats an operation, only the numbers in its header and the addresses of tensors are new. Rows that
+peers read or write are in the heap, and their offsets in it follow from their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_comm.comm.header import DISPATCH_FIXED, Header
+from moe_comm.dispatch.operation import Operation
+from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
+from moe_comm.dispatch.peer_to_peer.rows import offset_of
+from moe_comm.errors import HeapError
+from moe_comm.gpu.operations import RING
+from moe_comm.gpu.protocol import NOT_RELAYED, Offer, chunk_of, words_address
+from moe_comm.kernels.recording import Number, Step, is_recording, record
+from moe_comm.runtime.memory import DTYPE_CODES
+
+if TYPE_CHECKING:
+    from moe_comm import _C
+
+
+class PassNumbers(NamedTuple):
+    """Sequence numbers of a pass: of its first operation, and of the dispatch of its rows."""
+
+    first: int
+    dispatch: int
+
+
+class HeaderFields(NamedTuple):
+    """What the header of an operation of a pass has besides the rows. ahead: number of operations before it in the
+    pass."""
+
+    op: str
+    ahead: int
+    label: str
+    requires_grad: bool = False
+    extra: int = 0
+    trained: int = 0
+    placement: int = 0
+
+
+class RepeatedPrimitives(OverlappedPrimitives):
+    """The operations on rows whose number the host does not know."""
+
+    def runs_whole_layers(self, x_TD: Tensor) -> bool:
+        """Return whether the operations of a layer on these tokens can be repeated. Ranks may differ."""
+        return (
+            x_TD.dtype is torch.bfloat16
+            and self.keeps_counts(x_TD)
+            and not self.peer_options.relay
+            and not self._stream.is_separate
+        )
+
+    @cached_property
+    def whole_layers(self) -> dict[str, Any]:
+        """Whole calls of layers, by label; see ``peer_layer.py``."""
+        return {}
+
+    def _new_counts(self) -> Tensor:
+        """Return memory on the device for the rows of each of this rank's experts."""
+        return torch.empty(len(self.local_experts), dtype=torch.int64, device=self.device)
+
+    def count_operations(self, count: int) -> int:
+        """Count operations of this dispatcher, and return the number of the first one."""
+        return self.calls.next(self._ordinal, count)
+
+    def new_operation(
+        self, fields: HeaderFields, rows: tuple[int, torch.dtype], top_k: int, call: int = 0
+    ) -> Operation:
+        """Count an operation, and return it. rows: width and dtype. call: number of the dispatch."""
+        return self._new_operation(
+            fields.op, *rows, top_k, fields.requires_grad, label=fields.label, of_call=call, extra=fields.extra,
+            trained=fields.trained, placement=fields.placement,
+        )  # fmt: skip
+
+    def heap_rows(self, operation: Operation, *shapes: tuple[int, torch.dtype]) -> list[Tensor]:
+        """Return matrices of ``capacity_rows`` rows in the heap, or report on all ranks that there is no room.
+
+        shapes: width and dtype of each.
+        """
+        heap, capacity = self.memory.operations.heap, self.peer_options.capacity_rows or 0
+        try:
+            return [heap.rows(capacity, width, dtype) for width, dtype in shapes]
+        except HeapError as problem:
+            with self.running(operation):
+                self._raise_no_room(problem)
+
+    def queue_dispatch(
+        self, x_TD: Tensor, ids_TK: Tensor, rows_CD: Tensor, fields: HeaderFields, numbers: PassNumbers
+    ) -> tuple[Tensor, Tensor]:
+        """Dispatch into ``rows_CD``. Return the place of each slot, and the rows of each of this rank's experts.
+
+        More rows than there is room for, and invalid ids, are a fault on every rank; the counts are then zero.
+        """
+        operations, ((tokens, top_k), (room, hidden)) = self.memory.operations, (ids_TK.shape, rows_CD.shape)
+        place_TK = torch.empty_like(ids_TK)
+        counts_E = self._new_counts()
+        header, template = self._headers(fields, rows_CD, top_k, numbers)
+        how = self._sending(self._row_format(x_TD, "dispatch"))._replace(strict=1)
+        offer, code = Offer(offset_of(operations.heap, rows_CD), room=room), DTYPE_CODES[x_TD.dtype]
+        of_call = how._replace(own_counts_at=words_address(counts_E))
+        operations.dispatch(header, offer, ids_TK, place_TK, x_TD, code, of_call, NOT_RELAYED)
+        if is_recording():
+            chunk, stride = chunk_of(tokens, top_k), x_TD.stride(0) * x_TD.element_size()
+
+            def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
+                of_rows = tokens, top_k, hidden, code
+                operations.plan.record_dispatch(
+                    to, template, self._numbers(args), of_rows, args[2:], (room, chunk, stride), how
+                )
+                return True
+
+            record(Step(add, (), (*_given(fields), rows_CD, ids_TK, place_TK, x_TD, counts_E)))
+        return place_TK, counts_E
+
+    def queue_sum(
+        self, rows_CD: Tensor, place_TK: Tensor, weights_TK: Tensor | None, fields: HeaderFields, numbers: PassNumbers
+    ) -> Tensor:
+        """Return the weighted sum of each token's rows, or the sum for None; see ``_sum``."""
+        operations, ((tokens, top_k), hidden) = self.memory.operations, (place_TK.shape, rows_CD.shape[1])
+        y_TD = torch.empty(tokens, hidden, dtype=rows_CD.dtype, device=rows_CD.device)
+        header, template = self._headers(fields, rows_CD, top_k, numbers)
+        offer, code = Offer(offset_of(operations.heap, rows_CD)), DTYPE_CODES[rows_CD.dtype]
+        operations.sum(header, offer, place_TK, weights_TK, y_TD, code, self._blocks)
+        if is_recording():
+
+            def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
+                of_rows = tokens, top_k, hidden, code
+                operations.plan.record_sum(to, template, self._numbers(args), of_rows, _or_none(args[2:]), self._blocks)
+                return True
+
+            record(Step(add, (), (*_given(fields), rows_CD, place_TK, weights_TK, y_TD)))
+        return y_TD
+
+    def queue_spread(
+        self, x_TD: Tensor, place_TK: Tensor, rows_CD: Tensor, fields: HeaderFields, numbers: PassNumbers
+    ) -> None:
+        """Write each token's row to the places of its slots in ``rows_CD`` of their owners; see ``_spread``."""
+        operations, ((tokens, top_k), hidden) = self.memory.operations, (place_TK.shape, rows_CD.shape[1])
+        header, template = self._headers(fields, rows_CD, top_k, numbers)
+        offer, code = Offer(0, offset_of(operations.heap, rows_CD)), DTYPE_CODES[rows_CD.dtype]
+        operations.spread(header, offer, place_TK, None, x_TD, None, code, self._blocks)
+        if is_recording():
+            stride = x_TD.stride(0) * x_TD.element_size()
+
+            def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
+                of_rows = tokens, top_k, hidden, code
+                operations.plan.record_spread(
+                    to, template, self._numbers(args), of_rows, args[2:], (self._blocks, stride)
+                )
+                return True
+
+            record(Step(add, (), (*_given(fields), rows_CD, place_TK, x_TD)))
+
+    def _headers(self, fields: HeaderFields, rows_CD: Tensor, top_k: int, numbers: PassNumbers) -> tuple[bytes, bytes]:
+        """Return the packed header of an operation, and the same without numbers, for a record."""
+        packed = []
+        dispatches = fields.op == DISPATCH_FIXED
+        for seq, of_call in ((numbers.first + fields.ahead, 0 if dispatches else numbers.dispatch), (0, 0)):
+            header = Header(
+                fields.op, seq, rows_CD.shape[1], rows_CD.dtype, top_k, self.num_experts, fields.requires_grad,
+                fields.label, of_call=of_call, ordinal=self._ordinal, placement=fields.placement, extra=fields.extra,
+                trained=fields.trained,
+            )  # fmt: skip
+            packed.append(self.packed(header))
+        return packed[0], packed[1]
+
+    def _numbers(self, args: Sequence[Any]) -> tuple[int, int, int, int]:
+        """Return the buffers of the numbers of a recorded header, the address of this rank's block, and ``RING``."""
+        seq, call = _or_none(args[:2])
+        return seq, call, self.memory.operations.blocks.own.data_ptr(), RING
+
+
+def _given(fields: HeaderFields) -> tuple[Number, Number | None]:
+    return Number(0, fields.ahead), None if fields.op == DISPATCH_FIXED else Number(1, 0)
+
+
+def _or_none(buffers: Sequence[Any]) -> list[int]:
+    """Return numbers of buffers, -1 for None."""
+    return [-1 if buffer is None else buffer for buffer in buffers]
