@@ -100,7 +100,7 @@ using Compared = std::array<int64_t, kComparedWords>;
 
 py::object run_layer(Transfer& transfer, const std::pair<Compared, Compared>& compared, const std::string& label,
                      const std::array<py::object, 3>& inputs, const py::tuple& weights, bool transposed,
-                     std::shared_ptr<Heap> results, int threads, const std::pair<py::object, py::object>& spans) {
+                     std::shared_ptr<Heap> results, int threads, const std::array<py::object, 3>& spans) {
   const Tokens tokens(inputs[0], inputs[1]);
   const Shape shape = tokens.shape();
   const TensorMatrix weights_TK = dense_floats(inputs[2], shape.tokens, shape.top_k);
@@ -109,7 +109,7 @@ py::object run_layer(Transfer& transfer, const std::pair<Compared, Compared>& co
   const int64_t row_bytes = shape.hidden * dtype_bytes(shape.dtype);
 
   if (experts.experts != transfer.experts()) refuse("the weights are not those of this rank's experts");
-  SpanScope dispatch(spans.first);
+  SpanScope dispatch(spans[0]);
   Shared shared = without_gil([&] {
     const std::vector<int64_t> ids = valid_ids(tokens.ids(), of_slots, shape.tokens, shape.top_k);
     return transfer.start_share(make_op(compared.first, label, 0, ""), tokens.rows(), ids.data(), shape);
@@ -118,6 +118,7 @@ py::object run_layer(Transfer& transfer, const std::pair<Compared, Compared>& co
   dispatch.put_rows(layout, (shape.tokens * shape.top_k - layout.dropped - layout.own) * row_bytes);
   dispatch.end();
 
+  SpanScope computing(spans[1]);
   // Peers that sleep wake up while this rank computes.
   SharedBlock rows = without_gil([&] {
     try {
@@ -136,8 +137,9 @@ py::object run_layer(Transfer& transfer, const std::pair<Compared, Compared>& co
     }
   });
 
-  if (!spans.second.is_none()) spans.second.attr("put")(py::arg("nbytes") = (layout.rows - layout.own) * row_bytes);
-  SpanScope combine(spans.second);
+  computing.end();
+  if (!spans[2].is_none()) spans[2].attr("put")(py::arg("nbytes") = (layout.rows - layout.own) * row_bytes);
+  SpanScope combine(spans[2]);
   const bool empty = shape.tokens == 0 || shape.hidden == 0;
   const int64_t block = without_gil([&] {
     shared.pending->finish();

@@ -753,15 +753,15 @@ def run_layer(
     transposed: bool,
     results: Heap,
     threads: int,
-    spans: tuple[Any, Any],
+    spans: tuple[Any, Any, Any],
 ) -> tuple[Any, int]:
     """Run dispatch in place, SwiGLU experts and combine. Return the sums [T, D] in a block of ``results``, None if they
     are empty, and the number of rows of this rank's experts.
 
     compared: of the dispatch and the combine. inputs: tokens [T, D], ids [T, K], routing weights [T, K] in fp32; ids of
     tokens whose weights are not finite are invalid. weights: w13 [E, 2F, D] and w2 [E, D, F] of this rank's experts,
-    with any strides, or [E, D, 2F] and [E, F, D] if ``transposed``; biases [E, 2F] and [E, D]. spans: of dispatch and
-    combine, or None.
+    with any strides, or [E, D, 2F] and [E, F, D] if ``transposed``; biases [E, 2F] and [E, D]. spans: of dispatch,
+    experts and combine, or None.
     """
 
 def grouped_gemm_weights(

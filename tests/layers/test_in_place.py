@@ -18,10 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm import prepare_fsdp
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.slots.capacity import Capacity
+from moe_comm.errors import MoeCommError
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.router import Routing, ZeroExperts
 from moe_comm.overlap.options import Overlap
+from moe_comm.runtime.event_reader import read_spans
+from moe_comm.runtime.events import EVENTS
 from tests.pool import on_ranks
 
 HIDDEN, FFN, TOKENS = 24, 40, (9, 0, 13, 5)
@@ -362,3 +365,48 @@ def test_calls_without_gradients_have_the_bits_and_statistics_of_calls_with_them
         again = layer.dispatch_stats
         assert (again.slots, again.sent, again.received) == (stats.slots, stats.sent, stats.received)
         assert again.dropped is None or torch.equal(again.dropped, stats.dropped)
+
+
+def same_bits_in_one_call(layer: MoELayer, x: torch.Tensor) -> bool:
+    y = layer(x)
+    with torch.no_grad():
+        return torch.equal(layer(x), y)
+
+
+@on_ranks(4)
+def test_calls_without_gradients_take_biases_that_are_copied_and_record_the_time_of_experts(
+    rank: int, world: int, group: Any
+) -> None:
+    layer = build(group, "shared_memory")
+    experts, x = layer.experts, torch.randn(5, HIDDEN)
+    with torch.no_grad():
+        for bias in (experts.b13, experts.b2):
+            bias.normal_()
+    bias = experts.b13.detach()
+    for other in (torch._neg_view(bias), bias.t().contiguous().t(), bias[:1].expand_as(bias)):
+        experts.b13 = torch.nn.Parameter(other)
+        assert same_bits_in_one_call(layer, x)
+    experts.b13 = torch.nn.Parameter(bias)
+    before = max(span.index for span in read_spans(EVENTS.region))
+    with torch.no_grad(), mock.patch.object(ExpertCall, "compute") as computed:
+        layer(x)
+        assert not computed.called
+    assert [span.name for span in read_spans(EVENTS.region) if span.index > before] == [
+        "dispatch",
+        "experts",
+        "combine",
+    ]
+
+
+@on_ranks(4)
+def test_an_error_of_the_shared_expert_of_one_rank_is_raised_on_every_rank(rank: int, world: int, group: Any) -> None:
+    layer = build(group, "shared_memory")
+    x = torch.randn(5, HIDDEN)
+    assert same_bits_in_one_call(layer, x)
+    weight = layer.shared.w2
+    if rank == 1:
+        layer.shared.w2 = torch.nn.Parameter(weight[:, :5])
+    with torch.no_grad(), pytest.raises((RuntimeError, MoeCommError)):
+        layer(x)
+    layer.shared.w2 = weight
+    assert same_bits_in_one_call(layer, x)

@@ -26,7 +26,8 @@ from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, PeerError, RoutingError, mark_known
 from moe_comm.kernels.token_rows import TokenRows
-from moe_comm.runtime.events import COMMUNICATION
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.runtime.memory import (
     DTYPE_CODES,
     address,
@@ -225,13 +226,15 @@ class NativeDispatcher(Dispatcher):
         label: str,
     ) -> tuple[Tensor, int] | None:
         x_TD, ids_TK, weights_TK = tensors
-        with_memory = [one for one in (*tensors, *weights[:2]) if one.numel()]
+        given = [one for one in (*tensors, *weights) if one is not None]
+        with_memory = [one for one in given if one.numel()]
         if (
             x_TD.dtype not in LAYER_DTYPES
             or weights_TK.dtype not in DTYPE_CODES
             or ids_TK.shape != weights_TK.shape
             or not is_plain(with_memory)
-            or (len(with_memory) < 5 and not in_memory(*tensors, *weights[:2]))
+            or (len(with_memory) < len(given) and not in_memory(*given))
+            or any(not one.is_contiguous() for one in given[5:])  # the separate calls copy biases
             or not self.reads_in_place(x_TD)
             or not weights_TK.is_cpu
             or self.rounds
@@ -260,7 +263,7 @@ class NativeDispatcher(Dispatcher):
                 transposed,
                 self._results,
                 torch.get_num_threads(),
-                (dispatch.new_span(), combine.new_span()),
+                (dispatch.new_span(), EVENTS.span(Kind.COMPUTE, "experts", layer=label), combine.new_span()),
             )
         except Exception as error:
             started = combine if _is_of(error, combine, self.rank) else dispatch

@@ -492,13 +492,19 @@ class MoELayer(ExpertParallel):
         except Exception as error:  # the other ranks would wait in dispatch
             self.dispatcher.abort(error, label=self.label)
             raise
-        if routing is None and not torch.is_grad_enabled():
+        shared_TD: Tensor | None = None
+        at_once = routing is None and not torch.is_grad_enabled() and self._takes_one_call(tokens)
+        if at_once:
+            if self.shared is not None:
+                with self.dispatcher.abort_on_error(self.label):  # after it, the other ranks would have returned
+                    shared_TD = self.shared(tokens.x_TD)
             y_TD = self._run_at_once(tokens)
             if y_TD is not None:
-                return y_TD.view(x.shape)
+                return self._add_branches(y_TD, shared_TD, tokens).view(x.shape)
         call = self._dispatch(tokens)
         try:
-            shared_TD = None if self.shared is None else self.shared(tokens.x_TD)
+            if not at_once and self.shared is not None:
+                shared_TD = self.shared(tokens.x_TD)
             out_RD = self._run_experts(call)
         except Exception as error:  # the other ranks would wait in combine
             call.abort(error)
@@ -552,11 +558,10 @@ class MoELayer(ExpertParallel):
         ids_TK, weights_TK, identity_T1 = self._select_slots(routing, index_T)
         return _Tokens(x_TD, ids_TK, weights_TK, identity_T1, real, routing.aux_loss)
 
-    def _run_at_once(self, tokens: _Tokens) -> Tensor | None:
-        """Run a call without autograd by ``Dispatcher.run_layer``; return None if it needs the separate calls."""
-        experts, dispatcher = self.experts, self.dispatcher
+    def _takes_one_call(self, tokens: _Tokens) -> bool:
+        """Return whether ``_run_at_once`` may run a call without autograd. Ranks may differ."""
+        experts = self.experts
         gradients = gradients_of(experts)
-        check = None if gradients is None else gradients.before_forward
         if (
             type(experts) is not Experts
             or type(self.router) is not Router  # it has checked the weights
@@ -565,16 +570,27 @@ class MoELayer(ExpertParallel):
             or experts.gemm_dtype != "same"
             or experts.part.count > 1
             or not isinstance(experts.activation, SwiGLU)
-            or experts.w13.dtype != tokens.x_TD.dtype
+            or any(one is not None and one.dtype != tokens.x_TD.dtype for one in experts._parameters.values())
             or self.slots is not None
             or self.overlap is not None
             or self.in_flight_hook is not None
-            or has_hooks(experts, known=check)
+            or has_hooks(experts, known=None if gradients is None else gradients.before_forward)
         ):
-            return None
-        if check is not None:
+            return False
+        if self.shared is None:
+            return True
+        from moe_comm.layers.moe.shared import SharedExpert
+
+        # A user's module may communicate, at the same point of the call on every rank.
+        return type(self.shared) is SharedExpert
+
+    def _run_at_once(self, tokens: _Tokens) -> Tensor | None:
+        """Run dispatch, experts and combine by ``Dispatcher.run_layer``; return None if it needs separate calls."""
+        experts, dispatcher = self.experts, self.dispatcher
+        gradients = gradients_of(experts)
+        if gradients is not None:
             with dispatcher.abort_on_error(self.label):
-                check(experts)
+                gradients.before_forward(experts)
         dispatcher.trained = dispatcher.plan_digest = 0
         run = dispatcher.run_layer(
             (tokens.x_TD, tokens.ids_TK, tokens.weights_TK),
@@ -587,9 +603,7 @@ class MoELayer(ExpertParallel):
         y_TD, received = run
         self.saved_bytes = 0
         self._stats = partial(_stats_of_ids, tokens.ids_TK, received, self.num_dropped if self.capacity else None)
-        with dispatcher.abort_on_error(self.label):
-            shared_TD = None if self.shared is None else self.shared(tokens.x_TD)
-        return self._add_branches(y_TD, shared_TD, tokens)
+        return y_TD
 
     def _dispatch(self, tokens: _Tokens) -> ExpertCall:
         """Dispatch the rows, in autocast's dtype if autocast is on."""
