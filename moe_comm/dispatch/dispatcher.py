@@ -323,7 +323,7 @@ class Dispatcher(RowOperations):
         """Dispatch, compute SwiGLU experts and combine in one native call, without autograd. Collective.
 
         Ranks may choose differently between this and ``dispatch_in_place``, experts and ``combine``. Results have the
-        same bits.
+        same bits. The experts have a span.
 
         Args:
             tensors: x [T, D], ids [T, K] and routing weights [T, K], as of ``dispatch`` and ``combine``.

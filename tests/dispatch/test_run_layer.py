@@ -21,6 +21,7 @@ from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import InputError, PeerRaised, RoutingError
 from moe_comm.kernels.activations import ACTIVATIONS
 from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.runtime.memory import private_heap
@@ -59,7 +60,9 @@ def separate(dispatcher: Dispatcher, tensors: tuple[Tensor, Tensor, Tensor], wei
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     call = serial_call(dispatcher, *tensors, label="layer", in_place=True)
     mlp = ExpertMLP((w13, w2, b13, b2), ACTIVATIONS["swiglu"])
-    return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
+    with EVENTS.span(Kind.COMPUTE, "experts", layer="layer"):  # as of ``MoELayer``
+        out_RD = call.compute(call.rows, call.handle.rows_per_expert, mlp)
+    return call.combine(out_RD)
 
 
 def spans_of_layer() -> list[tuple[int, str, int, tuple[int, ...]]]:
@@ -77,8 +80,10 @@ def compare(dispatcher: Dispatcher, rank: int, case: tuple[torch.dtype, bool, bo
         for at_once in ((False, False), (True, True), (True, False), (False, True)):
             before = max((index for index, *_ in spans_of_layer()), default=-1)
             if at_once[rank]:
-                y_TD = dispatcher.run_layer(tensors, weights, transposed, "layer")
-                assert y_TD is not None
+                run = dispatcher.run_layer(tensors, weights, transposed, "layer")
+                assert run is not None
+                y_TD, received = run
+                assert received == sum(spans_of_layer()[-3][3])
             else:
                 y_TD = separate(dispatcher, tensors, weights, transposed)
             results.append(y_TD)
@@ -86,7 +91,7 @@ def compare(dispatcher: Dispatcher, rank: int, case: tuple[torch.dtype, bool, bo
         assert all(torch.equal(one, results[0]) for one in results)
         assert results[0].shape == (sizes[rank], D)
         assert all(one == spans[0] for one in spans)
-        assert [name for name, *_ in spans[0]] == ["dispatch", "combine"]
+        assert [name for name, *_ in spans[0]] == ["dispatch", "experts", "combine"]
 
 
 def make_shared(rank: int, world: int, **options: object) -> SharedMemoryDispatcher:
