@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -170,6 +172,26 @@ def test_a_value_is_recomputed_once_per_backward_for_all_its_uses() -> None:
     grads = torch.autograd.grad(loss, weights)
     assert first is not None and torch.equal(grad_x, first)
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_inputs_are_freed_after_backward_without_a_garbage_collection() -> None:
+    """Training runs collect garbage every ``run.gc_every`` steps only."""
+    weight = torch.randn(8, 8, requires_grad=True)
+    inputs = []
+    with selective_recompute():
+        x = torch.randn(4, 8, requires_grad=True) @ weight
+        inputs.append(weakref.ref(x.untyped_storage()))
+        y = recomputed(torch.sin, x) @ weight
+    del x
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        y.sum().backward()
+        del y
+        assert inputs[0]() is None
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def test_a_chain_of_values_stores_its_first_input_only() -> None:

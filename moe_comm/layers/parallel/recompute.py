@@ -61,9 +61,9 @@ class Saving:
 
 
 class _Shared:
-    """A value that several saved references read, from ``_fetch``."""
+    """A value that several saved references read. fetch: returns it; None: a subclass computes it."""
 
-    def __init__(self, fetch: Callable[[], Tensor]) -> None:
+    def __init__(self, fetch: Callable[[], Tensor] | None) -> None:
         self._fetch = fetch
         self._uses = self._uses_left = 0
         self._value: Tensor | None = None
@@ -75,7 +75,9 @@ class _Shared:
 
     def get(self) -> Tensor:
         """Return the value. It is freed when each saved reference has read it once."""
-        value = self._fetch() if self._value is None else self._value
+        value = self._value
+        if value is None:
+            value = self._compute() if self._fetch is None else self._fetch()
         self._uses_left -= 1
         if self._uses_left > 0:
             self._value = value
@@ -83,6 +85,9 @@ class _Shared:
             # Reset for a split or repeated backward pass.
             self._value, self._uses_left = None, self._uses
         return value
+
+    def _compute(self) -> Tensor:
+        raise NotImplementedError
 
 
 class _RecomputedValue(_Shared):
@@ -93,7 +98,7 @@ class _RecomputedValue(_Shared):
     """
 
     def __init__(self, fn: Fn, inputs: list[_Saved], device: str, number: int, seconds: float | None) -> None:
-        super().__init__(self._compute)
+        super().__init__(None)  # a bound method would be a cycle, which keeps the inputs until a garbage collection
         self._fn, self._inputs, self._device = fn, inputs, device
         self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.number, self.seconds = number, seconds
