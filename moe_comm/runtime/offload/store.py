@@ -190,11 +190,12 @@ class Store:
                 if self._error is not None:
                     raise self._error
                 if key not in self._resident:  # else a discarded chunk whose transfer has not ended
-                    slot = self._free.pop() if self._free else self._allocate()
-                if slot is None:
-                    self._write_early(1)
-                    if not self._free and not self._changed.wait(self._deadline_s - (time.perf_counter() - began)):
-                        self._error = StoreIOError(f"offloaded state was not written within {self._deadline_s:g} s")
+                    if not self._free and (slot := self._allocate()) is None:
+                        self._write_early(1)
+                    if slot is None and self._free:
+                        slot = self._free.pop()
+                if slot is None and not self._changed.wait(self._deadline_s - (time.perf_counter() - began)):
+                    self._error = StoreIOError(f"offloaded state was not written within {self._deadline_s:g} s")
             self._sizes[key] = -(-nbytes // BLOCK) * BLOCK  # as direct I/O requires
             self._resident[key] = _Resident(slot, Status.LEASED)
             self._write_early(len(self._threads))
@@ -215,7 +216,8 @@ class Store:
                     self._free.append(resident.slot)
                 else:
                     resident.discarded = True
-            self._wanted = deque(key for key in self._wanted if key in self._written or key in self._resident)
+            gone = set(keys)
+            self._wanted = deque(key for key in self._wanted if key not in gone)
 
     def extend(self, chunks: int) -> range:
         """Add chunks of the size of a slot, and return their numbers. Raises ``StoreFull``."""

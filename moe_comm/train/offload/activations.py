@@ -106,7 +106,11 @@ class ActivationOffload:
             self._open()
         except MoeCommError as error:
             outcome = error
-        raise_on_all(self._mesh, outcome)
+        try:
+            raise_on_all(self._mesh, outcome)
+        except BaseException:
+            self.close()  # the process may go on: with another folder or budget
+            raise
         for block in self._blocks:
             block.saved = self
 
@@ -257,9 +261,9 @@ class ActivationOffload:
     def _choose(self, traffic: Traffic, compute_s: float) -> None:
         """Choose the recomputed values to store in the next step."""
         costs, self._costs = self._costs, {}
-        if not traffic.busy_s:
-            return  # the rate is not known
         moved = traffic.read + traffic.written
+        if not moved or not traffic.busy_s:
+            return  # the rate is not known
         rate = moved / traffic.busy_s
         hidden = rate * compute_s - moved + sum(2 * costs[key][1] for key in self._chosen & costs.keys())
         self._chosen = set()

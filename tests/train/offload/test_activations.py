@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe_comm.bench.common.ranks import SingleRankMesh
 from moe_comm.errors import ConfigError, CorruptFile, StoreFull, StoreIOError
 from moe_comm.runtime.offload import files
+from moe_comm.train.offload.activations import ActivationOffload
 from tests.pool import RankPool
 from tests.support.activation_memory import activation_bytes
 from tests.train.common import config_of, session
@@ -83,13 +86,14 @@ def test_offloaded_activations_have_the_bits_of_resident_ones(
 def _fail(rank: int, world: int, arg: tuple[list[str], str]) -> str:
     """Train with a fault of rank 1's file, and return the class of the error that this rank raises."""
     settings, fault = arg
-    calls = 0
+    fault, _, at_start = fault.partition(" ")
+    calls, good = 0, 0 if at_start else 4
 
     def faulty(original: Any) -> Any:
         def call(*args: Any) -> Any:
             nonlocal calls
             calls += 1
-            if rank == 1 and calls > 4:
+            if rank == 1 and calls > good:
                 if fault == "flip":
                     count = original(*args)
                     args[1][5] ^= 4
@@ -110,17 +114,22 @@ def _fail(rank: int, world: int, arg: tuple[list[str], str]) -> str:
             with session(settings) as active:
                 active.trainer.fit()
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            threads = [one.name for one in threading.enumerate() if one.name.startswith("moe_comm offload")]
+            return f"{type(error).__name__}: {error} {threads or ''}"
     return "none"
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("EIO", StoreIOError), ("ENOSPC", StoreFull), ("flip", CorruptFile)])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("EIO", StoreIOError), ("ENOSPC", StoreFull), ("ENOSPC at the start", StoreFull), ("flip", CorruptFile)],
+)
 def test_an_error_of_one_rank_is_raised_on_every_rank(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, fault: str, kind: type[Exception]
 ) -> None:
     settings = [*shared_settings, *SIZE, "parallel.ep=2", "model.layers=6", *offload(tmp_path)]
     for text in pool2.run(_fail, (settings, fault), timeout=90):
         assert text.startswith(kind.__name__), text
+        assert "moe_comm offload" not in text, text  # threads, and with them the file, are released
 
 
 def test_the_budget_and_the_tier_are_checked_before_the_first_step(shared_settings: list[str], tmp_path: Path) -> None:
@@ -152,6 +161,22 @@ def test_a_forward_pass_keeps_the_budget_in_memory(shared_settings: list[str], t
     resident, offloaded = held
     assert resident > 16 * BUDGET
     assert offloaded < BUDGET + resident / 8
+
+
+def test_a_step_may_end_while_the_first_tensor_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are freed without a backward pass, so the rate of the file is not known."""
+    written = threading.Event()
+    monkeypatch.setattr(files, "write_block", lambda _, view, offset: written.wait() and len(view))
+    active = ActivationOffload(config_of(offload(tmp_path)).offload, [], SingleRankMesh())
+    active.start()
+    assert not active.prefers("layers.0", 0, 1.0, 1 << 20)
+    kept = [active.keep(torch.zeros(1 << 14, device="cpu")) for _ in range(4)]
+    assert all(kept)
+    kept.clear()
+    active.finish()
+    assert active.report.busy_s > 0 == active.report.written
+    written.set()
+    active.close()
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -122,6 +122,27 @@ def test_a_transfer_that_hangs_ends_at_the_deadline() -> None:
     store.close()
 
 
+def test_the_number_of_a_discarded_chunk_is_used_again_when_its_transfer_has_ended() -> None:
+    class Held(Throttled):
+        def write(self, offset: int, source: Tensor) -> None:
+            held.wait()
+
+    held = threading.Event()
+    store = Store(Held(0.0), [BLOCK] * 4, 4, Budget(4 * BLOCK), CPU, 1, 30.0, lambda key: -key)
+    for key in range(4):
+        store.put(key, BLOCK)
+        store.release(key, dirty=True, keep=True)
+    assert not store.ready(0)  # it is being written
+    store.announce([0])
+    store.discard(range(4))
+    put = threading.Thread(target=store.put, args=(0, BLOCK), daemon=True)
+    put.start()
+    threading.Timer(0.05, held.set).start()  # most likely while ``put`` waits
+    put.join(10)
+    assert not put.is_alive()
+    store.close()
+
+
 def test_memory_that_cannot_be_allocated_is_an_error_of_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks wait in the collectives of an update, so nothing else may raise."""
     with pytest.raises(StoreFull, match="cannot be allocated"):
