@@ -19,14 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from moe_comm import errors
 from moe_comm.errors import FROM_PEERS, MoeCommError
-from moe_comm.runtime.launch.rank_main import ALIVE, ERRORS, STOPPING, error_records, rank_main
+from moe_comm.runtime.launch.rank_main import ALIVE, ERRORS, JOINED, STOPPING, error_records, rank_main
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals for which torch's agent installs handlers. If ranks run a function, ``launch`` handles the first two."""
@@ -101,14 +100,14 @@ def run_agent(
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
     )
     (folder / "rendezvous").touch(mode=0o600)
-    for name in (ERRORS, ALIVE):
+    for name in (ERRORS, ALIVE, JOINED):
         (folder / name).mkdir()
     if preload:
         multiprocessing.set_forkserver_preload(list(preload))
     environment = dict(os.environ) if preload else {}
     try:
         if callable(entry):
-            with _kill_after_failure(folder / ALIVE, may_die), _agent_of(frozenset(may_die)):
+            with _kill_after_failure(folder, may_die), _agent_of(folder, may_die):
                 results = elastic_launch(config, rank_main)(environment, entry, tuple(args), str(folder))
         else:
             results = elastic_launch(config, sys.executable)("-m", entry, *args)
@@ -191,20 +190,24 @@ def _quiet_agent() -> None:
 
 
 @contextlib.contextmanager
-def _agent_of(may_die: frozenset[int]) -> Iterator[None]:
+def _agent_of(folder: Path, may_die: Sequence[int]) -> Iterator[None]:
     """Use ``_agent_class`` as the agent of ``elastic_launch``."""
     from torch.distributed.launcher import api
 
     before = api.LocalElasticAgent
-    api.LocalElasticAgent = _agent_class(may_die)  # type: ignore[misc]
+    api.LocalElasticAgent = _agent_class(folder, may_die)  # type: ignore[misc]
     try:
         yield
     finally:
         api.LocalElasticAgent = before  # type: ignore[misc]
 
 
-@lru_cache(maxsize=1)
-def _agent_class(may_die: frozenset[int]) -> type[Any]:
+def _others_go_on(folder: Path, may_die: Sequence[int], rank: int) -> bool:
+    """Return whether the others go on without a rank. Before it has joined them, they would only wait for it."""
+    return rank in may_die and Path(folder, JOINED, str(rank)).exists()
+
+
+def _agent_class(folder: Path, may_die: Sequence[int]) -> type[Any]:
     """Return torch's agent with two changes.
 
     It goes on without ranks that may die, while others run. A rank fails if its process ends with code 0 before its
@@ -221,7 +224,8 @@ def _agent_class(may_die: frozenset[int]) -> type[Any]:
             codes = [process.exitcode for process in context._pc.processes]
             ended = [rank for rank, code in enumerate(codes) if code == 0]
             dead = {rank for rank, code in enumerate(codes) if code}
-            result = self._without(dead) if dead and dead <= may_die else super()._monitor_workers(worker_group)
+            others_go_on = dead and all(_others_go_on(folder, may_die, rank) for rank in dead)
+            result = self._without(dead) if others_go_on else super()._monitor_workers(worker_group)
             lost = [rank for rank in ended if rank not in context._return_values]
             if result.state != WorkerState.HEALTHY or not lost:
                 return result
@@ -247,16 +251,16 @@ def _agent_class(may_die: frozenset[int]) -> type[Any]:
 
 
 @contextlib.contextmanager
-def _kill_after_failure(alive: Path, may_die: Sequence[int]) -> Iterator[None]:
+def _kill_after_failure(folder: Path, may_die: Sequence[int]) -> Iterator[None]:
     """Kill the other ranks of an attempt ``ENDING_S`` after one of them has failed, while the agent waits for them.
 
-    may_die: ranks that do not count.
+    may_die: ranks that do not count, once they have joined the others.
     """
     if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
         yield  # the agent kills them, later
         return
     done = threading.Event()
-    thread = threading.Thread(target=_run_killer, args=(alive, done, may_die), name="ending ranks", daemon=True)
+    thread = threading.Thread(target=_run_killer, args=(folder, done, may_die), name="ending ranks", daemon=True)
     thread.start()
     try:
         yield
@@ -265,7 +269,8 @@ def _kill_after_failure(alive: Path, may_die: Sequence[int]) -> Iterator[None]:
         thread.join()
 
 
-def _run_killer(alive: Path, done: threading.Event, may_die: Sequence[int] = ()) -> None:
+def _run_killer(folder: Path, done: threading.Event, may_die: Sequence[int]) -> None:
+    alive = folder / ALIVE
     handles: dict[str, int] = {}
     failed: dict[str, float] = {}
     try:
@@ -283,7 +288,7 @@ def _run_killer(alive: Path, done: threading.Event, may_die: Sequence[int] = ())
             for name in present:
                 attempt, _, rank = name.partition(".")
                 if name not in handles or connection.wait([handles[name]], 0):
-                    if int(rank) in may_die:
+                    if _others_go_on(folder, may_die, int(rank)):
                         continue
                     failed.setdefault(attempt, time.monotonic())
                 elif time.monotonic() - failed.get(attempt, time.monotonic()) > ENDING_S:

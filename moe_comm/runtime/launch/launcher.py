@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from moe_comm.errors import ConfigError, MoeCommError, PeerError, PeerTimeout
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch.agent import AGENT_SIGNALS, Interrupted, RankFailed, run_agent
-from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING, hide_installed_frames
+from moe_comm.runtime.launch.rank_main import JOINED, RAISED_AT, RESTARTS_VARIABLE, STOPPING, hide_installed_frames
 from moe_comm.runtime.seconds import seconds_of
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def launch(
             the first launch of a process sets them.
         tracebacks: keep the traceback of a ``MoeCommError`` in its ``details``. By default, the error only names the
             frame of the user's code, and its traceback has no frames of installed packages.
-        may_die: ranks of a function without which the others go on, however they end.
+        may_die: ranks of a function without which the others go on, however they end after ``init_ranks``.
 
     Returns:
         The result of each rank, by rank (None for a module, and of a rank that has died). Under torchrun, only that of
@@ -389,6 +389,9 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     arguments: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **arguments)
+    if STORE_VARIABLE in os.environ:
+        with contextlib.suppress(FileNotFoundError):  # in a process that a rank has started
+            Path(os.environ[STORE_VARIABLE]).parent.joinpath(JOINED, str(rank)).touch()
     try:
         yield LocalRanks(rank, world, own.local_rank, local_device, restarts)
     except Exception as error:

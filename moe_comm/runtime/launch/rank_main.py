@@ -36,7 +36,8 @@ MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
 STOPPING = "stopping"
 """If this file is in the launcher's folder, new ranks end at once. Torch's agent starts them regardless: its decision
 only depends on the number of restarts left."""
-ALIVE, ERRORS = "alive", "errors"
+ALIVE, ERRORS, JOINED = "alive", "errors", "joined"
+"""Folders of a launch with a file for each rank: that runs, has failed, and has joined in ``init_ranks``."""
 FINAL = (ConfigError, InputError, UnsupportedModel, MissingDependency)
 """Errors that the user must fix. Restarted ranks would raise them again."""
 LINGER_S = 2.0

@@ -451,12 +451,31 @@ def test_a_rank_that_finishes_while_it_is_checked_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "ENDING_S", 0.0)
-    (tmp_path / "0.0").symlink_to("gone")  # listed in the folder, but missing when it is read
+    alive = tmp_path / "alive"
+    alive.mkdir()
+    (alive / "0.0").symlink_to("gone")  # listed in the folder, but missing when it is read
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (tmp_path / "0.1").write_text(str(process.pid))
+    (alive / "0.1").write_text(str(process.pid))
     wait_results = iter([False, False, False, True])
     finished = SimpleNamespace(wait=lambda seconds: next(wait_results))
-    agent._run_killer(tmp_path, finished)  # type: ignore[arg-type]
+    agent._run_killer(tmp_path, finished, ())  # type: ignore[arg-type]
     assert process.poll() is None
     process.communicate(b"\n", timeout=60)
     assert process.returncode == 0
+
+
+def _die(early: bool) -> str:
+    rank = int(os.environ["RANK"])
+    if rank and early:
+        os._exit(5)
+    with init_ranks("cpu"):
+        if rank:
+            os._exit(5)
+    return "alive"
+
+
+def test_a_rank_that_may_die_must_join_the_others_first() -> None:
+    """They would wait for it until their deadline."""
+    assert launch(_die, (False,), 2, preload=("torch",), may_die=(1,)) == ["alive", None]
+    with pytest.raises(RankFailed, match=r"rank 1 .* ended with exit code 5"):
+        launch(_die, (True,), 2, preload=("torch",), may_die=(1,))
