@@ -27,6 +27,7 @@ from moe_comm.integrations.hugging_face.families import find_experts
 from moe_comm.integrations.pretrained import from_pretrained
 from moe_comm.integrations.serve_ranks import separate_experts
 from moe_comm.integrations.serving import serving
+from moe_comm.runtime.safe_files import open_new
 from moe_plan.serving.trace import TraceRequest
 
 VOCABULARY = 1024
@@ -122,7 +123,7 @@ def mapped_model(folder: str, file: Path) -> Any:
     """Return the unswapped model with its weights in a new file, of which nothing is in memory yet."""
     model = AutoModelForCausalLM.from_pretrained(folder, **_OPTIONS).eval()
     parameters, at = [], 0
-    with file.open("wb") as opened:
+    with open_new(file) as opened:
         for one in model.parameters():
             parameters.append((one, at // one.element_size()))
             at += opened.write(one.detach().contiguous().view(torch.uint8).numpy().tobytes())
