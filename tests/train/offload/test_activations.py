@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from moe_comm.bench.common.ranks import SingleRankMesh
 from moe_comm.errors import ConfigError, CorruptFile, StoreFull, StoreIOError
 from moe_comm.runtime.offload import files
+from moe_comm.runtime.offload.store import Store, Traffic
 from moe_comm.train.offload.activations import ActivationOffload
 from tests.pool import RankPool
 from tests.support.activation_memory import activation_bytes
@@ -183,19 +184,13 @@ def test_a_step_may_end_while_the_first_tensor_is_written(tmp_path: Path, monkey
 def test_recomputed_values_are_stored_if_that_costs_less(
     shared_settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
-    written: dict[int, bytes] = {}
+    """The store reports that its transfers took no time, or longer than any computation."""
+    take = Store.take_traffic
 
-    def write(_: int, view: memoryview, offset: int) -> int:
-        written[offset] = bytes(view)
-        time.sleep(0 if fast else 0.01)
-        return len(view)
+    def reported(store: Store) -> Traffic:
+        return replace(take(store), busy_s=1e-9 if fast else 1e9)
 
-    def read(_: int, view: memoryview, offset: int) -> int:
-        view[:] = written[offset]
-        return len(view)
-
-    monkeypatch.setattr(files, "write_block", write)
-    monkeypatch.setattr(files, "read_block", read)
+    monkeypatch.setattr(Store, "take_traffic", reported)
     settings = [*shared_settings, *SIZE, "model.recompute=selective", *offload(tmp_path)]
     with session(settings) as active:
         reports = [active.trainer.train_step(step).activations for step in range(2)]
