@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -61,9 +62,9 @@ class Saving:
 
 
 class _Shared:
-    """A value that several saved references read. fetch: returns it; None: a subclass computes it."""
+    """A value that several saved references read. fetch: returns it."""
 
-    def __init__(self, fetch: Callable[[], Tensor] | None) -> None:
+    def __init__(self, fetch: Callable[[], Tensor]) -> None:
         self._fetch = fetch
         self._uses = self._uses_left = 0
         self._value: Tensor | None = None
@@ -77,7 +78,7 @@ class _Shared:
         """Return the value. It is freed when each saved reference has read it once."""
         value = self._value
         if value is None:
-            value = self._compute() if self._fetch is None else self._fetch()
+            value = self._fetch()
         self._uses_left -= 1
         if self._uses_left > 0:
             self._value = value
@@ -85,9 +86,6 @@ class _Shared:
             # Reset for a split or repeated backward pass.
             self._value, self._uses_left = None, self._uses
         return value
-
-    def _compute(self) -> Tensor:
-        raise NotImplementedError
 
 
 class _RecomputedValue(_Shared):
@@ -98,19 +96,20 @@ class _RecomputedValue(_Shared):
     """
 
     def __init__(self, fn: Fn, inputs: list[_Saved], device: str, number: int, seconds: float | None) -> None:
-        super().__init__(None)  # a bound method would be a cycle, which keeps the inputs until a garbage collection
-        self._fn, self._inputs, self._device = fn, inputs, device
-        self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        # A bound method would be a cycle, which keeps the inputs until a garbage collection.
+        super().__init__(partial(_compute, fn, inputs, device, autocast))
         self.number, self.seconds = number, seconds
 
     def store(self, fetch: Callable[[], Tensor]) -> None:
         """Read the value from ``fetch`` instead of computing it."""
-        self._fetch, self._inputs, self.seconds = fetch, [], None
+        self._fetch, self.seconds = fetch, None
 
-    def _compute(self) -> Tensor:
-        enabled, dtype = self._autocast
-        with torch.no_grad(), torch.autocast(self._device, dtype, enabled=enabled):
-            return self._fn(*map(_unpack, self._inputs))
+
+def _compute(fn: Fn, inputs: list[_Saved], device: str, autocast: tuple[bool, torch.dtype]) -> Tensor:
+    enabled, dtype = autocast
+    with torch.no_grad(), torch.autocast(device, dtype, enabled=enabled):
+        return fn(*map(_unpack, inputs))
 
 
 @dataclass(frozen=True)
