@@ -40,7 +40,7 @@ from moe_comm.topology import ParallelMesh
 from moe_comm.train.offload.layout import LEAST_CHUNK
 from moe_comm.train.offload.resident import OffloadReport
 from moe_comm.train.offload.settings import OffloadSection
-from moe_comm.train.offload.streamed import open_backing, raise_on_all
+from moe_comm.train.offload.streamed import open_backing, opening, raise_on_all
 
 LEAST_TENSOR = 16 << 10
 """Bytes of the smallest tensor that is stored."""
@@ -101,16 +101,8 @@ class ActivationOffload:
             ConfigError: the budget is too small, or the tier does not exist for the device. On every rank.
             StoreFull, StoreIOError: the file cannot be created. On every rank.
         """
-        outcome: BaseException | str = ""
-        try:
+        with opening(self._mesh, self.close):
             self._open()
-        except MoeCommError as error:
-            outcome = error
-        try:
-            raise_on_all(self._mesh, outcome)
-        except BaseException:
-            self.close()  # the process may go on: with another folder or budget
-            raise
         for block in self._blocks:
             block.saved = self
 

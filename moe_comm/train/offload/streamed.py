@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -92,8 +92,7 @@ class StreamedState(ResidentState):
         return Sweep(lambda: self._sweep(order))
 
     def start(self) -> None:
-        outcome: BaseException | str = ""
-        try:
+        with opening(self._mesh, self.close):
             self._open()
             for item, fields in zip(self._items, self._fields, strict=True):
                 if MASTERS in fields and item.value.numel():
@@ -101,13 +100,6 @@ class StreamedState(ResidentState):
                         stored.copy_(item.value.detach())
                     item.value.data = _absent(item.value)
                     item.offloaded = True
-        except MoeCommError as error:
-            outcome = error
-        try:
-            raise_on_all(self._mesh, outcome)
-        except BaseException:
-            self.close()  # the process may go on: with another folder or budget
-            raise
 
     def opener(self, name: str, field: str) -> Opener | None:
         number = next((n for n, item in enumerate(self._items) if item.name == name), None)
@@ -280,6 +272,22 @@ def open_backing(
             "use 'file'"
         )
     return HostMemory(nbytes)
+
+
+@contextlib.contextmanager
+def opening(mesh: ParallelMesh, close: Callable[[], None]) -> Iterator[None]:
+    """Raise a library error of the block on every rank, after ``close``: the process may go on, with another folder or
+    budget. Collective."""
+    outcome: BaseException | str = ""
+    try:
+        yield
+    except MoeCommError as error:
+        outcome = error
+    try:
+        raise_on_all(mesh, outcome)
+    except BaseException:
+        close()
+        raise
 
 
 def raise_on_all(mesh: ParallelMesh, outcome: BaseException | str) -> None:
