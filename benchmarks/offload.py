@@ -1,9 +1,10 @@
-"""Step time of one rank with optimizer state in a file of 1 GB/s, four times the budget, against state in memory.
+"""Step time of one rank that offloads four times the budget to a file of 1 GB/s, against a run in memory.
 
-    taskset -c 0 python -m benchmarks.offload FOLDER [--rate 1e9] [--steps 5]
+    taskset -c 0 python -m benchmarks.offload FOLDER [optimizer | activations] [--rate 1e9] [--steps 5]
 
-Both runs are in one process, and their steps alternate. The file is throttled by a token bucket in its read and write
-functions. A table shows the median step, the update, and the overlap of transfers and computation in it.
+All runs are in one process, and their steps alternate. The file is throttled by a token bucket in its read and write
+functions. A table shows the median step of each run, and the time and the overlap of transfers and computation in the
+update, or in the forward and backward passes. All runs must have the same parameters at the end, to the last bit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from moe_comm.bench.parity.training import Session, session
 from moe_comm.runtime.offload import files
 from moe_comm.train.config import load
-from moe_comm.train.offload.streamed import StreamedState
+from moe_comm.train.offload.resident import OffloadReport
 
 MODEL = (
     *(
@@ -57,6 +58,7 @@ class Bucket:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
+    parser.add_argument("part", nargs="?", choices=("optimizer", "activations"), default="optimizer")
     parser.add_argument("--rate", type=float, default=1e9)
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
@@ -68,34 +70,68 @@ def main() -> None:
     text = folder / "text.txt"
     text.write_text("".join(f"line {n}: the square of {n} is {n * n}\n" for n in range(20_000)))
     common = [*MODEL, f"data.source={text}", f"data.cache={folder / 'cache'}", f"run.folder={folder}"]
-    stored = [f"offload.path={folder}", "offload.optimizer=file"]
+    tier = [f"offload.path={folder}", f"offload.{args.part}=file"]
     with contextlib.ExitStack() as stack:
-        resident = stack.enter_context(session(load(None, common)))
-        owned = resident.trainer.train_state.data_parallel.owned()
-        state_bytes = 8 * sum(item.value.numel() for item in owned)
-        config = load(None, [*common, *stored, f"offload.budget={state_bytes // 4}"])
-        offloaded = stack.enter_context(session(config))
-        memory = offloaded.trainer.train_state.optimizer.memory
-        assert isinstance(memory, StreamedState)
-        seconds: dict[str, list[float]] = {"memory": [], "file": []}
-        reports = []
+
+        def start(*overrides: str) -> Session:
+            return stack.enter_context(session(load(None, [*common, *overrides])))
+
+        runs = {"in memory": start()}
+        variants: dict[str, tuple[str, ...]] = {"file": ()}
+        if args.part == "optimizer":
+            budget, stored = "offload.budget", _state_bytes(runs["in memory"])
+        else:
+            budget = "offload.activation_budget"
+            stored = _activation_bytes([*common, *tier, f"{budget}=512MiB"])
+            runs["in memory, recompute full"] = start("model.recompute=full")
+            variants["file, recompute selective"] = ("model.recompute=selective",)
+        runs |= {name: start(*tier, f"{budget}={stored // 4}", *overrides) for name, overrides in variants.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        reports: dict[str, list[OffloadReport]] = {name: [] for name in variants}
         for step in range(args.steps + 2):  # the first sweep reads nothing
-            for name, active in (("memory", resident), ("file", offloaded)):
+            for name, active in runs.items():
                 elapsed = _step(active, step)
                 if step >= 2:
                     seconds[name].append(elapsed)
-            if step >= 2 and memory.report is not None:
-                reports.append(memory.report)
-        _compare(resident, offloaded)
+                    if name in reports:
+                        reports[name].append(_report(active))
+        for name in runs:
+            _compare(runs["in memory"], runs[name])
+    print(f"{args.part}: {stored / 1e6:.0f} MB, budget {stored / 4e6:.0f} MB")
     times = {name: median(values) for name, values in seconds.items()}
-    budget, peak = (getattr(reports[-1], name) / 1e6 for name in ("budget", "peak"))
-    print(f"state {state_bytes / 1e6:.0f} MB, budget {budget:.0f} MB, peak {peak:.0f} MB")
-    ratio = times["memory"] / times["file"]
-    print(f"step in memory {times['memory']:.3f} s, with the file {times['file']:.3f} s: {ratio:.2f}x the speed")
-    for name in ("update_s", "waited_s", "busy_s", "overlap"):
-        print(f"{name} {median(getattr(report, name) for report in reports):.3f}")
+    for name, value in times.items():
+        print(f"{name:26} {value:.3f} s a step, {times['in memory'] / value:.2f}x the speed", end="")
+        _print_transfers(reports.get(name, []), args.rate)
+
+
+def _print_transfers(reports: list[OffloadReport], rate: float) -> None:
+    if not reports:
+        print()
+        return
+    middle = {name: median(getattr(report, name) for report in reports) for name in ("update_s", "waited_s", "overlap")}
     moved = median(report.read + report.written for report in reports)
-    print(f"moved {moved / 1e6:.0f} MB a step; the bandwidth alone takes {moved / args.rate:.3f} s")
+    print(
+        f"; {middle['update_s']:.3f} s, of these {middle['waited_s']:.3f} s waited, overlap {middle['overlap']:.2f}; "
+        f"peak {reports[-1].peak / 1e6:.0f} MB, moved {moved / 1e6:.0f} MB in at least {moved / rate:.3f} s"
+    )
+
+
+def _report(active: Session) -> OffloadReport:
+    state = active.trainer.train_state
+    report = state.optimizer.memory.report if state.activations is None else state.activations.report
+    assert report is not None
+    return report
+
+
+def _state_bytes(active: Session) -> int:
+    return 8 * sum(item.value.numel() for item in active.trainer.train_state.data_parallel.owned())
+
+
+def _activation_bytes(overrides: list[str]) -> int:
+    """Return the most bytes of activations at a time, from one step."""
+    with session(load(None, overrides)) as active:
+        _step(active, 0)
+        return _report(active).stored
 
 
 def _step(active: Session, step: int) -> float:
