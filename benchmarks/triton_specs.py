@@ -32,9 +32,11 @@ from moe_comm.overlap.triton.programs import (
     TILES,
     Programs,
     await_rows_kernel,
+    enter_kernel,
     gather_matmul_kernel,
     matmul_scatter_kernel,
     push_rows_kernel,
+    sum_tiles_kernel,
 )
 from moe_comm.overlap.triton.tile_list import EXPERTS_AT_ONCE, TILES_AT_ONCE, tile_list_kernel
 
@@ -336,6 +338,14 @@ def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     wait = {**memory, **sizes, **_TURN, "timeout_ns": "i64"}
     specs.append(KernelSpec(f"push_rows, {name}", push_rows_kernel, push, {**copy, "ALIGNED": True}, _ALIGNED))
     specs.append(KernelSpec(f"await_rows, {name}", await_rows_kernel, wait, copy, _ALIGNED))
+    if dtype == torch.bfloat16:  # beside GEMMs in CUDA C++
+        entry = {**memory, **{name: _TURN[name] for name in ("rank", "world", "turn", "call")}, "timeout_ns": "i64"}
+        specs.append(KernelSpec("enter", enter_kernel, entry, {}, _ALIGNED))
+        sizes = {"y_ptr": row, "rows": "i32", "columns": "i32"}
+        sums = {**memory, **sizes, **_TURN, "timeout_ns": "i64"}
+        del sums["call"]
+        block = {"DTYPE": DTYPES[dtype], "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+        specs.append(KernelSpec(f"sum_tiles, {name}", sum_tiles_kernel, sums, block, _ALIGNED, tile.warps))
     return tuple(specs)
 
 

@@ -152,10 +152,12 @@ void bind_gpu_gemm(py::module_& m) {
              self.rows(rows_of({rows, w, out, act}, transposed, counts_at, experts, slots), stream);
            })
       .def("listed",
-           [](const gemm::Launcher& self, const std::array<Words, 4>& matrices, bool transposed, int64_t experts,
-              const std::array<int64_t, 15>& list, bool published, int64_t blocks, uintptr_t stream) {
+           [](const gemm::Launcher& self, const std::array<Words, 5>& matrices, bool transposed, int64_t experts,
+              const std::array<int64_t, 18>& list, bool published, int64_t blocks, uintptr_t stream) {
              py::gil_scoped_release release;
-             self.listed({rows_of(matrices, transposed, 0, experts, {0, 1, 0, 0}), list, published, blocks}, stream);
+             const auto& [rows, w, out, act, own] = matrices;
+             const auto product = rows_of({rows, w, out, act}, transposed, 0, experts, {0, 1, 0, 0});
+             self.listed({product, matrices_of(own), list, published, blocks}, stream);
            })
       .def("swiglu_gradient",
            [](const gemm::Launcher& self, const Words& grad, const Words& w, int64_t counts_at, int64_t experts,

@@ -13,7 +13,7 @@ from benchmarks.gpu.sources import ROOT
 Kind = Literal["build", "smoke", "measurement", "tests"]
 SHORT = ("movement", "ceilings", "products", "fused")
 """Modules with operations of a few seconds. Operations of other modules may compile kernels or fill the memory."""
-Family = Literal["", "peer_to_peer", "bulk", "triton", "fused", "fp8", "layer"]
+Family = Literal["", "peer_to_peer", "bulk", "triton", "fused", "linear", "fp8", "layer"]
 BEGIN = ("build", "smoke", "ceilings")
 PRESETS: dict[str, tuple[str, ...]] = {
     "move": (*BEGIN, "kernel-tests", "dispatch", "few", "bulk", "virtual", "virtual-tests", "hidden", "host"),
@@ -138,9 +138,10 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     # processes of their own, because an error of a kernel ends the use of CUDA in its process.
     in_cuda = {"MOE_COMM_GEMM": "cuda"}
     of_rows, of_weights = "tests/gpu/test_gemm.py", "tests/gpu/test_weight_gemm.py"
-    tests("gemm-tests", 60, of_rows, of_weights, "-m", "gpu", "-k", "not fused and not e4m3", family="triton",
-          test_s=30, env=in_cuda)  # fmt: skip
+    others = "not fused and not linear and not e4m3"
+    tests("gemm-tests", 60, of_rows, of_weights, "-m", "gpu", "-k", others, family="triton", test_s=30, env=in_cuda)
     tests("gemm-tests-fused", 45, of_rows, "-m", "gpu", "-k", "fused", family="fused", env=in_cuda)
+    tests("gemm-tests-linear", 45, of_rows, "-m", "gpu", "-k", "linear", family="linear", env=in_cuda)
     tests("gemm-tests-fp8", 45, of_rows, "-m", "gpu", "-k", "e4m3", family="fp8", env=in_cuda)
     measurement("hidden", 75, "hidden", family="triton")
     measurement("products", 90, "products", family="triton")

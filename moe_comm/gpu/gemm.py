@@ -59,19 +59,34 @@ class SwigluGradient(NamedTuple):
     sections_SR: Tensor | None = None
 
 
+class RanksRows(NamedTuple):
+    """What a linear layer over the rows of all ranks adds to ``ListedTiles``, whose tiles have rows of one rank each.
+
+    flags: of each rank, one for 128 rows or, published, 128 x 128 results. own_SD: this rank's rows, which are not in
+    the memory that receives rows, and own_row, their first row. slot: where a rank receives the results of this one, in
+    bytes from the start of its block; ``out_RN`` is this place in the own block.
+    """
+
+    flags: int
+    own_SD: Tensor | None = None
+    own_row: int = 0
+    slot: int = 0
+
+
 class ListedTiles(NamedTuple):
     """Tiles of 128 rows, in the order in which they are computed, and what orders them with other ranks.
 
     words: int64, on the device: the tiles, their number, rows of each expert from each rank, tiles with rows of each
     rank (``overlap.triton.tile_list.TileList``), counters that are zero, and, for rows that are in flight, room for a
     word for each tile of the results. flags: of the rows; published: of the results, which other ranks wait for.
-    blocks: thread blocks of the launch.
+    blocks: thread blocks of the launch. ranks: for linear layers.
     """
 
     words: Sequence[Tensor | None]
     flags: RowFlags
     published: bool
     blocks: int
+    ranks: RanksRows | None = None
 
 
 SECTION = 256
@@ -126,10 +141,12 @@ class GpuGemm:
         that read them. The kernel waits for other ranks, so ``tiles.blocks`` leaves processors free."""
         at = [*_addresses(rows_RD, w_END, None, out_RN, act_RF, None, None)]
         rows, w, transposed, _, experts, out, act, _ = _rows_arguments(rows_RD, w_END, out_RN, act_RF, None, at)
-        flags, published = tiles.flags, tiles.published
+        flags, published, ranks = tiles.flags, tiles.published, tiles.ranks or RanksRows(0)
         words = (*_addresses(*tiles.words), *_addresses(flags.peers_W, flags.state, flags.report, flags.abort))
-        numbers = flags.rank, flags.world, flags.first_flag, flags.turn, flags.timeout_ns
-        matrices = rows, w, out, act
+        of_ranks = ranks.flags, ranks.own_row, ranks.slot
+        numbers = flags.rank, flags.world, flags.first_flag, flags.turn, flags.timeout_ns, *of_ranks
+        own = (0,) * 5 if ranks.own_SD is None else (ranks.own_SD.data_ptr(), *_form(ranks.own_SD))
+        matrices = rows, w, out, act, own
         self._native.listed(matrices, transposed, experts, (*words, *numbers), published, tiles.blocks, stream)
 
     def swiglu_gradient(

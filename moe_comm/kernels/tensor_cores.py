@@ -25,6 +25,7 @@ from moe_comm.gpu.gemm import (
     SECTION,
     GpuGemm,
     ListedTiles,
+    RanksRows,
     SwigluGradient,
     TakenRows,
     gpu_gemm,
@@ -96,13 +97,20 @@ def multiply_listed(
     rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, tiles: ListedTiles, act_RF: Tensor | None = None
 ) -> bool:
     """Launch ``GpuGemm.listed``, as ``multiply_rows`` does."""
-    name = "published" if tiles.published else "arrived"
-    suffix = "_transposed" if w_END.stride(2) != 1 else "" if act_RF is None else "_swiglu"
-    gemm = launcher_for(rows_RD, name + suffix)
-    if gemm is None or not takes_rows(rows_RD, w_END, out_RN, act_RF):
+    gemm = listed_launcher(rows_RD, w_END, out_RN, tiles.published, act_RF)
+    if gemm is None:
         return False
     gemm.listed(rows_RD, w_END, out_RN, act_RF, tiles, current_stream(rows_RD.device))
     return True
+
+
+def listed_launcher(
+    rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, published: bool, act_RF: Tensor | None = None
+) -> GpuGemm | None:
+    """Return what launches ``GpuGemm.listed`` for these matrices, or None for Triton."""
+    suffix = "_transposed" if w_END.stride(2) != 1 else "" if act_RF is None else "_swiglu"
+    gemm = launcher_for(rows_RD, ("published" if published else "arrived") + suffix)
+    return gemm if takes_rows(rows_RD, w_END, out_RN, act_RF) else None
 
 
 def multiply_gradient(grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient) -> bool:
@@ -277,7 +285,7 @@ def _wrong_rows(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor,
 
 
 def _wrong_listed(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, names: Collection[str]) -> list[str]:
-    """Check kernels with one rank, whose rows have been received: their flags are set."""
+    """Check kernels with one rank, whose rows have been received: their flags are set. Then those of linear layers."""
     total, device, turn, wrong = sum(COUNTS), rows_RD.device, 3, []
 
     def words(*values: int) -> Tensor:
@@ -306,9 +314,49 @@ def _wrong_listed(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, names: Collecti
         if swiglu:
             gate, up = out_RN[:total].double().chunk(2, dim=1)
             right = right and _close(act_RF[:total], gate * gate.sigmoid() * up)
+        else:
+            right = right and _linear_is_right(gemm, published, rows_RD, w[:1])
         if not right or (published and not bool((raised[:slices] == turn).all())) or bool(others.any()):
             wrong.append(name)
     return wrong
+
+
+def _linear_is_right(gemm: GpuGemm, published: bool, rows_RD: Tensor, w_1ND: Tensor) -> bool:
+    """Check a linear layer as the second of two ranks: the rows of the first have been received, or its memory receives
+    the results of its rows."""
+    rank, world, rows, turn, device = 1, 2, TILE_ROWS + 2, 3, rows_RD.device
+
+    def words(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    tiles = [
+        (0, start, min(start + TILE_ROWS, source * rows + rows), source, source, source * rows)
+        for source in (0, 1)
+        for start in (source * rows, source * rows + TILE_ROWS)
+    ]
+    flags, x_TD = 2 * (WIDTH // TILE_ROWS if published else 1), rows_RD[: world * rows]
+    blocks = [words(*[0] * world * flags + [7] * (world * rows * WIDTH // 4)) for _ in range(world)]
+    slots = [block[world * flags :].view(torch.bfloat16).view(world, rows, WIDTH) for block in blocks]
+    state, others, numbers = words(turn, 0), words(*[0] * 11), (rank, world, 0, turn, 10**9)
+    of_rows = RowFlags(words(*[block.data_ptr() for block in blocks]), state, others[:10], others[10:], *numbers)
+    received_TD, out_TN = x_TD.clone(), torch.zeros(world * rows, WIDTH, dtype=torch.bfloat16, device=device)
+    if published:
+        ranks, out_RN = RanksRows(flags, slot=8 * world * flags + rank * slots[0][0].nbytes), slots[rank][rank]
+    else:
+        ranks, out_RN = RanksRows(flags, x_TD[rows:], rows), out_TN
+        received_TD[rows:] = float("nan")
+        blocks[rank][:flags] = turn
+    taken, aside, rows_EW = words(*[0] * (world * flags + 1)), words(*[0] * len(tiles) * WIDTH), words(rows, rows)
+    list_of = words(*sum(tiles, ())), words(len(tiles)), rows_EW, rows_EW, taken, aside
+    listed = ListedTiles(list_of, of_rows, published, 2, ranks)
+    gemm.listed(received_TD, w_1ND, out_RN, None, listed, current_stream(device))
+    if published:
+        out_TN = torch.cat([slot[rank] for slot in slots])
+        untouched = [bool((block[:flags] == 0).all() and (slot[0].view(torch.int64) == 7).all())
+                     for block, slot in zip(blocks, slots, strict=True)]  # fmt: skip
+        if not all(untouched) or not all(bool((block[flags : 2 * flags] == turn).all()) for block in blocks):
+            return False
+    return _close(out_TN, x_TD.double() @ w_1ND[0].double().T) and not bool(others.any())
 
 
 def _gradient_is_right(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, h_RG: Tensor, counts_E: Tensor) -> bool:

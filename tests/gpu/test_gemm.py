@@ -321,9 +321,28 @@ class Emulated(gemm.GpuGemm):
     ) -> None:  # fmt: skip
         counts_E, flags = tiles.words[2], tiles.flags
         assert counts_E is not None
+        if tiles.ranks is not None:
+            self.linear(rows_RD.clone(), w_END, out_RN, tiles)
+            return
         self.rows(rows_RD, w_END, counts_E, out_RN, act_RF, stream)
         if tiles.published and self.fault != "flags":
             ctypes.memmove(int(flags.peers_W[0]), (ctypes.c_int64 * 3)(*[flags.turn] * 3), 24)
+
+    def linear(self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, tiles: gemm.ListedTiles) -> None:
+        ranks, flags = tiles.ranks, tiles.flags
+        assert ranks is not None
+        if ranks.own_SD is not None and self.fault != "own":
+            rows_RD[ranks.own_row :][: len(ranks.own_SD)] = ranks.own_SD
+        all_RN = torch.zeros(len(rows_RD) + 1, w_END.shape[1], dtype=BF16)
+        self.rows(rows_RD, w_END, torch.tensor([len(rows_RD)]), all_RN, None, 0)
+        if not tiles.published:
+            out_RN.copy_(all_RN[:-1])
+            return
+        raised = torch.full((ranks.flags,), flags.turn)
+        for to, part in enumerate(all_RN[:-1].chunk(flags.world)):
+            block = int(flags.peers_W[flags.rank if self.fault == "rank" else to])
+            ctypes.memmove(block + ranks.slot, part.data_ptr(), part.nbytes)
+            ctypes.memmove(block + 8 * flags.rank * ranks.flags, raised.data_ptr(), raised.nbytes)
 
     def swiglu_gradient(
         self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: gemm.SwigluGradient, stream: int
@@ -368,6 +387,8 @@ class Emulated(gemm.GpuGemm):
         ("", []),
         ("transposed", ["rows_transposed", "swiglu_gradient", "arrived_transposed", "published_transposed"]),
         ("flags", ["published", "published_transposed"]),
+        ("own", ["arrived", "arrived_transposed"]),
+        ("rank", ["published", "published_transposed"]),
         ("act", ["rows_swiglu", "taken_swiglu", "arrived_swiglu"]),
         ("slots", ["taken_swiglu"]),
         ("biases", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
@@ -583,6 +604,41 @@ def test_fused_forms_have_the_bits_of_triton(
     assert (dots - expected).norm() <= 1e-5 * expected.norm()
     if width <= gemm.SECTION:
         assert torch.equal(dots, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 64, 72), (200, 136, 264), (1024, 4096, 3584)])
+def test_products_of_linear_layers_have_the_bits_of_triton(
+    rows: int, inner: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank; the checks of the kernels have two."""
+    from moe_comm.overlap.triton.linear import LinearKernels
+
+    monkeypatch.setenv(tensor_cores.GEMM, "cuda")
+    checked("arrived", "arrived_transposed", "published", "published_transposed")
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w, grad = (
+        torch.randn(*shape, generator=generator, device="cuda").to(BF16)
+        for shape in ((rows, inner), (columns, inner), (rows, columns))
+    )
+    kernels = LinearKernels.of(None, x)
+
+    def results(setting: str) -> list[Tensor]:
+        monkeypatch.setenv(tensor_cores.GEMM, setting)
+        found = []
+        for name in ("gather_matmul", "matmul_scatter"):
+            grad_x, grad_w = kernels.gradients(name, x, w, grad, True, True)
+            assert grad_x is not None and grad_w is not None
+            found += [kernels.forward(name, x, w), grad_x, grad_w]
+        kernels.memory.check(wait=True)
+        return found
+
+    for ours, triton in zip(results("cuda"), results("triton"), strict=True):
+        assert torch.equal(ours, triton)
+    y, grad_x = results("cuda")[:2]
+    torch.testing.assert_close(y.double(), x.double() @ w.double().T, rtol=2.0**-7, atol=2.0**-5)
+    torch.testing.assert_close(grad_x.double(), grad.double() @ w.double(), rtol=2.0**-7, atol=2.0**-5)
 
 
 @pytest.mark.gpu

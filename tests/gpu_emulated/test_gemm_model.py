@@ -36,7 +36,18 @@ WRONG_RESULTS = {
     "another token's row": ("take.h", " / taken.top_k", ""),
     "map that is not encoded": ("rows.h", "if (!kTaken) prefetch_map(&a.rows)", "prefetch_map(&a.rows)"),
     "biases of another expert": ("rows.h", "expert * bias.stride", "(expert ^ 1) * bias.stride"),
-    "tile that is computed without its rows": ("listed.h", "if (late < 0) {", "if (late < 0 || item[3] != item[4]) {"),
+    "tile that is computed without its rows": (
+        "listed.h",
+        "if (late < 0 || failed) {",
+        "if (late < 0 || failed || item[3] != item[4]) {",
+    ),
+    "own rows of another rank": ("listed.h", "if (own) row -= static_cast<int32_t>(a_.own_row);", ""),
+    "results of a linear layer at their own rank": (
+        "listed.h",
+        "[tile.first_source] + args",
+        "[args.list.rank] + args",
+    ),
+    "rows that have not been received": ("listed.h", "d[i] = __uint_as_float(0x7fc00000)", "d[i] += 0"),
     "order of a dot product": (
         "gradient.h",
         "__fadd_rn(__fadd_rn(v[0], v[4]), __fadd_rn(v[2], v[6]))",
@@ -73,6 +84,7 @@ RACES = {
     "gates loaded while they are read": ("gradient.h", "wait_stores_read<0>();  // the", "load();  // the"),
     "rows read before they are zero": ("weights.h", "        fence_async();\n        group_sync(group);", ""),
     "results reported before they are written": ("listed.h", "if (lane == 0) wait_stores<0>();", ""),
+    "flag of a tile before all of its warps": ("listed.h", "+ 1 != 8) return;", "+ 1 != 1) return;"),
     "tile read before it is handed over": ("listed.h", "barrier_wait(handed + hand.stage * 8, hand.phase);", ""),
     "sums added before they are loaded": ("weights.h", "barrier_wait(loaded_ + ring_.stage * 8, ring_.phase);", ""),
 }

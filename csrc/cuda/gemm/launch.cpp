@@ -98,6 +98,7 @@ void Launcher::listed(const ListedProduct& p, uintptr_t stream) const {
   ListedArgs a{};
   static_assert(sizeof a.list == sizeof p.list, "the words of a list");
   set_rows(encode_, p.rows, &a.rows);
+  if (p.own.at != 0) encode_rows(encode_, &a.own, p.own);
   std::memcpy(&a.list, p.list.data(), sizeof a.list);
   const int arrived = p.rows.transposed ? k_arrived_transposed : p.rows.act.at != 0 ? k_arrived_swiglu : k_arrived;
   const int kernel = !p.published ? arrived : p.rows.transposed ? k_published_transposed : k_published;

@@ -48,10 +48,12 @@ struct RowsProduct {
 };
 
 // The same for the tiles of a list, in whose words is what orders them with other ranks (ListArgs of listed.h), on
-// `blocks` blocks. published: flags of the results are raised, without act; else rows are waited for.
+// `blocks` blocks. published: flags of the results are raised, without act; else rows are waited for. own: rows of this
+// rank, for a linear layer.
 struct ListedProduct {
   RowsProduct rows;  // counts_at, slots_at: not used
-  std::array<int64_t, 15> list{};
+  Matrices own;
+  std::array<int64_t, 18> list{};
   bool published = false;
   int64_t blocks = 1;
 };

@@ -57,11 +57,11 @@ MOE_DEVICE void add_biases(float (&d)[128], const Biases& bias, int64_t expert, 
 
 // Loads a stage: 64 elements along K, from `inner`, of the rows and the weights of a tile.
 template <int kMajorB, bool kSwiglu>
-MOE_DEVICE void load_stage(const RowsArgs& a, const Stages& stages, int stage, int inner, int row, int column,
-                           int expert) {
+MOE_DEVICE void load_stage(const RowsArgs& a, const TensorMap* rows, const Stages& stages, int stage, int inner,
+                           int row, int column, int expert) {
   const uint32_t barrier = stages.full + stage * 8, b = stages.b + stage * kBytesB;
   barrier_expect(barrier, kBytesA + kBytesB);
-  load_3d(stages.a + stage * kBytesA, &a.rows, barrier, inner, row, 0);
+  load_3d(stages.a + stage * kBytesA, rows, barrier, inner, row, 0);
   if (kSwiglu) {
     load_3d(b, &a.w, barrier, inner, column, expert);
     load_3d(b + kBytesB / 2, &a.w, barrier, inner, a.columns + column, expert);
@@ -75,14 +75,13 @@ MOE_DEVICE void load_stage(const RowsArgs& a, const Stages& stages, int stage, i
 
 // Stores the sums of a warp: 16 rows, of which `rows` are the expert's, and the columns of a tile from `column`.
 template <bool kSwiglu>
-MOE_DEVICE void store_sums(const RowsArgs& a, RowStore<kBuffers>& store, const float (&d)[128], int64_t first_row,
-                           int rows, int column) {
+MOE_DEVICE void store_sums(const RowsArgs& a, const RowBox& out, RowStore<kBuffers>& store, const float (&d)[128],
+                           int64_t first_row, int rows, int column) {
   const auto of = [&](int j, int h) { return bf16_pair(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]); };
 #pragma unroll
   for (int box = 0; box < 4; ++box) {
     const int part = kSwiglu ? box / 2 : 0, in_part = column + (kSwiglu ? box % 2 : box) * 64;
-    store.box({&a.out, a.out_at, a.out_stride}, first_row, rows, part, in_part, a.columns,
-              [&](int j, int h) { return of(box * 8 + j, h); });
+    store.box(out, first_row, rows, part, in_part, a.columns, [&](int j, int h) { return of(box * 8 + j, h); });
   }
   if (!kSwiglu) return;
 #pragma unroll
@@ -134,7 +133,7 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
     while (threadIdx.x == 0 && tile.next()) {
       for (int k = 0; k < steps; ++k, ring.next()) {
         barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-        load_stage<kMajorB, kSwiglu>(a, stages, ring.stage, k * kTileInner, static_cast<int>(tile.first_row),
+        load_stage<kMajorB, kSwiglu>(a, &a.rows, stages, ring.stage, k * kTileInner, static_cast<int>(tile.first_row),
                                      tile.n * kColumns, tile.expert);
       }
     }
@@ -148,7 +147,8 @@ MOE_DEVICE void multiply_rows(const RowsArgs& a) {
       multiply_stages<kMajorB>(d, ring, steps, stages, half, lane);
       if (a.bias.at != 0) add_biases<kSwiglu>(d, a.bias, tile.expert, tile.n * kColumns, a.columns, lane);
 
-      store_sums<kSwiglu>(a, store, d, tile.first_row + first, tile.rows - first, tile.n * kColumns);
+      store_sums<kSwiglu>(a, {&a.out, a.out_at, a.out_stride}, store, d, tile.first_row + first, tile.rows - first,
+                          tile.n * kColumns);
     }
     if (lane == 0) wait_stores_read<0>();
   }

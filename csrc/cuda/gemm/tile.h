@@ -51,12 +51,13 @@ MOE_DEVICE void multiply_stages(float (&d)[128], Ring<kStages>& ring, int steps,
 struct RowBox {
   const TensorMap* map;
   int64_t at, stride;
+  bool elsewhere = false;  // `at` is in the memory of another rank, which `map` does not describe
 };
 MOE_DEVICE void store_box(const RowBox& to, uint32_t buffer, int lane, int64_t first_row, int rows, int part,
                           int column, int columns) {
   fence_async();
   __syncwarp();
-  if (rows >= 16) {
+  if (rows >= 16 && !to.elsewhere) {
     if (lane == 0) store_3d(to.map, buffer, column, part, static_cast<int32_t>(first_row));
     return;
   }

@@ -331,7 +331,11 @@ int run(unsigned seed) {
     for (const bool add : {false, true}) test_weights(c, add, ++seed);
     for (const int64_t sources : {0, 1, 2}) test_fp8(c, sources, ++seed);
   }
-  for (const int world : one ? std::vector<int>{3} : std::vector<int>{1, 2, 3, 8}) test_ranks(world, ++seed);
+  for (const int world : one ? std::vector<int>{3} : std::vector<int>{1, 2, 3, 8}) {
+    test_ranks(world, ++seed);
+    test_linear(world, ++seed);
+  }
+  test_late_rank(++seed);
   return failures;
 }
 

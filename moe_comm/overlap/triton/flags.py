@@ -27,8 +27,8 @@ from triton.language.extra.cuda import globaltimer
 from moe_comm.kernels.triton.launch import INTERPRETING
 
 FAULT_WORDS = 5
-"""int64 words of a rank's fault report, in its own memory: whether there is one, flag index, rank waited for, number of
-the awaited turn, value of the flag."""
+"""int64 words of a rank's fault report, in its own memory: whether there is one, rank waited for, flag index, number of
+the awaited turn, value of the flag. They are those of Report in csrc/cuda/args.h behind its first word."""
 
 CALL_SLOTS = 4
 """Number of turns for which a block stores each rank's operation. No rank can be more turns ahead of another."""
@@ -97,8 +97,8 @@ def wait_at_least(flags_ptr, index, turn, rank, fault_ptr, timeout_ns):  # type:
     if not raised:
         # Only the first failed wait writes the report; the others fail because of it.
         if tl.atomic_cas(fault_ptr, zero, zero + 1, sem="acq_rel", scope="gpu") == 0:
-            tl.store(fault_ptr + 1, zero + index)
-            tl.store(fault_ptr + 2, zero + rank)
+            tl.store(fault_ptr + 1, zero + rank)
+            tl.store(fault_ptr + 2, zero + index)
             tl.store(fault_ptr + 3, zero + turn)
             tl.store(fault_ptr + 4, value)
     return raised

@@ -7,10 +7,19 @@ backward   gather_matmul    pushes rows of x again; one kernel for grad @ weight
 
 Each call is one turn (``memory.py``). The bits depend on the tile sizes, not on the number of programs or on timing.
 Weight gradients are one GEMM over the rows of all ranks.
+
+With MOE_COMM_GEMM=cuda, the GEMMs of bf16 rows are kernels in CUDA C++ where they run (csrc/cuda/gemm/listed.h), beside
+the kernels that move rows:
+
+                  current stream                                            side stream
+gather_matmul     tiles of own rows, then of each rank's after their flags  push own rows
+matmul_scatter    columns in slices, tiles of the next rank's rows first,   sum a tile of all ranks, in rank order,
+                  stored to the memory of that rank, then their flags       after its flags; round once
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,17 +28,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.gpu.blocks import round_up
-from moe_comm.kernels.triton.launch import DTYPES
+from moe_comm.gpu.gemm import GpuGemm, ListedTiles, RanksRows
+from moe_comm.gpu.protocol import TILE_ROWS
+from moe_comm.kernels.tensor_cores import current_stream, listed_launcher, setting
+from moe_comm.kernels.triton.launch import DTYPES, options
 from moe_comm.overlap.chunked import exact_mm
 from moe_comm.overlap.triton.memory import KernelTurn, Names, SymmetricMemory, memory_of
 from moe_comm.overlap.triton.programs import (
     Programs,
     aligned,
     await_rows_kernel,
+    enter_kernel,
     gather_matmul_kernel,
     matmul_scatter_kernel,
     push_rows_kernel,
+    sum_tiles_kernel,
 )
+from moe_comm.overlap.triton.tile_list import TileList, tiles_of_ranks
 
 Gradients = tuple[Tensor | None, Tensor | None]
 """Gradients of x and the weight; None for a gradient that is not needed."""
@@ -104,10 +119,12 @@ class LinearKernels:
         description = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
         turn = self.memory.turn(offset + received.data_bytes, sums.flags + received.flags, name, description)
         if needs_w:
-            self._push(turn, x_SD, offset, sums.flags)
+            with self.memory.fork():
+                self._push(turn, x_SD, offset, sums.flags)
         if needs_x:
             grad_x = torch.empty_like(x_SD)
             self._multiply_and_sum(turn, grad_TN.unflatten(0, (self.memory.world, x_SD.shape[0])), w_ND, grad_x)
+        self.memory.join()
         if needs_w:
             self._await(turn, x_SD, offset, sums.flags)
             grad_w = exact_mm(grad_TN.t(), self._received(turn, x_SD, offset).flatten(0, 1))
@@ -124,7 +141,7 @@ class LinearKernels:
         if not rows * inner or not (columns or other_TK is not None):
             return y_WSN.zero_(), None if other_TK is None else x_SD.new_zeros(inner, other_TK.shape[1])
         turn = memory.turn(*self._rows_section(x_SD), f"{description} by {columns}")
-        if columns:
+        if columns and not self._multiply_arrived(turn, x_SD, b_DN, y_WSN):
             gather_matmul_kernel[(programs.moving + programs.computing,)](
                 x_SD, b_DN, y_WSN, memory.peers_W, memory.fault,
                 rows, inner, columns, b_DN.stride(0), b_DN.stride(1),
@@ -132,7 +149,7 @@ class LinearKernels:
                 DTYPE=DTYPES[x_SD.dtype], ALIGNED=aligned(x_SD), CHUNK=programs.tile.rows, COPY=programs.copy,
                 **programs.launch(x_SD.device),
             )  # fmt: skip
-        else:
+        elif not columns:
             self._push(turn, x_SD)
             self._await(turn, x_SD)
         product = None
@@ -145,12 +162,75 @@ class LinearKernels:
         """Write this rank's rows of the sum over ranks of x @ b to y. x and y are dense; b has any strides."""
         (_, rows, inner), columns = x_WSK.shape, b_KN.shape[1]
         memory, programs = self.memory, self.programs
+        if self._multiply_published(turn, x_WSK, b_KN, y_SN):
+            return
+        memory.join()
         matmul_scatter_kernel[(programs.moving + programs.computing,)](
             x_WSK, b_KN, y_SN, memory.peers_W, memory.fault,
             rows, inner, columns, b_KN.stride(0), b_KN.stride(1),
             *self._arguments(turn), programs.computing,
             DTYPE=DTYPES[x_WSK.dtype], ALIGNED=aligned(x_WSK), **programs.launch(x_WSK.device),
         )  # fmt: skip
+
+    def _multiply_arrived(self, turn: KernelTurn, x_SD: Tensor, b_DN: Tensor, y_WSN: Tensor) -> bool:
+        """Push x, and write the gathered x @ b to y, if a kernel in CUDA C++ multiplies them."""
+        memory, (rows, inner), columns = self.memory, x_SD.shape, b_DN.shape[1]
+        w_END, received_TD = b_DN.t().unsqueeze(0), memory.data(turn, (memory.world * rows, inner), x_SD.dtype)
+        y_TN = y_WSN.flatten(0, 1)
+        gemm = self._launcher(received_TD, w_END, y_TN, False)
+        if gemm is None or not aligned(x_SD):
+            return False
+        with memory.fork():
+            self._push(turn, x_SD)
+        tiles = tiles_of_ranks(rows, memory.rank, memory.world, 0, x_SD.device)
+        number = tiles.items_N6.shape[0]
+        words = tiles.count.new_zeros(1), tiles.count.new_empty(number * -(-columns // TILE_ROWS))
+        ranks = RanksRows(number // memory.world, x_SD, memory.rank * rows)
+        self._launch(gemm, turn, tiles, words, ranks, (received_TD, w_END, y_TN))
+        memory.join()
+        return True
+
+    def _multiply_published(self, turn: KernelTurn, x_WSK: Tensor, b_KN: Tensor, y_SN: Tensor) -> bool:
+        """As ``_multiply_and_sum``, if a kernel in CUDA C++ multiplies."""
+        memory, programs = self.memory, self.programs
+        w_END, x_TK = b_KN.t().unsqueeze(0), x_WSK.flatten(0, 1)
+        slot_SN = memory.data(turn, (memory.world, *y_SN.shape), y_SN.dtype)[memory.rank]
+        gemm = self._launcher(x_TK, w_END, slot_SN, True)
+        if gemm is None:
+            return False
+        rank, world, number, call, first_flag, data, timeout_ns = self._arguments(turn)
+        peers_W, fault, tile = memory.peers_W, memory.fault, programs.tile
+        enter_kernel[(1,)](peers_W, fault, rank, world, number, call, timeout_ns)
+        side = memory.fork()
+        tiles, flags = tiles_of_ranks(y_SN.shape[0], rank, world, 1, y_SN.device), self._sums_section(y_SN).flags
+        ranks = RanksRows(flags // world, slot=data + rank * y_SN.nbytes)
+        self._launch(gemm, turn, tiles, (tiles.count.new_zeros(flags + 1), None), ranks, (x_TK, w_END, slot_SN))
+        with side:
+            sum_tiles_kernel[(programs.moving,)](
+                y_SN, peers_W, fault, *y_SN.shape, rank, world, number, first_flag, data, timeout_ns,
+                DTYPE=DTYPES[y_SN.dtype], BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+                **options(y_SN, num_warps=tile.warps),
+            )  # fmt: skip
+        memory.join()
+        return True
+
+    def _launcher(self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, published: bool) -> GpuGemm | None:
+        """Return what launches the kernel in CUDA C++ for these matrices, or None for Triton."""
+        tile = self.programs.tile
+        if setting() != "cuda" or (tile.rows, tile.columns) != (TILE_ROWS, TILE_ROWS):  # other flags
+            return None
+        return listed_launcher(rows_RD, w_END, out_RN, published)
+
+    def _launch(
+        self, gemm: GpuGemm, turn: KernelTurn, tiles: TileList, words: Sequence[Tensor | None], ranks: RanksRows,
+        matrices: tuple[Tensor, Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Launch the GEMM of rows, weights and results. words: counters, and room for tiles that are set aside."""
+        published = ranks.own_SD is None
+        all_words = tiles.items_N6, tiles.count, tiles.rows_EW, tiles.tiles_W, *words
+        flags, blocks = self.memory.row_flags(turn), self.programs.computing
+        listed, (rows_RD, w_END, out_RN) = ListedTiles(all_words, flags, published, blocks, ranks), matrices
+        gemm.listed(rows_RD, w_END, out_RN, None, listed, current_stream(rows_RD.device))
 
     def _push(self, turn: KernelTurn, x_SD: Tensor, offset: int = 0, flag: int = 0) -> None:
         """Push this rank's rows to the peers, without a GEMM."""

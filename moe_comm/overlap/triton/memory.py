@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ from moe_comm.comm.shared_heap import mapped_blocks
 from moe_comm.errors import ConfigError, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import ALIGN, Blocks, round_up, single_block, symmetric_blocks
 from moe_comm.gpu.order import stream_order
+from moe_comm.gpu.protocol import RowFlags
 from moe_comm.kernels.triton.device import INTERPRETED
 from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
 
@@ -92,7 +95,9 @@ class SymmetricMemory:
         self.group, self.device = group, device
         self.rank, self.world = group_rank(group), group_size(group)
         self.channel: SharedChannel | None = channel_of(group) if group is not None else None
-        self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device)
+        # State and Report of csrc/cuda/args.h, which begin with a turn and a fault, and an abort word, which is zero.
+        self._words = torch.zeros(2 + FAULT_WORDS + 1, dtype=torch.int64, device=device)
+        self.fault = self._words[2:-1]
         self.failed: PeerError | None = None
         self.peers_W = torch.zeros(self.world, dtype=torch.int64, device=device)
         self._blocks: Blocks | None = None
@@ -100,6 +105,7 @@ class SymmetricMemory:
         self._order = stream_order(self.channel.comm.keep if self.channel is not None else None, device)
         self._number = 0
         self._launched: list[tuple[torch.cuda.Event, Tensor, KernelTurn]] = []
+        self._side: torch.cuda.Stream | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -148,6 +154,26 @@ class SymmetricMemory:
         first = turn.data + offset
         return self._blocks.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    def row_flags(self, turn: KernelTurn) -> RowFlags:
+        """Return where kernels in CUDA C++ find the flags of ``turn``, and where they report a missing one."""
+        state, abort, first = self._words[1:], self._words[-1:], turn.first_flag
+        return RowFlags(self.peers_W, state, state, abort, self.rank, self.world, first, turn.number, self.timeout_ns)
+
+    def fork(self) -> AbstractContextManager[Any]:
+        """Return a context whose kernels run on a side stream, after what the current one has been given so far, and
+        beside what it is given later. ``join`` ends it. On CPUs kernels run one after the other."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._side)
+
+    def join(self) -> None:
+        """Let the current stream wait for the side stream."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
     def finish(self, turn: KernelTurn) -> None:
         """Finish ``turn`` after its last kernel. On CPUs, raise its errors. On GPUs, kernels may not have run yet, so a
         later ``turn`` or ``check`` raises them.
@@ -188,7 +214,7 @@ class SymmetricMemory:
         return round_up((1 + CALL_SLOTS) * self.world * 8) // 8
 
     def _raise(self, report: Tensor, turn: KernelTurn) -> None:
-        failed, flag, rank, expected, value = report.tolist()
+        failed, rank, flag, expected, value = report.tolist()
         if not failed:
             return
         if flag < self.world:

@@ -8,6 +8,10 @@ GEMM + reduce-scatter    rank 1 of 3           the next rank's rows first, own r
     computing            tiles for rank 2 │ tiles for rank 0 │ own tiles                              at the same time
     moving               own tile, once ranks 0, 1 and 2 have written it: summed in rank order, rounded once
 
+With MOE_COMM_GEMM=cuda, kernels in CUDA C++ take the place of the computing programs where they run (``linear.py``);
+the moving ones are then kernels of their own, on a side stream. Memory, flags and reports are the same, so ranks may
+differ.
+
 A tile of the first one waits for one flag: that of the chunk of rows that contains it. For the second one, each rank
 has a slot for each rank's partial sums, in the dtype of the rows, and a flag for each tile in it. No atomics are used
 for sums, so the bits do not depend on timing. A turn is one call of an operator (``memory.py``).
@@ -222,6 +226,29 @@ def await_rows_kernel(  # type: ignore[no-untyped-def]
                 tl.store(row_ptr + column, rounded(nan, DTYPE), mask=column < width)
 
 
+@triton.jit
+def sum_tile(  # type: ignore[no-untyped-def]
+    y_ptr, peers_ptr, fault_ptr, rows, columns, tile_m, tile_n, rank, world, turn, first_flag, data, timeout_ns,
+    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of y: the sum over ranks, in their order, of the tiles that they have written here, once they have.
+
+    A tile of a rank has the flag ``first_flag + rank * tiles of y + number of the tile, row by row``.
+    """
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    per_rank = tl.cdiv(rows, BLOCK_M) * tiles_n
+    offsets, inside = tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M, BLOCK_N)
+    slots_ptr = data_of(peers_ptr, rank, data, DTYPE)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for source in range(world):
+        flag = first_flag + source * per_rank + tile_m * tiles_n + tile_n
+        complete = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
+        part_ptr = slots_ptr + int64(source) * rows * columns
+        part = tl.load(part_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(complete, part, float("nan"))
+    tl.store(y_ptr + offsets, rounded(total, DTYPE), mask=inside)
+
+
 @triton.jit(do_not_specialize=TURN_ARGUMENTS)
 def matmul_scatter_kernel(  # type: ignore[no-untyped-def]
     x_ptr, b_ptr, y_ptr, peers_ptr, fault_ptr, rows, inner, columns, b_stride_k, b_stride_n, rank, world, turn, call,
@@ -238,8 +265,7 @@ def matmul_scatter_kernel(  # type: ignore[no-untyped-def]
     if program < computing:
         for task in range(program, world * per_rank, computing):
             peer = (rank + 1 + task // per_rank) % world
-            tile = task % per_rank
-            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
+            tile_m, tile_n = tile_at(task % per_rank, tiles_m, tiles_n)
             acc = tile_product(
                 x_ptr + int64(peer) * rows * inner, b_ptr, tile_m, tile_n, rows, inner, columns,
                 b_stride_k, b_stride_n, ALIGNED, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -250,17 +276,34 @@ def matmul_scatter_kernel(  # type: ignore[no-untyped-def]
             allowed = may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns)
             tl.store(slot_ptr + offsets, rounded(acc, DTYPE), mask=inside & allowed)
             if allowed:
-                notify(words_of(peers_ptr, peer), first_flag + rank * per_rank + tile, turn)
+                flag = first_flag + rank * per_rank + tile_m * tiles_n + tile_n
+                notify(words_of(peers_ptr, peer), flag, turn)
     else:
         for tile in range(program - computing, per_rank, tl.num_programs(0) - computing):
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
-            offsets, inside = tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M, BLOCK_N)
-            slots_ptr = data_of(peers_ptr, rank, data, DTYPE)
-            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for source in range(world):
-                flag = first_flag + source * per_rank + tile
-                complete = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
-                part_ptr = slots_ptr + int64(source) * rows * columns
-                part = tl.load(part_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-                total += tl.where(complete, part, float("nan"))
-            tl.store(y_ptr + offsets, rounded(total, DTYPE), mask=inside)
+            sum_tile(
+                y_ptr, peers_ptr, fault_ptr, rows, columns, tile_m, tile_n, rank, world, turn, first_flag, data,
+                timeout_ns, DTYPE, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def enter_kernel(peers_ptr, fault_ptr, rank, world, turn, call, timeout_ns):  # type: ignore[no-untyped-def]
+    """Enter a turn, and wait until this rank may write to all ranks; one program."""
+    enter(peers_ptr, rank, world, turn, call)
+    for peer in range(world):
+        may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns)
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def sum_tiles_kernel(  # type: ignore[no-untyped-def]
+    y_ptr, peers_ptr, fault_ptr, rows, columns, rank, world, turn, first_flag, data, timeout_ns,
+    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of ``matmul_scatter_kernel``, by columns, as the kernel in CUDA C++ computes them."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    for tile in range(tl.program_id(0), tiles_m * tl.cdiv(columns, BLOCK_N), tl.num_programs(0)):
+        sum_tile(
+            y_ptr, peers_ptr, fault_ptr, rows, columns, tile % tiles_m, tile // tiles_m, rank, world, turn,
+            first_flag, data, timeout_ns, DTYPE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip

@@ -18,13 +18,17 @@ one program per expert writes its tiles. The CPU knows only an upper bound of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_comm.gpu.protocol import TILE_ROWS
 from moe_comm.kernels.triton.launch import on_device_of, options
 
 TILE_WORDS = 6
@@ -121,6 +125,28 @@ def tile_list_kernel(  # type: ignore[no-untyped-def]
         tl.store(item_ptr + 3, first_source, mask=mask)
         tl.store(item_ptr + 4, last_source, mask=mask)
         tl.store(item_ptr + 5, rows_before + _at(start, source, first_source), mask=mask)
+
+
+@lru_cache(maxsize=64)
+def tiles_of_ranks(rows: int, rank: int, world: int, first: int, device: torch.device) -> TileList:
+    """List tiles of ``TILE_ROWS`` rows of a matrix with ``rows`` rows of each rank, as those of one expert.
+
+    A tile has rows of one rank. Ranks are in the order of the ring, from ``rank + first`` on.
+    """
+    order = [(rank + first + step) % world for step in range(world)]
+    tiles = [
+        (0, start, min(start + TILE_ROWS, source * rows + rows), source, source, source * rows)
+        for source in order
+        for start in range(source * rows, source * rows + rows, TILE_ROWS)
+    ]
+
+    def words(values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    of_rank = len(tiles) // world
+    return TileList(
+        words(tiles), words([len(tiles)]), words([of_rank] * world), words([[rows] * world]), words([rows * world])
+    )
 
 
 def most_tiles(num_rows: int, experts: int, tile_rows: int) -> int:

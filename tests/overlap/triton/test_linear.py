@@ -22,6 +22,7 @@ from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
 from tests.overlap.triton.common import interpreted, needs_triton, tile_product
 from tests.pool import RankPool, with_longer_deadline
+from tests.support.gemm_model import COMPILER, model_gemm
 
 pytestmark = needs_triton
 WORLD = 3
@@ -108,6 +109,56 @@ def test_the_bits_do_not_depend_on_programs(pool3: RankPool, name: str) -> None:
         assert all(map(torch.equal, few_programs[rank][0], many_programs[rank][0])), rank
 
 
+def _whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Return small whole numbers, so that every sum of products is exact in any order."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+class _Hopper:
+    """Lets the GEMMs in CUDA C++ run in their model, and records which ones do."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from moe_comm.kernels import tensor_cores
+
+        self.used, self._model = list[str](), model_gemm(2)
+        patch.setenv(tensor_cores.GEMM, "cuda")
+        patch.setattr(tensor_cores, "launcher_for", self._launcher_for)
+
+    def _launcher_for(self, rows: Tensor, kernel: str) -> Any:
+        self.used.append(kernel)
+        return self._model
+
+
+def _run_on_hopper(rank: int, world: int, arg: None) -> list[str]:
+    """Return the kernels of this rank. Rank 1 computes one direction in Triton, beside those in CUDA C++ of others."""
+    kernels = interpreted("linear").LinearKernels.of(dist.group.WORLD, torch.ones(1, dtype=torch.bfloat16))
+    rows, inner, outputs, used = 130, 72, 264, []
+    for name in NAMES:
+        in_rows, out_rows = (rows, rows * world) if name == "gather_matmul" else (rows * world, rows)
+        x, w, grad = (
+            _whole_numbers(*shape, seed=10 * seed + rank)
+            for seed, shape in enumerate(((in_rows, inner), (outputs, inner), (out_rows, outputs)))
+        )
+        expected = [kernels.forward(name, x, w), *kernels.gradients(name, x, w, grad, True, True)]
+        with pytest.MonkeyPatch.context() as patch:
+            hopper = _Hopper(patch)
+            y = kernels.forward(name, x, w)
+            if rank == 1:
+                patch.undo()
+            actual = [y, *kernels.gradients(name, x, w, grad, True, True)]
+        assert all(map(torch.equal, actual, expected)), name
+        used += hopper.used
+    return used
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_kernels_for_hopper_have_the_bits_of_triton_on_whole_numbers(pool3: RankPool) -> None:
+    model_gemm()  # compiles the model once
+    used = pool3.run(_run_on_hopper)
+    assert used[0] == used[2] == ["arrived", "published_transposed", "published", "arrived_transposed"]
+    assert used[1] == ["arrived", "published"]
+
+
 def _run_many_turns(rank: int, world: int, turns: int) -> bool:
     """Run many turns, each one call of an operator. Sizes change, so memory grows and flags move.
 
@@ -173,9 +224,22 @@ def test_bad_input_is_refused_before_rows_move(pool3: RankPool) -> None:
 
 def _lose_rank_2(rank: int, world: int, arg: tuple[str, str, float]) -> list[str]:
     """Rank 2 takes part once, then exits or hangs."""
-    name, failure, timeout_s = arg
-    kernels = _kernels(2, 2)
-    x, weight, _ = _inputs(name, rank, world, (17, 8, 5), torch.float32)
+    name, failure, _ = arg
+    with pytest.MonkeyPatch.context() as patch:
+        if failure == "is late on Hopper":
+            linear, dtype = interpreted("linear"), torch.bfloat16
+            hopper, kernels = _Hopper(patch), linear.LinearKernels.of(dist.group.WORLD, torch.ones(1, dtype=dtype))
+            errors = _errors_without_rank_2(rank, kernels, name, _inputs(name, rank, world, (17, 8, 16), dtype), arg)
+            return errors if len(hopper.used) > 1 or rank == 2 else ["Triton"]
+    inputs = _inputs(name, rank, world, (17, 8, 5), torch.float32)
+    return _errors_without_rank_2(rank, _kernels(2, 2), name, inputs, arg)
+
+
+def _errors_without_rank_2(
+    rank: int, kernels: Any, name: str, inputs: list[Tensor], arg: tuple[str, str, float]
+) -> list[str]:
+    _, failure, timeout_s = arg
+    x, weight, _ = inputs
     options = CollectiveOptions()
     kernels.forward(name, x, weight)
     configure_collectives(replace(options, timeout_s=timeout_s))  # only now, because setting up may take long
@@ -194,7 +258,14 @@ def _lose_rank_2(rank: int, world: int, arg: tuple[str, str, float]) -> list[str
     return errors
 
 
-@pytest.mark.parametrize(("name", "failure"), [("gather_matmul", "dies"), ("matmul_scatter", "is late")])
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("gather_matmul", "dies"),
+        ("matmul_scatter", "is late"),
+        *(pytest.param(name, "is late on Hopper", marks=pytest.mark.slow) for name in NAMES),
+    ],
+)
 def test_a_rank_that_fails_is_named_with_its_flag_on_the_others(name: str, failure: str) -> None:
     def check(timeout_s: float) -> None:
         with RankPool(WORLD, bare=True) as pool:  # a separate pool: the ranks' memory is unusable afterwards
