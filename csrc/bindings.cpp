@@ -340,6 +340,13 @@ PYBIND11_MODULE(_C, m) {
              py::gil_scoped_release release;
              e.sum(op, {pointer<char>(x), bytes}, first, count, dtype, pointer<char>(y));
            })
+      .def("values",
+           [](Exchange& e, const std::array<int64_t, kComparedWords>& compared, std::string label, const Values& own) {
+             const Op op = make_op(compared, std::move(label), 0, "");
+             std::vector<Values> all(static_cast<size_t>(e.world()));
+             without_gil([&] { e.values(op, own, all.data()); });
+             return all;
+           })
       .def("all_sum", [](Exchange& e, const std::array<int64_t, kComparedWords>& compared, std::string label,
                          int64_t fault, std::string text, uintptr_t x, int64_t bytes, int dtype) {
         const Op op = make_op(compared, std::move(label), fault, std::move(text));

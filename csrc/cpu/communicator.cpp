@@ -219,6 +219,7 @@ void Communicator::post(const Op& op) {
   Control& own = control(rank_);
   Record& mine = own.record;
   in_op_ = true;
+  settle();
   const std::string header = pack_header(op);
   for (int i = 0; i < kHeaderWords; ++i) {
     int64_t word;
@@ -315,6 +316,24 @@ void Communicator::publish_done() {
 void Communicator::finish() {
   publish_done();
   wait_all(kDone);
+  end_operation();
+}
+
+void Communicator::finish_later() {
+  publish_done();
+  end_operation();
+  unsettled_ = true;
+}
+
+void Communicator::settle() {
+  if (!unsettled_) return;
+  in_op_ = true;  // if the wait throws, abandon notifies the peers
+  control(rank_).in_op.store(1, std::memory_order_relaxed);
+  wait_all(kDone - kPerOp);  // of the operation before op_base_
+  unsettled_ = false;
+}
+
+void Communicator::end_operation() {
   op_base_ += kPerOp;
   in_op_ = done_published_ = false;
   Control& own = control(rank_);

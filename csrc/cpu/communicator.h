@@ -11,6 +11,9 @@
 // A waiting rank sleeps on its own doorbell. Peers ring it after each step, so one futex serves all waits. A rank
 // starts operation n + 1 only after all ranks are done with n, so one record per rank is enough.
 //
+// An operation whose peers read nothing but the record may end before all ranks are done (finish_later). The rank then
+// waits for them when its next operation begins.
+//
 // begin waits for all ranks. An operation that overlaps communication with computation uses the separate steps instead:
 // post, wait_any_posted for each peer, flags in its own published block, publish_done, wait_any_done.
 #pragma once
@@ -31,6 +34,7 @@ constexpr int kHeaderWords = 49;   // packed by comm/header.py
 constexpr int kComparedWords = 8;  // the first kComparedWords words must be equal on all ranks
 constexpr int kFaultWord = 8;      // 0, or 1 + the kind of error in this rank's input
 constexpr int kTextWord = 9;
+constexpr int kValues = 2;
 
 struct Record {
   int64_t header[kHeaderWords];
@@ -41,6 +45,7 @@ struct Record {
   int64_t extra_offset;   // the extra words of the rows of that block, and their size
   int64_t extra_bytes;
   int64_t flags_offset;  // sum: one flag per reading rank, set once its rows are written; -1: all rows are written
+  int64_t values[kValues];  // Exchange::values
 };
 
 struct Control {
@@ -152,6 +157,11 @@ class Communicator {
   // waits until all peers have announced it too.
   void publish_done();
   void finish();
+  // As finish, but the next operation waits for the peers. For operations whose peers read this rank's record only.
+  void finish_later();
+  // Wait for the peers of an operation that finish_later has ended. post does so; call it before writing the record
+  // fields of such an operation.
+  void settle();
   // Called at the end of every operation. If the operation did not finish, this notifies the peers that this rank
   // aborted it.
   void abandon();
@@ -171,6 +181,7 @@ class Communicator {
   Control& control(int peer) const;
   char* peer_base(int peer) const;
   void advance(uint32_t phase);
+  void end_operation();
   void wait_all(uint32_t phase);
   // Wait until condition() returns true; `peer` is the rank waited for.
   struct WaitTimes;
@@ -202,6 +213,7 @@ class Communicator {
   uint32_t op_base_;  // value of `progress` at the start of the current operation
   bool in_op_ = false;
   bool done_published_ = false;
+  bool unsettled_ = false;  // the last operation ended by finish_later
   std::string failure_;
   FailureKind failure_kind_ = FailureKind::died;
   std::mutex mutex_;

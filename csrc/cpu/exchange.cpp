@@ -76,6 +76,15 @@ void Exchange::sum(const Op& op, Buffer own, int64_t first, int64_t count, int d
   scope.finish();
 }
 
+void Exchange::values(const Op& op, const Values& own, Values* y) {
+  OpScope scope(communicator_.get());
+  communicator_->settle();
+  std::copy(own.begin(), own.end(), communicator_->record().values);
+  communicator_->begin(op);
+  for (int p = 0; p < world(); ++p) std::copy_n(communicator_->record(p).values, kValues, y[p].begin());
+  communicator_->finish_later();
+}
+
 void Exchange::all_sum(const Op& op, Buffer own, int dtype) {
   OpScope scope(communicator_.get());
   begin(op, own);

@@ -3,13 +3,15 @@
 //
 //   copy     rank r: y ◀── part of rank 0's block, part of rank 1's, ...    all-gather, all-to-all
 //   sum      rank r: y ◀── sum of the same part of every block              reduce-scatter, small all-reduce
+//   values   rank r: y ◀── the values in the record of each rank                  all-gather of a few words
 //   all_sum  rank r sums part r of every block into its own block, then
 //            copies the other parts from the ranks that summed them         all-reduce, in place
 //
 // Sums are accumulated in fp32 in rank order and rounded once. A call returns only after all ranks have finished
-// reading.
+// reading, but values returns before: its peers may still have to wake up.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -18,9 +20,13 @@
 
 namespace moe_comm {
 
+using Values = std::array<int64_t, kValues>;
+
 class Exchange {
  public:
   Exchange(std::shared_ptr<Communicator> communicator, int threads);
+
+  int world() const { return communicator_->world(); }
 
   // The buffer that a rank publishes: `bytes` in its own heap. Null if op.fault is set; all ranks then throw
   // HandshakeFailed.
@@ -33,6 +39,8 @@ class Exchange {
   void copy(const Op& op, Buffer own, int64_t first, int64_t part, char* y);
   // y [count]: the sum of elements [first, first + count) over all ranks' buffers.
   void sum(const Op& op, Buffer own, int64_t first, int64_t count, int dtype, char* y);
+  // y [world]: the values of each rank.
+  void values(const Op& op, const Values& own, Values* y);
   // In-place all-reduce: the published buffers are overwritten with their sum.
   void all_sum(const Op& op, Buffer own, int dtype);
 

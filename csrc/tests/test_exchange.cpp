@@ -65,6 +65,15 @@ void run_and_check(Ranks& ranks, int rank, int64_t count, int dtype, int threads
     }
   }
   heap.free(block);
+  // A rank leaves before its peers have read its values, and must not overwrite them.
+  std::vector<Values> all(static_cast<size_t>(world));
+  for (int64_t i = 0; i < 3; ++i) {
+    exchange.values(collective(++call), {rank * 10 + i, -i}, all.data());
+    for (int p = 0; p < world; ++p) {
+      CHECK_EQ(all[static_cast<size_t>(p)][0], p * 10 + i);
+      CHECK_EQ(all[static_cast<size_t>(p)][1], -i);
+    }
+  }
 }
 
 }  // namespace

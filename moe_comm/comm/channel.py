@@ -105,6 +105,12 @@ class Channel:
         """Return [W, *shape], the tensors of all ranks, on the device of ``tensor``. They must have equal sizes."""
         return self.start_all_gather(tensor, description)()
 
+    def gather_values(self, values: tuple[int, int], description: str) -> list[list[int]]:
+        """Return the values of all ranks. A rank may return before the others have read its values."""
+        sent = torch.tensor(values, dtype=torch.int64, device=self.control_device)
+        rows: list[list[int]] = self.all_gather(sent, description).tolist()
+        return rows
+
     def start_all_gather(self, tensor: Tensor, description: str) -> PendingTensor:
         """Start ``all_gather``.
 

@@ -34,6 +34,8 @@ T = TypeVar("T")
 Run = Callable[[tuple[Any, ...], int], None]
 """Function of the common arguments of native calls and the address of the result."""
 
+VALUES_BYTES = 16
+"""Of ``gather_values``."""
 LOCAL_SUM_BYTES = 32_768
 """Up to this size every rank computes all sums of an all-reduce. A second wait would take longer than the sums."""
 
@@ -96,6 +98,21 @@ class SharedChannel(Channel):
     def can_sum(self, x: Tensor) -> bool:
         """See ``Channel.can_sum``. Shared memory sums in fp32, in order of rank, and rounds once."""
         return self.can_sum_in_memory(x) or super().can_sum(x)
+
+    def gather_values(self, values: tuple[int, int], description: str) -> list[list[int]]:
+        """See ``Channel.gather_values``. Through shared memory the values need no block of the heap."""
+        if not self._uses_shared_memory("cpu") or "cpu" not in self.comm.backends:
+            return super().gather_values(values, description)
+        header = self._header(VALUES_BYTES, torch.int64, description, None)
+        nbytes = (self.world - 1) * VALUES_BYTES
+        try:
+            with communication_span(Kind.COLLECTIVE, operation(description), group=self.comm.span_group, nbytes=nbytes):
+                rows: list[list[int]] = self._exchange.values(header.compared(), description, values)
+                return rows
+        except self._core.HandshakeFailed as mismatch:
+            error = failure(mismatch.headers, self.rank, header)
+            mark_known(error, self.comm)
+            raise error from None
 
     def start_all_gather(self, tensor: Tensor, description: str) -> PendingTensor:
         """See ``Channel.start_all_gather``. Through shared memory it completes immediately."""
@@ -236,7 +253,10 @@ class SharedChannel(Channel):
 
     def uses_shared_memory(self, x: Tensor) -> bool:
         """Return whether tensors on the device of ``x`` are transferred through shared memory. Equal on all ranks."""
-        return self._shared is not None and self.shared_memory and x.device.type == "cpu" and self.comm.failed is None
+        return self._uses_shared_memory(x.device.type)
+
+    def _uses_shared_memory(self, device_type: str) -> bool:
+        return self._shared is not None and self.shared_memory and device_type == "cpu" and self.comm.failed is None
 
     def _exchange_shared(
         self, x: Tensor, shape: Sequence[int], run: Run | None, description: str, nbytes: int
@@ -273,10 +293,7 @@ class SharedChannel(Channel):
         self, num_bytes: int, dtype: torch.dtype, description: str, offer: Tensor, fault: MoeCommError | None
     ) -> tuple[Header, tuple[Any, ...]]:
         """Return the header of the next call, and the common arguments of native calls."""
-        assert self._shared is not None
-        call = self.comm.calls.next(COLLECTIVES)
-        self.comm.set_core_timeout(self.timeout_s)
-        header = Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, description, fault, calls=self.comm.calls)
+        header = self._header(num_bytes, dtype, description, fault)
         return header, (
             header.compared(),
             description,
@@ -285,6 +302,12 @@ class SharedChannel(Channel):
             address(offer, offer.dtype),
             offer.nbytes,
         )
+
+    def _header(self, num_bytes: int, dtype: torch.dtype, description: str, fault: MoeCommError | None) -> Header:
+        """Return the header of the next call."""
+        call = self.comm.calls.next(COLLECTIVES)
+        self.comm.set_core_timeout(self.timeout_s)
+        return Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, description, fault, calls=self.comm.calls)
 
     def _warn_no_room(self, handshake_error: Any, header: Header, fallback: str) -> None:
         """Raise the error of a failed handshake. If a rank has no room, only warn that the caller uses ``fallback``."""

@@ -125,6 +125,7 @@ class Rounds:
         self._gap_s = 0.0  # usual time to the next
         self._last = -1  # kind of the last round
         self._all_left = self._empty = False
+        self._empty_tensors: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
         self._of: dict[int, list[int]] = {}
         for index, one in enumerate(self._models):
             for experts, _ in one.calls:
@@ -324,7 +325,8 @@ class Rounds:
 
     def _try_vote(self, state: int, kind: int) -> list[list[int]]:
         report = self._report
-        votes = self._gather("a vote", [state if report is None else ERROR, kind])
+        channel, state = self._recovery.channels[self._number], state if report is None else ERROR
+        votes = channel.gather_values((state, kind), "a vote of ranks that serve")
         states = [vote[0] for vote in votes]
         if ERROR in states:
             self._raise_reported(report)
@@ -397,18 +399,24 @@ class Rounds:
         if not top_k:  # no rank calls this layer
             return
         experts, outer = self._calls[position]
-        weight = next(experts.parameters(recurse=False))
-        x_TD = torch.zeros(0, experts.layout.hidden, dtype=weight.dtype, device=experts.device)
-        ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=experts.device)
-        weights_TK = torch.zeros(0, top_k, dtype=torch.float32, device=experts.device)
+        tensors = self._no_tokens(experts.layout.hidden, experts.down_proj.dtype, experts.device, top_k)
         # Hooks of the caller on experts do not run, but those of adapters: around experts, or of their layers.
         call = outer if outer is not experts or experts._modules else experts.forward
         self._empty, active = True, experts.adapters  # of a call of these experts that waits for this one
         experts.adapters = {}
         try:
-            call(x_TD, ids_TK, weights_TK)
+            call(*tensors)
         finally:
             self._empty, experts.adapters = False, active
+
+    def _no_tokens(self, hidden: int, dtype: torch.dtype, device: torch.device, top_k: int) -> tuple[Tensor, ...]:
+        """Return tokens [0, D], ids and weights [0, K]."""
+        tensors = self._empty_tensors.get(key := (hidden, dtype, device, top_k))
+        if tensors is None:
+            ids_TK = torch.zeros(0, top_k, dtype=torch.int64, device=device)
+            x_TD = torch.zeros(0, hidden, dtype=dtype, device=device)
+            tensors = self._empty_tensors[key] = x_TD, ids_TK, ids_TK.float()
+        return tensors
 
     def _agree_top_k(self, position: int, top_k: int) -> int:
         """Return the number of experts per token of a layer; 0 if no rank calls it. Collective until it is known.
@@ -417,17 +425,12 @@ class Rounds:
         """
         known = self._models[self._kind // len(AUTOCAST)].top_k
         if position not in known:
-            agreed = max(row[0] for row in self._gather("the number of experts per token", [top_k]))
+            channel, what = self._recovery.channels[self._number], "the number of experts per token of ranks that serve"
+            agreed = max(row[0] for row in channel.gather_values((top_k, 0), what))
             if not agreed:
                 return 0
             known[position] = agreed
         return known[position]
-
-    def _gather(self, what: str, words: list[int]) -> list[list[int]]:
-        channel = self._recovery.channels[self._number]
-        sent = torch.tensor(words, dtype=torch.int64, device=channel.control_device)
-        rows: list[list[int]] = channel.all_gather(sent, f"{what} of ranks that serve").tolist()
-        return rows
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

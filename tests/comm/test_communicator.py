@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.dispatch import Dispatcher, DispatchOptions
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.layers.parallel.collectives import sum_over
 from moe_comm.runtime.native_core import native_is_built
 from tests.pool import on_ranks
@@ -23,6 +23,7 @@ from tests.pool import on_ranks
 EXPERTS, HIDDEN = 8, 16
 BACKENDS = ["auto", "all_to_all", "all_gather"] + ["shared_memory"] * native_is_built()
 OPTIONS = DispatchOptions(timeout_s=60.0)
+CALLS: Any = (("a tensor", torch.zeros(1)), ((1, 2), "values of ranks"))
 
 
 def dispatch_error(dispatcher: Dispatcher, scale: float) -> Tensor:
@@ -121,6 +122,23 @@ def test_a_group_is_set_up_once_and_settings_are_compared_in_one_exchange() -> N
     for _ in range(3):
         make_dispatcher(EXPERTS, group, backend="all_to_all", options=OPTIONS)
     assert comm.num_operations == before + 3
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("backend", ["all_to_all"] + ["shared_memory"] * native_is_built())
+def test_ranks_get_the_values_of_all_ranks_between_other_calls(rank: int, world: int, backend: str) -> None:
+    group = dist.new_group()
+    dispatcher, channel = make_dispatcher(EXPERTS, group, backend=backend, options=OPTIONS), channel_of(group)
+    for number in range(6):
+        rows = channel.gather_values((rank, -number), "values")
+        assert rows == [[other, -number] for other in range(world)]
+        if number % 2:
+            assert dispatch_error(dispatcher, 2.0).abs().max() < 1e-5
+    if backend == "shared_memory":
+        with pytest.raises(RankMismatch, match="values of ranks"):
+            (channel.gather_values if rank else channel.compare_before_transfer)(*CALLS[min(rank, 1)])
+        assert channel.gather_values((rank, 7), "values") == [[other, 7] for other in range(world)]
+    destroy_group(group)
 
 
 @on_ranks(2)
