@@ -191,9 +191,14 @@ class Recovery:
         self.publish_copies()
 
     def publish_copies(self) -> None:
-        """Send the weights of copies of experts, as micro-batches cannot, whose calls have no order. Collective."""
-        if self.count > 1:
-            for experts in {one: None for model in self._models for one in swapped_experts(model).values()}:
+        """Send the weights of copies of experts if those of a rank have changed. Collective.
+
+        The ranks are in different calls afterwards, and calls of micro-batches have no order.
+        """
+        every = {one: None for model in self._models for one in swapped_experts(model).values()}
+        changed = any(one.copies is not None and one.copies.changed for one in every)
+        if any(row[0] for row in self.channels[0].gather_values((changed, 0), "whether copies of experts are current")):
+            for experts in every:
                 experts.publish_copies()
 
     def _copies_are_current(self) -> bool:

@@ -18,6 +18,7 @@ from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError, PeerDied, RankMismatch, UnsupportedModel
 from moe_comm.integrations.hugging_face import swap_moe
+from moe_comm.integrations.hugging_face.swap import swapped_experts
 from moe_comm.layers.data_parallel import rematerialize_copies
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance
@@ -257,6 +258,38 @@ def sends_weights(rank: int, world: int, folder: str) -> None:
 
 def test_calls_of_micro_batches_send_no_weights(saved: Callable[[str], str], pool4: RankPool) -> None:
     pool4.run(sends_weights, saved("qwen3_moe"), timeout=60)
+
+
+def changes_weights(rank: int, world: int, arg: tuple[str, int, bool]) -> None:
+    """Rank 1 changes weights of experts that have copies, and does not generate. Rank 0 generates until it knows."""
+    folder, micro_batches, loads = arg
+    group = dist.new_group(range(2))
+    if rank >= 2:
+        return
+    copies = Placement(tuple((1 - e % 2, e % 2) if e < 3 else (e % 2,) for e in range(8)), 2)
+    model, ids = swap_moe(load(folder), group, placement=copies), batch(rank)
+    experts = next(iter(swapped_experts(model).values()))
+    with (  # noqa: PT012
+        pytest.raises(ConfigError, match="changed in a serving context"),
+        moe_comm.serving(model, micro_batches=micro_batches),
+    ):
+        if rank == 1:
+            with torch.no_grad():
+                experts.down_proj.mul_(2)
+            if loads:
+                experts.load_state_dict(experts.state_dict())
+        while rank == 0:
+            tokens(model, ids)
+    with moe_comm.serving(model, micro_batches=micro_batches):  # which publishes them
+        assert tokens(model, ids).shape == (5, ids.shape[1] + LENGTH)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(("micro_batches", "loads"), [(1, True), (2, False)])
+def test_weights_with_copies_do_not_change_in_a_context(
+    micro_batches: int, loads: bool, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    pool4.run(changes_weights, (saved("qwen3_moe"), micro_batches, loads), timeout=60)
 
 
 class _Stop(Exception):

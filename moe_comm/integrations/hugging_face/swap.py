@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall
-from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from moe_comm.errors import ConfigError, InputError, MoeCommError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_mlp, mark_invalid, on_device, oriented
 from moe_comm.integrations.hugging_face.padding import PaddingMask
 from moe_comm.integrations.offload.streamed import OffloadedLayer
@@ -324,6 +324,15 @@ class EPExperts(ExpertParallel):
         if fault is not None:
             self._publish_if_due(self)  # as the other ranks do before they dispatch
             self._refuse(self, fault)
+
+    def _publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
+        if self.rounds is None or self.rounds.ended or self.copies is None or not self.copies.changed:
+            return super()._publish_if_due(experts, later)
+        # Ranks change them between different calls, so they cannot publish them together.
+        return ConfigError(
+            f"the weights of the experts of {self.label} have changed in a serving context, but not their copies on "
+            "other ranks. Change weights between two contexts"
+        )
 
     def publish_copies(self) -> int:
         """Send the weights of experts to the ranks that hold copies; see ``MoELayer.publish_copies``. Collective."""

@@ -203,13 +203,20 @@ class ExpertCopies:
             if self._shared is None or (self.placement.has_copies and not later):
                 self.publish()
             return None
-        if not self.placement.has_copies or self._versions == self._present_versions():
+        if not self.changed:
             return None
         return ConfigError(
             f"the weights of the experts of layer {self._label!r} have changed, but not their copies on other ranks. "
             "Call publish_copies() of the layer on every rank after the change. After sync_gradients and "
             "load_state_dict, the next forward pass does so"
         )
+
+    @property
+    def changed(self) -> bool:
+        """Whether the weights of this rank have changed, and those of its copies on other ranks have not."""
+        if not self.placement.has_copies or not self._filled:  # else the next call publishes on all ranks
+            return False
+        return self._due or self._versions != self._present_versions()
 
     def materialize(self, call: Any = None) -> None:
         """Publish if a shared stack does not contain the current weights of this layer. Publishing is collective.

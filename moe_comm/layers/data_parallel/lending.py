@@ -117,6 +117,11 @@ class LentExperts(ExpertCopies):
     def share(self, stacks: Any) -> None:
         raise ConfigError(f"layer {self._label!r} lends experts (balance), which rematerialized copies do not support")
 
+    @property
+    def changed(self) -> bool:
+        """False: each call sends the weights that it needs."""
+        return False
+
     def publish_if_due(self, *, later: bool = False) -> None:
         """Do nothing: ``materialize`` sends the weights that a call needs."""
 
