@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from moe_comm import cli
+from moe_comm.bench.common import ranks as bench_ranks
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.serve.benchmark import Contest
-from moe_comm.bench.serve.contestants import mapped_model, model_folder
+from moe_comm.bench.serve.contestants import mapped_model, model_folder, needed_bytes
 from moe_comm.bench.serve.requests import Answer, complete_from, idle_share, latencies, since, union
-from moe_comm.bench.serve.settings import CONTESTANTS, ServeBench
+from moe_comm.bench.serve.settings import CONTESTANTS, FOR_WEIGHTS, ServeBench
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.event_layout import Kind, Span
 from tests.pool import on_ranks
@@ -59,6 +64,51 @@ def test_contestants_serve_a_trace_with_the_same_tokens(tmp_path: Path) -> None:
     assert rows["colocated"]["weight_mib"] == [pytest.approx(attention + experts / 2)] * 2
 
 
+def limits_of_memory() -> set[str]:
+    """Return the limits of the ranks that run now, in bytes."""
+    root, version, _ = bench_ranks._controller("memory")  # private: no public name tells where cgroups are
+    name, limits = ("memory.limit_in_bytes", "memory.max")[version - 1], set()
+    for group in root.glob(f"{bench_ranks.CGROUP_PREFIX}*"):
+        with suppress(OSError):  # of a rank that has ended
+            limits.add((group / name).read_text().strip())
+    return limits
+
+
+def memory_unavailable_reason() -> str:
+    """Return why memory cannot be limited here; empty if it can be."""
+    try:
+        with bench_ranks.memory_limit(1 << 20):
+            return ""
+    except ConfigError as error:
+        return str(error)
+
+
+REASON = memory_unavailable_reason()
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON or "memory can be limited")
+def test_ranks_with_limited_memory_serve_the_same_tokens_and_leave_their_cgroups(tmp_path: Path) -> None:
+    words = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+    words += ["--contestant", "colocated", "--contestant", "hugging_face", "--memory-mib", "512"]
+    out, seen, ended = tmp_path / "out.json", set[str](), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.01):
+            seen.update(limits_of_memory())
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            assert cli.run(["bench", "serve", *words, "--trace", trace(tmp_path), "--json", str(out)]) == 0
+        finally:
+            ended.set()
+        looking.result()
+    assert str(512 << 20) in seen and not limits_of_memory()
+    result = json.loads(out.read_text())
+    assert result["skipped"] == {} and result["settings"]["memory_mib"] == 512
+    assert set(result["contestants"]) == {"colocated", "hugging_face"}
+
+
 WRONG = ServeBench(**TINY, trace="poisson:rate=1,count=2,prompt=4,output=3")
 
 
@@ -66,6 +116,23 @@ WRONG = ServeBench(**TINY, trace="poisson:rate=1,count=2,prompt=4,output=3")
 def folder() -> Iterator[str]:
     with model_folder(WRONG, WRONG.requests()) as path:
         yield path
+
+
+@on_ranks(2)
+def test_contestants_that_do_not_fit_the_memory_are_skipped(folder: str, rank: int, tmp_path: Path) -> None:
+    needed = {name: needed_bytes(name, WRONG, folder) / 2**20 for name in CONTESTANTS}
+    assert needed["hugging_face"] == 0 < needed["colocated"] < needed["replicas"]
+    # Between the two, with the share that weights may take.
+    contest = Contest(replace(WRONG, memory_mib=0.5 * (needed["colocated"] + needed["replicas"]) / FOR_WEIGHTS), folder)
+    together, runs = dist.new_group([0, 1]), list[str]()
+    for name in CONTESTANTS:
+        contest.build(name, together)
+        runs += [one.name for one in contest.contestants]
+        contest.contestants.clear()
+    assert set(contest.skipped) == {name for name in CONTESTANTS if needed[name] > needed["colocated"]}
+    assert "replicas" in contest.skipped and "more than 80% of its memory" in contest.skipped["replicas"]
+    assert set(runs) == set(contest.weights) == set(CONTESTANTS) - set(contest.skipped)
+    assert max(contest.weights["colocated"]) / 2**20 == pytest.approx(needed["colocated"])
 
 
 @on_ranks(2)

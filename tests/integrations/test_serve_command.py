@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -18,8 +20,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import pytest
@@ -35,8 +38,9 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from moe_comm import cli
-from moe_comm.integrations.serve_ranks import Balancer
+from moe_comm.integrations.serve_ranks import Balancer, serve_rank
 from tests.integrations.models import VOCAB, load, save_model
+from tests.pool import start_server
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }} {% endfor %}<|im_start|>assistant\n"
 PROMPTS = ["w5 w6 w7", "w30", "w9 w8 w7 w6 w5", "w11 w12", "w40 w41 w42", "w50 w9"]
@@ -77,17 +81,16 @@ def expected(folder: str) -> Callable[[str, int], str]:
 class Server:
     """A running ``moe-comm serve``."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Any, output: TextIO) -> None:
         self.process, self.url, self.lines = process, "", list[str]()
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in output:
             self.lines.append(line)
             if found := re.match(r"Serving .* at (http\S+)", line):
                 self.url = found[1]
                 break
         else:
             raise AssertionError("".join(self.lines))
-        self._reader = threading.Thread(target=lambda: self.lines.extend(process.stdout or ()), daemon=True)
+        self._reader = threading.Thread(target=lambda: self.lines.extend(output), daemon=True)
         self._reader.start()
 
     def end(self, number: int | None = None) -> tuple[int, str]:
@@ -134,7 +137,8 @@ def serve(folder: str, *options: str) -> Iterator[Server]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     ) as process:
         try:
-            yield Server(process)
+            assert process.stdout is not None
+            yield Server(process, process.stdout)
         finally:
             if process.poll() is None:  # the test failed
                 children = psutil.Process(process.pid).children(recursive=True)
@@ -184,16 +188,37 @@ def test_one_attention_rank_answers_curl_and_the_openai_client_and_goes_on_witho
         assert b'"finish_reason":"stop"' in endless.read()  # with the tokens so far
 
 
+def run_rank(config: Any, output: Connection) -> None:
+    """Run the only rank of a server."""
+    os.dup2(output.fileno(), 1)
+    assert serve_rank(config) == signal.SIGTERM
+
+
 def test_a_server_with_offloaded_experts_answers_as_without(
-    folder: str, expected: Callable[[str, int], str], tmp_path: Path
+    folder: str, expected: Callable[[str, int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--attention", "1", "--offload-budget", "64KiB", "--offload-path", str(tmp_path))
-    with serve(folder, *options) as server:
-        with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda prompt: server.complete(folder, prompt, 6), PROMPTS[:2]))
-        assert answers == [expected(prompt, 6) for prompt in PROMPTS[:2]]
-        code, output = server.end(signal.SIGTERM)
-        assert code == 0, output
+    configs: list[Any] = []
+    command = importlib.import_module("moe_comm.cli.serve")
+    monkeypatch.setattr(command, "launch", lambda _, arguments, *__, **___: configs.extend(arguments) or [])
+    options = ("--port", "0", "--device", "cpu", "--offload-budget", "64KiB", "--offload-path", str(tmp_path))
+    assert cli.run(["serve", folder, *options]) == 0
+    start_server()  # its processes have imported what a new one would load for seconds
+    reading, writing = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("forkserver").Process(target=run_rank, args=(*configs, writing))
+    process.start()
+    writing.close()
+    try:
+        with os.fdopen(os.dup(reading.fileno())) as output:
+            server = Server(process, output)
+            with ThreadPoolExecutor(2) as pool:
+                answers = list(pool.map(lambda prompt: server.complete(folder, prompt, 6), PROMPTS[:2]))
+            assert answers == [expected(prompt, 6) for prompt in PROMPTS[:2]]
+            process.terminate()
+            process.join(END_S)
+            assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
     assert list(tmp_path.iterdir()) == []
 
 
