@@ -1,6 +1,6 @@
 """Ping-pong between a rank with attention and one with experts, on two hosts, with 1 to 4 micro-batches.
 
-    python -m benchmarks.ping_pong [--link-gbit 0.5] [--batch 256] [--ffn 1024] ...      # root
+    python -m benchmarks.ping_pong [--link-gbit 0.6] [--batch 256] [--ffn 1920] ...      # root
 
 The hosts are network namespaces, and each rank has a core of its own. One model decodes the same batch with each number
 of micro-batches in turn. A rank is idle while it computes for no micro-batch: neither experts, nor attention and the
@@ -105,9 +105,9 @@ def serve(args: argparse.Namespace) -> list[tuple[int, float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--link-gbit", type=float, default=0.5)
+    parser.add_argument("--link-gbit", type=float, default=0.6)
     parser.add_argument("--backend", default="all_to_all")
-    sizes = {"layers": 4, "hidden": 1024, "ffn": 1024, "experts": 4, "top_k": 2}
+    sizes = {"layers": 4, "hidden": 1536, "ffn": 1920, "experts": 2, "top_k": 1}
     for name, value in (sizes | {"batch": 256, "prompt": 1, "tokens": 8, "rounds": 3}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 3, 4])
