@@ -129,7 +129,8 @@ def measure_idle(args: argparse.Namespace, threads: int) -> list[tuple[float, fl
     def step_s() -> float:
         begin_s, length = time.perf_counter(), {"min_new_tokens": args.steps, "max_new_tokens": args.steps}
         model.generate(ids_BS, do_sample=False, pad_token_id=0, **length)
-        return (time.perf_counter() - begin_s) / args.steps
+        seconds: float = (time.perf_counter() - begin_s) / args.steps
+        return seconds
 
     times = []
     for number in range(args.rounds + 1):

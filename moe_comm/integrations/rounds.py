@@ -43,6 +43,7 @@ from moe_comm.integrations.recovery import Recovery
 from moe_comm.topology import Placement
 
 T = TypeVar("T")
+_Tensors = tuple[Tensor, Tensor, Tensor]
 IDLE, WORK, LEFT, CHANGE, ERROR = range(5)
 """What a rank votes for: another rank may have work; a round; it has left the context; another placement of the
 experts; it has failed."""
@@ -125,7 +126,7 @@ class Rounds:
         self._gap_s = 0.0  # usual time to the next
         self._last = -1  # kind of the last round
         self._all_left = self._empty = False
-        self._empty_tensors: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+        self._empty_tensors: dict[tuple[object, ...], _Tensors] = {}
         self._of: dict[int, list[int]] = {}
         for index, one in enumerate(self._models):
             for experts, _ in one.calls:
@@ -390,9 +391,12 @@ class Rounds:
         if self._ended_calls >= end:
             return
         with torch.no_grad(), torch.autocast(self._device.type, autocast, enabled=autocast is not None):
-            for position in range(self._ended_calls, end):
-                self._repeated(partial(self._call_empty, position))
-                self._ended_calls = position + 1
+            self._repeated(partial(self._call_until, end))
+
+    def _call_until(self, end: int) -> None:
+        while self._ended_calls < end:
+            self._call_empty(self._ended_calls)
+            self._ended_calls += 1
 
     def _call_empty(self, position: int) -> None:
         top_k = self._agree_top_k(position, 0)
@@ -401,7 +405,7 @@ class Rounds:
         experts, outer = self._calls[position]
         tensors = self._no_tokens(experts.layout.hidden, experts.down_proj.dtype, experts.device, top_k)
         # Hooks of the caller on experts do not run, but those of adapters: around experts, or of their layers.
-        call = outer if outer is not experts or experts._modules else experts.forward
+        call = outer if outer is not experts or experts._modules else experts._run
         self._empty, active = True, experts.adapters  # of a call of these experts that waits for this one
         experts.adapters = {}
         try:
@@ -409,7 +413,7 @@ class Rounds:
         finally:
             self._empty, experts.adapters = False, active
 
-    def _no_tokens(self, hidden: int, dtype: torch.dtype, device: torch.device, top_k: int) -> tuple[Tensor, ...]:
+    def _no_tokens(self, hidden: int, dtype: torch.dtype, device: torch.device, top_k: int) -> _Tensors:
         """Return tokens [0, D], ids and weights [0, K]."""
         tensors = self._empty_tensors.get(key := (hidden, dtype, device, top_k))
         if tensors is None:
