@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -172,8 +172,9 @@ def main() -> None:
     else:
         times = on_ranks(decode.measure_idle, args, RANKS, "cpu") or []
         serving_s, alone_s = (median(values) for values in zip(*times, strict=True))
-        ratio = median(one / other for one, other in times)
-        print(f"a step in serving {serving_s * 1e3:.2f} ms, without votes {alone_s * 1e3:.2f} ms, {ratio - 1:+.1%}")
+        low, ratio, high = quantiles([one / other - 1 for one, other in times])
+        print(f"a step in serving {serving_s * 1e3:.2f} ms, without votes {alone_s * 1e3:.2f} ms")
+        print(f"serving takes {ratio:+.1%} (median of {len(times)} pairs; quartiles {low:+.1%}, {high:+.1%})")
 
 
 if __name__ == "__main__":
