@@ -44,7 +44,7 @@ struct Record {
   int64_t block_offset;   // the block peers write to; -1 before it is allocated, -2 if the allocation failed
   int64_t extra_offset;   // the extra words of the rows of that block, and their size
   int64_t extra_bytes;
-  int64_t flags_offset;  // sum: one flag per reading rank, set once its rows are written; -1: all rows are written
+  int64_t flags_offset;     // sum: one flag per reading rank, set once its rows are written; -1: all rows are written
   int64_t values[kValues];  // Exchange::values
 };
 
