@@ -390,6 +390,9 @@ inline void test_late_rank(unsigned seed) {
   std::mt19937 random(seed);
   Linear layer(2, {5, 130}, 72, 264, 72, &random);
   layer.list(0);
+  for (int64_t i = 5; i < layer.all_rows; ++i) {
+    for (int64_t k = 0; k < layer.inner; ++k) layer.ranks[0].received.at(0, i, k) = 0;
+  }
   Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), 2)
       .listed(layer.product(0, false, 1000000), 0);
   LinearRank& rank = layer.ranks[0];
