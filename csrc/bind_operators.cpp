@@ -199,18 +199,17 @@ void bind_operators(py::module_& m) {
   m.def(
       "plan_rows",
       [](const std::vector<int64_t>& loads, const std::vector<int64_t>& home, int64_t world,
-         std::array<int64_t, 4> limits, const std::vector<std::array<int64_t, 2>>& residents) {
-        const auto [rows, memory, worth, copies] = limits;
+         std::array<int64_t, 5> limits, const std::vector<std::array<int64_t, 2>>& residents) {
+        const auto [rows, memory, row_ns, copy_ns, copies] = limits;
         std::vector<Resident> present;
         for (const auto& [expert, rank] : residents) present.push_back({expert, rank});
-        const std::vector<Lent> lent = plan_rows(loads, home, world, {rows, memory, worth, copies}, present);
+        const std::vector<Lent> lent = plan_rows(loads, home, world, {rows, memory, row_ns, copy_ns, copies}, present);
         std::vector<std::array<int64_t, 3>> result;
         for (const Lent& one : lent) result.push_back({one.expert, one.rank, one.rows});
         return std::pair(result, plan_digest(lent));
       },
       py::arg("loads"), py::arg("home"), py::arg("world"), py::arg("limits"), py::arg("residents"),
-      "See cpu/balance.h. limits: rows, memory, worth, copies. Returns (expert, rank, rows) of each lent expert, and "
-      "the "
+      "See cpu/balance.h. limits: those of BalanceLimits. Returns (expert, rank, rows) of each lent expert, and the "
       "digest.");
 
   m.def(

@@ -343,7 +343,7 @@ def plan_rows(
     loads: Sequence[int],
     home: Sequence[int],
     world: int,
-    limits: tuple[int, int, int, int],
+    limits: tuple[int, int, int, int, int],
     residents: Sequence[tuple[int, int]],
 ) -> tuple[list[list[int]], int]: ...
 def bare_gather(src: int, index: int, dst: int, count: int, row_bytes: int, threads: int, /) -> None: ...

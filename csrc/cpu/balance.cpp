@@ -1,6 +1,7 @@
 #include "balance.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -14,6 +15,9 @@ using Rows = std::vector<int64_t>;
 struct Pair {
   int64_t donor, taker, rows;
 };
+
+// A plan is chosen from those of this many limits.
+constexpr int64_t kLimits = 8;
 
 size_t at(int64_t index) { return static_cast<size_t>(index); }
 
@@ -36,11 +40,18 @@ struct Planner {
       totals[at(home[e])] += loads[e];
       own[at(home[e])].push_back(static_cast<int64_t>(e));
     }
-    const auto key = [&](const Resident& one) { return std::tuple(-loads[at(one.expert)], one.expert, one.rank); };
-    const auto before = [&](const Resident& a, const Resident& b) { return key(a) < key(b); };
-    const auto equal = [&](const Resident& a, const Resident& b) { return key(a) == key(b); };
-    std::sort(residents.begin(), residents.end(), before);
+    const auto pair = [](const Resident& one) { return std::tuple(one.expert, one.rank); };
+    const auto equal = [&](const Resident& a, const Resident& b) { return pair(a) == pair(b); };
+    std::sort(residents.begin(), residents.end(),
+              [&](const Resident& a, const Resident& b) { return pair(a) < pair(b); });
     residents.erase(std::unique(residents.begin(), residents.end(), equal), residents.end());
+    std::map<int64_t, int64_t> count;
+    for (const Resident& one : residents) ++count[one.expert];
+    const auto key = [&](const Resident& one) {
+      return std::tuple(count[one.expert], -loads[at(one.expert)], one.expert, one.rank);
+    };
+    std::sort(residents.begin(), residents.end(),
+              [&](const Resident& a, const Resident& b) { return key(a) < key(b); });
   }
 
   int64_t busiest(const std::vector<Lent>& lent) const {
@@ -142,6 +153,7 @@ struct Planner {
       over -= rows;
       room[at(one.rank)] -= rows;
     }
+    if (!copies) return experts_of({}, std::move(left), std::move(moved));
     std::vector<Pair> pairs;
     for (int64_t donor = largest(surplus); surplus[at(donor)]; donor = largest(surplus)) {
       const int64_t taker = largest(room), rows = std::min(surplus[at(donor)], room[at(taker)]);
@@ -161,16 +173,24 @@ std::vector<Lent> plan_rows(const Rows& loads, const Rows& home, int64_t world, 
                             std::vector<Resident> residents) {
   const Planner planner(loads, home, world, limits.copies, std::move(residents));
   const int64_t busiest = *std::max_element(planner.totals.begin(), planner.totals.end());
-  for (const bool required : {false, true}) {
-    for (int64_t limit = required ? limits.memory : limits.rows; limit < busiest; limit += (busiest - limit + 1) / 2) {
-      std::optional<std::vector<Lent>> lent = planner.within(limit);
-      if (!lent) continue;
-      const int64_t saved = busiest - planner.busiest(*lent);
-      if (required || saved > limits.worth * planner.transfers(*lent)) return *std::move(lent);
-      break;
+  const int64_t least_copy = planner.residents.empty() ? limits.copy_ns : 0;
+  const int64_t end = std::min(busiest, limits.memory + 1);
+  const int64_t step = std::max<int64_t>(1, (end - limits.rows) / kLimits);
+  bool required = busiest > limits.memory;
+  int64_t least = busiest * limits.row_ns;
+  std::vector<Lent> best;
+  for (int64_t limit = limits.rows; limit < end; limit += step) {
+    if (!required && limit * limits.row_ns + least_copy >= least) break;
+    std::optional<std::vector<Lent>> lent = planner.within(limit);
+    if (!lent) continue;
+    const int64_t cost = planner.busiest(*lent) * limits.row_ns + planner.transfers(*lent) * limits.copy_ns;
+    if (cost < least || required) {
+      best = *std::move(lent);
+      least = cost;
+      required = false;
     }
   }
-  return {};
+  return best;
 }
 
 uint64_t plan_digest(const std::vector<Lent>& lent) {

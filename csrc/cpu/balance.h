@@ -10,10 +10,10 @@ struct Lent {
   int64_t expert, rank, rows;
 };
 
-// `rows`: lend to keep to it, where that pays. `memory`: never exceeded. `worth`: rows that each copy must save.
-// `copies`: slots for copies on each rank.
+// `rows`: lend to keep to it, where that pays. `memory`: never exceeded. `row_ns`, `copy_ns`: costs of a row and of a
+// copy that is not resident. `copies`: slots for copies on each rank; 0: use the residents only.
 struct BalanceLimits {
-  int64_t rows, memory, worth, copies;
+  int64_t rows, memory, row_ns, copy_ns, copies;
 };
 
 struct Resident {

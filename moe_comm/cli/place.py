@@ -53,7 +53,7 @@ def place(
     """Show expert loads and placement decisions of a run by layer, and replay its loads with other settings."""
     report, analysis = load("moe_comm.bench.common.report", "bench"), load("moe_plan.whatif.placement", "observe")
     report.check_writable(json_out)
-    settings = load("moe_comm.topology.load_window", "train").ReplaySettings
+    settings = load("moe_comm.topology.rebalance", "train").DecisionSettings
     chosen = [
         settings(kind=KINDS[copies > 0], every=steps, window=last, slots=copies, threshold=share)
         for steps in every or EVERY

@@ -65,21 +65,17 @@ class Assignment:
     """Homes of the experts, and the rows of each rank.
 
     Args:
-        loads_E: rows of each expert; with copies, rows of each of its owners.
+        loads_E: rows of each expert.
         home_E: rank of each expert. Changed in place.
-        copies: (expert, rank) of copies, which do not change.
     """
 
-    def __init__(self, loads_E: Loads, home_E: list[int], world: int, copies: Sequence[tuple[int, int]] = ()) -> None:
-        self.copies = frozenset(copies)
+    def __init__(self, loads_E: Loads, home_E: list[int], world: int) -> None:
         self.loads_E, self.home_E = loads_E, home_E
         self.totals = [0] * world
         self.experts: list[list[int]] = [[] for _ in range(world)]
         for expert, rank in enumerate(home_E):
             self.totals[rank] += loads_E[expert]
             self.experts[rank].append(expert)
-        for expert, rank in copies:
-            self.totals[rank] += loads_E[expert]
 
     def moved(self, old_E: Sequence[int]) -> int:
         """Return the number of experts whose home is not that of ``old_E``."""
@@ -109,7 +105,7 @@ class Assignment:
                 most = loads_E[ours]
                 for theirs in self.experts[rank]:
                     less = most - loads_E[theirs]
-                    if 0 < less < high - low and self._allowed((ours,), rank) and self._allowed((theirs,), busy):
+                    if 0 < less < high - low:
                         yield max(high - less, low + less), (ours,), (theirs,)
 
     def _double(self, busy: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -123,12 +119,8 @@ class Assignment:
                 rows = loads_E[theirs[0]] + loads_E[theirs[1]]
                 for most, pair in ours:
                     less = most - rows
-                    if 0 < less < high - low and self._allowed(pair, rank) and self._allowed(theirs, busy):
+                    if 0 < less < high - low:
                         yield max(high - less, low + less), pair, theirs
-
-    def _allowed(self, experts: Sequence[int], rank: int) -> bool:
-        """Return whether ``rank`` has no copy of the experts."""
-        return not self.copies or not any((expert, rank) in self.copies for expert in experts)
 
     def _exchange(self, a: int, b: int) -> None:
         ranks = self.home_E[a], self.home_E[b]
@@ -151,7 +143,7 @@ class Assignment:
                 for other in self.experts[old]:
                     less = self.loads_E[other] - self.loads_E[expert]
                     fits = self.totals[old] - less <= limit and self.totals[now] + less <= limit
-                    if fits and old_E[other] != old and self._allowed((expert,), old) and self._allowed((other,), now):
+                    if fits and old_E[other] != old:
                         self._exchange(expert, other)
                         again = True
                         break

@@ -11,6 +11,7 @@ native core has the same function (csrc/cpu/balance.h); this module is its refer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,6 +21,12 @@ from moe_comm.topology.placement import Placement
 
 PARTS = 1000
 """Ratios are compared in thousandths."""
+LIMITS = 8
+"""A plan is chosen from those of this many limits."""
+HOST_BYTES_PER_S, LINK_BYTES_PER_S = 5e9, 125e6
+"""Assumed rates of weights: in the memory of a host, and over 1 Gbit/s between hosts."""
+COPY_NS = 50_000
+"""Assumed time of the transfers of a copy and of its gradient, without their bytes."""
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -32,15 +39,16 @@ class Lent(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits of the rows of a rank in one step.
+    """Limits of the rows of a rank in one step, and costs.
 
-    rows: lend to keep to it, where that pays. memory: never exceeded. worth: rows of the busiest rank that each copy
-    must save. copies: slots for copies on each rank.
+    rows: lend to keep to it, where that pays. memory: never exceeded. row_ns, copy_ns: costs of a row and of a copy
+    that is not resident. copies: slots for copies on each rank; 0: use the residents only.
     """
 
     rows: int
     memory: int
-    worth: int
+    row_ns: int
+    copy_ns: int
     copies: int
 
 
@@ -61,7 +69,9 @@ class Balance:
             dispatch through shared memory, in which they read them. None: as many as the rank with the most experts
             has, which are enough for any routing. With fewer, steps may exceed ``rows``.
         worth: rows of the busiest rank that each copy must save: the cost of sending an expert's weights and gradient,
-            divided by that of a row. About 20 on CPU ranks of one host, 1800 on an H100 with NVLink.
+            divided by that of a row. None: from the size of an expert, ``flops`` and ``bytes_per_s``.
+        flops: FLOP/s of a rank in the GEMMs of its experts.
+        bytes_per_s: rate at which a rank receives weights. None: 5e9 on one host, 1.25e8 between hosts.
 
     Raises:
         ConfigError: a value is out of range.
@@ -70,7 +80,9 @@ class Balance:
     rows: float = 1.125
     memory: float | None = None
     copies: int | None = None
-    worth: int = 20
+    worth: int | None = None
+    flops: float = 5e10
+    bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "memory"):
@@ -79,8 +91,12 @@ class Balance:
                 raise ConfigError(f"Balance.{name} must be a multiple of at least 1; got {value!r}")
         for name, least in (("copies", 1), ("worth", 0)):
             value = getattr(self, name)
-            if not (name == "copies" and value is None) and (type(value) is not int or not least <= value < 2**31):
+            if value is not None and (type(value) is not int or not least <= value < 2**31):
                 raise ConfigError(f"Balance.{name} must be an integer of at least {least}; got {value!r}")
+        for name in ("flops", "bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 1e6 <= value <= 1e18):
+                raise ConfigError(f"Balance.{name} must be from 1e6 to 1e18; got {value!r}")
 
     def placement(self, homes: Placement) -> Placement:
         """Return ``homes`` with slots for copies.
@@ -102,23 +118,38 @@ class Balance:
             raise ConfigError("balance chooses the copies of experts; pass a placement without copies and slots")
         return replace(homes, slots=slots)
 
-    def limits(self, rows: int, slots: int, world: int, copies: int) -> Limits:
+    def costs(self, weights: int, size: int, hosts: int) -> tuple[int, int]:
+        """Return the nanoseconds of a row and of a copy in forward and backward.
+
+        A copy receives its weights in both passes, and returns its gradient in fp32.
+
+        Args:
+            weights: elements of an expert. size: bytes of each. hosts: number of hosts of the ranks.
+        """
+        if self.worth is not None:
+            return 1, self.worth
+        rate = self.bytes_per_s or (HOST_BYTES_PER_S if hosts == 1 else LINK_BYTES_PER_S)
+        row = min(max(1, round(6e9 * weights / self.flops)), 2**31)
+        return row, min(COPY_NS + round((2 * size + 4) * 1e9 * weights / rate), 2**48)
+
+    def limits(self, rows: int, slots: int, world: int, copies: int, costs: tuple[int, int]) -> Limits:
         """Return the limits of a step.
 
         Args:
             rows: rows of all ranks.
             slots: (token, slot) pairs of the rank that has the most.
             copies: slots for copies on each rank.
+            costs: see above.
         """
         even = -(-rows // world)
         limit = max(even, rows * round(self.rows * PARTS) // (PARTS * world))
         memory = rows if self.memory is None else max(even, -(-slots * round(self.memory * PARTS) // PARTS))
-        return Limits(min(limit, memory), memory, self.worth, copies)
+        return Limits(min(limit, memory), memory, *costs, copies)
 
     def words(self) -> tuple[int, ...]:
-        """Return the settings as integers, which all ranks compare."""
+        """Return the settings but costs as integers, which all ranks compare."""
         memory = 0 if self.memory is None else round(self.memory * PARTS)
-        return round(self.rows * PARTS), memory, self.copies or 0, self.worth
+        return round(self.rows * PARTS), memory, self.copies or 0
 
 
 def plan_rows(
@@ -126,28 +157,61 @@ def plan_rows(
 ) -> tuple[Lent, ...]:
     """Return the rows to lend, by expert and rank; () if no rank has too many rows, or lending does not pay.
 
-    A copy that is not resident costs ``limits.worth`` rows of the busiest rank. With too few slots for ``limits.rows``,
-    a larger limit is used, but not above ``limits.memory``.
+    A plan costs the rows of its busiest rank, and the copies that a rank sends or receives at most. The cheapest of the
+    plans of several limits, from ``limits.rows`` up to the busiest rank's rows, is chosen. With too few slots for
+    copies, a limit has no plan.
 
     Args:
         loads_E: rows of each expert.
         home_E: home of each expert.
         residents: (expert, rank) of copies whose weights are on the rank already; they are used first.
     """
-    residents = sorted(set(residents), key=lambda one: (-loads_E[one[0]], one))
+    present = set(residents)
+    copies_E = Counter(expert for expert, _ in present)
+    residents = sorted(present, key=lambda one: (copies_E[one[0]], -loads_E[one[0]], one))
     total_W = rows_of_ranks(loads_E, home_E, world, ())
     busiest = max(total_W)
-    for limit, required in ((limits.rows, False), (limits.memory, True)):
-        while limit < busiest:
-            lent = _within(loads_E, home_E, total_W, limit, limits.copies, residents)
-            if lent is None:
-                limit += -(-(busiest - limit) // 2)
-                continue
-            saved = busiest - max(rows_of_ranks(loads_E, home_E, world, lent))
-            if required or saved > limits.worth * _transfers(lent, home_E, world, residents):
-                return lent
+    end = min(busiest, limits.memory + 1)
+    required, least, best = busiest > limits.memory, busiest * limits.row_ns, tuple[Lent, ...]()
+    for limit in range(limits.rows, end, max(1, (end - limits.rows) // LIMITS)):
+        if not required and limit * limits.row_ns + (0 if residents else limits.copy_ns) >= least:
             break
-    return ()
+        lent = _within(loads_E, home_E, total_W, limit, limits.copies, residents)
+        if lent is None:
+            continue
+        cost = limits.row_ns * max(rows_of_ranks(loads_E, home_E, world, lent))
+        cost += limits.copy_ns * _transfers(lent, home_E, world, residents)
+        if cost < least or required:
+            required, least, best = False, cost, lent
+    return best
+
+
+def of_copies(loads_E: Sequence[int], placement: Placement) -> tuple[Limits, list[tuple[int, int]]]:
+    """Return the limits and residents of a plan for the copies of ``placement``: no rank has more than the mean if
+    possible."""
+    limits = Limits(-(-sum(loads_E) // placement.world), sum(loads_E), 1, 0, 0)
+    return limits, [(expert, rank) for expert, ranks in enumerate(placement.owners) for rank in ranks[1:]]
+
+
+def intervals(
+    lent: Iterable[Lent], loads_E: Sequence[int], before_E: Sequence[int], own_E: Sequence[int]
+) -> dict[int, list[int]]:
+    """Return for each lent expert how many of a rank's rows its home and each rank of ``lent`` compute, in order.
+
+    Args:
+        loads_E: rows of each expert.
+        before_E, own_E: those of the source ranks before this one, and of this rank.
+    """
+    result: dict[int, list[int]] = {}
+    for one in lent:
+        result.setdefault(one.expert, []).append(one.rows)
+    for expert, lengths in result.items():
+        end, first = 0, before_E[expert]
+        lengths.insert(0, loads_E[expert] - sum(lengths))
+        for owner, length in enumerate(lengths):
+            start, end = end, end + length
+            lengths[owner] = max(0, min(end, first + own_E[expert]) - max(start, first))
+    return result
 
 
 def digest(lent: Iterable[Lent]) -> int:
@@ -199,6 +263,8 @@ def _within(
             left_E[expert] -= rows
             surplus[home_E[expert]] -= rows
             room[rank] -= rows
+    if not copies:
+        return _experts_of((), left_E, home_E, moved)
     pairs = []
     while max(surplus):
         donor, taker = surplus.index(max(surplus)), room.index(max(room))

@@ -21,24 +21,6 @@ MOST_MEMORY = 8
 """Largest number of intervals from whose loads a decision is made."""
 
 
-@dataclass(frozen=True)
-class ReplaySettings(DecisionSettings):
-    """Settings of decisions in a replay.
-
-    Args:
-        window: number of last recorded steps of each interval that decisions use. An interval is the time between two
-            decisions.
-    """
-
-    window: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_integers(window=1)
-        if self.window > self.every:
-            raise ConfigError(f"window ({self.window}) must be at most every ({self.every})")
-
-
 @dataclass
 class LoadWindow:
     """The loads from which a decision is made: of the last ``size`` steps of each of the last ``memory`` intervals.

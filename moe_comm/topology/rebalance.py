@@ -4,20 +4,22 @@
 
     6 experts, loads 9 5 4 1 1 1, 3 ranks:   contiguous 14 5 2    rebalanced {0 5} {1 3} {2 4}: 10 6 5
 
-The load of an expert is its number of rows in a step. Rows of an expert with copies are divided over its owners by
-``cut_rows``. Functions raise ConfigError if loads, slots or settings do not fit the placement.
+The load of an expert is its number of rows in a step. Copies are those of a plan (``balance.py``) for the sums of the
+window, and compute rows by plans that use only them. Functions raise ConfigError if loads, slots or settings do not fit
+the placement.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf, isqrt
 from typing import Literal
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology.assignment import Assignment, Loads, homes_near, within
+from moe_comm.topology.assignment import Loads, homes_near, within
+from moe_comm.topology.balance import Limits, of_copies, plan_rows, rows_of_ranks
 from moe_comm.topology.placement import Placement
 
 PlacementKind = Literal["fixed", "relocate", "replicate"]
@@ -30,55 +32,12 @@ NOISE = 3
 """Minimum of saved rows, in standard deviations of the rows of the busiest rank if routing is random."""
 
 
-def cut_rows(loads_E: Loads, placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Return the rows that each owner of each expert computes, in the order of its owners.
-
-    Experts with fewer owners come first, then those with more rows, then by id. Each fills its owners up to the same
-    total:
-
-        totals 7 4 2, an expert with 9 rows on all three ranks ──▶ rows 0 3 6, totals 7 7 8
-    """
-    check_loads(loads_E, placement.num_experts)
-    totals = [0] * placement.world
-    shares: list[tuple[int, ...]] = [(load,) for load in loads_E]
-    for load, ranks in zip(loads_E, placement.owners, strict=True):
-        if len(ranks) == 1:
-            totals[ranks[0]] += load
-    copied = (expert for expert, ranks in enumerate(placement.owners) if len(ranks) > 1)
-    for expert in sorted(copied, key=lambda one: (len(placement.owners[one]), -loads_E[one], one)):
-        ranks = placement.owners[expert]
-        shares[expert] = fill([totals[rank] for rank in ranks], loads_E[expert])
-        for rank, rows in zip(ranks, shares[expert], strict=True):
-            totals[rank] += rows
-    return tuple(shares)
-
-
-def fill(totals: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Divide ``rows`` so that the largest of ``totals`` plus their rows is minimal, then the second largest, and so on.
-
-    Rows that do not divide evenly go to the lowest totals, then to the first ones.
-    """
-    order = sorted(range(len(totals)), key=lambda one: (totals[one], one))
-    level, used = totals[order[0]], 1
-    left = rows
-    while used < len(order) and (totals[order[used]] - level) * used <= left:
-        left -= (totals[order[used]] - level) * used
-        level = totals[order[used]]
-        used += 1
-    base, extra = divmod(left, used)
-    parts = [0] * len(totals)
-    for place, one in enumerate(order[:used]):
-        parts[one] = level - totals[one] + base + (place < extra)
-    return tuple(parts)
-
-
 def rows_per_rank(loads_E: Loads, placement: Placement) -> tuple[int, ...]:
-    """Return the rows that each rank computes in a step with ``loads_E``."""
-    totals = [0] * placement.world
-    for ranks, parts in zip(placement.owners, cut_rows(loads_E, placement), strict=True):
-        for rank, rows in zip(ranks, parts, strict=True):
-            totals[rank] += rows
-    return tuple(totals)
+    """Return the rows that each rank computes in a step with ``loads_E``, if its copies compute their part."""
+    check_loads(loads_E, placement.num_experts)
+    homes, world = placement.homes, placement.world
+    lent = plan_rows(loads_E, homes, world, *of_copies(loads_E, placement)) if placement.has_copies else ()
+    return tuple(rows_of_ranks(loads_E, homes, world, lent))
 
 
 def busiest_rows(loads_E: Loads, placement: Placement) -> int:
@@ -138,8 +97,7 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0, free_moves: in
     Args:
         loads_E: rows of each expert.
         current: the placement before. Its version plus 1 is that of the result.
-        slots: copies that a rank can hold in addition to its homes. Copies are of the experts with the most rows per
-            owner, at most one on a rank, and only as many as reduce the rows of the busiest rank.
+        slots: copies that a rank can hold in addition to its homes.
         free_moves: experts that a rank can send or receive at little cost.
     """
     check_loads(loads_E, current.num_experts)
@@ -149,12 +107,11 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0, free_moves: in
             f"slots must be at least 0, and at most the {current.most_slots} experts that a rank with "
             f"{max(room)} of {current.num_experts} experts does not hold; got {slots}"
         )
+    homes = homes_near(loads_E, current.homes, room)
     choices = [current] if _copies(current) <= slots else []
-    choices += [
-        current.with_owners([(home,) for home in home_E]) for home_E in homes_near(loads_E, current.homes, room)
-    ]
-    if slots:
-        choices += map(current.with_owners, _with_copies(loads_E, current, slots))
+    choices += [current.with_owners([(home,) for home in home_E]) for home_E in homes]
+    for home_E in (current.homes, *homes) if slots else ():
+        choices += _with_copies(loads_E, home_E, current, slots)
     busiest = [busiest_rows(loads_E, one) for one in choices]
     limit = within(min(busiest))
     if choices[0] is current and busiest[0] <= limit:
@@ -180,103 +137,17 @@ def _copies(placement: Placement) -> int:
     return max(placement.copies_per_rank)
 
 
-def _with_copies(loads_E: Loads, current: Placement, slots: int) -> Iterator[list[tuple[int, ...]]]:
-    """Yield owners with copies of the experts with the most rows per owner.
-
-    First the best that were found, with copies on the least loaded ranks. Then some with up to the rows ``within`` it
-    that move less: with homes exchanged back, and from the owners of ``current`` with only as many exchanges as needed.
-    """
-    world, old_E = current.world, current.homes
-    counts_E = _owner_counts(loads_E, world, slots)
-    share_E = _shares(loads_E, counts_E, world)
-    home_E = homes_near(share_E, old_E, current.homes_per_rank)[0]
-    copies = _copies_of(share_E, counts_E, home_E, current, slots)
-    best = Assignment(share_E, home_E, world, copies)
-    best.improve()
-    owners = _owners(loads_E, best, copies)
-    yield owners
-    rows = within(busiest_rows(loads_E, current.with_owners(owners)))
-    best.move_back(old_E, within(max(best.totals)))
-    yield _owners(loads_E, best, copies, rows)
-    kept_E = [len(ranks) for ranks in current.owners] if current.has_copies else counts_E
-    for near_E in (counts_E, kept_E):
-        share_E = _shares(loads_E, near_E, world)
-        copies = _copies_of(share_E, near_E, old_E, current, slots, keep=True)
-        near = Assignment(share_E, list(old_E), world, copies)
-        near.improve(rows * world)
-        yield _owners(loads_E, near, copies, rows)
-
-
-def _owner_counts(loads_E: Loads, world: int, slots: int) -> list[int]:
-    """Return the number of owners of each expert, so that all slots are used. Each slot goes to the expert with the
-    most rows per owner."""
-    counts_E = [1] * len(loads_E)
-    queue = [(-float(load), expert) for expert, load in enumerate(loads_E) if load and world > 1]
-    heapq.heapify(queue)
-    for _ in range(slots * world):
-        if not queue:
-            break
-        expert = heapq.heappop(queue)[1]
-        counts_E[expert] += 1
-        if counts_E[expert] < world:
-            heapq.heappush(queue, (-loads_E[expert] / counts_E[expert], expert))
-    return counts_E
-
-
-def _shares(loads_E: Loads, counts_E: Sequence[int], world: int) -> list[int]:
-    """Return ``world`` times the rows of each owner of each expert."""
-    return [load * world // count for load, count in zip(loads_E, counts_E, strict=True)]
-
-
-def _copies_of(
-    share_E: Loads, counts_E: Sequence[int], home_E: Sequence[int], current: Placement, slots: int, keep: bool = False
-) -> list[tuple[int, int]]:
-    """Return the (expert, rank) of copies by descending share, on the least loaded ranks with a slot.
-
-    Ties go to a rank that holds the expert. With ``keep``, such a rank is taken even if others are less loaded.
-    """
-    world = current.world
-    totals, left = [0] * world, [slots] * world
-    for home, share in zip(home_E, share_E, strict=True):
-        totals[home] += share
-    copies = []
-    for expert in sorted(range(len(share_E)), key=lambda one: (-share_E[one], one)):
-        ranks, had = [home_E[expert]], current.owners[expert]
-        for _ in range(counts_E[expert] - 1):
-            free = [rank for rank in range(world) if left[rank] and rank not in ranks]
-            if not free:
-                break
-            rank = min(free, key=lambda one: (keep and one not in had, totals[one], one not in had, one))
-            ranks.append(rank)
-            totals[rank] += share_E[expert]
-            left[rank] -= 1
-            copies.append((expert, rank))
-    return copies
-
-
-def _owners(
-    loads_E: Loads, assignment: Assignment, copies: Sequence[tuple[int, int]], rows: int = 0
-) -> list[tuple[int, ...]]:
-    """Return the owners after removing copies that do not relieve the busiest rank, the smallest shares first.
-
-    Args:
-        copies: by descending share.
-        rows: rows that the busiest rank may have.
-    """
-    world = len(assignment.totals)
-    owners = [[home] for home in assignment.home_E]
-    for expert, rank in copies:
-        owners[expert].append(rank)
-
-    def busiest() -> int:
-        return busiest_rows(loads_E, Placement(tuple(map(tuple, owners)), world))
-
-    limit = max(busiest(), rows)
-    for expert, rank in reversed(copies):
-        owners[expert].remove(rank)
-        if busiest() > limit:
-            owners[expert].append(rank)
-    return [(ranks[0], *sorted(ranks[1:])) for ranks in owners]
+def _with_copies(loads_E: Loads, home_E: Sequence[int], current: Placement, slots: int) -> Iterator[Placement]:
+    """Yield placements whose copies are those of plans that lend rows of ``loads_E``, with and without those of
+    ``current``."""
+    rows, world = sum(loads_E), current.world
+    even = -(-rows // world)
+    had = [(e, rank) for e, ranks in enumerate(current.owners) for rank in ranks if rank != home_E[e]]
+    for limit, residents in product((even, within(even)), (had, [])):
+        owners = [[home] for home in home_E]
+        for one in plan_rows(loads_E, home_E, world, Limits(limit, rows, 1, 0, slots), residents):
+            owners[one.expert].append(one.rank)
+        yield current.with_owners(owners)
 
 
 @dataclass(frozen=True)
@@ -287,6 +158,7 @@ class DecisionSettings:
         kind: "fixed": never switch. "relocate": move experts. "replicate": also add copies.
         every: steps between decisions.
         slots: copies per rank, for "replicate".
+        window: number of last steps of each interval between two decisions that are used.
         threshold: minimum share of the busiest rank's rows to save.
         seconds_per_row: seconds of one row on its rank, forward and backward.
         seconds_to_move: seconds in which a rank sends or receives one expert.
@@ -300,11 +172,17 @@ class DecisionSettings:
     seconds_per_row: float = 1.0
     seconds_to_move: float = 0.0
     seconds_to_publish: float = 0.0
+    window: int = 5
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"the kind of placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
-        self._check_integers(every=1, slots=0)
+        for name, bound in (("every", 1), ("slots", 0), ("window", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < bound:
+                raise ConfigError(f"{name} must be an integer of at least {bound}; got {value!r}")
+        if self.window > self.every:
+            raise ConfigError(f"window ({self.window}) must be at most every ({self.every})")
         if not 0 <= self.threshold < 1:
             raise ConfigError(f"threshold must be from 0 to below 1; got {self.threshold!r}")
         for name in ("seconds_per_row", "seconds_to_move", "seconds_to_publish"):
@@ -312,12 +190,6 @@ class DecisionSettings:
                 raise ConfigError(f"{name} must be finite and at least 0; got {value!r}")
         if self.slots and self.kind != "replicate":
             raise ConfigError(f"slots hold copies, which kind {self.kind!r} does not make; got slots={self.slots}")
-
-    def _check_integers(self, **least: int) -> None:
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < bound:
-                raise ConfigError(f"{name} must be an integer of at least {bound}; got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
 from moe_comm.topology.balance import Balance
-from moe_comm.topology.load_window import ReplaySettings
 from moe_comm.topology.parallel import ShardingMode
+from moe_comm.topology.rebalance import DecisionSettings
 from moe_comm.train.section_base import MOST, Section
 
 MOST_LAYERS, MOST_EXPERTS, MOST_RANKS, MOST_STEPS = 1 << 12, 1 << 14, 1 << 20, 1 << 20
@@ -326,17 +326,21 @@ class BalanceSection(Section):
         rows: maximum rows of a rank, as a multiple of the mean, where lending pays.
         memory: maximum rows of a rank, as a multiple of the rows of the largest batch of a rank. None: no such limit.
         copies: slots for experts of other ranks on each rank, in each layer. None: as many as its experts.
-        worth: rows of the busiest rank that each copy must save.
+        worth: rows of the busiest rank that each copy must save. None: from the size of an expert and the next two.
+        flops: FLOP/s of a rank in the GEMMs of its experts.
+        bytes_per_s: rate at which a rank receives weights. None: 5e9 on one host, 1.25e8 between hosts.
     """
 
     rows: float = Field(default=1.125, ge=1, le=MOST_RANKS)
     memory: float | None = Field(default=None, ge=1, le=MOST_RANKS)
     copies: int | None = Field(default=None, ge=1, le=MOST_EXPERTS)
-    worth: int = Field(default=20, ge=0, le=MOST)
+    worth: int | None = Field(default=None, ge=0, le=MOST)
+    flops: float = Field(default=5e10, ge=1e6, le=1e18)
+    bytes_per_s: float | None = Field(default=None, ge=1e6, le=1e18)
 
     def settings(self) -> Balance:
         """Return the settings of the layers."""
-        return Balance(self.rows, self.memory, self.copies, self.worth)
+        return Balance(**self.model_dump())
 
 
 class PlacementSection(Section):
@@ -356,7 +360,7 @@ class PlacementSection(Section):
             decision, and of the interval before it. After wrong switches, from those of up to 8 intervals.
         threshold: share of the busiest rank's rows that a switch must save.
         balance: with "fixed", lend experts to other ranks in passes in which their homes have too many rows:
-            ``{rows = 1.125}``, and ``memory``, ``copies`` and ``worth`` of ``moe_comm.Balance``. None: never.
+            ``{rows = 1.125}``, and the other settings of ``moe_comm.Balance``. None: never.
     """
 
     kind: Literal["fixed", "relocate", "replicate"] = "fixed"
@@ -375,7 +379,7 @@ class PlacementSection(Section):
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
-        ReplaySettings(every=self.every, window=self.window)  # raises ConfigError
+        DecisionSettings(every=self.every, window=self.window)  # raises ConfigError
         return self
 
     @model_validator(mode="after")

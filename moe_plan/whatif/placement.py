@@ -25,11 +25,12 @@ from moe_comm.observe.records import (
 )
 from moe_comm.runtime.untrusted import parse_toml, read_bounded, table
 from moe_comm.topology.assignment import Loads
-from moe_comm.topology.load_window import LoadWindow, ReplaySettings
+from moe_comm.topology.load_window import LoadWindow
 from moe_comm.topology.pipeline import can_split
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import (
     Decision,
+    DecisionSettings,
     busiest_rows,
     copied_bytes,
     over_mean,
@@ -73,7 +74,7 @@ class PlacementReplay:
         return sum(decision.placement is not None for _, decision in self.decisions)
 
 
-def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySettings) -> PlacementReplay:
+def replay(loads: Mapping[int, Loads], first: Placement, settings: DecisionSettings) -> PlacementReplay:
     """Return what the decisions of ``settings`` would have done in a run that began with ``first``.
 
     Args:
@@ -149,7 +150,7 @@ class PlacementStudy:
     run: str
     ranks: int
     costs: bool
-    settings: tuple[ReplaySettings, ...]
+    settings: tuple[DecisionSettings, ...]
     layers: tuple[LayerPlacement, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def read_loads(run: Path) -> dict[str, dict[int, Loads]]:
     return {layer: dict(sorted(by_step.items())) for layer, by_step in loads.items()}
 
 
-def study(run: Path, settings: Sequence[ReplaySettings], ranks: int | None = None) -> PlacementStudy:
+def study(run: Path, settings: Sequence[DecisionSettings], ranks: int | None = None) -> PlacementStudy:
     """Return the placements of a run and the replays of other settings.
 
     Seconds of rows, of moves and of copies come from the spans of the run, if it has them. Real experts are the first
@@ -241,7 +242,7 @@ def _layer(
     loads: dict[int, Loads],
     world: int,
     lines: Sequence[PlacementLine] | None,
-    settings: Sequence[ReplaySettings],
+    settings: Sequence[DecisionSettings],
 ) -> LayerPlacement:
     """lines: the recorded decisions; None if they are for another number of ranks."""
     experts = len(next(iter(loads.values())))

@@ -23,7 +23,7 @@ from moe_comm.observe.effective import effective_time
 from moe_comm.observe.faults import fault_outcomes, next_attempt
 from moe_comm.observe.report import panels, read_run
 from moe_comm.runtime.untrusted import lines_of, make_console, parse_toml, printable, printable_line
-from moe_comm.topology.load_window import ReplaySettings
+from moe_comm.topology.rebalance import DecisionSettings
 from moe_comm.train.config import load as load_config
 from moe_plan.machine import hardware_file
 from moe_plan.whatif import placement
@@ -69,7 +69,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "report": lambda run: panels(read_run(run)),
     "diagnose": culprits,
     "what if": read_run_trace,
-    "placement": lambda run: placement.study(run, [ReplaySettings()]),
+    "placement": lambda run: placement.study(run, [DecisionSettings()]),
     "experts": placement.real_experts,
     "effective time": effective_time,
     "outcomes": fault_outcomes,

@@ -9,7 +9,7 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology import Placement
-from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
+from moe_comm.topology.balance import Balance, Lent, Limits, digest, intervals, plan_rows, rows_of_ranks
 
 
 def draw_case(rng: random.Random) -> tuple[list[int], list[int], int, Limits, list[tuple[int, int]]]:
@@ -22,7 +22,8 @@ def draw_case(rng: random.Random) -> tuple[list[int], list[int], int, Limits, li
     even = -(-sum(loads_E) // world)
     rows = even + rng.choice((0, 0, even // 8, rng.randint(0, even + 1)))
     memory = rng.choice((rows, 2 * rows, sum(loads_E)))
-    limits = Limits(rows, memory, rng.choice((0, 0, 3, 50)), rng.choice((most, most, most + 2, 1)))
+    slots = rng.choice((most, most, most + 2, 1, 0))
+    limits = Limits(rows, memory, rng.choice((1, 7)), rng.choice((0, 0, 3, 500)), slots)
     elsewhere = [(e, r) for e, r in product(range(len(home_E)), range(world)) if home_E[e] != r]
     return loads_E, home_E, world, limits, rng.sample(elsewhere, rng.randint(0, min(len(elsewhere), 12)))
 
@@ -36,19 +37,28 @@ def test_no_rank_exceeds_the_limit_and_plans_are_small() -> None:
         most = max(map(home_E.count, range(world)))
         copies = [sum(one.rank == rank for one in lent) for rank in range(world)]
         assert sum(after) == sum(loads_E) and min(after) >= 0 and max(after) <= max(before)
-        assert max(copies) <= limits.copies and lent == tuple(sorted(set(lent)))
+        assert lent == tuple(sorted(set(lent)))
         assert all(one.rows > 0 and home_E[one.expert] != one.rank for one in lent)
         for expert, load in enumerate(loads_E):
             assert sum(one.rows for one in lent if one.expert == expert) <= load
+        if limits.copies:
+            assert max(copies) <= limits.copies
+        else:
+            assert {(one.expert, one.rank) for one in lent} <= set(residents)
         if limits.copies >= most:
             assert max(after) <= limits.memory
-            if limits.worth == 0 or (lent and max(before) <= limits.memory):
+            if limits.copy_ns == 0:
                 assert max(after) <= limits.rows
+        fresh = [one for one in lent if (one.expert, one.rank) not in residents]
+        if lent and max(before) <= limits.memory:
+            saved = (max(before) - max(after)) * limits.row_ns
+            assert saved > 0 and saved > limits.copy_ns * max(map([one.rank for one in fresh].count, range(world)))
         if max(before) <= limits.rows:
             assert not lent
         lending += bool(lent)
         # The greedy plan may need more slots than the limit, and another one is used.
-        fallbacks += lent != plan_rows(loads_E, home_E, world, limits._replace(copies=len(home_E)), residents)
+        more = limits._replace(copies=len(home_E) if limits.copies else 0)
+        fallbacks += lent != plan_rows(loads_E, home_E, world, more, residents)
     assert lending > 1000 and fallbacks > 50
 
 
@@ -60,7 +70,7 @@ def test_plans_reach_the_smallest_number_of_rows_that_a_search_finds() -> None:
         home_E = list(range(world))
         loads_E = [rng.choice((0, rng.randint(0, 7))) for _ in home_E]
         even = -(-sum(loads_E) // world)
-        lent = plan_rows(loads_E, home_E, world, Limits(even, sum(loads_E), 0, 1))
+        lent = plan_rows(loads_E, home_E, world, Limits(even, sum(loads_E), 1, 0, 1))
         best = max(loads_E)
         for experts in product(home_E, repeat=world):
             for rows in product(*(range(loads_E[e] + 1) for e in experts)):
@@ -72,13 +82,40 @@ def test_plans_reach_the_smallest_number_of_rows_that_a_search_finds() -> None:
 
 def test_resident_copies_are_used_first_and_cost_nothing() -> None:
     loads_E, home_E = [9, 3, 1, 1], [0, 0, 1, 1]
-    limits = Limits(7, 14, 4, 2)
+    limits = Limits(7, 14, 1, 4, 2)
     assert plan_rows(loads_E, home_E, 2, limits) == (Lent(0, 1, 5),)
-    assert plan_rows(loads_E, home_E, 2, limits._replace(worth=5)) == ()
-    assert plan_rows(loads_E, home_E, 2, limits._replace(worth=5, memory=11)) == (Lent(1, 1, 1),)
-    assert plan_rows(loads_E, home_E, 2, limits._replace(worth=5), [(0, 1)]) == (Lent(0, 1, 5),)
+    assert plan_rows(loads_E, home_E, 2, limits._replace(copy_ns=5)) == ()
+    assert plan_rows(loads_E, home_E, 2, limits._replace(copy_ns=5, memory=11)) == (Lent(0, 1, 5),)
+    assert plan_rows(loads_E, home_E, 2, limits._replace(copy_ns=5), [(0, 1)]) == (Lent(0, 1, 5),)
     assert plan_rows(loads_E, home_E, 2, limits, [(1, 1)]) == (Lent(0, 1, 2), Lent(1, 1, 3))
-    assert digest(()) == 0 and digest([Lent(0, 1, 5)]) != digest([Lent(0, 1, 4)])
+    assert plan_rows(loads_E, home_E, 2, limits, [(1, 1)]) == (Lent(1, 1, 3),)
+    assert plan_rows(loads_E, home_E, 2, limits._replace(copy_ns=1), [(1, 1)]) == (Lent(0, 1, 2), Lent(1, 1, 3))
+
+
+def test_a_copy_costs_its_bytes_and_a_row_its_flops() -> None:
+    assert Balance().costs(10**6, 4, hosts=1) == (120_000, 50_000 + 2_400_000)
+    assert Balance().costs(10**6, 2, hosts=1) == (120_000, 50_000 + 1_600_000)
+    assert Balance().costs(10**6, 4, hosts=2) == (120_000, 50_000 + 96_000_000)
+    assert Balance(flops=1e12, bytes_per_s=1e10).costs(10**6, 4, hosts=2) == (6_000, 50_000 + 1_200_000)
+    assert Balance(worth=7).costs(10**6, 4, hosts=1) == (1, 7)
+    # 200 rows of 120 us pay for weights that another process of the host has, but not for those of another host.
+    for hosts, lent in ((1, (Lent(0, 1, 200),)), (2, ())):
+        limits = Balance(1.0).limits(400, 200, 2, 2, Balance().costs(10**6, 4, hosts))
+        assert plan_rows([400, 0, 0, 0], [0, 0, 1, 1], 2, limits) == lent
+
+
+def test_the_cheapest_of_several_limits_is_kept() -> None:
+    loads_E, home_E = [140, 100, 90, 70], [0, 1, 2, 3]
+    even = (Lent(0, 2, 10), Lent(0, 3, 30))
+    for copy_ns, lent in ((4, even), (15, (Lent(0, 3, 35),)), (40, ())):
+        assert plan_rows(loads_E, home_E, 4, Limits(100, 400, 1, copy_ns, 1)) == lent
+    assert max(rows_of_ranks(loads_E, home_E, 4, plan_rows(loads_E, home_E, 4, Limits(100, 110, 1, 99, 1)))) <= 110
+
+
+def test_the_rows_of_an_expert_are_cut_in_the_order_of_sources() -> None:
+    lent = (Lent(0, 1, 3), Lent(0, 2, 4), Lent(1, 0, 5))
+    cuts = [intervals(lent, [12, 5], before, own) for before, own in (([0, 0], [6, 2]), ([6, 2], [6, 3]))]
+    assert cuts == [{0: [5, 1, 0], 1: [0, 2]}, {0: [0, 2, 4], 1: [0, 3]}]
 
 
 def check_native(seed: int, cases: int) -> None:
@@ -104,8 +141,8 @@ def test_settings_that_cannot_hold_are_refused() -> None:
     homes = Placement.contiguous(6, 2)
     assert Balance().placement(homes).slots == 3 and Balance(copies=1).placement(homes).slots == 1
     assert Balance().placement(Placement.contiguous(6, 1)).slots is None
-    assert Balance(1.25, 1.5).limits(100, 60, 2, 3) == (62, 90, 20, 3)
-    assert Balance(1.25, 1.0).limits(101, 51, 2, 3) == (51, 51, 20, 3)
+    assert Balance(1.25, 1.5).limits(100, 60, 2, 3, (1, 20)) == (62, 90, 1, 20, 3)
+    assert Balance(1.25, 1.0).limits(101, 51, 2, 3, (1, 20)) == (51, 51, 1, 20, 3)
     for values in (
         {"rows": 0.9},
         {"rows": True and "1"},
@@ -113,6 +150,8 @@ def test_settings_that_cannot_hold_are_refused() -> None:
         {"copies": 0},
         {"worth": -1},
         {"worth": 1.5},
+        {"flops": 0},
+        {"bytes_per_s": float("nan")},
     ):
         with pytest.raises(ConfigError, match="Balance"):
             Balance(**values)

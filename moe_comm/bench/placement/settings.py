@@ -116,6 +116,7 @@ class PlacementBench(BatchShape):
             every=self.every,
             threshold=self.threshold,
             slots=self.slots if kind == "replicate" else 0,
+            window=self.window,
             seconds_per_row=costs.per_row,
             seconds_to_move=costs.to_move,
             seconds_to_publish=costs.to_publish,

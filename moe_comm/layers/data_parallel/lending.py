@@ -33,12 +33,11 @@ from moe_comm.comm.sparse_rows import (
 )
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.kernels.autograd import once_differentiable
-from moe_comm.kernels.native import core
 from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
-from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall, Partials
+from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall, Partials, choose_rows
 from moe_comm.topology import Placement
-from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows
+from moe_comm.topology.balance import Balance, Lent, intervals, rows_of_ranks
 
 EMPTY = -1
 
@@ -141,20 +140,21 @@ class LentExperts(ExpertCopies):
         Raises:
             RankMismatch: ranks have other settings; on every rank.
         """
-        placement, group = self.placement, self._shards.group
-        experts, rank = placement.num_experts, group.rank()
+        placement, channel = self.placement, channel_of(self._shards.group)
+        experts, rank = placement.num_experts, channel.rank
         params = self.parameters
         moved = self._in_place and [param.data_ptr() for param in params] != [one.data_ptr() for one in self._memory]
         seen = list(zip([param.data_ptr() for param in params], self._present_versions(), strict=True))
         changed, self._seen = seen != self._seen, seen
-        settings = self.balance.words()
+        weights, size = sum(param.shape[1:].numel() for param in params), params[0].element_size()
+        costs = self.balance.costs(weights, size, len(set(channel.comm.hosts)))
+        settings = (*self.balance.words(), *costs)
         own = torch.zeros(experts + 3 + len(settings), dtype=torch.int64, device="cpu")
         if ids_TK is not None and not ids_TK.is_floating_point():
             ids_N = ids_TK.reshape(-1)
             own[:experts] = torch.bincount(ids_N[(ids_N >= 0) & (ids_N < experts)], minlength=experts)
         own[experts:] = torch.tensor((changed, trains, moved, *settings), dtype=torch.int64, device="cpu")
-        what = f"the row counts of layer {self._label!r}"
-        words_WX = channel_of(group).all_gather(own, what)
+        words_WX = channel.all_gather(own, f"the row counts of layer {self._label!r}")
         if (words_WX[:, experts + 3 :] != own[experts + 3 :]).any():
             of_ranks = [tuple(one) for one in words_WX[:, experts + 3 :].tolist()]
             raise RankMismatch(f"ranks balance layer {self._label!r} with other settings: {of_ranks}")
@@ -168,34 +168,20 @@ class LentExperts(ExpertCopies):
             held[:] = [EMPTY if e != EMPTY and placement.homes[e] in changed_homes else e for e in held]
         # Recomputation must find the same plan, so only inference prefers copies that happen to be present.
         residents = [] if any(grads_W) else [(e, r) for r, held in enumerate(self._held) for e in held if e != EMPTY]
-        slots = placement.slots or 0
         loads_E, world = counts_WE.sum(0).tolist(), placement.world
         # With slices, each (token, slot) pair is a row of ``parts`` ranks.
-        limits = self.balance.limits(sum(loads_E), parts * int(counts_WE.sum(1).max()), world, slots)
-        lent, hashed = _plan(loads_E, placement, limits, residents)
-        rows = [0] * world
-        for load, home in zip(loads_E, placement.homes, strict=True):
-            rows[home] += load
-        before_E = counts_WE[:rank].sum(0).tolist()
-        own_E = counts_WE[rank].tolist()
-        cuts: dict[int, tuple[list[int], list[int]]] = {}
+        largest = parts * int(counts_WE.sum(1).max())
+        limits = self.balance.limits(sum(loads_E), largest, world, placement.slots or 0, costs)
+        lent, hashed = choose_rows(loads_E, placement, limits, residents)
+        lengths = intervals(lent, loads_E, counts_WE[:rank].sum(0).tolist(), counts_WE[rank].tolist())
         offsets, used = placement.layout.offsets, list(placement.homes_per_rank)
+        slots_of = {e: [offsets[placement.homes[e]] + self._row[e]] for e in lengths}
         for one in lent:
-            home = placement.homes[one.expert]
-            rows[home] -= one.rows
-            rows[one.rank] += one.rows
-            slots_of, ends = cuts.setdefault(one.expert, ([offsets[home] + self._row[one.expert]], []))
-            slots_of.append(offsets[one.rank] + used[one.rank])
-            ends.append(one.rows)
+            slots_of[one.expert].append(offsets[one.rank] + used[one.rank])
             used[one.rank] += 1
-        for expert, (_, lengths) in cuts.items():
-            first, end = before_E[expert], 0
-            last = first + own_E[expert]
-            lengths.insert(0, loads_E[expert] - sum(lengths))
-            for owner, length in enumerate(lengths):
-                start, end = end, end + length
-                lengths[owner] = max(0, min(end, last) - max(start, first))
-        return CallPlan(lent, () if self._in_place else self._places(lent), hashed, tuple(rows), cuts)
+        cuts = {expert: (slots_of[expert], rows) for expert, rows in lengths.items()}
+        rows = tuple(rows_of_ranks(loads_E, placement.homes, world, lent))
+        return CallPlan(lent, () if self._in_place else self._places(lent), hashed, rows, cuts)
 
     def _places(self, lent: Sequence[Lent]) -> tuple[int, ...]:
         """Return the buffer of each lent expert: the one that has its weights, or else the first that is not used."""
@@ -378,15 +364,3 @@ class LentExperts(ExpertCopies):
         etp, part = self._shards.sizes["etp"], self._shards.place["etp"]
         for one, row in lent:
             yield RowTransfer(self._home(one) * etp + part, self._row[one.expert], one.rank * etp + part, row)
-
-
-def _plan(
-    loads_E: list[int], placement: Placement, limits: Limits, residents: list[tuple[int, int]]
-) -> tuple[tuple[Lent, ...], int]:
-    """Return the plan of the native core, or of the reference if it is not built, and its digest."""
-    native = core()
-    if native is None:
-        lent = plan_rows(loads_E, placement.homes, placement.world, limits, residents)
-        return lent, digest(lent)
-    triples, hashed = native.plan_rows(loads_E, placement.homes, placement.world, limits, residents)
-    return tuple(Lent(*one) for one in triples), hashed

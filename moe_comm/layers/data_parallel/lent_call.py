@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from moe_comm.kernels.expert_mlp import Apart
-from moe_comm.topology.balance import Lent
+from moe_comm.kernels.native import core
+from moe_comm.topology import Placement
+from moe_comm.topology.balance import Lent, Limits, digest, plan_rows
 
 Values = Mapping[str, Tensor]
 """Tensors by name of a parameter."""
@@ -128,3 +130,15 @@ class LentCall:
         for at, values in enumerate(self.borrowed):
             result[self.homes + at] = Apart(tuple(weights(values)), partial(outputs, True, at), b2_columns)
         return result
+
+
+def choose_rows(
+    loads_E: Sequence[int], placement: Placement, limits: Limits, residents: Iterable[tuple[int, int]]
+) -> tuple[tuple[Lent, ...], int]:
+    """Return the plan of the native core, or of the reference if it is not built, and its digest."""
+    native = core()
+    if native is None:
+        lent = plan_rows(loads_E, placement.homes, placement.world, limits, residents)
+        return lent, digest(lent)
+    triples, hashed = native.plan_rows(loads_E, placement.homes, placement.world, limits, list(residents))
+    return tuple(Lent(*one) for one in triples), hashed

@@ -13,7 +13,7 @@ transformers keep an instance for each experts module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -30,6 +30,7 @@ from moe_comm.layers.data_parallel.gradients import adapter_fault
 from moe_comm.layers.moe.experts import ExpertSlice
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
+from moe_comm.topology.balance import intervals, of_copies
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
@@ -56,8 +57,8 @@ class SlotTable:
         expert ids  0 1 2 3   ─▶   slot ids  2 0 3 1
 
     The rows of an expert with copies are divided over its owners. Each rank divides its own rows, in the order of
-    (token, slot), into one interval per owner. Their lengths follow from the rank's own counts (``cut_rows``), so
-    nothing is exchanged, and a recomputed forward pass sends the rows to the same owners.
+    (token, slot), into one interval per owner. Their lengths are those of the plan for the rank's own counts
+    (``topology/balance.py``), so nothing is exchanged, and a recomputed forward pass sends the rows to the same owners.
 
     Args:
         placement: ranks of each expert.
@@ -65,19 +66,14 @@ class SlotTable:
     """
 
     def __init__(self, placement: Placement, parts: int) -> None:
-        self._slices = slices = placement.layout.slice_ids(parts)
-        owners = [[slices[slot] for slot in slots] for slots in placement.slot_ids()]
-        self._placement = placement
+        slices = placement.layout.slice_ids(parts)
+        self._slices_SP = torch.tensor(slices, dtype=torch.int64, device="cpu")
+        self._placement, self._owner_slots = placement, placement.slot_ids()
         # Offset from an expert id to its slot id: 0 for negative ids; for ids past the last expert, the number of slots
         # minus experts.
-        by_expert = [[slot - expert for slot in homes] for expert, (homes, *_) in enumerate(owners)]
+        by_expert = [[slot - expert for slot in slices[home]] for expert, (home, *_) in enumerate(self._owner_slots)]
         more = sum(placement.slots_per_rank) * parts - placement.num_experts
         self._added_EP = torch.tensor([[0] * parts, *by_expert, [more] * parts], dtype=torch.int64, device="cpu")
-        self._owners = {
-            expert: torch.tensor(slots, dtype=torch.int64, device="cpu")
-            for expert, slots in enumerate(owners)
-            if len(slots) > 1
-        }
 
     def __call__(self, ids_TK: Tensor, weights_TK: Tensor, plan: CallPlan | None = None) -> tuple[Tensor, Tensor]:
         """Return [T, K * parts] ids of the slots of each token's experts, and their weights.
@@ -85,38 +81,36 @@ class SlotTable:
         Negative ids remain. An id past the last expert becomes an id past the last slot, which dispatch rejects.
         """
         if self._added_EP.device != ids_TK.device:
-            self._added_EP = self._added_EP.to(ids_TK.device)
-            self._owners = {expert: slots_OP.to(ids_TK.device) for expert, slots_OP in self._owners.items()}
+            self._added_EP, self._slices_SP = (one.to(ids_TK.device) for one in (self._added_EP, self._slices_SP))
         parts = self._added_EP.shape[1]
         ids_TK = ids_TK.long()
         ids_TKP = ids_TK.unsqueeze(-1) + self._added_EP[ids_TK.clamp(-1, self._placement.num_experts) + 1]
-        if self._owners:
-            self._divide(ids_TK.reshape(-1), ids_TKP.view(-1, parts))
-        for expert, (slots, lengths) in () if plan is None else plan.cuts.items():
-            slots_OP = torch.tensor([self._slices[slot] for slot in slots], dtype=torch.int64, device="cpu")
-            _assign(ids_TK.reshape(-1), ids_TKP.view(-1, parts), expert, slots_OP, lengths)
+        ids_N, slots_NP = ids_TK.reshape(-1), ids_TKP.view(-1, parts)
+        for expert, (slots, lengths) in (self._cuts(ids_N) if plan is None else plan.cuts).items():
+            # With the size, the CPU does not wait for the GPU.
+            rows_N = (ids_N == expert).nonzero_static(size=sum(lengths)).squeeze(1)
+            for slot, rows in zip(slots, rows_N.split(lengths), strict=True):
+                slots_NP[rows] = self._slices_SP[slot]
         if parts == 1:
             return ids_TKP.squeeze(-1), weights_TK
         return ids_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(ids_TKP).flatten(1)
 
-    def _divide(self, ids_N: Tensor, slots_NP: Tensor) -> None:
-        """Write the slots of the owners of each expert with copies."""
-        experts = self._placement.num_experts
+    def _cuts(self, ids_N: Tensor) -> dict[int, tuple[list[int], list[int]]]:
+        """Return ``CallPlan.cuts`` for copies that the placement has."""
+        placement, experts = self._placement, self._placement.num_experts
+        if not placement.has_copies:
+            return {}
         keys_N = torch.where((ids_N >= 0) & (ids_N < experts), ids_N, experts)
-        counts = torch.bincount(keys_N, minlength=experts + 1).tolist()
-        from moe_comm.topology.rebalance import cut_rows  # few layers have copies
+        counts_E = torch.bincount(keys_N, minlength=experts + 1).tolist()[:experts]
+        from moe_comm.layers.data_parallel.lent_call import choose_rows  # few layers have copies
 
-        lengths = cut_rows(counts[:experts], self._placement)
-        for expert, slots_OP in self._owners.items():
-            _assign(ids_N, slots_NP, expert, slots_OP, lengths[expert])
-
-
-def _assign(ids_N: Tensor, slots_NP: Tensor, expert: int, slots_OP: Tensor, lengths: Sequence[int]) -> None:
-    """Write the slots of the owners of an expert; ``lengths``: this rank's rows for each, in order."""
-    # With the size, the CPU does not wait for the GPU.
-    rows_N = (ids_N == expert).nonzero_static(size=sum(lengths)).squeeze(1)
-    for slots_P, rows in zip(slots_OP, rows_N.split(list(lengths)), strict=True):
-        slots_NP[rows] = slots_P
+        lent, _ = choose_rows(counts_E, placement, *of_copies(counts_E, placement))
+        cuts = {}
+        for e, lengths in intervals(lent, counts_E, [0] * experts, counts_E).items():
+            slots = dict(zip(placement.owners[e], self._owner_slots[e], strict=True))
+            ranks = (placement.homes[e], *(one.rank for one in lent if one.expert == e))
+            cuts[e] = [slots[rank] for rank in ranks], lengths
+        return cuts
 
 
 _layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()

@@ -15,7 +15,6 @@ unchanged: they are written after all ranks have their rows, or restored from th
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,31 +139,17 @@ class RowMoves:
         rank: position of this rank in the group, as in the boxes.
 
     Attributes:
-        going, coming: ranges that this rank sends, and that it receives.
-        staying: ranges that move within this rank, in an order in which none overwrites a range that moves later; True:
-            the rows must be saved first, and are written at the end.
-        sizes: [source][destination], bytes between different ranks. Equal on all ranks.
+        going, coming: ranges that this rank sends, and that it receives; both have those that move within the rank.
+        sizes: [source][destination], bytes that move. Equal on all ranks.
     """
 
     def __init__(self, stacks: Sequence[MovedStack], rank: int) -> None:
         world = len(stacks[0].old) if stacks else 1
         self._like = stacks[0].tensors[0] if stacks else torch.empty(0, dtype=torch.float32, device="cpu")
         self.rank, self.sizes = rank, [[0] * world for _ in range(world)]
-        self.staying = list[tuple[Tensor, Transfer, bool]]()
-        # Finished moves within this rank: a tensor, where its rows were, and where they are now, or a copy of them.
-        self._done = list[tuple[Tensor, Index, Index | Tensor]]()
-        crossing = []
-        for stack in stacks:
-            local = []
-            for transfer in transfers_of(stack):
-                if transfer.source != transfer.destination:
-                    crossing += [(transfer, tensor) for tensor in stack.tensors]
-                elif transfer.source == rank:
-                    local.append(transfer)
-            order = list(_in_order(local))
-            self.staying += [(tensor, transfer, keep) for tensor in stack.tensors for transfer, keep in order]
+        moved = [(transfer, tensor) for stack in stacks for transfer in transfers_of(stack) for tensor in stack.tensors]
         pieces = []
-        for transfer, tensor in sorted(crossing, key=lambda one: (one[0].source, one[0].destination)):
+        for transfer, tensor in sorted(moved, key=lambda one: (one[0].source, one[0].destination)):
             size = math.prod(part.stop - part.start for part in transfer.from_index) * tensor.element_size()
             sizes = self.sizes[transfer.source]
             pieces.append(_Piece(transfer, tensor, sum(sizes), size))
@@ -175,7 +160,7 @@ class RowMoves:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends to other ranks."""
-        return sum(piece.size for piece in self.going)
+        return sum(piece.size for piece in self.going if piece.transfer.destination != self.rank)
 
     @torch.no_grad()
     def run(self, group: ProcessGroup | None, what: str) -> None:
@@ -187,73 +172,33 @@ class RowMoves:
         Raises:
             PeerDied, PeerTimeout: a rank died, or did not take part in time. The tensors are unchanged.
         """
-        if group is not None and any(map(sum, self.sizes)):
+        crosses = any(size for a, of in enumerate(self.sizes) for b, size in enumerate(of) if a != b)
+        if group is not None and crosses:
             channel = channel_of(group)
-            if not channel.uses_shared_memory(self._like) or not _through_memory(self, channel, what):
-                _through_backend(self, channel, self._like.device, what)
+            if channel.uses_shared_memory(self._like) and _through_memory(self, channel, what):
+                return
+        block = warm_rows(1, sum(self.sizes[self.rank]), torch.uint8, self._like.device).view(-1)
+        self.pack(block)
+        if group is not None and crosses:
+            _through_backend(self, channel, block, what)
         else:
-            self.apply(_nothing)
+            self.apply(lambda source, first, size: block[first:])
 
     def pack(self, block: Tensor) -> None:
-        """Copy what this rank sends into its block."""
+        """Copy what moves from this rank into its block."""
         for piece in self.going:
             piece.pack(block)
 
     def apply(self, read: Read) -> None:
         """Write all ranges to their new positions."""
-        kept = []
-        for tensor, transfer, keep in self.staying:
-            origin, target = transfer.from_index, transfer.to_index
-            if keep:
-                rows = tensor[origin].clone()
-                kept.append((tensor, target, rows))
-                self._done.append((tensor, origin, rows))
-            else:
-                tensor[target].copy_(tensor[origin])
-                self._done.append((tensor, origin, target))
-        for tensor, target, rows in kept:
-            tensor[target].copy_(rows)
         for piece in self.coming:
             piece.unpack(read(piece.transfer.source, piece.start, piece.size), piece.transfer.to_index)
 
     def undo(self, block: Tensor) -> None:
-        """Undo ``apply``, also one that raised.
-
-        Overwritten rows still exist elsewhere: they were moved or sent, because a rank keeps its number of rows.
-        """
-        for tensor, origin, rows in reversed(self._done):
-            tensor[origin].copy_(rows if isinstance(rows, Tensor) else tensor[rows])
+        """Undo ``apply``, also one that raised, from this rank's block: a rank keeps its number of rows, so rows that
+        others overwrite have moved."""
         for piece in self.going:
             piece.unpack(block[piece.start :], piece.transfer.from_index)
-
-
-def _in_order(transfers: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
-    """Yield moves within a rank, so that none overwrites rows that a later one reads.
-
-    Experts that stay on a rank keep their order. So they move down in ascending order, or up in descending order. If
-    moves form a cycle, True is yielded with one of them: its rows must be kept.
-    """
-    waiting = list(transfers)
-    unread = Counter(one.from_index[0].start for one in waiting)
-    while waiting:
-        before = len(waiting)
-        for _ in range(2):
-            blocked = []
-            for one in waiting:
-                if unread[one.to_index[0].start]:
-                    blocked.append(one)
-                else:
-                    unread[one.from_index[0].start] -= 1
-                    yield one, False
-            waiting = blocked[::-1]
-        if len(waiting) == before:
-            one = waiting.pop(0)
-            unread[one.from_index[0].start] -= 1
-            yield one, True
-
-
-def _nothing(source: int, first: int, size: int) -> Tensor:
-    raise AssertionError("nothing was sent")
 
 
 def _through_memory(moves: RowMoves, channel: SharedChannel, what: str) -> bool:
@@ -268,7 +213,7 @@ def _through_memory(moves: RowMoves, channel: SharedChannel, what: str) -> bool:
     def use(read: Read) -> None:
         nonlocal changed
         changed = True
-        moves.apply(read)
+        moves.apply(lambda source, first, size: own[0][first:] if source == moves.rank else read(source, first, size))
 
     try:
         blocks = SharedBlocks(sum(moves.sizes[moves.rank]), sum(map(sum, moves.sizes)), fill, use)
@@ -281,11 +226,9 @@ def _through_memory(moves: RowMoves, channel: SharedChannel, what: str) -> bool:
         own.clear()  # a traceback references this frame
 
 
-def _through_backend(moves: RowMoves, channel: SharedChannel, device: torch.device, what: str) -> None:
-    """Send with one all-to-all."""
+def _through_backend(moves: RowMoves, channel: SharedChannel, block: Tensor, what: str) -> None:
+    """Send this rank's block with one all-to-all."""
     sizes, rank = moves.sizes, moves.rank
-    block = warm_rows(1, sum(sizes[rank]), torch.uint8, device).view(-1)
-    moves.pack(block)
     receive = [of_source[rank] for of_source in sizes]
     # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
     backend = Channel(channel.comm, channel.timeout_s)

@@ -260,6 +260,7 @@ class ExpertPlacements:
             seconds_per_row=times.per_row,
             seconds_to_move=times.per_expert,
             slots=section.slots,
+            window=section.window,
             seconds_to_publish=times.per_copy,
         )
         return {name: self.windows[name].decide(placement, settings) for name, placement in self.by_layer.items()}

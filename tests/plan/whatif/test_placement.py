@@ -20,7 +20,6 @@ from moe_comm.observe.records import (
     SpanLine,
     append,
 )
-from moe_comm.topology.load_window import ReplaySettings
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, decide
 from moe_plan.whatif.placement import study
@@ -28,7 +27,7 @@ from tests.support.synthetic import SyntheticRun, write_run
 
 SKEWED = [4000, 3000, 2000, 1000]
 CURRENT = Placement.contiguous(4, 2)
-NEVER = ReplaySettings(every=1000)
+NEVER = DecisionSettings(every=1000)
 
 
 def write(run: Path, steps: int = 10, ep: int = 2, zero: int = 0) -> None:
@@ -38,17 +37,17 @@ def write(run: Path, steps: int = 10, ep: int = 2, zero: int = 0) -> None:
         append(run / LOADS, LoadLine(step, "a", [*SKEWED, *[999] * zero]))
     if zero:
         (run / "config.resolved.toml").write_text("[model]\nexperts = 4\n")
-    decision = decide([SKEWED], CURRENT, DecisionSettings(every=4))
+    decision = decide([SKEWED], CURRENT, DecisionSettings(every=4, window=4))
     assert decision.placement is not None
     append(run / PLACEMENTS, PlacementLine.of(4, "a", decision, CURRENT))
-    kept = decide([SKEWED], decision.placement, DecisionSettings(every=4))
+    kept = decide([SKEWED], decision.placement, DecisionSettings(every=4, window=4))
     append(run / PLACEMENTS, PlacementLine.of(8, "a", kept, decision.placement))
 
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_realised_ratios_follow_the_recorded_placements(tmp_path: Path, zero: int) -> None:
     write(tmp_path, zero=zero)
-    result = study(tmp_path, [NEVER, ReplaySettings(every=4, window=4)])
+    result = study(tmp_path, [NEVER, DecisionSettings(every=4, window=4)])
     layer = result.layers[0]
     assert result.ranks == 2 and not result.costs
     assert layer.fixed == pytest.approx(1.4) and layer.best == 1.0 and layer.hottest == 1.0
@@ -178,7 +177,7 @@ def test_a_replay_makes_no_copies_that_cost_more_in_each_step_than_they_save(tmp
     append(tmp_path / ATTEMPTS, Attempt(0, 2, 0.0, 1.0, 1, "fresh", {"dp": 2, "ep": 2}))
     for step in (1, 100):
         append(tmp_path / LOADS, LoadLine(step, "a", [7000, 1000, 1000, 1000]))
-    settings = [ReplaySettings("replicate", slots=1)]
+    settings = [DecisionSettings("replicate", slots=1)]
     assert study(tmp_path, settings).layers[0].replays[0].placement.has_copies
     # 0.8 seconds per step are saved, 3.07 are spent. The switch alone, 9 of 80 seconds, would be worth it.
     write_spans(tmp_path, 'kind = "adamw"', "float32")

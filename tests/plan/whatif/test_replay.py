@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology.load_window import LoadWindow, ReplaySettings
+from moe_comm.topology.load_window import LoadWindow
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import PlacementKind, busiest_rows, replayed_ratio
+from moe_comm.topology.rebalance import DecisionSettings, PlacementKind, busiest_rows, replayed_ratio
 from moe_plan.whatif.placement import best_ratio, replay
 
 CURRENT = Placement.contiguous(4, 2)
@@ -21,7 +21,7 @@ EVEN = [2500] * 4
 
 def test_skewed_loads_switch_at_the_first_decision_and_the_ratio_is_that_of_the_placements() -> None:
     loads = dict.fromkeys(range(1, 11), SKEWED)
-    result = replay(loads, CURRENT, ReplaySettings(every=4, window=2))
+    result = replay(loads, CURRENT, DecisionSettings(every=4, window=2))
     assert [step for step, _ in result.decisions] == [4, 8] and result.switches == 1
     assert result.ratios == (1.4,) * 4 + (1.0,) * 6
     assert result.ratio == pytest.approx((4 * 1.4 + 6) / 10)
@@ -32,18 +32,18 @@ def test_skewed_loads_switch_at_the_first_decision_and_the_ratio_is_that_of_the_
 def test_even_loads_and_fixed_placements_never_switch() -> None:
     cases: tuple[tuple[PlacementKind, list[int]], ...] = (("relocate", EVEN), ("fixed", SKEWED))
     for kind, load in cases:
-        settings = ReplaySettings(kind, every=2, window=2)
+        settings = DecisionSettings(kind, every=2, window=2)
         result = replay(dict.fromkeys(range(1, 9), load), CURRENT, settings)
         assert result.switches == 0 and result.placement is CURRENT and result.saved_rows == 0
 
 
 def test_decisions_follow_recorded_steps_that_are_sparse() -> None:
-    result = replay(dict.fromkeys((1, 20, 40, 60), SKEWED), CURRENT, ReplaySettings(every=30))
+    result = replay(dict.fromkeys((1, 20, 40, 60), SKEWED), CURRENT, DecisionSettings(every=30))
     assert [step for step, _ in result.decisions] == [40, 60]
 
 
 def test_a_decision_sees_the_last_steps_of_two_intervals() -> None:
-    window, settings = LoadWindow(2), ReplaySettings("fixed")
+    window, settings = LoadWindow(2), DecisionSettings("fixed")
     seen = []
     for loads in (SKEWED, EVEN, SKEWED):
         window.add([1, 2, 3, 4])
@@ -58,12 +58,12 @@ def test_a_decision_sees_the_last_steps_of_two_intervals() -> None:
 def test_loads_that_alternate_do_not_move_experts_back_and_forth(period: int) -> None:
     other = [1000, 4000, 3000, 2000]
     loads = {step: SKEWED if step // period % 2 else other for step in range(1, 401)}
-    result = replay(loads, CURRENT, ReplaySettings(every=10, window=5))
+    result = replay(loads, CURRENT, DecisionSettings(every=10, window=5))
     assert result.switches <= 5 and not any(step > 200 for step, one in result.decisions if one.placement is not None)
 
 
 def test_a_restored_window_makes_the_same_decisions() -> None:
-    settings = ReplaySettings(every=1, window=1)
+    settings = DecisionSettings(every=1, window=1)
     window = LoadWindow(2)
     for loads in (EVEN, SKEWED):
         window.add(loads)
@@ -91,7 +91,7 @@ def test_a_restored_window_that_is_smaller_has_the_last_steps_of_each_interval()
     window = LoadWindow(3)
     for loads in (EVEN, SKEWED, SKEWED):
         window.add(loads)
-    window.decide(CURRENT, ReplaySettings("fixed"))
+    window.decide(CURRENT, DecisionSettings("fixed"))
     for loads in (SKEWED, EVEN):
         window.add(loads)
     smaller = LoadWindow.of(1, json.loads(json.dumps(window.state())), CURRENT)
@@ -100,7 +100,7 @@ def test_a_restored_window_that_is_smaller_has_the_last_steps_of_each_interval()
 
 def test_a_lasting_change_of_loads_is_followed_at_the_next_decisions() -> None:
     loads = {step: EVEN if step <= 100 else SKEWED for step in range(1, 201)}
-    result = replay(loads, CURRENT, ReplaySettings(every=10, window=5))
+    result = replay(loads, CURRENT, DecisionSettings(every=10, window=5))
     assert [step for step, one in result.decisions if one.placement is not None] == [110]
 
 
@@ -108,7 +108,7 @@ def test_the_best_ratio_bounds_every_replay() -> None:
     rng = random.Random(0)
     loads = {step: [rng.randrange(1, 1000) ** 2 for _ in range(16)] for step in range(1, 41)}
     first = Placement.contiguous(16, 4)
-    result = replay(loads, first, ReplaySettings(every=10))
+    result = replay(loads, first, DecisionSettings(every=10))
     assert 1 <= best_ratio(loads, first) <= result.ratio
     assert best_ratio(loads, first) < replayed_ratio(list(loads.values()), first)
 
@@ -116,10 +116,10 @@ def test_the_best_ratio_bounds_every_replay() -> None:
 def test_settings_and_loads_are_checked() -> None:
     for wrong in ("every", "window"):
         with pytest.raises(ConfigError, match=f"{wrong} must be an integer of at least 1; got 0"):
-            ReplaySettings(**dict[str, Any]({wrong: 0}))
+            DecisionSettings(**dict[str, Any]({wrong: 0}))
     with pytest.raises(ConfigError, match=r"window \(5\) must be at most every \(4\)"):
-        ReplaySettings(every=4)
+        DecisionSettings(every=4)
     with pytest.raises(ConfigError, match="at least one step"):
-        replay({}, CURRENT, ReplaySettings())
+        replay({}, CURRENT, DecisionSettings())
     with pytest.raises(ConfigError, match="4 integers"):
-        replay({1: [1, 2]}, CURRENT, ReplaySettings())
+        replay({1: [1, 2]}, CURRENT, DecisionSettings())
