@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -20,45 +19,17 @@ def within(rows: int) -> int:
 
 
 def homes_near(loads_E: Loads, old_E: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-    """Return homes of the experts: the best found, then some that are ``within`` it and move fewer experts.
+    """Return homes of the experts: the best found by exchanges, then one that is ``within`` it and moves fewer experts.
 
-    The best is the better one of two improved assignments: ``old_E``, and a new greedy one. The others are ``old_E``
-    with only the necessary exchanges, and the best with all unnecessary moves undone.
+    All unnecessary moves are undone.
     """
-    starts = []
-    for start_E in (list(old_E), _greedy(loads_E, old_E, room)):
-        improved = Assignment(loads_E, start_E, len(room))
-        improved.improve()
-        starts.append(_renamed(improved.home_E, old_E, room))
-    best = min(max(Assignment(loads_E, home_E, len(room)).totals) for home_E in starts)
-    results = []
-    for limit in (best, within(best)):
-        near = Assignment(loads_E, list(old_E), len(room))
-        near.improve(limit)
-        for one in (near, *(Assignment(loads_E, list(home_E), len(room)) for home_E in starts)):
-            if max(one.totals) <= limit:
-                one.move_back(old_E, limit)
-                results.append(one)
-    return [one.home_E for one in sorted(results, key=lambda one: (max(one.totals), one.moved(old_E)))]
-
-
-def _greedy(loads_E: Loads, old_E: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Assign experts by descending load to the least loaded rank with room; ties: the old home, then the id."""
-    left, totals = list(room), [0] * len(room)
-    home_E = [0] * len(loads_E)
-    ranks = [(0, rank) for rank in range(len(room)) if room[rank]]
-    heapq.heapify(ranks)
-    for expert in sorted(range(len(loads_E)), key=lambda one: (-loads_E[one], one)):
-        # An entry of a rank whose total has grown or that is full is outdated.
-        while ranks[0][0] != totals[ranks[0][1]] or not left[ranks[0][1]]:
-            heapq.heappop(ranks)
-        rank = old_E[expert] if left[old_E[expert]] and totals[old_E[expert]] == ranks[0][0] else ranks[0][1]
-        home_E[expert] = rank
-        totals[rank] += loads_E[expert]
-        left[rank] -= 1
-        if left[rank]:
-            heapq.heappush(ranks, (totals[rank], rank))
-    return home_E
+    found, limit = list[Assignment](), 0
+    for _ in range(2):
+        found.append(Assignment(loads_E, list(old_E), len(room)))
+        found[-1].improve(limit)
+        found[-1].move_back(old_E, max(*found[-1].totals, limit))
+        limit = within(max(found[0].totals))
+    return [one.home_E for one in found]
 
 
 class Assignment:
@@ -76,10 +47,6 @@ class Assignment:
         for expert, rank in enumerate(home_E):
             self.totals[rank] += loads_E[expert]
             self.experts[rank].append(expert)
-
-    def moved(self, old_E: Sequence[int]) -> int:
-        """Return the number of experts whose home is not that of ``old_E``."""
-        return sum(a != b for a, b in zip(self.home_E, old_E, strict=True))
 
     def improve(self, enough: int = 0) -> None:
         """Exchange experts of the busiest rank while it has more than ``enough`` rows and exchanges reduce them.
@@ -147,21 +114,3 @@ class Assignment:
                         self._exchange(expert, other)
                         again = True
                         break
-
-
-def _renamed(home_E: Sequence[int], old_E: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Give each set of experts to the rank that held the most of them, among ranks with as many experts."""
-    common: dict[tuple[int, int], int] = {}
-    for pair in zip(home_E, old_E, strict=True):
-        if room[pair[0]] == room[pair[1]]:
-            common[pair] = common.get(pair, 0) + 1
-    name: dict[int, int] = {}
-    free = dict.fromkeys(range(len(room)))
-    for now, old in sorted(common, key=lambda pair: (-common[pair], pair)):
-        if now not in name and old in free:
-            name[now] = old
-            del free[old]
-    for now in set(range(len(room))) - set(name):
-        name[now] = next(rank for rank in free if room[rank] == room[now])
-        del free[name[now]]
-    return [name[rank] for rank in home_E]

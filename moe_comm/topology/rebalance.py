@@ -89,9 +89,9 @@ class Moves:
 def rebalance(loads_E: Loads, current: Placement, slots: int = 0, free_moves: int = 0) -> Placement:
     """Return a placement with fewer rows on the busiest rank, or ``current`` if it is ``within`` the best found.
 
-    Each rank keeps its number of homes. The best is the better of two: experts by descending load on the least loaded
-    rank with room, or ``current``, both improved by exchanges of experts. Of all placements that were found ``within``
-    the best, the one with the fewest copies on a rank, and then with the fewest moves, is chosen. Up to ``free_moves``
+    Each rank keeps its number of homes. The best is found by exchanges of experts with the busiest rank; with slots, a
+    plan for these homes, or for those of ``current``, adds copies. Of all placements that were found ``within`` the
+    best, the one with the fewest copies on a rank, and then with the fewest moves, is chosen. Up to ``free_moves``
     count as none, so that the rows decide.
 
     Args:

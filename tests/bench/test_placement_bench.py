@@ -23,7 +23,7 @@ TINY = {
     "ranks": 2,
     "tokens": 256,
     "hidden": 32,
-    "ffn": 64,
+    "ffn": 512,
     "experts": 8,
     "top_k": 2,
     "every": 3,
