@@ -153,7 +153,6 @@ struct Planner {
       over -= rows;
       room[at(one.rank)] -= rows;
     }
-    if (!copies) return experts_of({}, std::move(left), std::move(moved));
     std::vector<Pair> pairs;
     for (int64_t donor = largest(surplus); surplus[at(donor)]; donor = largest(surplus)) {
       const int64_t taker = largest(room), rows = std::min(surplus[at(donor)], room[at(taker)]);

@@ -11,7 +11,7 @@ struct Lent {
 };
 
 // `rows`: lend to keep to it, where that pays. `memory`: never exceeded. `row_ns`, `copy_ns`: costs of a row and of a
-// copy that is not resident. `copies`: slots for copies on each rank; 0: use the residents only.
+// copy that is not resident. `copies`: slots for copies on each rank.
 struct BalanceLimits {
   int64_t rows, memory, row_ns, copy_ns, copies;
 };

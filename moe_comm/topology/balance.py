@@ -23,6 +23,8 @@ PARTS = 1000
 """Ratios are compared in thousandths."""
 LIMITS = 8
 """A plan is chosen from those of this many limits."""
+PASSES = 16
+"""Passes of ``share_rows``, after which the differences have become small."""
 HOST_BYTES_PER_S, LINK_BYTES_PER_S = 5e9, 125e6
 """Assumed rates of weights: in the memory of a host, and over 1 Gbit/s between hosts."""
 COPY_NS = 50_000
@@ -42,7 +44,7 @@ class Limits(NamedTuple):
     """Limits of the rows of a rank in one step, and costs.
 
     rows: lend to keep to it, where that pays. memory: never exceeded. row_ns, copy_ns: costs of a row and of a copy
-    that is not resident. copies: slots for copies on each rank; 0: use the residents only.
+    that is not resident. copies: slots for copies on each rank.
     """
 
     rows: int
@@ -186,11 +188,24 @@ def plan_rows(
     return best
 
 
-def of_copies(loads_E: Sequence[int], placement: Placement) -> tuple[Limits, list[tuple[int, int]]]:
-    """Return the limits and residents of a plan for the copies of ``placement``: no rank has more than the mean if
-    possible."""
-    limits = Limits(-(-sum(loads_E) // placement.world), sum(loads_E), 1, 0, 0)
-    return limits, [(expert, rank) for expert, ranks in enumerate(placement.owners) for rank in ranks[1:]]
+def share_rows(loads_E: Sequence[int], placement: Placement) -> tuple[Lent, ...]:
+    """Return the rows that the copies of ``placement`` compute, so that the ranks have as even rows as they allow.
+
+    Each pass moves half of the difference between the home and the rank of each copy. This reaches ranks that have
+    copies of others' experts, and whose own have copies.
+    """
+    homes, left_E = placement.homes, list(loads_E)
+    moved = {(expert, rank): 0 for expert, ranks in enumerate(placement.owners) for rank in ranks[1:]}
+    total_W = rows_of_ranks(loads_E, homes, placement.world, ())
+    for _ in range(PASSES if moved else 0):
+        for (expert, rank), rows in moved.items():
+            home = homes[expert]
+            more = max(-rows, min(left_E[expert], int((total_W[home] - total_W[rank]) / 2)))
+            moved[expert, rank] += more
+            left_E[expert] -= more
+            total_W[home] -= more
+            total_W[rank] += more
+    return tuple(Lent(*pair, rows) for pair, rows in sorted(moved.items()) if rows)
 
 
 def intervals(
@@ -263,8 +278,6 @@ def _within(
             left_E[expert] -= rows
             surplus[home_E[expert]] -= rows
             room[rank] -= rows
-    if not copies:
-        return _experts_of((), left_E, home_E, moved)
     pairs = []
     while max(surplus):
         donor, taker = surplus.index(max(surplus)), room.index(max(room))

@@ -5,7 +5,7 @@
     6 experts, loads 9 5 4 1 1 1, 3 ranks:   contiguous 14 5 2    rebalanced {0 5} {1 3} {2 4}: 10 6 5
 
 The load of an expert is its number of rows in a step. Copies are those of a plan (``balance.py``) for the sums of the
-window, and compute rows by plans that use only them. Functions raise ConfigError if loads, slots or settings do not fit
+window. Functions raise ConfigError if loads, slots or settings do not fit
 the placement.
 """
 
@@ -19,7 +19,7 @@ from typing import Literal
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads, homes_near, within
-from moe_comm.topology.balance import Limits, of_copies, plan_rows, rows_of_ranks
+from moe_comm.topology.balance import Limits, plan_rows, rows_of_ranks, share_rows
 from moe_comm.topology.placement import Placement
 
 PlacementKind = Literal["fixed", "relocate", "replicate"]
@@ -35,9 +35,7 @@ NOISE = 3
 def rows_per_rank(loads_E: Loads, placement: Placement) -> tuple[int, ...]:
     """Return the rows that each rank computes in a step with ``loads_E``, if its copies compute their part."""
     check_loads(loads_E, placement.num_experts)
-    homes, world = placement.homes, placement.world
-    lent = plan_rows(loads_E, homes, world, *of_copies(loads_E, placement)) if placement.has_copies else ()
-    return tuple(rows_of_ranks(loads_E, homes, world, lent))
+    return tuple(rows_of_ranks(loads_E, placement.homes, placement.world, share_rows(loads_E, placement)))
 
 
 def busiest_rows(loads_E: Loads, placement: Placement) -> int:

@@ -30,7 +30,7 @@ from moe_comm.layers.data_parallel.gradients import adapter_fault
 from moe_comm.layers.moe.experts import ExpertSlice
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
-from moe_comm.topology.balance import intervals, of_copies
+from moe_comm.topology.balance import intervals, share_rows
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
@@ -57,8 +57,8 @@ class SlotTable:
         expert ids  0 1 2 3   ─▶   slot ids  2 0 3 1
 
     The rows of an expert with copies are divided over its owners. Each rank divides its own rows, in the order of
-    (token, slot), into one interval per owner. Their lengths are those of the plan for the rank's own counts
-    (``topology/balance.py``), so nothing is exchanged, and a recomputed forward pass sends the rows to the same owners.
+    (token, slot), into one interval per owner. Their lengths follow from the rank's own counts
+    (``share_rows``), so nothing is exchanged, and a recomputed forward pass sends the rows to the same owners.
 
     Args:
         placement: ranks of each expert.
@@ -102,9 +102,7 @@ class SlotTable:
             return {}
         keys_N = torch.where((ids_N >= 0) & (ids_N < experts), ids_N, experts)
         counts_E = torch.bincount(keys_N, minlength=experts + 1).tolist()[:experts]
-        from moe_comm.layers.data_parallel.lent_call import choose_rows  # few layers have copies
-
-        lent, _ = choose_rows(counts_E, placement, *of_copies(counts_E, placement))
+        lent = share_rows(counts_E, placement)
         cuts = {}
         for e, lengths in intervals(lent, counts_E, [0] * experts, counts_E).items():
             slots = dict(zip(placement.owners[e], self._owner_slots[e], strict=True))
