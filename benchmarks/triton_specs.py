@@ -356,12 +356,12 @@ LINEAR_KERNELS: tuple[KernelSpec, ...] = (*_linear_specs(torch.bfloat16), *_line
 def _product(kernel: Any, varying: tuple[str, ...], dtype: torch.dtype, target: int, **constants: int) -> KernelSpec:
     """Return the spec of a GEMM with matrices of whole steps, whose inner dimension is contiguous."""
     tiling = tiling_for(dtype, target, 1024)
-    constants |= {"WHOLE": True, **tiling.blocks, "w_stride_inner": 1}
+    constants |= {"WHOLE": True, "BIASED": False, **tiling.blocks, "w_stride_inner": 1}
     types = {}
     for argument in kernel.arg_names:
         if argument in constants or argument == "ELEMENT":
             continue
-        if argument in ("rows_ptr", "w_ptr", "out_ptr"):
+        if argument in ("rows_ptr", "w_ptr", "out_ptr", "biases_ptr"):
             types[argument] = POINTERS[dtype]
         elif argument.endswith("_ptr"):
             types[argument] = "*i64"

@@ -153,10 +153,11 @@ void bind_gpu_gemm(py::module_& m) {
            })
       .def("listed",
            [](const gemm::Launcher& self, const std::array<Words, 5>& matrices, bool transposed, int64_t experts,
-              const std::array<int64_t, 18>& list, bool published, int64_t blocks, uintptr_t stream) {
+              const std::array<int64_t, 4>& slots, const std::array<int64_t, 18>& list, bool published, int64_t blocks,
+              uintptr_t stream) {
              py::gil_scoped_release release;
              const auto& [rows, w, out, act, own] = matrices;
-             const auto product = rows_of({rows, w, out, act}, transposed, 0, experts, {0, 1, 0, 0});
+             const auto product = rows_of({rows, w, out, act}, transposed, 0, experts, slots);
              self.listed({product, matrices_of(own), list, published, blocks}, stream);
            })
       .def("swiglu_gradient",

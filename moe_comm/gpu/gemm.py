@@ -135,19 +135,20 @@ class GpuGemm:
         return self._adds("rows", places)
 
     def listed(
-        self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, tiles: ListedTiles, stream: int
-    ) -> None:
+        self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, tiles: ListedTiles, stream: int,
+        bias_EN: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Write the results of ``rows`` for the tiles of a list, as their rows are received, or with flags for ranks
         that read them. The kernel waits for other ranks, so ``tiles.blocks`` leaves processors free."""
-        at = [*_addresses(rows_RD, w_END, None, out_RN, act_RF, None, None)]
-        rows, w, transposed, _, experts, out, act, _ = _rows_arguments(rows_RD, w_END, out_RN, act_RF, None, at)
+        at = _addresses(rows_RD, w_END, None, out_RN, act_RF, None, bias_EN)
+        rows, w, transposed, _, experts, out, act, of = _rows_arguments(rows_RD, w_END, out_RN, act_RF, bias_EN, at)
         flags, published, ranks = tiles.flags, tiles.published, tiles.ranks or RanksRows(0)
         words = (*_addresses(*tiles.words), *_addresses(flags.peers_W, flags.state, flags.report, flags.abort))
         of_ranks = ranks.flags, ranks.own_row, ranks.slot
         numbers = flags.rank, flags.world, flags.first_flag, flags.turn, flags.timeout_ns, *of_ranks
         own = (0,) * 5 if ranks.own_SD is None else (ranks.own_SD.data_ptr(), *_form(ranks.own_SD))
         matrices = rows, w, out, act, own
-        self._native.listed(matrices, transposed, experts, (*words, *numbers), published, tiles.blocks, stream)
+        self._native.listed(matrices, transposed, experts, of, (*words, *numbers), published, tiles.blocks, stream)
 
     def swiglu_gradient(
         self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient, stream: int

@@ -94,13 +94,14 @@ def multiply_rows(
 
 
 def multiply_listed(
-    rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, tiles: ListedTiles, act_RF: Tensor | None = None
-) -> bool:
+    rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, tiles: ListedTiles, act_RF: Tensor | None = None,
+    bias_EN: Tensor | None = None,
+) -> bool:  # fmt: skip
     """Launch ``GpuGemm.listed``, as ``multiply_rows`` does."""
     gemm = listed_launcher(rows_RD, w_END, out_RN, tiles.published, act_RF)
-    if gemm is None:
+    if gemm is None or not takes_bias(bias_EN):
         return False
-    gemm.listed(rows_RD, w_END, out_RN, act_RF, tiles, current_stream(rows_RD.device))
+    gemm.listed(rows_RD, w_END, out_RN, act_RF, tiles, current_stream(rows_RD.device), bias_EN)
     return True
 
 
@@ -297,6 +298,8 @@ def _wrong_listed(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, names: Collecti
         for e, (first, count) in enumerate(zip(starts, COUNTS, strict=True))
         for row in range(0, count, TILE_ROWS)
     ]
+    bias_EN = w_END[:, :, 0].contiguous() * 8
+    exact_RN = _by_expert(rows_RD, w_END) + bias_EN.double().repeat_interleave(words(*COUNTS), 0)
     items, count, counts_E, state, host = words(*sum(tiles, ())), words(len(tiles)), words(*COUNTS), words(turn, 0), 16
     for name in names:
         published, swiglu = name.startswith("published"), name.endswith("_swiglu")
@@ -309,8 +312,8 @@ def _wrong_listed(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, names: Collecti
         out_RN = torch.full((total + 1, WIDTH), 3.0, dtype=torch.bfloat16, device=device)
         act_RF = torch.full((total + 1, WIDTH // 2), 3.0, dtype=torch.bfloat16, device=device)
         w = w_END.transpose(1, 2).contiguous().transpose(1, 2) if name.endswith("transposed") else w_END
-        gemm.listed(rows_RD, w, out_RN, act_RF if swiglu else None, list_of, current_stream(device))
-        right = _close(out_RN[:total], _by_expert(rows_RD, w_END)) and bool((out_RN[total:] == 3).all())
+        gemm.listed(rows_RD, w, out_RN, act_RF if swiglu else None, list_of, current_stream(device), bias_EN)
+        right = _close(out_RN[:total], exact_RN) and bool((out_RN[total:] == 3).all())
         if swiglu:
             gate, up = out_RN[:total].double().chunk(2, dim=1)
             right = right and _close(act_RF[:total], gate * gate.sigmoid() * up)

@@ -49,7 +49,7 @@ class Overlap:
             send rows at the same time. None: the tuned number with ``chunks="auto"``, else the kernel's default.
         executor: Execution order of a whole expert layer. "serial": dispatch, experts, combine. "pipelined": experts
             compute rows as they are received, over ``all_to_all`` in chunks, and over ``shared_memory`` and
-            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without biases, over
+            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without adapters, over
             ``peer_to_peer``. "auto": "device" with ``backend="triton"``, else "pipelined" if the dispatcher supports
             it and there are enough rows for two chunks, else "serial". If the dispatcher does not support the named
             executor, the first call raises ConfigError on every rank.

@@ -27,13 +27,15 @@ struct Rank {
         out(1, rows, hidden, nullptr),
         w1(kExperts, columns, inner, random),
         w2(kExperts, columns, hidden, random),  // transposed
+        b1(1, kExperts, columns, random),
+        b2(1, kExperts, hidden, random),
         words(static_cast<size_t>(kExperts * world * p2p::kTileFlags + p2p::kMaxSlices * world)),
         taken(2),
         written(static_cast<size_t>(p2p::kMaxSlices * world + 1)) {}
   int64_t result_flags() const { return static_cast<int64_t>(words.size()) - p2p::kMaxSlices * world(); }
   int64_t world() const { return (static_cast<int64_t>(written.size()) - 1) / p2p::kMaxSlices; }
 
-  Numbers received, h, out, w1, w2;
+  Numbers received, h, out, w1, w2, b1, b2;
   std::vector<int64_t> words, taken, written;  // flags; see ListArgs
   std::vector<int64_t> items, rows_EW, tiles_W, aside;
   int64_t count = 0, state[2] = {kTurn, 0}, abort = 0;
@@ -74,7 +76,7 @@ inline void list_tiles(Rank& rank, int64_t own, int64_t world, int64_t tiles_n) 
 
 inline void test_ranks(int world, unsigned seed) {
   std::mt19937 random(seed);
-  const bool small = world > 3;
+  const bool small = world > 3, biased = world != 2;
   const int64_t inner = 72, columns = small ? 64 : 264, hidden = small ? 64 : 520, tiles_n = (columns + 255) / 256;
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   // rows[s][r][e]: of rank s for expert e of rank r. Some send none; some several tiles.
@@ -139,6 +141,10 @@ inline void test_ranks(int world, unsigned seed) {
     p.rows.rows = rank.received.matrices();
     p.rows.w = rank.w1.matrices();
     p.rows.out = rank.h.matrices();
+    if (biased) {
+      p.rows.bias_at = rank.b1.matrices().at;
+      p.rows.bias_stride = rank.b1.stride;
+    }
     p.list = {at(rank.items.data()),
               at(&rank.count),
               at(rank.rows_EW.data()),
@@ -159,6 +165,10 @@ inline void test_ranks(int world, unsigned seed) {
     p.rows.rows = rank.h.matrices();
     p.rows.w = rank.w2.matrices();
     p.rows.out = rank.out.matrices();
+    if (biased) {
+      p.rows.bias_at = rank.b2.matrices().at;
+      p.rows.bias_stride = rank.b2.stride;
+    }
     p.list[4] = at(rank.written.data());
     p.list[12] = rank.result_flags();
     launcher.listed(p, 0);
@@ -177,13 +187,13 @@ inline void test_ranks(int world, unsigned seed) {
             std::vector<double> h;
             const int64_t row = first_row(r, e, s) + i;
             for (int64_t n = 0; n < columns; ++n) {
-              double total = 0;
+              double total = biased ? rank.b1.number(0, e, n) : 0;
               for (int64_t k = 0; k < inner; ++k) total += value(s, r, e, i, k) * rank.w1.number(e, n, k);
               h.push_back(float_of(Numbers::to_bits(total), 0));
             }
             bool same = true;
             for (int64_t n = p2p::first_column(hidden, slice); n < p2p::first_column(hidden, slice + 1); ++n) {
-              double total = 0;
+              double total = biased ? rank.b2.number(0, e, n) : 0;
               for (int64_t k = 0; k < columns; ++k) total += h[size(k)] * rank.w2.number(e, k, n);
               same = same && std::abs(rank.out.number(0, row, n) - total) <= std::abs(total) * 0.004;
             }

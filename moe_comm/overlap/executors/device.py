@@ -70,16 +70,21 @@ class _DeviceExperts(torch.autograd.Function):
         assert rows_RD is not None
         h_RG = out_RD = None
         try:
-            first = _grouped(dispatch) if send is None else dispatch.multiply_arrived(send)
+            b13_EG = b2_ED = None
+            if isinstance(experts, ExpertMLP):
+                b13_EG, b2_ED = experts.tensors[2:]
+            first = _grouped(dispatch) if send is None else dispatch.multiply_arrived(send, b13_EG)
             if isinstance(experts, ExpertMLP):
                 keep_h = keep_h and not experts.recompute
                 h_RG, last_RF, w_last = expert_mlp_gpu.hidden(
-                    experts, rows_RD, first, None if send is None else dispatch.swiglu_arrived(send)
+                    experts, rows_RD, first, None if send is None else dispatch.swiglu_arrived(send, b13_EG)
                 )
             else:
                 last_RF, w_last = rows_RD, tensors[0]
             if run.returns:
-                run.back, out_RD = dispatch.multiply_and_sum("combine", last_RF, w_last, run.wide_TK, run.requires_grad)
+                run.back, out_RD = dispatch.multiply_and_sum(
+                    "combine", last_RF, w_last, run.wide_TK, run.requires_grad, b2_ED
+                )
             else:
                 out_RD = rows_RD.new_empty(rows_RD.shape[0], w_last.shape[1])
                 first(rows_RD, w_last, out_RD)
@@ -128,7 +133,7 @@ def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
             run.returning, _ = dispatch.multiply_and_sum("dispatch backward", rows, w)
 
         if isinstance(experts, ExpertMLP):
-            if send is not None and not (sums or needs[0] or dots_R is not None):
+            if send is not None and not (sums or needs[0] or needs[2] or dots_R is not None):
                 send.wait()
             products = first, last if sums else None
             grads = expert_mlp_gpu.backward_by(experts, rows_RD, h_RG, grad_RD, counts_E, needs, products, weights)
@@ -163,7 +168,7 @@ def _grouped(dispatch: Any) -> expert_mlp_gpu.FirstProduct:
 
 
 class DeviceCall(PipelinedCall):
-    """One call of a whole layer of experts without biases. Collective."""
+    """One call of a whole layer of experts. Collective."""
 
     skips_empty_slots = False
     stage = _DeviceExperts
@@ -184,13 +189,15 @@ class DeviceCall(PipelinedCall):
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         """As the base class."""
-        if any(bias is not None for bias in mlp.tensors[2:]):
+        if type(mlp) is not ExpertMLP or mlp.apart:
             raise ConfigError(
-                "the device executor runs experts without biases and adapters; use Overlap(executor='pipelined')"
+                "the device executor runs experts without adapters, and not those that other ranks have lent; use "
+                "Overlap(executor='pipelined')"
             )
         if mlp.gemm_dtype == "fp8":
             raise fp8_fault()
-        return super().compute(rows, rows_per_expert, mlp)
+        biases = [b if b is None or b.stride(1) == 1 else b.contiguous() for b in mlp.tensors[2:]]
+        return super().compute(rows, rows_per_expert, mlp.with_tensors((*mlp.tensors[:2], *biases)))
 
 
 def device_dispatch_matmul(

@@ -68,22 +68,23 @@ class DeviceDispatch(SharedDispatch):
             raise
         return cls(dispatcher, shared.handle, shared.chunks, shared.sources, tiles, flags, order, blocks), send
 
-    def multiply_arrived(self, send: RowSend) -> FirstProduct:
-        """Return the GEMM of the rows of ``send``. It waits for them on the device, and closes ``send``."""
+    def multiply_arrived(self, send: RowSend, bias_EN: Tensor | None = None) -> FirstProduct:
+        """Return the GEMM of the rows of ``send``, which adds ``bias_EN``. It waits for the rows on the device, and
+        closes ``send``."""
         flags = send.flags if isinstance(send, FlaggedGradients) else self.flags
 
         def multiply(rows_RD: Tensor, w_END: Tensor, out_RN: Tensor) -> None:
-            arrived_mm.arrived_mm_into(rows_RD, w_END, self.tiles, flags, out_RN)
+            arrived_mm.arrived_mm_into(rows_RD, w_END, self.tiles, flags, out_RN, bias_EN=bias_EN)
             self.dispatcher.memory.join()
             send.close()
 
         return multiply
 
-    def swiglu_arrived(self, send: RowSend) -> FirstSwiGLU:
+    def swiglu_arrived(self, send: RowSend, b13_EG: Tensor | None = None) -> FirstSwiGLU:
         """Return the first GEMM with SwiGLU behind it, which does nothing unless one kernel computes both."""
 
         def multiply(rows_RD: Tensor, w_EGD: Tensor, h_RG: Tensor, act_RF: Tensor) -> bool:
-            done = arrived_mm.arrived_mm_into(rows_RD, w_EGD, self.tiles, self.flags, h_RG, act_RF)
+            done = arrived_mm.arrived_mm_into(rows_RD, w_EGD, self.tiles, self.flags, h_RG, act_RF, b13_EG)
             if done:
                 self.dispatcher.memory.join()
                 send.close()
@@ -92,7 +93,13 @@ class DeviceDispatch(SharedDispatch):
         return multiply
 
     def multiply_and_sum(
-        self, op: str, rows_RD: Tensor, w_END: Tensor, weights_TK: Tensor | None = None, requires_grad: bool = False
+        self,
+        op: str,
+        rows_RD: Tensor,
+        w_END: Tensor,
+        weights_TK: Tensor | None = None,
+        requires_grad: bool = False,
+        bias_EN: Tensor | None = None,
     ) -> tuple[Sums, Tensor]:
         """Multiply rows by the weights of their experts, and sum each token's results. Collective.
 
@@ -100,6 +107,7 @@ class DeviceDispatch(SharedDispatch):
 
         Args:
             op: "combine" or "dispatch backward". The latter has no ``weights_TK`` and no ``requires_grad``.
+            bias_EN: of the experts, added to their results; or None.
 
         Returns:
             A function that makes the current stream wait for the sums and returns them; and the results, [R, D].
@@ -109,7 +117,7 @@ class DeviceDispatch(SharedDispatch):
             from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
 
             out_RD = dispatcher.empty_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
-            grouped_mm_into(rows_RD, w_END, self.tiles.counts_E, out_RD)
+            grouped_mm_into(rows_RD, w_END, self.tiles.counts_E, out_RD, bias_EN=bias_EN)
             if weights_TK is None:
                 y_TD = dispatcher.dispatch_backward(out_RD, handle)
             else:
@@ -117,7 +125,7 @@ class DeviceDispatch(SharedDispatch):
             return lambda _: y_TD, out_RD
 
         def compute(out_RD: Tensor, flags: RowFlags) -> None:
-            publish_mm.publish_mm_into(rows_RD, w_END, self.tiles, flags, out_RD)
+            publish_mm.publish_mm_into(rows_RD, w_END, self.tiles, flags, out_RD, bias_EN)
 
         with dispatcher.operation(op, handle, requires_grad, flagged=True):
             sums_TD, results_RD = dispatcher.sum_while(compute, weights_TK, handle)

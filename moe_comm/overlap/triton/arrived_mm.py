@@ -109,12 +109,16 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
     aside_ptr,  # [tiles of the list, tiles of the columns] int64: the next of the tiles that a program has set aside
     out_ptr,  # [R, columns]
     out_stride, columns, inner,
+    biases_ptr,  # [E, columns]; any pointer unless BIASED
+    biases_stride,
     peers_ptr, state_ptr, report_ptr, abort_ptr, rank, world, first_flag, turn, timeout_ns,  # RowFlags
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
+    BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[r] = rows[r] @ w[expert of r].T, tile by tile of the list, each after the flags of its rows.
+    """Compute out[r] = rows[r] @ w[expert of r].T, tile by tile of the list, each after the flags of its rows. BIASED:
+    add the biases of the expert before rounding.
 
     Words that other programs or ranks change are read by atomics, which return the same value to all warps.
     """
@@ -138,6 +142,7 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
             compute_tile(
                 rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
                 start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+                biases_ptr + expert * biases_stride, BIASED,
             )  # fmt: skip
             start_ns = clock_ns()
         else:
@@ -189,8 +194,9 @@ def tiling_of(rows_RD: Tensor, experts: int) -> Tiling:
 
 
 def arrived_mm_into(
-    rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor, act_RF: Tensor | None = None
-) -> bool:
+    rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor, act_RF: Tensor | None = None,
+    bias_EN: Tensor | None = None,
+) -> bool:  # fmt: skip
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e, after the rows have been received. No autograd.
 
     A rank that does not send its rows in time is reported as a fault of the dispatch; the rows of ``out_RN`` that
@@ -203,6 +209,7 @@ def arrived_mm_into(
         flags: of the dispatch, or of the gradients.
         out_RN: [R, N], dense.
         act_RF: SwiGLU of ``out_RN``, written as well if a kernel in CUDA C++ does it. Otherwise nothing is computed.
+        bias_EN: [E, N] of the same dtype, dense along N, or None: added in fp32, before rounding.
 
     Returns:
         Whether the results are computed.
@@ -214,19 +221,20 @@ def arrived_mm_into(
         aside, programs = tiles.count.new_empty(tiles.items_N6.shape[0] * -(-columns // 128)), waiting_programs
         words = tiles.items_N6, tiles.count, tiles.rows_EW, None, tiles.count.new_zeros(1), aside
         listed = ListedTiles(words, flags, False, programs(rows_RD.device))
-        if multiply_listed(rows_RD, w_END, out_RN, listed, act_RF):
+        if multiply_listed(rows_RD, w_END, out_RN, listed, act_RF, bias_EN):
             return True
     if act_RF is not None:
         return False
     tiling, taken = tiling_of(rows_RD, experts), tiles.count.new_zeros(2)
     aside = tiles.count.new_empty(tiles.items_N6.shape[0] * -(-columns // tiling.columns))
+    bias = (out_RN, 0) if bias_EN is None else (bias_EN, bias_EN.stride(0))
     with on_device_of(rows_RD):
         arrived_mm_kernel[(waiting_programs(rows_RD.device),)](
             rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N6, tiles.count, tiles.rows_EW,
-            taken, aside, out_RN, out_RN.stride(0), columns, inner,
+            taken, aside, out_RN, out_RN.stride(0), columns, inner, *bias,
             flags.peers_W, flags.state, flags.report, flags.abort, flags.rank, flags.world, flags.first_flag,
             flags.turn, flags.timeout_ns,
-            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, BIASED=bias_EN is not None, **tiling.blocks,
             **options(rows_RD, num_warps=tiling.warps, num_stages=tiling.stages),
         )  # fmt: skip
     return True

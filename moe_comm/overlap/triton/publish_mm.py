@@ -54,13 +54,17 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
     written_ptr,  # [SLICES * W + 1] int64 zeros: tiles that are written, by slice and rank; tiles that are taken
     out_ptr,  # [R, columns]
     out_stride, columns, inner,
+    biases_ptr,  # [E, columns]; any pointer unless BIASED
+    biases_stride,
     peers_ptr, state_ptr, rank, world, first_flag, turn,  # RowFlags
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
+    BIASED: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[r] = rows[r] @ w[expert of r].T, slice by slice, and set the flags of the rows' ranks.
+    """Compute out[r] = rows[r] @ w[expert of r].T, slice by slice, and set the flags of the rows' ranks. BIASED: add
+    the biases of the expert before rounding.
 
     After a fault of the group, nothing is computed and no flag is set.
     """
@@ -92,6 +96,7 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
         compute_tile(
             rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
             start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+            biases_ptr + expert * biases_stride, BIASED,
         )  # fmt: skip
         tl.debug_barrier()  # one thread counts, after the stores of all
         for to in range(tl.load(item_ptr + 3), tl.load(item_ptr + 4) + 1):
@@ -103,7 +108,9 @@ def publish_mm_kernel(  # type: ignore[no-untyped-def]
         taken = tl.atomic_add(written_ptr + SLICES * world, one, sem="relaxed")
 
 
-def publish_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor) -> None:
+def publish_mm_into(
+    rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor, bias_EN: Tensor | None = None
+) -> None:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e, and set the flags of its slices. No autograd.
 
     Args:
@@ -112,6 +119,7 @@ def publish_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
         tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows.
         flags: of the results. All of them are set, also by a rank without rows.
         out_RN: [R, N], dense, where peers can read it.
+        bias_EN: [E, N] of the same dtype, dense along N, or None: added in fp32, before rounding.
     """
     experts, columns, inner = w_END.shape
     slices, tiling = num_slices(columns), tiling_of(rows_RD, experts)
@@ -121,13 +129,14 @@ def publish_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowF
     programs = waiting_programs(rows_RD.device)
     if setting() == "cuda" and experts and out_RN.shape[0]:
         words = tiles.items_N6, tiles.count, tiles.rows_EW, tiles.tiles_W, written, None
-        if multiply_listed(rows_RD, w_END, out_RN, ListedTiles(words, flags, True, programs)):
+        if multiply_listed(rows_RD, w_END, out_RN, ListedTiles(words, flags, True, programs), bias_EN=bias_EN):
             return
+    bias = (out_RN, 0) if bias_EN is None else (bias_EN, bias_EN.stride(0))
     with on_device_of(rows_RD):
         publish_mm_kernel[(programs,)](
             rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N6, tiles.count, tiles.rows_EW,
-            tiles.tiles_W, written, out_RN, out_RN.stride(0), columns, inner,
+            tiles.tiles_W, written, out_RN, out_RN.stride(0), columns, inner, *bias,
             flags.peers_W, flags.state, flags.rank, flags.world, flags.first_flag, flags.turn,
-            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, SLICES=slices,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, BIASED=bias_EN is not None, SLICES=slices,
             **tiling.blocks, **options(rows_RD, num_warps=tiling.warps, num_stages=tiling.stages),
         )  # fmt: skip

@@ -66,11 +66,14 @@ def slot_ids(kind: str, rank: int, experts: int, top_k: int) -> Tensor:
     return torch.full_like(ids, -1) if kind == "no rows" else ids
 
 
-def leaves_of(rank: int, experts: int, ids: Tensor, dtype: torch.dtype, hidden: int = D) -> list[Tensor]:
-    """Return x, routing weights, w13 and w2."""
-    shapes = (ids.shape[0], hidden), tuple(ids.shape), (experts, 2 * F, hidden), (experts, hidden, F)
-    dtypes = dtype, torch.float32, dtype, dtype
-    seeds = range(10 * rank, 10 * rank + 4)
+def leaves_of(
+    rank: int, experts: int, ids: Tensor, dtype: torch.dtype, hidden: int = D, biased: bool = False
+) -> list[Tensor]:
+    """Return x, routing weights, w13 and w2; and, if ``biased``, b13 and b2."""
+    shapes = [(ids.shape[0], hidden), tuple(ids.shape), (experts, 2 * F, hidden), (experts, hidden, F)]
+    shapes += [(experts, 2 * F), (experts, hidden)] if biased else []
+    dtypes = dtype, torch.float32, *[dtype] * (len(shapes) - 2)
+    seeds = range(10 * rank, 10 * rank + len(shapes))
     return [draw(*s, seed=seed, dtype=t).requires_grad_() for s, t, seed in zip(shapes, dtypes, seeds, strict=True)]
 
 
@@ -82,17 +85,18 @@ def run_layer(
     recompute: bool = False,
     complete: bool = False,
     hidden: int = D,
+    biased: bool = False,
 ) -> list[Tensor]:
     """Run a layer forward and backward. Return the output and all gradients."""
     from moe_comm.overlap.executors.choice import dispatch_rows
 
     rank, experts = dispatcher.rank, len(dispatcher.local_experts)
-    x, weights, w13, w2 = leaves = leaves_of(rank, experts, ids, dtype, hidden)
+    x, weights, *tensors = leaves = leaves_of(rank, experts, ids, dtype, hidden, biased)
     call = dispatch_rows(dispatcher, x, ids, weights, overlap, width=F)
     if complete:
         call.complete()
         dispatcher.dispatch(x.detach(), ids)  # another dispatch of the group
-    mlp = ExpertMLP((w13, w2, None, None), activation_of("swiglu"), recompute)
+    mlp = ExpertMLP((*tensors, None, None)[:4], activation_of("swiglu"), recompute)
     with call.abort_on_error():
         rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
     y = call.combine(rows)

@@ -113,20 +113,27 @@ def test_tiles_listed_on_the_device_are_those_of_the_reference(
         ("no rows", EXPERTS, torch.bfloat16, {}),
         ("random", EXPERTS, torch.bfloat16, {"wire_dtypes": WireDtypes("fp8_block", "bf16", "bf16", "fp8_token")}),
         ("random", EXPERTS, torch.bfloat16, {"relay": True}),
+        ("dropped", EXPERTS, torch.bfloat16, {"biased": True}),
     ],
-    ids=["random", "fp16", "one expert", "checksums", "a rank without experts", "no rows", "wire dtypes", "relayed"],
-)
+    ids=[
+        "random", "fp16", "one expert", "checksums", "a rank without experts", "no rows", "wire dtypes", "relayed",
+        "biases",
+    ],
+)  # fmt: skip
 def test_output_and_gradients_have_the_bits_of_serial_execution(
     rank: int, world: int, kind: str, experts: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
+    biased = bool(options.get("biased"))
+    options = {name: value for name, value in options.items() if name != "biased"}
     with triton_on_cpus():
         dispatcher = make_device_dispatcher(rank, world, experts, **options)
         ids = slot_ids(kind, rank, experts, min(3, experts))
-        expected = run_layer(dispatcher, ids, None, dtype)
-        for settings in ({"recompute": True}, {"complete": True}) if kind == "random" and not options else ({},):
-            actual = run_layer(dispatcher, ids, DEVICE, dtype, **settings)
+        expected = run_layer(dispatcher, ids, None, dtype, biased=biased)
+        both = biased or (kind == "random" and not options)
+        for settings in ({"recompute": True}, {"complete": True}) if both else ({},):
+            actual = run_layer(dispatcher, ids, DEVICE, dtype, **settings, biased=biased)
             assert all(map(torch.equal, actual, expected)), settings
-        if not options and ids.numel():
+        if not options and not biased and ids.numel():
             assert all(map(torch.equal, one_rank(rank, world, experts, ids, dtype), expected))
 
 
@@ -160,10 +167,10 @@ def test_kernels_for_hopper_have_the_results_of_serial_execution(rank: int, worl
 
     with triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
         dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
-        expected = run_layer(dispatcher, ids, None, hidden=264)
+        expected = run_layer(dispatcher, ids, None, hidden=264, biased=True)
         patch.setenv(tensor_cores.GEMM, "cuda")
         patch.setattr(tensor_cores, "launcher_for", launcher_for)
-        actual = run_layer(dispatcher, ids, DEVICE, hidden=264)
+        actual = run_layer(dispatcher, ids, DEVICE, hidden=264, biased=True)
     assert {"arrived_swiglu", "published", "arrived_transposed", "published_transposed"} <= {*used}
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * float(other.abs().max()))
@@ -175,8 +182,28 @@ def test_fp32_agrees_with_serial_execution(rank: int, world: int) -> None:
     interpreted("arrived_mm")
     dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
     with triton_on_cpus():
-        actual = run_layer(dispatcher, ids, DEVICE, torch.float32)
-    torch.testing.assert_close(actual, run_layer(dispatcher, ids, None, torch.float32), rtol=1e-5, atol=1e-4)
+        actual = run_layer(dispatcher, ids, DEVICE, torch.float32, biased=True)
+    expected = run_layer(dispatcher, ids, None, torch.float32, biased=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+@on_ranks(3)
+def test_gradients_of_biases_alone_wait_for_the_gradients_of_all_ranks(rank: int, world: int) -> None:
+    from moe_comm.overlap.executors.choice import dispatch_rows
+
+    with triton_on_cpus():
+        dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
+        expected = run_layer(dispatcher, ids, None, biased=True)[-2:]
+        experts = len(dispatcher.local_experts)
+        x, weights, w13, w2, *biases = leaves_of(rank, experts, ids, torch.bfloat16, biased=True)
+        for trained in (0, 1):
+            call = dispatch_rows(dispatcher, x.detach(), ids, weights.detach(), DEVICE, width=F)
+            b13, b2 = (b if i == trained else b.detach() for i, b in enumerate(biases))
+            mlp = ExpertMLP((w13.detach(), w2.detach(), b13, b2), SWIGLU)
+            y = call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
+            grad = draw(*y.shape, seed=99 + rank, dtype=torch.bfloat16)
+            (actual,) = torch.autograd.grad(y, biases[trained], grad)
+            assert torch.equal(actual, expected[trained])
 
 
 @on_ranks(3)

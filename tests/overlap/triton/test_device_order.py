@@ -17,6 +17,7 @@ from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
 from moe_comm.errors import ConfigError, PeerRaised, PeerTimeout, RankMismatch
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.low_rank import AdaptedMLP
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
@@ -213,11 +214,9 @@ def test_an_exception_before_the_experts_reaches_all_ranks(rank: int, world: int
                 rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
             call.combine(rows)
         call = dispatch_rows(dispatcher, x, ids, weights, DEVICE, width=F)
-        b2 = torch.zeros(len(dispatcher.local_experts), D, dtype=torch.bfloat16)
-        with pytest.raises(ConfigError, match="experts without biases"), call.abort_on_error():
-            call.compute(
-                call.rows, call.handle.rows_per_expert, ExpertMLP((w13, w2, None, b2), activation_of("swiglu"))
-            )
+        adapted = AdaptedMLP((w13, w2, None, None), activation_of("swiglu"), places=())
+        with pytest.raises(ConfigError, match="experts without adapters"), call.abort_on_error():
+            call.compute(call.rows, call.handle.rows_per_expert, adapted)
         run_layer(dispatcher, ids, DEVICE)  # the group can be used again
 
 
