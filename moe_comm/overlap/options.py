@@ -49,10 +49,11 @@ class Overlap:
             send rows at the same time. None: the tuned number with ``chunks="auto"``, else the kernel's default.
         executor: Execution order of a whole expert layer. "serial": dispatch, experts, combine. "pipelined": experts
             compute rows as they are received, over ``all_to_all`` in chunks, and over ``shared_memory`` and
-            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without adapters, over
-            ``peer_to_peer``. "auto": "device" with ``backend="triton"``, else "pipelined" if the dispatcher supports
-            it and there are enough rows for two chunks, else "serial". If the dispatcher does not support the named
-            executor, the first call raises ConfigError on every rank.
+            ``peer_to_peer`` peer by peer. "device": kernels of a GPU, for experts without adapters, over
+            ``peer_to_peer``. "auto": "device" with ``backend="triton"``, and for 16-bit rows with ``chunks="auto"`` if
+            a cost model predicts that it saves 5%; else "pipelined" if the dispatcher supports it and there are enough
+            rows for two chunks, else "serial". If the dispatcher does not support the named executor, the first call
+            raises ConfigError on every rank.
 
     Raises:
         ConfigError: ``chunks`` is neither an integer of at least 1 nor "auto", or ``backend`` or ``executor`` is
@@ -99,6 +100,11 @@ class Overlap:
     def uses_kernels(self) -> bool:
         """Whether whole expert layers run as Triton kernels."""
         return self.executor == "device" or (self.executor == "auto" and self.backend == TRITON)
+
+    @property
+    def may_use_kernels(self) -> bool:
+        """Whether a cost model chooses if whole expert layers over ``peer_to_peer`` run as kernels of a GPU."""
+        return self.executor == "auto" and self.backend == "auto" and self.chunks == "auto"
 
     def chunks_of(self, num_bytes: int) -> int:
         """Return the number of chunks for ``num_bytes``. "auto" counts as ``DEFAULT_CHUNKS``."""

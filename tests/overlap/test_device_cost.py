@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.overlap.tuning.cost import MARGIN
-from moe_comm.overlap.tuning.device_cost import BUDGETS, DeviceRates, DeviceWork, forecast, ready_shares
+from moe_comm.overlap.tuning.device_cost import BUDGETS, H100, DeviceRates, DeviceWork, forecast, ready_shares
 
 RATES = DeviceRates(132, 56e9, 400e9, 2.6e12, 650e12, 0.95, 2e-5)
 """Synthetic: about an H100 whose ranks are connected by NVLink."""
@@ -26,8 +26,9 @@ def rates(draw: st.DrawFn) -> DeviceRates:
 
 
 works = st.builds(
-    DeviceWork, st.integers(0, 1 << 20), st.integers(1, 8192), st.integers(1, 8192), st.just(2), st.integers(1, 64)
-)
+    DeviceWork, st.integers(0, 1 << 20), st.integers(1, 8192), st.integers(1, 8192), st.just(2), st.integers(1, 64),
+    st.integers(0, 64), st.booleans(), st.booleans(),
+)  # fmt: skip
 
 
 @given(works, rates())
@@ -56,6 +57,14 @@ def test_costs_of_the_device_executor_make_it_lose() -> None:
     assert forecast(WORK, replace(RATES, waiting=0.5)).blocks is None, "a slow GEMM"
     assert forecast(WORK, replace(RATES, processors=9)).blocks is None, "no processors for the GEMM"
     assert forecast(WORK, replace(RATES, processors=8)).device_s == {}
+
+
+def test_measured_constants_choose_by_rows_and_by_the_order_of_rows() -> None:
+    work = replace(WORK, experts=32, gradients=True)
+    assert forecast(work, H100).blocks is not None
+    assert forecast(replace(work, rows=512), H100).blocks is None, "reading the weights takes longer than the rows"
+    assert forecast(replace(work, by_expert=False), H100).blocks is None, "tiles are ready when push ends"
+    assert forecast(replace(work, world=1), H100).blocks is None, "nothing is sent over a link"
 
 
 def test_tiles_are_ready_in_proportion_to_the_rows() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from moe_comm.overlap.options import CHUNKED, SHARED, TRITON
 from moe_comm.overlap.tuning import store as store_file
+from moe_comm.overlap.tuning.device_cost import H100
 from moe_comm.overlap.tuning.store import (
     OverlapChoice,
     TuningEnvironment,
@@ -29,7 +30,9 @@ from tests.overlap.measurements import PLACE, WORK, fused, measured
 
 
 def test_saved_measurements_are_loaded(tmp_path: Path) -> None:
-    store = TuningStore((measured(), measured(replace(WORK, dtype=torch.bfloat16, rows=7), 1), fused()))
+    rates = {"NVIDIA H100 80GB HBM3": replace(H100, waiting=0.9)}
+    store = TuningStore((measured(), measured(replace(WORK, dtype=torch.bfloat16, rows=7), 1), fused()), rates)
+    assert store.merged([fused()]).device_rates == rates
     path = save_store(tmp_path / "deep" / "down", store)
     assert load_store(tmp_path / "deep" / "down") == store
     assert [file.name for file in path.parent.iterdir()] == [path.name]

@@ -136,6 +136,9 @@ class PeerToPeerPrimitives(Dispatcher):
         self._sendings: dict[tuple[tuple[int, int], bool, int], Sending] = {}
         self.send_order: Tensor | None = None
         """The order of the last dispatch of ``start_dispatch_on_side_stream``; see csrc/cuda/order.h."""
+        self.mean_rows: int | None = None
+        """Rows that each rank received on average in the last dispatch whose counts the CPU has read; None before. The
+        same on all ranks."""
         self.send_by_expert = True
         """Whether rows that a GEMM waits for are sent by expert. False sends them by token, as a control."""
         self._list_tiles = False
@@ -196,6 +199,7 @@ class PeerToPeerPrimitives(Dispatcher):
                 in_flight = not wait
                 own_L, rows_W, free_W, num_dropped = operations.plan.counted(FREE_BYTES_WORD)
                 check_free_bytes(row_format, rows_W, free_W, self.context.operation)
+                self.mean_rows = sum(rows_W) // self.world
                 rows = keep(reserved, rows_W[self.rank])
             except BaseException:
                 if in_flight:

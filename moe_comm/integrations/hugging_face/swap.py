@@ -242,8 +242,9 @@ class EPExperts(ExpertParallel):
         plain = in_place and not fp8 and self.copies is None and self.offloaded is None
         device = on_device(self.layout, self, x_TD) if plain else ""
         call = self._start_call(
-            self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place, on_device=device
-        )
+            self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place, on_device=device,
+            stacked=in_place and self.offloaded is None,
+        )  # fmt: skip
         try:
             with self._computing(call), without_autocast(x_TD):
                 rows_per_expert, copies = self._prepare_experts(self, call), self.copies

@@ -287,6 +287,7 @@ class ExpertParallel(ParallelModule):
         in_place: bool = False,
         on_device: OnDevice = "",
         observed: bool = False,
+        stacked: bool = False,
     ) -> ExpertCall:
         """Dispatch the rows of a call. Collective.
 
@@ -299,7 +300,7 @@ class ExpertParallel(ParallelModule):
                 same FLOPs.
             in_place: whether the experts can read rows in place; the same on every rank.
             on_device: what the experts can be computed from without row counts on the CPU.
-            observed: see ``serial_call``.
+            observed: see ``serial_call``. stacked: see ``dispatch_rows``.
         """
         dispatcher = self.dispatcher
         gradients = getattr(experts, "expert_gradients", None)
@@ -340,6 +341,7 @@ class ExpertParallel(ParallelModule):
             scaled=fp8,
             in_place=in_place,
             observed=observed,
+            stacked=stacked,
         )
         call.lent = lent
         return call

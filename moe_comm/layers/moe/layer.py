@@ -147,8 +147,8 @@ class MoELayer(ExpertParallel):
         shared: shared expert, or None.
         capacity: maximum number of rows per expert; None drops no row.
         label: name of the layer in error messages.
-        overlap: the executor that runs dispatch, experts and combine (``overlap/executors``). "auto" selects serial or
-            pipelined by a cost model (``explain_overlap``). None: serial. The results have the same bits.
+        overlap: the executor that runs dispatch, experts and combine (``overlap/executors``). "auto" selects one by a
+            cost model (``explain_overlap``). None: serial. The results have the same bits.
 
     Attributes:
         placement: the expert-parallel ranks that hold each expert, complete or as slices.
@@ -625,6 +625,7 @@ class MoELayer(ExpertParallel):
             in_place=own,
             on_device=self.experts.on_device(x_TD) if own else "",
             observed=not own or has_hooks(self.experts, foreign=True),
+            stacked=own,
         )
         etp, handle = self.sizes["etp"], call.handle
         slots = handle.num_tokens * handle.top_k // etp

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from dataclasses import replace
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -13,14 +15,15 @@ from moe_comm.dispatch.expert_call import ExpertCall, call_of, serial_call
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
 from moe_comm.overlap.executors.device import DeviceCall, device_fault, fp8_fault
 from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
 from moe_comm.overlap.options import CHUNKED, Overlap
-from moe_comm.overlap.tuning.choose import choose, rates_of
+from moe_comm.overlap.tuning.choose import choose, device_rates, rates_of
 from moe_comm.overlap.tuning.cost import CHUNKS, DIRECTIONS, MARGIN, OperatorWork, predict
-from moe_comm.overlap.tuning.device_cost import DeviceRates, DeviceWork, forecast
+from moe_comm.overlap.tuning.device_cost import DeviceForecast, DeviceRates, DeviceWork, forecast
 
 FIRST_GEMMS = 2
 """Number of GEMMs of width F before the last one: gate and up."""
@@ -44,6 +47,7 @@ def dispatch_rows(
     scaled: bool = False,
     in_place: bool = False,
     observed: bool = False,
+    stacked: bool = False,
 ) -> ExpertCall:
     """Dispatch the rows of one call of a layer. Collective.
 
@@ -60,6 +64,8 @@ def dispatch_rows(
         label: Name of the layer, for error messages.
         scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which the device executor does not support.
         in_place, observed: See ``serial_call``; executors that overlap ignore them.
+        stacked: The experts are stacks of weights without adapters, so "auto" may select the device executor. The same
+            on every rank.
 
     Returns:
         The call, with ``compute`` and ``combine``.
@@ -83,7 +89,10 @@ def dispatch_rows(
     )
     if overlap is None or overlap.executor == "serial":
         return serial()
+    choice = _DeviceChoice.of(dispatcher, ids_TK) if stacked and not scaled and overlap.may_use_kernels else None
     x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
+    if choice is not None and (blocks := choice.blocks(x_TD, width)) is not None:
+        overlap = replace(overlap, executor="device", programs=overlap.programs or blocks)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
     if use_kernels or pipelined_requested:
@@ -126,6 +135,70 @@ def dispatch_rows(
     return serial()
 
 
+AUTO_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes for which the device executor has the bits of serial execution."""
+
+
+class _DeviceChoice:
+    """The choice between the device executor and serial execution over ``peer_to_peer``.
+
+    All ranks make the same one. They communicate only in the first call of a group, and in the first one with
+    gradients. With gradients the choice depends on the rows of that one, because a recomputed call must run as the
+    first one did. Without, it depends on the rows of the last dispatch; before the first one it is serial execution.
+    """
+
+    def __init__(self, dispatcher: OverlappedPrimitives, rates: DeviceRates) -> None:
+        self._dispatcher, self._rates = dispatcher, rates
+
+    @classmethod
+    def of(cls, dispatcher: Dispatcher, ids_TK: Tensor) -> _DeviceChoice | None:
+        """Return None for serial execution. Collective, before checks that may fail on one rank."""
+        if not isinstance(dispatcher, OverlappedPrimitives) or choice_fault(dispatcher) is not None:
+            return None
+        channel = dispatcher.channel
+        rates = device_rates(channel, dispatcher.device)
+        if torch.is_grad_enabled() and dispatcher.trained_rows is None:
+            rows = ids_TK.numel() if isinstance(ids_TK, Tensor) else 0
+            if channel is not None:
+                own = torch.tensor([rows], dtype=torch.int64, device=channel.control_device)
+                rows = int(channel.all_gather(own, "choosing the executor of experts").sum()) // dispatcher.world
+            dispatcher.trained_rows = rows
+        return None if rates is None else cls(dispatcher, rates)
+
+    def blocks(self, x_TD: Tensor, width: int) -> int | None:
+        """Return the number of sending blocks with which the device executor is faster, or None."""
+        dispatcher, gradients = self._dispatcher, torch.is_grad_enabled()
+        rows = dispatcher.trained_rows if gradients else dispatcher.mean_rows
+        if rows is None or x_TD.dim() != 2 or x_TD.dtype not in AUTO_DTYPES:
+            return None
+        if device_fault(dispatcher, x_TD) is not None:
+            return None
+        return _forecast(dispatcher, rows, (x_TD.shape[1], width), self._rates, gradients).blocks
+
+
+def choice_fault(dispatcher: Dispatcher) -> ConfigError | None:
+    """Return why "auto" never selects the device executor over ``peer_to_peer``, or None. The same on every rank."""
+    if dispatcher.options.balance is not None:
+        return ConfigError("the device executor does not run experts that other ranks have lent")
+    device = dispatcher.device if isinstance(dispatcher, OverlappedPrimitives) else None
+    if device is None or device.type not in TRITON_DEVICES:
+        return ConfigError("the device executor needs GPUs")
+    return None
+
+
+def _forecast(
+    dispatcher: OverlappedPrimitives, rows: int, widths: tuple[int, int], rates: DeviceRates, gradients: bool
+) -> DeviceForecast:
+    """Return the prediction for 16-bit rows, their number rounded to a power of two. widths: D and F."""
+    experts = -(-dispatcher.num_experts // dispatcher.world)
+    rows = 1 << round(math.log2(rows)) if rows else 0
+    work = DeviceWork(rows, *widths, 2, dispatcher.world, experts, gradients, dispatcher.send_by_expert)
+    return _predicted(work, rates)
+
+
+_predicted = lru_cache(maxsize=1024)(forecast)
+
+
 def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
     """Return the error if the pipelined executor does not support ``dispatcher``, else None."""
     if isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
@@ -162,24 +235,16 @@ def explain_overlap(
         shared_ffn: Width of the shared expert, which runs while rows are in flight.
         dtype: Dtype of rows and weights.
         device: Device of the rows.
-        rates: Measured rates of the GPUs, to compare the device executor over ``peer_to_peer`` with serial execution.
+        rates: Rates of the GPUs, to compare the device executor over ``peer_to_peer`` with serial execution. None:
+            those that "auto" uses.
 
     Returns:
         Lines of text: predicted milliseconds of all four passes for each number of chunks, and the choice.
     """
     if (fault := pipelined_fault(dispatcher)) is not None:
         return f"serial: {fault}"
-    if dispatcher.name == "peer_to_peer":
-        text = (
-            "serial: the gain over peer_to_peer has not been measured on a GPU; Overlap(executor='pipelined') computes "
-            "each peer's rows once they are complete"
-        )
-        if rates is None:
-            return text
-        work = DeviceWork(tokens * top_k, hidden, ffn, dtype.itemsize, dispatcher.world)
-        found = forecast(work, rates)
-        advice = "" if found.blocks is None else f": Overlap(executor='device', programs={found.blocks})"
-        return "\n".join([text, *found.lines()]) + advice
+    if isinstance(dispatcher, OverlappedPrimitives):
+        return _explain_kernels(dispatcher, tokens * top_k, (hidden, ffn), dtype, rates)
     if not isinstance(dispatcher, AllToAllDispatcher):
         return (
             "serial: the cores that compute also copy the rows between ranks that share memory, so no transfer can be "
@@ -206,6 +271,25 @@ def explain_overlap(
         lines.append(f"{'serial' if chunks == 1 else f'pipelined in {chunks} chunks'}: {total * 1e3:.3f} ms predicted")
     name = "serial" if choice.chunks == 1 else f"pipelined in {choice.chunks} chunks"
     lines.append(f"choice: {name}; more than one chunk must save {MARGIN:.0%}, predicted or measured by moe-comm tune")
+    return "\n".join(lines)
+
+
+def _explain_kernels(
+    dispatcher: OverlappedPrimitives, rows: int, widths: tuple[int, int], dtype: torch.dtype, rates: DeviceRates | None
+) -> str:
+    given, fault = rates, choice_fault(dispatcher)
+    if dtype not in AUTO_DTYPES:
+        fault = ConfigError(f"rows must be of 16 bits for the device executor to have the bits of serial; got {dtype}")
+    if given is None and fault is None:
+        rates = device_rates(dispatcher.channel, dispatcher.device)
+        fault = None if rates is not None else ConfigError("no rates are known for GPUs of this compute capability")
+    lines = []
+    if fault is not None:
+        lines = [f"serial: {fault}; Overlap(executor='pipelined') computes each peer's rows once they are complete"]
+    if rates is not None:
+        for gradients in (False, True):
+            found = _forecast(dispatcher, rows, widths, rates, gradients)
+            lines += ["forward and backward:" if gradients else "forward:", *found.lines()]
     return "\n".join(lines)
 
 

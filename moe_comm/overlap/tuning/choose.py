@@ -9,6 +9,8 @@
                        └─ rank 0's choice is sent to all ranks, because hosts may have different files
 
 If several operators and directions need one choice, it is the one with the smallest sum of times.
+
+``device_rates`` are the rates of the device executor (``device_cost.py``): those in rank 0's store, else constants.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from moe_comm.comm.channel import Channel
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON
 from moe_comm.overlap.tuning.cost import CHUNKS, IN_PLACE, MARGIN, GroupRates, OperatorWork, cheapest, predict
+from moe_comm.overlap.tuning.device_cost import CAPABILITY, H100, DeviceRates
 from moe_comm.overlap.tuning.rates import measure_rates
 from moe_comm.overlap.tuning.store import OverlapChoice, TuningEnvironment, TuningStore, cache_folder, read_store
 
-CHOICE_BYTES, PROBLEM_BYTES = 256, 512
-"""Sizes in bytes of the messages that contain rank 0's choice, and a problem with its stored measurements."""
+CHOICE_BYTES, PROBLEM_BYTES, RATES_BYTES = 256, 512, 1024
+"""Sizes in bytes of the messages that contain rank 0's choice, a problem with its stored measurements, and the rates of
+the device executor."""
 Works = OperatorWork | tuple[OperatorWork, ...]
 
 
@@ -41,6 +45,7 @@ class _GroupState:
     rates: dict[tuple[torch.dtype, str], GroupRates] = field(default_factory=dict)
     choices: dict[tuple[Works, str, tuple[str, ...]], OverlapChoice] = field(default_factory=dict)
     store: TuningStore | None = None
+    device_rates: dict[str, DeviceRates | None] = field(default_factory=dict)
 
 
 def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[str, ...] = BACKENDS) -> OverlapChoice:
@@ -66,6 +71,32 @@ def rates_of(channel: Channel, dtype: torch.dtype, device: torch.device) -> Grou
     if (dtype, device.type) not in state.rates:
         state.rates[dtype, device.type] = measure_rates(channel, dtype, device)
     return state.rates[dtype, device.type]
+
+
+def device_rates(channel: Channel | None, device: torch.device) -> DeviceRates | None:
+    """Return the rates of the device executor, the same on every rank; None if none are known for the GPU. Collective
+    in the first call of a group. channel: None for a rank without a group."""
+    if channel is None:
+        return _known_rates(read_store(cache_folder())[0], device)
+    state = channel.comm.keep("tuning", _GroupState)
+    if device.type not in state.device_rates:
+        known: DeviceRates | None = None
+        if channel.rank == 0:
+            known = _known_rates(read_store(cache_folder())[0], device)
+        raw = json.dumps(None if known is None else asdict(known)).encode().ljust(RATES_BYTES)
+        message = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
+        of_ranks = channel.all_gather(message, "sharing the rates of the device executor")
+        shared = json.loads(bytes(of_ranks[0].tolist()))
+        state.device_rates[device.type] = None if shared is None else DeviceRates(**shared)
+    return state.device_rates[device.type]
+
+
+def _known_rates(store: TuningStore, device: torch.device) -> DeviceRates | None:
+    cuda = device.type == "cuda"
+    calibrated = store.device_rates.get(torch.cuda.get_device_name(device) if cuda else device.type)
+    if calibrated is not None:
+        return calibrated
+    return None if cuda and torch.cuda.get_device_capability(device) != CAPABILITY else H100
 
 
 def place_of(channel: Channel, rates: GroupRates, device: torch.device) -> TuningEnvironment:

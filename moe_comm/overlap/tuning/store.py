@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ import torch
 from moe_comm.errors import ConfigError
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED
 from moe_comm.overlap.tuning.cost import OperatorWork
+from moe_comm.overlap.tuning.device_cost import DeviceRates
 from moe_comm.runtime.cpu_guard import read_cpuinfo
 from moe_comm.runtime.safe_files import write_file
 from moe_comm.runtime.untrusted import read_bounded, shown
@@ -171,9 +172,10 @@ def _rebuilt(kind: type[T], raw: Mapping[str, Any], **fields_: Any) -> T:
 
 @dataclass(frozen=True)
 class TuningStore:
-    """The measurements of a machine."""
+    """The measurements of a machine. device_rates: for the device executor, by name of the GPU."""
 
     measured: tuple[Measurement, ...] = ()
+    device_rates: Mapping[str, DeviceRates] = field(default_factory=dict)
 
     def find(
         self, work: OperatorWork, place: TuningEnvironment, backends: Collection[str] = BACKENDS
@@ -206,7 +208,7 @@ class TuningStore:
         more = tuple(more)
         new = [(m.work, m.place) for m in more]
         other = (m for m in self.measured if not any(m.work == work and m.place.near(place) for work, place in new))
-        return TuningStore((*other, *more))
+        return TuningStore((*other, *more), self.device_rates)
 
 
 def fallback_rows(measured: Iterable[Measurement]) -> int:
@@ -288,7 +290,8 @@ def read_store(folder: Path) -> tuple[TuningStore, str]:
         elif raw["machine"] != machine_name():
             problem = f"belongs to another machine ({shown(raw['machine'])}; this is {machine_name()})"
         else:
-            return TuningStore(tuple(Measurement.from_json(entry) for entry in raw["measured"])), ""
+            rates = {str(name): _rebuilt(DeviceRates, of) for name, of in raw.get("device_rates", {}).items()}
+            return TuningStore(tuple(Measurement.from_json(entry) for entry in raw["measured"]), rates), ""
     except FileNotFoundError:
         return TuningStore(), ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
@@ -311,6 +314,7 @@ def save_store(folder: Path, store: TuningStore, facts: Mapping[str, Any] | None
         "errors_by_operator": errors_by_operator(store.measured),
         "facts": dict(facts or {}),
         "measured": [m.to_json() for m in store.measured],
+        "device_rates": {name: asdict(rates) for name, rates in store.device_rates.items()},
     }
     write_file(path, json.dumps(content, indent=1) + "\n", sync=True)
     return path

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
@@ -19,7 +22,10 @@ from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.low_rank import AdaptedMLP
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
+from moe_comm.overlap.executors.choice import explain_overlap
 from moe_comm.overlap.options import Overlap
+from moe_comm.overlap.tuning.device_cost import H100, DeviceRates
+from moe_comm.overlap.tuning.store import TuningStore, cache_folder, save_store
 from tests.layers.reference import draw
 from tests.overlap.triton.common import interpreted, needs_triton
 from tests.overlap.triton.device_layer import (
@@ -243,8 +249,54 @@ def test_a_layer_uses_the_kernels_by_its_overlap_option(rank: int) -> None:
             assert len(actual) > 2 and all(map(torch.equal, actual, results[0]))
 
 
-def _launches(layer: torch.nn.Module, x: Tensor) -> set[str]:
-    """Run ``layer`` forward and backward. Return the names of the Triton kernels that ran."""
+@on_ranks(3)
+def test_auto_chooses_the_kernels_by_calibrated_rates(rank: int) -> None:
+    """The same on all ranks, which have different numbers of tokens, and in a recomputed call."""
+    slow_link = DeviceRates(132, 1e6, 1e6, 1e9, 15e6, 1.0, 3e-4)
+    options = DispatchOptions(timeout_s=60, peer_to_peer=PeerToPeerOptions(emulate=True))
+    xs = [draw(tokens, D, seed=rank, dtype=torch.bfloat16) for tokens in (20 + rank, 1)]
+    with triton_on_cpus(), TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        for calibrated in (True, False):
+            if rank == 0:
+                save_store(cache_folder(), TuningStore((), {"cpu": slow_link} if calibrated else {}))
+            group = dist.new_group()
+            serial, chosen = (
+                MoELayer.build(
+                    MoEConfig(D, F, RouterConfig(EXPERTS, 2)),
+                    group,
+                    backend="peer_to_peer",
+                    options=options,
+                    overlap=overlap,
+                    seed=1,
+                    dtype=torch.bfloat16,
+                )
+                for overlap in (None, "auto")
+            )
+            uses_kernels = partial(_uses_kernels, chosen)
+            if calibrated:
+                with torch.no_grad():  # by the rows of the last call
+                    assert [uses_kernels(xs[i]) for i in (0, 0, 1, 1)] == [False, True, True, False]
+                assert uses_kernels(xs[0], recompute=True)
+                assert uses_kernels(xs[1]), "by the rows of the first call"
+                for x in xs:
+                    _launches(serial, x)
+                grads = [[p.grad for p in layer.parameters() if p.grad is not None] for layer in (serial, chosen)]
+                assert len(grads[0]) > 2 and all(map(torch.equal, *grads))
+            else:
+                assert not uses_kernels(xs[1])
+            shape = {"tokens": 20, "top_k": 2, "hidden": D, "ffn": F, "dtype": torch.bfloat16}
+            lines = explain_overlap(chosen.dispatcher, **shape).splitlines()
+            assert lines[0] == "forward:" and lines[1] == f"rates: {'given' if calibrated else H100.source}"
+            assert lines[-1].startswith("choice: device" if calibrated else "choice: serial")
+
+
+def _uses_kernels(layer: torch.nn.Module, x: Tensor, recompute: bool = False) -> bool:
+    return "tile_list_kernel" in _launches(layer, x, recompute)
+
+
+def _launches(layer: torch.nn.Module, x: Tensor, recompute: bool = False) -> set[str]:
+    """Run ``layer`` forward and, with gradients, backward. Return the names of the Triton kernels that ran."""
     from triton.runtime import interpreter
 
     names = set()
@@ -256,5 +308,7 @@ def _launches(layer: torch.nn.Module, x: Tensor) -> set[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", recorded)
-        layer(x).float().square().sum().backward()
+        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        if torch.is_grad_enabled():
+            y.float().square().sum().backward()
     return names
