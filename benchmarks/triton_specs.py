@@ -92,9 +92,9 @@ _POINTERS = {
     **dict.fromkeys(("grad_weights_ptr", "grad_scores_ptr", "sections_ptr"), "*fp32"),
     **dict.fromkeys(("packed_ptr", "values_ptr"), "*u8"),
 }
-_NUMBERS = {"scale": "fp32", "largest": "fp32"}
-_UNALIGNED = ("experts", "rows", "tokens", "slots", "chunks", "sections", "scale", "largest", "scale_stride",
-              "capacity")  # fmt: skip
+_NUMBERS = dict.fromkeys(("scale", "largest", "alpha", "limit"), "fp32")
+_UNALIGNED = ("experts", "rows", "tokens", "slots", "chunks", "sections", "scale", "largest", "alpha", "limit",
+              "scale_stride", "capacity")  # fmt: skip
 """Numbers that are not multiples of 16. Widths and strides are."""
 
 
@@ -117,7 +117,7 @@ def _spec(
 
 def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     element = {"ELEMENT": DTYPES[dtype]}
-    tile = {"ROWS": 1, "COLUMNS": swiglu.TILE_ELEMENTS}
+    tile = {"CLAMPED": False, "ROWS": 1, "COLUMNS": swiglu.TILE_ELEMENTS}
     sums = {"WEIGHTED": True, "TOP_K": 8, "UNROLL": True, "TOKENS": 1, "COLUMNS": rows.TILE_ELEMENTS}
     scale = {"DOTTED": True, "SLOTS": rows.SLOTS, "COLUMNS": rows.COLUMNS, "STEPS": rows.STEPS}
     return (
@@ -138,7 +138,16 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
         ),
         _spec(
             "swiglu, backward, times weights", swiglu.weighted_swiglu_backward_kernel, dtype,
-            {**element, "PLACED": True, "DOTTED": True, "SLOTS": swiglu.SLOTS, "STEPS": swiglu.STEPS}, exact=True,
+            {**element, "CLAMPED": False, "PLACED": True, "DOTTED": True, "SLOTS": swiglu.SLOTS, "STEPS": swiglu.STEPS},
+            exact=True,
+        ),
+        _spec(
+            "clamped swiglu, forward", swiglu.swiglu_kernel, dtype, {**element, **tile, "CLAMPED": True}, exact=True
+        ),
+        _spec(
+            "clamped swiglu, backward, times weights", swiglu.weighted_swiglu_backward_kernel, dtype,
+            {**element, "CLAMPED": True, "PLACED": True, "DOTTED": True, "SLOTS": swiglu.SLOTS, "STEPS": swiglu.STEPS},
+            exact=True,
         ),
     )  # fmt: skip
 

@@ -24,19 +24,23 @@ using Words = std::array<int64_t, 5>;
 
 gemm::Matrices matrices_of(const Words& words) { return {words[0], words[1], words[2], words[3], words[4]}; }
 
+// Alpha and limit of Glu in csrc/cuda/gemm/swiglu.h.
+using Glu = std::array<float, 2>;
+
 // slots: address of slots, top-k, address of biases and their stride.
 gemm::RowsProduct rows_of(const std::array<Words, 4>& matrices, bool transposed, int64_t counts_at, int64_t experts,
-                          const std::array<int64_t, 4>& slots) {
+                          const std::array<int64_t, 4>& slots, const Glu& glu) {
   const auto& [rows, w, out, act] = matrices;
-  return {matrices_of(rows), matrices_of(w), matrices_of(out), matrices_of(act), counts_at, experts,
-          transposed,        slots[0],       slots[1],         slots[2],         slots[3]};
+  return {matrices_of(rows), matrices_of(w), matrices_of(out), matrices_of(act), counts_at, experts, transposed,
+          slots[0],          slots[1],       slots[2],         slots[3],         glu[0],    glu[1]};
 }
 
 gemm::GradientProduct gradient_of(const Words& grad, const Words& w, int64_t counts_at, int64_t experts,
-                                  const std::array<Words, 3>& matrices, const std::array<int64_t, 3>& weights) {
+                                  const std::array<Words, 3>& matrices, const std::array<int64_t, 3>& weights,
+                                  const Glu& glu) {
   const auto& [h, grad_h, act] = matrices;
-  return {matrices_of(grad), matrices_of(w), matrices_of(h), matrices_of(grad_h), matrices_of(act),
-          counts_at,         experts,        weights[0],     weights[1],          weights[2]};
+  return {matrices_of(grad), matrices_of(w), matrices_of(h), matrices_of(grad_h), matrices_of(act), counts_at,
+          experts,           weights[0],     weights[1],     weights[2],          glu[0],           glu[1]};
 }
 
 // Put the address of a buffer in place of its number, -1 for none.
@@ -82,34 +86,35 @@ void bind_record(py::module_& m) {
              for (const py::handle given : arguments) kernel.arguments.push_back(argument_of(given));
              self.add(std::move(kernel));
            })
-      .def(
-          "rows",
-          [](Record& self, std::shared_ptr<gemm::Launcher> launcher, const Words& rows, const Words& w, bool transposed,
-             int64_t counts_at, int64_t experts, const Words& out, const Words& act, std::array<int64_t, 4> slots) {
-            const gemm::RowsProduct recorded = rows_of({rows, w, out, act}, transposed, counts_at, experts, slots);
-            self.add([launcher = std::move(launcher), recorded](const Record::Addresses& at, uintptr_t stream) {
-              gemm::RowsProduct product = recorded;
-              for (int64_t* one : {&product.rows.at, &product.w.at, &product.out.at, &product.act.at,
-                                   &product.counts_at, &product.slots_at, &product.bias_at}) {
-                place(one, at);
-              }
-              launcher->rows(product, stream);
-            });
-          })
-      .def(
-          "swiglu_gradient",
-          [](Record& self, std::shared_ptr<gemm::Launcher> launcher, const Words& grad, const Words& w,
-             int64_t counts_at, int64_t experts, const std::array<Words, 3>& matrices, std::array<int64_t, 3> weights) {
-            const gemm::GradientProduct recorded = gradient_of(grad, w, counts_at, experts, matrices, weights);
-            self.add([launcher = std::move(launcher), recorded](const Record::Addresses& at, uintptr_t stream) {
-              gemm::GradientProduct product = recorded;
-              for (int64_t* one : {&product.grad.at, &product.w.at, &product.h.at, &product.grad_h.at, &product.act.at,
-                                   &product.counts_at, &product.weights_at, &product.slots_at, &product.sections_at}) {
-                place(one, at);
-              }
-              launcher->swiglu_gradient(product, stream);
-            });
-          })
+      .def("rows",
+           [](Record& self, std::shared_ptr<gemm::Launcher> launcher, const Words& rows, const Words& w,
+              bool transposed, int64_t counts_at, int64_t experts, const Words& out, const Words& act,
+              std::array<int64_t, 4> slots, Glu glu) {
+             const gemm::RowsProduct recorded =
+                 rows_of({rows, w, out, act}, transposed, counts_at, experts, slots, glu);
+             self.add([launcher = std::move(launcher), recorded](const Record::Addresses& at, uintptr_t stream) {
+               gemm::RowsProduct product = recorded;
+               for (int64_t* one : {&product.rows.at, &product.w.at, &product.out.at, &product.act.at,
+                                    &product.counts_at, &product.slots_at, &product.bias_at}) {
+                 place(one, at);
+               }
+               launcher->rows(product, stream);
+             });
+           })
+      .def("swiglu_gradient",
+           [](Record& self, std::shared_ptr<gemm::Launcher> launcher, const Words& grad, const Words& w,
+              int64_t counts_at, int64_t experts, const std::array<Words, 3>& matrices, std::array<int64_t, 3> weights,
+              Glu glu) {
+             const gemm::GradientProduct recorded = gradient_of(grad, w, counts_at, experts, matrices, weights, glu);
+             self.add([launcher = std::move(launcher), recorded](const Record::Addresses& at, uintptr_t stream) {
+               gemm::GradientProduct product = recorded;
+               for (int64_t* one : {&product.grad.at, &product.w.at, &product.h.at, &product.grad_h.at, &product.act.at,
+                                    &product.counts_at, &product.weights_at, &product.slots_at, &product.sections_at}) {
+                 place(one, at);
+               }
+               launcher->swiglu_gradient(product, stream);
+             });
+           })
       .def("weights",
            [](Record& self, std::shared_ptr<gemm::Launcher> launcher, const Words& a, const Words& b, int64_t counts_at,
               int64_t experts, const Words& out, bool add) {
@@ -147,24 +152,25 @@ void bind_gpu_gemm(py::module_& m) {
            py::arg("calls"), py::arg("context"), py::arg("functions"), py::arg("blocks"))
       .def("rows",
            [](const gemm::Launcher& self, const Words& rows, const Words& w, bool transposed, int64_t counts_at,
-              int64_t experts, const Words& out, const Words& act, std::array<int64_t, 4> slots, uintptr_t stream) {
+              int64_t experts, const Words& out, const Words& act, std::array<int64_t, 4> slots, Glu glu,
+              uintptr_t stream) {
              py::gil_scoped_release release;
-             self.rows(rows_of({rows, w, out, act}, transposed, counts_at, experts, slots), stream);
+             self.rows(rows_of({rows, w, out, act}, transposed, counts_at, experts, slots, glu), stream);
            })
       .def("listed",
            [](const gemm::Launcher& self, const std::array<Words, 5>& matrices, bool transposed, int64_t experts,
-              const std::array<int64_t, 4>& slots, const std::array<int64_t, 18>& list, bool published, int64_t blocks,
-              uintptr_t stream) {
+              const std::array<int64_t, 4>& slots, Glu glu, const std::array<int64_t, 18>& list, bool published,
+              int64_t blocks, uintptr_t stream) {
              py::gil_scoped_release release;
              const auto& [rows, w, out, act, own] = matrices;
-             const auto product = rows_of({rows, w, out, act}, transposed, 0, experts, slots);
+             const auto product = rows_of({rows, w, out, act}, transposed, 0, experts, slots, glu);
              self.listed({product, matrices_of(own), list, published, blocks}, stream);
            })
       .def("swiglu_gradient",
            [](const gemm::Launcher& self, const Words& grad, const Words& w, int64_t counts_at, int64_t experts,
-              const std::array<Words, 3>& matrices, std::array<int64_t, 3> weights, uintptr_t stream) {
+              const std::array<Words, 3>& matrices, std::array<int64_t, 3> weights, Glu glu, uintptr_t stream) {
              py::gil_scoped_release release;
-             self.swiglu_gradient(gradient_of(grad, w, counts_at, experts, matrices, weights), stream);
+             self.swiglu_gradient(gradient_of(grad, w, counts_at, experts, matrices, weights, glu), stream);
            })
       .def("weights",
            [](const gemm::Launcher& self, const Words& a, const Words& b, int64_t counts_at, int64_t experts,

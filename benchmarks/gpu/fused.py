@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.gpu.record import Work, run_part
 from benchmarks.gpu.timing import Timer, random
-from moe_comm.gpu.gemm import SwigluGradient, TakenRows
+from moe_comm.gpu.gemm import SWIGLU, SwigluGradient, TakenRows
 from moe_comm.kernels import tensor_cores
 from moe_comm.kernels.row_weights import RowWeights
 
@@ -31,8 +31,11 @@ SHAPES = (
     ("DeepSeek-V3, 128 rows an expert", 512, 32, 8, 7168, 2048),
     ("DeepSeek-V3, 1024 rows an expert", 4096, 32, 8, 7168, 2048),
     ("Mixtral 8x7B", 4096, 8, 2, 4096, 14336),
+    ("gpt-oss-20b", 4096, 32, 4, 2880, 2880),
 )
-CPU_SHAPES = (("small", 12, 4, 2, 32, 16),)
+CPU_SHAPES = (("small", 12, 4, 2, 32, 16), ("gpt-oss, small", 12, 4, 2, 32, 16))
+CLAMPED = 1.702, 7.0
+"""Alpha and limit of the activation of gpt-oss."""
 WORK = ("tokens to activations", "gradients behind w2")
 ERROR_BOUND = 1e-3
 """Largest allowed relative error (Frobenius norm) of gradients of routing weights against Triton's."""
@@ -44,7 +47,8 @@ class Problem:
     def __init__(self, shape: tuple[str, int, int, int, int, int], device: str) -> None:
         from moe_comm.kernels.triton.slot_order import order_slots
 
-        _, tokens, experts, self.top_k, hidden, width = shape
+        name, tokens, experts, self.top_k, hidden, width = shape
+        self.glu = CLAMPED if name.startswith("gpt-oss") else SWIGLU
         self.rows = tokens * self.top_k
         self.flops = 2.0 * self.rows * hidden * width
         scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
@@ -67,12 +71,12 @@ class Problem:
         act_RF = self.h_RG.new_empty(self.rows, self.w2_EDF.shape[2])
         if cuda:
             taken = TakenRows(self.x_TD, self.slot_R, self.top_k)
-            if not tensor_cores.multiply_rows(taken, self.w13_EGD, self.counts_E, h_RG, act_RF):
+            if not tensor_cores.multiply_rows(taken, self.w13_EGD, self.counts_E, h_RG, act_RF, None, self.glu):
                 raise RuntimeError("taken_swiglu is not used on this device")
         else:
             grouped_mm_into(copy_rows(self.x_TD, self.place_TK, self.rows), self.w13_EGD, self.counts_E, h_RG,
                             native=False)  # fmt: skip
-            swiglu_forward(h_RG, act_RF)
+            swiglu_forward(h_RG, act_RF, self.glu)
         return [h_RG, act_RF]
 
     def backward(self, cuda: bool) -> list[Tensor]:
@@ -87,12 +91,12 @@ class Problem:
         if cuda:
             sections_SR = tensor_cores.sections_like(self.grad_RD, act_RF.shape[1])
             of = SwigluGradient(self.h_RG, grad_h_RG, act_RF, self.weights_N, self.slot_R, sections_SR)
-            if not tensor_cores.multiply_gradient(self.grad_RD, self.w2_EDF, self.counts_E, of):
+            if not tensor_cores.multiply_gradient(self.grad_RD, self.w2_EDF, self.counts_E, of, self.glu):
                 raise RuntimeError("swiglu_gradient is not used on this device")
             add_sections(sections_SR, self.place_TK, dots_N)
         else:
             grouped_mm_into(self.grad_RD, self.w2_EDF.transpose(1, 2), self.counts_E, act_RF, native=False)
-            swiglu_backward_weighted(self.h_RG, act_RF, grad_h_RG, act_RF, weights)
+            swiglu_backward_weighted(self.h_RG, act_RF, grad_h_RG, act_RF, weights, self.glu)
         return [grad_h_RG, act_RF, dots_N]
 
 

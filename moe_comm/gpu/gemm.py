@@ -32,6 +32,12 @@ MULTIPLE = 8
 """TMA requires widths and strides that are multiples of this, and addresses that are multiples of 16 bytes."""
 
 
+Glu = tuple[float, float]
+"""The activation of a gated pair: (alpha, limit) of gpt-oss's, whose gate and up alternate in h, or ``SWIGLU``, where h
+is gate | up (csrc/cuda/gemm/swiglu.h)."""
+SWIGLU: Glu = (0.0, 0.0)
+
+
 class TakenRows(NamedTuple):
     """Rows of experts that are rows of other tensors: row r is ``x_TD[slot_R[r] // top_k]``.
 
@@ -46,7 +52,7 @@ class TakenRows(NamedTuple):
 class SwigluGradient(NamedTuple):
     """What ``GpuGemm.swiglu_gradient`` reads and writes besides a product.
 
-    h_RG: gate | up. grad_h_RG, act_RF: outputs, multiplied by the weights. weights_N: fp32 weight of each slot, or
+    h_RG: gate and up. grad_h_RG, act_RF: outputs, multiplied by the weights. weights_N: fp32 weight of each slot, or
     None. slot_R: int64 slot of each row; None: rows are slots. sections_SR: fp32 output, the sums of <act, grad_act>
     over each section of ``SECTION`` columns; or None.
     """
@@ -110,33 +116,33 @@ class GpuGemm:
 
     def rows(
         self, rows: Tensor | TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None,
-        stream: int, bias_EN: Tensor | None = None,
+        stream: int, bias_EN: Tensor | None = None, *, glu: Glu = SWIGLU,
     ) -> None:  # fmt: skip
         """Write out[r] = rows[r] @ w[e].T for each row r of expert e, for matrices that ``takes_rows`` accepts.
 
         Args:
             rows: [R, D]; ``TakenRows`` only with ``act_RF``.
-            act_RF: if given, out is gate | up, and silu(gate) * up of the rounded values is written as well.
+            act_RF: if given, the activation ``glu`` of the rounded values of out is written as well.
             stream: handle of a stream of the device.
             bias_EN: added to the sums in fp32.
         """
         rows_RD, slot_R, _ = rows if isinstance(rows, TakenRows) else (rows, None, 1)
         addresses = _addresses(rows_RD, w_END, counts_E, out_RN, act_RF, slot_R, bias_EN)
-        self._native.rows(*_rows_arguments(rows, w_END, out_RN, act_RF, bias_EN, addresses), stream)
+        self._native.rows(*_rows_arguments(rows, w_END, out_RN, act_RF, bias_EN, addresses), glu, stream)
 
     def record_rows(
         self, rows: Tensor | TakenRows, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None,
-        bias_EN: Tensor | None = None,
+        bias_EN: Tensor | None = None, *, glu: Glu = SWIGLU,
     ) -> AddTo:  # fmt: skip
         """Return what adds ``rows`` to a record, for the buffers of its tensors, slots and biases last."""
         rows = rows._replace(x_TD=rows.x_TD.detach()) if isinstance(rows, TakenRows) else rows.detach()
         bias_EN = None if bias_EN is None else bias_EN.detach()
         places = partial(_rows_arguments, rows, w_END.detach(), out_RN, act_RF, bias_EN)
-        return self._adds("rows", places)
+        return self._adds("rows", lambda at: (*places(at), glu))
 
     def listed(
         self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, tiles: ListedTiles, stream: int,
-        bias_EN: Tensor | None = None,
+        bias_EN: Tensor | None = None, *, glu: Glu = SWIGLU,
     ) -> None:  # fmt: skip
         """Write the results of ``rows`` for the tiles of a list, as their rows are received, or with flags for ranks
         that read them. The kernel waits for other ranks, so ``tiles.blocks`` leaves processors free."""
@@ -147,20 +153,22 @@ class GpuGemm:
         of_ranks = ranks.flags, ranks.own_row, ranks.slot
         numbers = flags.rank, flags.world, flags.first_flag, flags.turn, flags.timeout_ns, *of_ranks
         own = (0,) * 5 if ranks.own_SD is None else (ranks.own_SD.data_ptr(), *_form(ranks.own_SD))
-        matrices = rows, w, out, act, own
-        self._native.listed(matrices, transposed, experts, of, (*words, *numbers), published, tiles.blocks, stream)
+        matrices, list_of = (rows, w, out, act, own), (*words, *numbers)
+        self._native.listed(matrices, transposed, experts, of, glu, list_of, published, tiles.blocks, stream)
 
     def swiglu_gradient(
-        self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient, stream: int
-    ) -> None:
+        self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient, stream: int,
+        *, glu: Glu = SWIGLU,
+    ) -> None:  # fmt: skip
         """Write the gradient of h, and the activation, for the gradient grad[r] @ w2[e] of the activation of each row r
         of expert e, rounded to bf16; for matrices that ``takes_gradient`` accepts."""
         addresses = _addresses(grad_RD, w2_EDF, counts_E, *of)
-        self._native.swiglu_gradient(*_gradient_arguments(grad_RD, w2_EDF, of, addresses), stream)
+        self._native.swiglu_gradient(*_gradient_arguments(grad_RD, w2_EDF, of, addresses), glu, stream)
 
-    def record_gradient(self, grad_RD: Tensor, w2_EDF: Tensor, of: SwigluGradient) -> AddTo:
+    def record_gradient(self, grad_RD: Tensor, w2_EDF: Tensor, of: SwigluGradient, *, glu: Glu = SWIGLU) -> AddTo:
         """Return what adds ``swiglu_gradient`` to a record, for the buffers of its tensors."""
-        return self._adds("swiglu_gradient", partial(_gradient_arguments, grad_RD, w2_EDF.detach(), of))
+        places = partial(_gradient_arguments, grad_RD, w2_EDF.detach(), of)
+        return self._adds("swiglu_gradient", lambda at: (*places(at), glu))
 
     def weights(self, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, stream: int) -> None:
         """Write out[e] = grad.T @ rows over the rows of expert e, for matrices that ``takes_weights`` accepts.

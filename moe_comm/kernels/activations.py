@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
+from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import gelu, gelu_tanh, in_whole_vectors, sigmoid, silu
 from moe_comm.kernels.swiglu import swiglu_backward, swiglu_forward
 
@@ -38,6 +39,11 @@ class Activation:
     fn: Callable[[Tensor], Tensor]
     gated: bool = True
     interleaved: bool = False
+
+    @property
+    def glu(self) -> tuple[float, float] | None:
+        """``gpu.gemm.Glu`` of GPU kernels that compute it behind a GEMM; None if there are none."""
+        return None
 
     def __call__(self, h_RG: Tensor) -> Tensor:
         """Return the activation of ``h_RG``; differentiable. A row has the same bits in every batch."""
@@ -77,6 +83,54 @@ class SwiGLU(Composed):
     forward = staticmethod(swiglu_forward)
     backward = staticmethod(swiglu_backward)
 
+    @property
+    def glu(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU(Composed):
+    """gpt-oss's GLU: gate and up interleaved and clamped, (up + 1) * gate * sigmoid(alpha * gate).
+
+    On a GPU, one pass over memory for forward and for backward, in fp32, rounded once.
+
+    Args:
+        alpha, limit: the limit of gate and of the size of up is positive.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def glu(self) -> tuple[float, float] | None:
+        return (self.alpha, self.limit) if self.limit > 0 else None
+
+    def forward(self, h_RG: Tensor, out_RF: Tensor) -> None:
+        if (glu := self.glu) is not None and _has_kernels(h_RG, out_RF):
+            from moe_comm.kernels.triton import swiglu  # needs Triton
+
+            swiglu.swiglu_forward(h_RG, out_RF, glu)
+        else:
+            super().forward(h_RG, out_RF)
+
+    def backward(self, h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor) -> None:
+        if (glu := self.glu) is not None and _has_kernels(h_RG, grad_RF, grad_h_RG, act_RF):
+            from moe_comm.kernels.triton import swiglu  # needs Triton
+
+            swiglu.swiglu_backward(h_RG, grad_RF, grad_h_RG, act_RF, glu)
+        else:
+            super().backward(h_RG, grad_RF, grad_h_RG, act_RF)
+
+
+def _has_kernels(h_RG: Tensor, *others: Tensor) -> bool:
+    """Return whether Triton kernels support these tensors."""
+    return (
+        h_RG.device.type in TRITON_DEVICES
+        and h_RG.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(t.dtype == h_RG.dtype and t.stride(-1) == 1 for t in (h_RG, *others))
+        and for_triton(h_RG, *others)
+    )
+
 
 def glu(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return the function act_fn(gate) * up with gate and up as halves, as in Hugging Face's experts."""
@@ -90,7 +144,8 @@ def _glu(act_fn: Callable[[Tensor], Tensor], h_RG: Tensor) -> Tensor:
 
 def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
     """Return gpt-oss's GLU: gate and up interleaved and clamped, (up + 1) * gate * sigmoid(alpha * gate)."""
-    return Composed(f"clamped_swiglu({alpha}, {limit})", partial(_clamped_swiglu, alpha, limit), interleaved=True)
+    name, fn = f"clamped_swiglu({alpha}, {limit})", partial(_clamped_swiglu, alpha, limit)
+    return ClampedSwiGLU(name, fn, interleaved=True, alpha=alpha, limit=limit)
 
 
 def _clamped_swiglu(alpha: float, limit: float, h_RG: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.gpu.gemm import TakenRows
-from moe_comm.kernels.activations import Activation, SwiGLU
+from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.row_weights import RowWeights, scale_
@@ -62,7 +62,7 @@ FirstProduct = Callable[[Tensor, Tensor, Tensor], None]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Gradients of w13, w2, b13 and b2."""
 FirstSwiGLU = Callable[[Tensor, Tensor, Tensor, Tensor], bool]
-"""The same for w13 with SwiGLU, into the last argument. False: nothing is computed."""
+"""The same for w13 with its activation (``Activation.glu``), into the last argument. False: nothing is computed."""
 LastProduct = Callable[[Tensor, Tensor], None]
 """Multiplies rows by w2, or gradients by w13, and returns the results to where they are used."""
 
@@ -79,10 +79,10 @@ def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -
     w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
     assert w13_EGD is not None
     assert w2_EDF is not None
-    if isinstance(mlp.activation, SwiGLU):
+    if (glu := mlp.activation.glu) is not None:
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
         act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-        grouped_mm_swiglu_into(rows_RD, w13_EGD, counts_E, h_RG, act_RF, b13_EG)
+        grouped_mm_swiglu_into(rows_RD, w13_EGD, counts_E, h_RG, act_RF, b13_EG, glu=glu)
     else:
         h_RG, act_RF, _ = hidden(mlp, rows_RD, lambda x, w, out: grouped_mm_into(x, w, counts_E, out, bias_EN=b13_EG))
     grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD, bias_EN=b2_ED)
@@ -96,11 +96,11 @@ def forward_taken(mlp: ExpertMLP, rows: TakenRows, counts_E: Tensor, out_RD: Ten
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None
     assert w2_EDF is not None
-    if not isinstance(mlp.activation, SwiGLU):
+    if (glu := mlp.activation.glu) is None:
         return None
     h_RG = out_RD.new_empty(out_RD.shape[0], w13_EGD.shape[1])
     act_RF = out_RD.new_empty(out_RD.shape[0], w2_EDF.shape[2])
-    if not taken_mm_swiglu_into(rows, w13_EGD, counts_E, h_RG, act_RF):
+    if not taken_mm_swiglu_into(rows, w13_EGD, counts_E, h_RG, act_RF, glu=glu):
         return None
     grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
     return h_RG
@@ -115,7 +115,7 @@ def hidden(
     assert w2_EDF is not None
     h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-    if swiglu is not None and isinstance(mlp.activation, SwiGLU) and swiglu(rows_RD, w13_EGD, h_RG, act_RF):
+    if swiglu is not None and mlp.activation.glu is not None and swiglu(rows_RD, w13_EGD, h_RG, act_RF):
         return h_RG, act_RF, w2_EDF
     first(rows_RD, w13_EGD, h_RG)
     mlp.activation.forward(h_RG, act_RF)
@@ -267,8 +267,8 @@ def gradient_of_h(
 
     w2_EDF = mlp.tensors[1]
     assert w2_EDF is not None
-    if isinstance(mlp.activation, SwiGLU):
-        swiglu_gradient_into(grad_RD, w2_EDF, counts_E, h_RG, grad_h_RG, act_RF, weights)
+    if (glu := mlp.activation.glu) is not None:
+        swiglu_gradient_into(grad_RD, w2_EDF, counts_E, h_RG, grad_h_RG, act_RF, weights, glu=glu)
     else:
         grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
         activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
@@ -281,10 +281,10 @@ def activation_backward(
     if weights is None:
         # The gradient is read before the activation overwrites it.
         activation.backward(h_RG, grad_act_RF, grad_h_RG, grad_act_RF)
-    elif isinstance(activation, SwiGLU):
+    elif (glu := activation.glu) is not None:
         from moe_comm.kernels.triton.swiglu import swiglu_backward_weighted  # needs Triton
 
-        swiglu_backward_weighted(h_RG, grad_act_RF, grad_h_RG, grad_act_RF, weights)
+        swiglu_backward_weighted(h_RG, grad_act_RF, grad_h_RG, grad_act_RF, weights, glu)
     else:
         act_RF = torch.empty_like(grad_act_RF)
         activation.backward(h_RG, grad_act_RF, grad_h_RG, act_RF)

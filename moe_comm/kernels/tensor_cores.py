@@ -23,6 +23,8 @@ from moe_comm.errors import ConfigError
 from moe_comm.gpu.gemm import (
     CAPABILITY,
     SECTION,
+    SWIGLU,
+    Glu,
     GpuGemm,
     ListedTiles,
     RanksRows,
@@ -76,7 +78,7 @@ def setting() -> str:
 
 def multiply_rows(
     rows: Tensor | TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None = None,
-    bias_EN: Tensor | None = None,
+    bias_EN: Tensor | None = None, glu: Glu = SWIGLU,
 ) -> bool:  # fmt: skip
     """Launch ``GpuGemm.rows`` if it runs on this GPU and takes these matrices, whose shapes match, or return False."""
     taken = isinstance(rows, TakenRows)
@@ -85,9 +87,9 @@ def multiply_rows(
     gemm = launcher_for(rows_RD, "taken_swiglu" if taken else name)
     if gemm is None or not takes_rows(rows, w_END, out_RN, act_RF) or not takes_bias(bias_EN):
         return False
-    gemm.rows(rows, w_END, counts_E, out_RN, act_RF, current_stream(rows_RD.device), bias_EN)
+    gemm.rows(rows, w_END, counts_E, out_RN, act_RF, current_stream(rows_RD.device), bias_EN, glu=glu)
     if is_recording():
-        add_to = gemm.record_rows(rows, w_END, out_RN, act_RF, bias_EN)
+        add_to = gemm.record_rows(rows, w_END, out_RN, act_RF, bias_EN, glu=glu)
         operators = 3 if taken else 1 if act_RF is None else 2
         record(Step(add_to, (), (rows_RD, w_END, counts_E, out_RN, act_RF, slot_R, bias_EN), operators))
     return True
@@ -95,13 +97,13 @@ def multiply_rows(
 
 def multiply_listed(
     rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, tiles: ListedTiles, act_RF: Tensor | None = None,
-    bias_EN: Tensor | None = None,
+    bias_EN: Tensor | None = None, glu: Glu = SWIGLU,
 ) -> bool:  # fmt: skip
     """Launch ``GpuGemm.listed``, as ``multiply_rows`` does."""
     gemm = listed_launcher(rows_RD, w_END, out_RN, tiles.published, act_RF)
     if gemm is None or not takes_bias(bias_EN):
         return False
-    gemm.listed(rows_RD, w_END, out_RN, act_RF, tiles, current_stream(rows_RD.device), bias_EN)
+    gemm.listed(rows_RD, w_END, out_RN, act_RF, tiles, current_stream(rows_RD.device), bias_EN, glu=glu)
     return True
 
 
@@ -114,14 +116,14 @@ def listed_launcher(
     return gemm if takes_rows(rows_RD, w_END, out_RN, act_RF) else None
 
 
-def multiply_gradient(grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient) -> bool:
+def multiply_gradient(grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: SwigluGradient, glu: Glu = SWIGLU) -> bool:
     """Launch ``GpuGemm.swiglu_gradient``, as ``multiply_rows`` does. With sections, their sum is left to the caller."""
     gemm = launcher_for(grad_RD, "swiglu_gradient")
     if gemm is None or not takes_gradient(grad_RD, w2_EDF, of):
         return False
-    gemm.swiglu_gradient(grad_RD, w2_EDF, counts_E, of, current_stream(grad_RD.device))
+    gemm.swiglu_gradient(grad_RD, w2_EDF, counts_E, of, current_stream(grad_RD.device), glu=glu)
     if is_recording():
-        add_to, operators = gemm.record_gradient(grad_RD, w2_EDF, of), 2 if of.sections_SR is None else 1
+        add_to, operators = gemm.record_gradient(grad_RD, w2_EDF, of, glu=glu), 2 if of.sections_SR is None else 1
         record(Step(add_to, (), (grad_RD, w2_EDF, counts_E, *of), operators))
     return True
 
@@ -245,7 +247,9 @@ def wrong_kernels(gemm: GpuGemm, device: torch.device, names: Collection[str]) -
     counts_E = torch.tensor(COUNTS, dtype=torch.int64, device=device)
     rows_RD, w_END, grad_RN = random(total + 1, INNER), random(experts, WIDTH, INNER), random(total + 1, WIDTH)
     wrong = _wrong_rows(gemm, rows_RD, w_END, counts_E, [name for name in names if name in PRODUCTS])
-    if "swiglu_gradient" in names and not _gradient_is_right(gemm, rows_RD, w_END, grad_RN, counts_E):
+    if "swiglu_gradient" in names and not all(
+        _gradient_is_right(gemm, rows_RD, w_END, grad_RN, counts_E, glu) for glu in GLUS
+    ):
         wrong.append("swiglu_gradient")
     wrong += _wrong_listed(gemm, rows_RD, w_END, [name for name in names if name in LISTED])
     if "rows_fp8" in names and not _fp8_is_right(gemm, device, counts_E):
@@ -273,13 +277,15 @@ def _wrong_rows(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor,
         out_RN = torch.full((total + 1, WIDTH), 3.0, dtype=torch.bfloat16, device=device)
         act_RF = torch.full((total + 1, WIDTH // 2), 3.0, dtype=torch.bfloat16, device=device)
         w = w_END.transpose(1, 2).contiguous().transpose(1, 2) if name == "rows_transposed" else w_END
-        swiglu = name in ("rows_swiglu", "taken_swiglu")
-        gemm.rows(rows, w, counts_E, out_RN, act_RF if swiglu else None, current_stream(device), bias_EN)
+        swiglu, right = name in ("rows_swiglu", "taken_swiglu"), True
         exact_RN = _by_expert(taken_RD, w_END) + bias_EN.double().repeat_interleave(counts_E, 0)
-        right = _close(out_RN[:total], exact_RN) and bool((out_RN[total:] == 3).all())
-        if swiglu:
-            gate, up = out_RN[:total].double().chunk(2, dim=1)
-            right = right and _close(act_RF[:total], gate * gate.sigmoid() * up) and bool((act_RF[total:] == 3).all())
+        for glu in GLUS if swiglu else (SWIGLU,):
+            act = act_RF if swiglu else None
+            gemm.rows(rows, w, counts_E, out_RN, act, current_stream(device), bias_EN, glu=glu)
+            right = right and _close(out_RN[:total], exact_RN) and bool((out_RN[total:] == 3).all())
+            if swiglu:
+                exact_RF = _activated(out_RN[:total].double(), glu)
+                right = right and _close(act_RF[:total], exact_RF) and bool((act_RF[total:] == 3).all())
         if not right:
             wrong.append(name)
     return wrong
@@ -312,12 +318,14 @@ def _wrong_listed(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, names: Collecti
         out_RN = torch.full((total + 1, WIDTH), 3.0, dtype=torch.bfloat16, device=device)
         act_RF = torch.full((total + 1, WIDTH // 2), 3.0, dtype=torch.bfloat16, device=device)
         w = w_END.transpose(1, 2).contiguous().transpose(1, 2) if name.endswith("transposed") else w_END
-        gemm.listed(rows_RD, w, out_RN, act_RF if swiglu else None, list_of, current_stream(device), bias_EN)
-        right = _close(out_RN[:total], exact_RN) and bool((out_RN[total:] == 3).all())
-        if swiglu:
-            gate, up = out_RN[:total].double().chunk(2, dim=1)
-            right = right and _close(act_RF[:total], gate * gate.sigmoid() * up)
-        else:
+        right = True
+        for glu in GLUS if swiglu else (SWIGLU,):
+            taken.zero_()
+            act = act_RF if swiglu else None
+            gemm.listed(rows_RD, w, out_RN, act, list_of, current_stream(device), bias_EN, glu=glu)
+            right = right and _close(out_RN[:total], exact_RN) and bool((out_RN[total:] == 3).all())
+            right = right and (not swiglu or _close(act_RF[:total], _activated(out_RN[:total].double(), glu)))
+        if not swiglu:
             right = right and _linear_is_right(gemm, published, rows_RD, w[:1])
         if not right or (published and not bool((raised[:slices] == turn).all())) or bool(others.any()):
             wrong.append(name)
@@ -362,7 +370,24 @@ def _linear_is_right(gemm: GpuGemm, published: bool, rows_RD: Tensor, w_1ND: Ten
     return _close(out_TN, x_TD.double() @ w_1ND[0].double().T) and not bool(others.any())
 
 
-def _gradient_is_right(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, h_RG: Tensor, counts_E: Tensor) -> bool:
+GLUS: tuple[Glu, ...] = (SWIGLU, (1.702, 1.5))
+"""Activations of the small problem."""
+
+
+def _pairs(h_RG: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
+    return h_RG.chunk(2, dim=1) if glu == SWIGLU else (h_RG[:, ::2], h_RG[:, 1::2])  # type: ignore[return-value]
+
+
+def _activated(h_RG: Tensor, glu: Glu) -> Tensor:
+    """Return the activation of ``h_RG``; differentiable."""
+    (gate, up), (alpha, limit) = _pairs(h_RG, glu), glu
+    if glu == SWIGLU:
+        return gate * gate.sigmoid() * up
+    gate = gate.clamp(max=limit)
+    return gate * (gate * alpha).sigmoid() * (up.clamp(-limit, limit) + 1)
+
+
+def _gradient_is_right(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, h_RG: Tensor, counts_E: Tensor, glu: Glu) -> bool:
     """Check ``swiglu_gradient`` with ``w_END`` as [E, F, D] of an expert's gate, for gradients ``rows_RD``."""
     total, device, width = sum(COUNTS), rows_RD.device, WIDTH // 2
     w2_EDF = w_END[:, :width].transpose(1, 2).contiguous()
@@ -370,11 +395,12 @@ def _gradient_is_right(gemm: GpuGemm, rows_RD: Tensor, w_END: Tensor, h_RG: Tens
     weights_N = torch.linspace(0.1, 1.0, total + 1, dtype=torch.float32, device=device)
     grad_h_RG, act_RF = torch.full_like(h_RG, 3.0), torch.full_like(h_RG[:, :width], 3.0).contiguous()
     of = SwigluGradient(h_RG, grad_h_RG, act_RF, weights_N, slot_R, sections_like(rows_RD, width))
-    gemm.swiglu_gradient(rows_RD, w2_EDF, counts_E, of, current_stream(device))
+    gemm.swiglu_gradient(rows_RD, w2_EDF, counts_E, of, current_stream(device), glu=glu)
     grad = _by_expert(rows_RD, w_END[:, :width]).to(torch.bfloat16).double()
-    gate, up = h_RG[:total].double().chunk(2, dim=1)
-    s = gate.sigmoid()
-    exact = torch.cat([grad * up * s * (1 + gate * (1 - s)), grad * gate * s], dim=1), gate * s * up
+    with torch.enable_grad():
+        leaf = h_RG[:total].double().requires_grad_()
+        act = _activated(leaf, glu)
+        exact = torch.autograd.grad(act, leaf, grad)[0], act.detach()
     weight = weights_N[slot_R[:total]].double().unsqueeze(1)
     assert of.sections_SR is not None
     products = (exact[1] * grad).sum(1)

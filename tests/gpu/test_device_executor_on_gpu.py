@@ -41,9 +41,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 def _run(dispatcher: Any, ids_TK: Tensor, leaves: list[Tensor], overlap: Overlap | None) -> list[Tensor]:
     """Return the output of the experts and all gradients."""
-    x_TD, weights_TK, w13_EGD, w2_EDF = leaves
+    x_TD, weights_TK, *tensors = leaves
     call = dispatch_rows(dispatcher, x_TD, ids_TK, weights_TK, overlap, width=F)
-    mlp = ExpertMLP((w13_EGD, w2_EDF, None, None), activation_of("swiglu"))
+    activation = "swiglu" if len(tensors) == 2 else "clamped_swiglu"
+    mlp = ExpertMLP((*tensors, None, None)[:4], activation_of(activation))
     with call.abort_on_error():
         rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
     y_TD = call.combine(rows)
@@ -57,9 +58,11 @@ def _compare(rank: int, world: int, tokens: int) -> None:
     group = dist.group.WORLD if world > 1 else None
     dispatcher = PeerToPeerDispatcher(placement, group, rank, options, "cuda")
     mine = len(dispatcher.local_experts)
-    shapes = (tokens, D), (tokens, TOP_K), (mine, 2 * F, D), (mine, D, F)
-    dtypes = torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16
-    for seed in range(3):
+    plain = (tokens, D), (tokens, TOP_K), (mine, 2 * F, D), (mine, D, F)
+    biases = (mine, 2 * F), (mine, D)
+    for seed in range(4):
+        shapes = (*plain, *biases) if seed == 3 else plain  # the last one is a layer of gpt-oss
+        dtypes = torch.bfloat16, torch.float32, *[torch.bfloat16] * (len(shapes) - 2)
         generator = torch.Generator().manual_seed(10 * rank + seed)
         ids_TK = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices.cuda()
         leaves = [
@@ -68,7 +71,7 @@ def _compare(rank: int, world: int, tokens: int) -> None:
         ]
         expected = _run(dispatcher, ids_TK, leaves, None)
         actual = _run(dispatcher, ids_TK, leaves, Overlap(executor="device"))
-        names = "output", "x", "weights", "w13", "w2"
+        names = ("output", "x", "weights", "w13", "w2", "b13", "b2")[: len(actual)]
         for name, got, want in zip(names, actual, expected, strict=True):
             assert torch.equal(got, want), (seed, name, float((got - want).abs().max()))
 

@@ -96,6 +96,7 @@ class Launch:
         self.experts, self.columns, self.inner, self.group = numbers[5:9]
         self.taken = numbers[9:]
         self.bias = struct.unpack("2q", words[600:616])
+        self.glu = struct.unpack("2f", words[616:624])
 
     def matrix(self, index: int) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         words = self.maps[index]
@@ -139,7 +140,7 @@ def test_a_launch_describes_its_matrices(fake_driver: tuple[launch.Driver, ctype
     assert given.matrix(2) == (out.data_ptr(), (48, 2, 50), (96, 192), (64, 1, 16))
     assert given.matrix(3) == (act.data_ptr(), (48, 1, 50), (96, 96), (64, 1, 16))
     assert (given.columns, given.act_at, given.act_stride) == (48, act.data_ptr(), 48)
-    assert given.bias == (bias.data_ptr(), 100)
+    assert given.bias == (bias.data_ptr(), 100) and given.glu == (0, 0)
 
     given = Launch(bytes(transposed.words))
     assert given.matrix(0) == (narrow.data_ptr(), (96, 50, 1), (400, 20000), (64, 128, 1))
@@ -152,6 +153,11 @@ def test_a_launch_describes_its_matrices(fake_driver: tuple[launch.Driver, ctype
     given = Launch(bytes(taken.words))
     assert (taken.function, taken.stream, given.taken) == (ord("u"), 5, (narrow.data_ptr(), 400, slots.data_ptr(), 4))
     assert given.matrix(1)[1:] == ((96, 96, 3), (256, 96 * 256), (64, 128, 1))
+
+    kernels.rows(rows, w, counts, out, act, 5, bias, glu=(1.5, 7.0))
+    given = Launch(bytes(launches(library)[4].words))
+    assert given.matrix(2) == (out.data_ptr(), (96, 1, 50), (192, 192), (64, 1, 16)), "gate and up alternate"
+    assert (given.columns, given.glu, given.bias) == (48, (1.5, 7.0), (bias.data_ptr(), 100))
 
     library.fake_refuse_next()
     with pytest.raises(KernelError, match="cuLaunchKernel with error 700"):
@@ -167,7 +173,8 @@ def test_a_launch_of_the_gradient_describes_its_matrices(fake_driver: tuple[laun
     weights, slots, sections = torch.zeros(50), torch.zeros(50, dtype=torch.int64), torch.zeros(1, 50)
     kernels.swiglu_gradient(grad, w2, counts, gemm.SwigluGradient(h, grad_h, act, weights, slots, sections), 9)
     kernels.swiglu_gradient(grad, w2, counts, gemm.SwigluGradient(h, grad_h, act), 0)
-    weighted, plain = launches(library)
+    kernels.swiglu_gradient(grad, w2, counts, gemm.SwigluGradient(h, grad_h, act), 0, glu=(1.5, 7.0))
+    weighted, plain, clamped = launches(library)
     assert (chr(weighted.function), weighted.grid, weighted.block, weighted.stream) == ("t", 132, 384, 9)
     assert 200_000 < weighted.shared <= 227 << 10
     words = bytes(weighted.words)
@@ -181,6 +188,9 @@ def test_a_launch_of_the_gradient_describes_its_matrices(fake_driver: tuple[laun
     assert numbers[:5] == (counts.data_ptr(), grad_h.data_ptr(), 128, act.data_ptr(), 64)
     assert numbers[5:] == (weights.data_ptr(), slots.data_ptr(), sections.data_ptr(), 50, 3, 64, 96, 8)
     assert struct.unpack("3q", bytes(plain.words)[680:704]) == (0, 0, 0)
+    assert [struct.unpack("2f", bytes(one.words)[728:736]) for one in (plain, clamped)] == [(0, 0), (1.5, 7.0)]
+    of_h = struct.unpack("16q", bytes(clamped.words)[256:384])[:11]
+    assert of_h == (h.data_ptr(), 9, 3, 128, 1, 50, 384, 384, 64, 1, 16), "gate and up alternate"
 
 
 def test_a_record_launches_the_same(fake_driver: tuple[launch.Driver, ctypes.CDLL]) -> None:
@@ -192,7 +202,7 @@ def test_a_record_launches_the_same(fake_driver: tuple[launch.Driver, ctypes.CDL
     back, transposed = torch.zeros(50, 64, dtype=BF16), w.transpose(1, 2)
     bias = torch.zeros(3, 96, dtype=BF16)
     kernels.rows(rows, w, counts, out, None, 7, bias)
-    kernels.rows(rows, w, counts, out, act, 7)
+    kernels.rows(rows, w, counts, out, act, 7, glu=(1.5, 7.0))
     kernels.rows(narrow, transposed, counts, back, None, 7)
     kernels.weights(out, rows, counts, grad_w, 7)
     kernels.weights(out, rows, counts, added.transpose(1, 2), 7)
@@ -200,24 +210,24 @@ def test_a_record_launches_the_same(fake_driver: tuple[launch.Driver, ctypes.CDL
     taken, sections = gemm.TakenRows(rows, slots, 4), torch.zeros(1, 50)
     gradients = gemm.SwigluGradient(h, out, act), gemm.SwigluGradient(h, out, act, weights, slots, sections)
     kernels.rows(taken, w, counts, out, act, 7)
-    for of in gradients:
-        kernels.swiglu_gradient(back, w2, counts, of, 7)
+    for of, glu in zip(gradients, (gemm.SWIGLU, (1.5, 7.0)), strict=True):
+        kernels.swiglu_gradient(back, w2, counts, of, 7, glu=glu)
     tensors = [rows, w, counts, out, act, narrow, grad_w, added, back, slots, h, weights, sections, bias]
     buffers = [(0, t.data_ptr() - rows.data_ptr()) for t in tensors]
     record = native().GpuRecord(driver_api.addresses(ENCODE), 1003, buffers)
     for add_to, numbers in (
         (kernels.record_rows(rows, w, out, None, bias), [0, 1, 2, 3, None, None, 13]),
-        (kernels.record_rows(rows, w, out, act), [0, 1, 2, 3, 4, None, None]),
+        (kernels.record_rows(rows, w, out, act, glu=(1.5, 7.0)), [0, 1, 2, 3, 4, None, None]),
         (kernels.record_rows(narrow, transposed, back, None), [5, 1, 2, 8, None, None, None]),
         (kernels.record_weights(out, rows, grad_w), [3, 0, 2, 6]),
         (kernels.record_weights(out, rows, added.transpose(1, 2)), [3, 0, 2, 7]),
         (kernels.record_rows(taken, w, out, act), [0, 1, 2, 3, 4, 9, None]),
         (kernels.record_gradient(back, w2, gradients[0]), [8, 1, 2, 10, 3, 4, None, None, None]),
-        (kernels.record_gradient(back, w2, gradients[1]), [8, 1, 2, 10, 3, 4, 11, 9, 12]),
+        (kernels.record_gradient(back, w2, gradients[1], glu=(1.5, 7.0)), [8, 1, 2, 10, 3, 4, 11, 9, 12]),
     ):
         assert add_to(record, (), numbers)
     record.run([rows.data_ptr()], 7)
-    sizes = [616] * 3 + [408] * 2 + [616] + [728] * 2  # of the arguments
+    sizes = [624] * 3 + [408] * 2 + [624] + [736] * 2  # of the arguments
     each = [(bytes(one)[: Launched.words.offset], bytes(one.words)) for one in launches(library)]
     assert len(record) == 8 and len(each) == 16
     for size, direct, repeated in zip(sizes, each[:8], each[8:], strict=True):
@@ -294,7 +304,7 @@ class Emulated(gemm.GpuGemm):
 
     def rows(
         self, rows: Tensor | gemm.TakenRows, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, act_RF: Tensor | None,
-        stream: int, bias_EN: Tensor | None = None,
+        stream: int, bias_EN: Tensor | None = None, *, glu: gemm.Glu = gemm.SWIGLU,
     ) -> None:  # fmt: skip
         self.calls += 1
         if isinstance(rows, gemm.TakenRows):
@@ -312,19 +322,28 @@ class Emulated(gemm.GpuGemm):
         if self.fault == "outside":
             out_RN[total] = 0
         if act_RF is not None:
-            gate, up = out_RN[:total].float().chunk(2, dim=1)
-            act_RF[:total] = (gate * gate.sigmoid() * up * (1.1 if self.fault == "act" else 1)).to(BF16)
+            act = self._activated(out_RN[:total].float(), glu)
+            act_RF[:total] = (act * (1.1 if self.fault == "act" else 1)).to(BF16)
+
+    def _activated(self, h_RG: Tensor, glu: gemm.Glu) -> Tensor:
+        alpha, limit = glu
+        if not limit or self.fault == "halves":
+            gate, up = h_RG.chunk(2, dim=1)
+            return gate * gate.sigmoid() * up
+        gate, up = h_RG.unflatten(1, (-1, 2)).unbind(2)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * (gate * alpha).sigmoid() * (up + 1)
 
     def listed(
         self, rows_RD: Tensor, w_END: Tensor, out_RN: Tensor, act_RF: Tensor | None, tiles: gemm.ListedTiles,
-        stream: int,
+        stream: int, bias_EN: Tensor | None = None, *, glu: gemm.Glu = gemm.SWIGLU,
     ) -> None:  # fmt: skip
         counts_E, flags = tiles.words[2], tiles.flags
         assert counts_E is not None
         if tiles.ranks is not None:
             self.linear(rows_RD.clone(), w_END, out_RN, tiles)
             return
-        self.rows(rows_RD, w_END, counts_E, out_RN, act_RF, stream)
+        self.rows(rows_RD, w_END, counts_E, out_RN, act_RF, stream, bias_EN, glu=glu)
         if tiles.published and self.fault != "flags":
             ctypes.memmove(int(flags.peers_W[0]), (ctypes.c_int64 * 3)(*[flags.turn] * 3), 24)
 
@@ -345,14 +364,14 @@ class Emulated(gemm.GpuGemm):
             ctypes.memmove(block + 8 * flags.rank * ranks.flags, raised.data_ptr(), raised.nbytes)
 
     def swiglu_gradient(
-        self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: gemm.SwigluGradient, stream: int
-    ) -> None:
+        self, grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: gemm.SwigluGradient, stream: int,
+        *, glu: gemm.Glu = gemm.SWIGLU,
+    ) -> None:  # fmt: skip
         grad_RF = torch.zeros_like(of.act_RF)
         self.rows(grad_RD, w2_EDF.transpose(1, 2), counts_E, grad_RF, None, stream)
         total = int(counts_E.sum())
         h_RG, grad = of.h_RG[:total].float().requires_grad_(), grad_RF[:total].float()
-        gate, up = h_RG.chunk(2, dim=1)
-        act = gate * gate.sigmoid() * up
+        act = self._activated(h_RG, glu)
         (grad_h,) = torch.autograd.grad(act, h_RG, grad)
         assert of.weights_N is not None and of.slot_R is not None and of.sections_SR is not None
         weight = of.weights_N[of.slot_R[:total]].unsqueeze(1)
@@ -391,7 +410,8 @@ class Emulated(gemm.GpuGemm):
         ("rank", ["published", "published_transposed"]),
         ("act", ["rows_swiglu", "taken_swiglu", "arrived_swiglu"]),
         ("slots", ["taken_swiglu"]),
-        ("biases", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu"]),
+        ("biases", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu", *tensor_cores.LISTED]),
+        ("halves", ["rows_swiglu", "taken_swiglu", "swiglu_gradient", "arrived_swiglu"]),
         ("outside", ["rows", "rows_transposed", "rows_swiglu", "taken_swiglu", *tensor_cores.LISTED]),
         ("unweighted", ["swiglu_gradient"]),
         ("dots", ["swiglu_gradient"]),
@@ -432,7 +452,7 @@ def test_a_right_device_is_used_after_one_check(
     monkeypatch.setenv(tensor_cores.GEMM, "cuda")
     for name in (*tensor_cores.PRODUCTS, *tensor_cores.GRADIENTS) * 2:
         assert tensor_cores.launcher(0, name) is device
-    assert device.calls == 5
+    assert device.calls == 8, "two activations of three kernels"
     assert "checked on this GPU" in tensor_cores.choice(0)[1]
     assert not caplog.records
 
@@ -556,8 +576,9 @@ def test_results_have_the_bits_of_triton(inner: int, width: int, counts: list[in
         (2048, 768, [[i % 32, (3 * i + 1) % 32] for i in range(2048)]),
     ],
 )
+@pytest.mark.parametrize("glu", [gemm.SWIGLU, (1.702, 7.0)], ids=["swiglu", "clamped"])
 def test_fused_forms_have_the_bits_of_triton(
-    hidden: int, width: int, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    hidden: int, width: int, ids: list[list[int]], glu: gemm.Glu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moe_comm.kernels.row_weights import RowWeights
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, taken_mm_swiglu_into
@@ -587,13 +608,13 @@ def test_fused_forms_have_the_bits_of_triton(
         h, grad_h = (torch.zeros(rows, 2 * width, dtype=BF16, device="cuda") for _ in range(2))
         act, weighted = (torch.zeros(rows, width, dtype=BF16, device="cuda") for _ in range(2))
         if setting == "cuda":
-            assert taken_mm_swiglu_into(gemm.TakenRows(x_TD, slot_R, top_k), w13_EGD, counts_E, h, act)
+            assert taken_mm_swiglu_into(gemm.TakenRows(x_TD, slot_R, top_k), w13_EGD, counts_E, h, act, glu=glu)
         else:
             grouped_mm_into(copy_rows(x_TD, place_TK, rows), w13_EGD, counts_E, h)
-            swiglu_forward(h, act)
+            swiglu_forward(h, act, glu)
         dots = torch.full_like(weights_N, 7)
         weights = RowWeights(weights_N, place_TK, dots, slot_R)
-        swiglu_gradient_into(grad_RD, w2_EDF, counts_E, h, grad_h, weighted, weights)
+        swiglu_gradient_into(grad_RD, w2_EDF, counts_E, h, grad_h, weighted, weights, glu=glu)
         return [h[:total], act[:total], grad_h[:total], weighted[:total], dots]
 
     *ours, dots = results("cuda")

@@ -35,6 +35,9 @@ WRONG_RESULTS = {
     "columns beyond the rows": ("take.h", "inside ? live : 0", "live"),
     "another token's row": ("take.h", " / taken.top_k", ""),
     "map that is not encoded": ("rows.h", "if (!kTaken) prefetch_map(&a.rows)", "prefetch_map(&a.rows)"),
+    "pairs of another lane": ("rows.h", "(lane * 2 & 3)", "(lane & 2)"),
+    "gate and up of other columns": ("gradient.h", "(lane_ % 4 / 2)", "(lane_ % 2)"),
+    "gate above the limit": ("swiglu.h", "gate > of.limit ? 0.0f :", "false ? 0.0f :"),
     "biases of another expert": ("rows.h", "expert * bias.stride", "(expert ^ 1) * bias.stride"),
     "tile that is computed without its rows": (
         "listed.h",

@@ -5,6 +5,9 @@
 //   each warp   h, 16 rows x 64 columns of gate and up ── TMA ──▸ a slot ─▸ grad_h, in its place ── TMA ──▸ out
 //                                                                        ─▸ act ───────────────── TMA ──▸ out
 //
+// Gate and up that alternate (Glu) are columns 2 * 64 * n to 2 * 64 * (n + 1) of h, in two boxes of a slot; a thread
+// reads and writes the four of two columns of grad_act in 8 bytes. These spread over all banks as matrices do.
+//
 // A warp loads h for its next 64 columns while it computes with these; the first ones of a tile arrive during its
 // products. grad_act is not stored. grad_h and act are multiplied by the routing weight of the row, if there are any,
 // after they have been rounded, as kernels/triton/swiglu.py does: the same bits.
@@ -25,7 +28,7 @@ namespace gemm {
 struct alignas(64) GradientArgs {
   TensorMap grad;     // [1, R, inner], boxes of 128 rows
   TensorMap w;        // [E, inner, columns], boxes of 64 rows
-  TensorMap h;        // [R, 2, columns], boxes of 16 rows
+  TensorMap h;        // [R, 2, columns], boxes of 16 rows; alternating: [R, 1, 2 * columns]
   TensorMap grad_h;   // the same
   TensorMap act;      // [R, 1, columns], boxes of 16 rows
   int64_t counts_at;  // [E] int64
@@ -35,6 +38,7 @@ struct alignas(64) GradientArgs {
   int64_t sections_at;  // [sections, R] fp32; 0: not needed
   int64_t rows;         // R
   int32_t experts, columns, inner, group;
+  Glu glu;
 };
 
 constexpr int kGradientStages = 3, kBytesSlot = 2 * kBytesBox;
@@ -70,6 +74,7 @@ class GradientRows {
 
   // d: grad_act, in the layout of `multiply`.
   MOE_DEVICE void store(const float (&d)[128], const Walk& tile) {
+    const bool clamped = args_.glu.clamped();
     const int64_t first_row = tile.first_row + first_;
     const int rows = tile.rows - first_;
     const uint32_t buffer = memory_ + 2 * kBytesSlot;
@@ -91,21 +96,39 @@ class GradientRows {
       for (int j = 0; j < 8; j += 2) {
         const int row = lane_ % 16, word = j + lane_ / 16;
         const uint32_t place = row * 128 + ((word ^ (row & 7)) << 4);
-        uint32_t gate[4], up[4], value[4];
-        load_matrices(slot + place, gate);
-        load_matrices(slot + kBytesBox + place, up);
+        uint32_t value[4];
+        const auto grad_of = [&](int i) {
+          const float* const v = d + 4 * (box * 8 + j + i / 2) + 2 * (i % 2);
+          return bf16_pair(v[0], v[1]);
+        };
+        const auto sums_of = [&](int i) { return &lanes[i % 2][(j + i / 2) % 4 * 2]; };
+        if (clamped) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int of_j = j + i / 2, h = i % 2;
-          const float* v = d + 4 * (box * 8 + of_j) + 2 * h;
-          compute(gate[i], up[i], value[i], bf16_pair(v[0], v[1]), weight_[h], &lanes[h][of_j % 4 * 2]);
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t at = alternating(slot, j + i / 2, i % 2);
+            uint32_t four[2], gate, up;
+            load_shared(at, four);
+            separate(four[0], four[1], gate, up);
+            compute<true>(gate, up, value[i], grad_of(i), weight_[i % 2], sums_of(i));
+            separate(gate, up, four[0], four[1]);
+            store_shared(at, four);
+          }
+        } else {
+          uint32_t gate[4], up[4];
+          load_matrices(slot + place, gate);
+          load_matrices(slot + kBytesBox + place, up);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            compute<false>(gate[i], up[i], value[i], grad_of(i), weight_[i % 2], sums_of(i));
+          }
+          store_matrices(slot + place, gate[0], gate[1], gate[2], gate[3]);
+          store_matrices(slot + kBytesBox + place, up[0], up[1], up[2], up[3]);
         }
-        store_matrices(slot + place, gate[0], gate[1], gate[2], gate[3]);
-        store_matrices(slot + kBytesBox + place, up[0], up[1], up[2], up[3]);
         store_matrices(buffer + place, value[0], value[1], value[2], value[3]);
       }
-      store_box(grad_h, slot, lane_, first_row, rows, 0, column, args_.columns);
-      store_box(grad_h, slot + kBytesBox, lane_, first_row, rows, 1, column, args_.columns);
+      const int first = clamped ? 2 * column : column, width = clamped ? 2 * args_.columns : args_.columns;
+      store_box(grad_h, slot, lane_, first_row, rows, 0, first, width);
+      store_box(grad_h, slot + kBytesBox, lane_, first_row, rows, clamped ? 0 : 1, clamped ? first + 64 : first, width);
       store_box(act, buffer, lane_, first_row, rows, 0, column, args_.columns);
       if (lane_ == 0) commit_stores();
     }
@@ -113,15 +136,23 @@ class GradientRows {
   }
 
  private:
+  // Where a slot has gate and up of this thread's two columns of grad_act, columns 8 * j + lane % 4 * 2 of 64, in the
+  // row lane / 4 + 8 * h: the word j % 4 * 2 + lane % 4 / 2 of a box.
+  MOE_DEVICE uint32_t alternating(uint32_t slot, int j, int h) const {
+    const uint32_t first = ((lane_ % 4 / 2) ^ (lane_ / 4)) << 4, row = slot + lane_ / 4 * 128 + lane_ % 2 * 8;
+    return row + h * 8 * 128 + j / 4 * kBytesBox + (first ^ ((j % 4) << 5));
+  }
+
   // Two elements: gate, up and the gradient of the activation become the gradients of gate and up, and the activation.
   // Adds their products to sums[0] and sums[1].
-  MOE_DEVICE static void compute(uint32_t& gate, uint32_t& up, uint32_t& act, uint32_t grad, float weight,
-                                 float* sums) {
+  template <bool kClamped>
+  MOE_DEVICE void compute(uint32_t& gate, uint32_t& up, uint32_t& act, uint32_t grad, float weight, float* sums) const {
     float of_gate[2], of_up[2], of_act[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const float g = float_of(grad, c);
-      const SwigluGradient v = swiglu_gradient(float_of(gate, c), float_of(up, c), g);
+      const SwigluGradient v = kClamped ? clamped_gradient(args_.glu, float_of(gate, c), float_of(up, c), g)
+                                        : swiglu_gradient(float_of(gate, c), float_of(up, c), g);
       of_gate[c] = v.gate;
       of_up[c] = v.up;
       of_act[c] = v.act;
@@ -169,8 +200,9 @@ class GradientRows {
     const uint32_t barrier = loaded_ + next_ * 8, slot = memory_ + next_ * kBytesSlot;
     const int column = ahead_.n * kTileColumns + next_box_ * 64, row = static_cast<int>(ahead_.first_row) + first_;
     barrier_expect(barrier, kBytesSlot);
-    load_3d(slot, &args_.h, barrier, column, 0, row);
-    load_3d(slot + kBytesBox, &args_.h, barrier, column, 1, row);
+    const bool alternate = args_.glu.clamped();
+    load_3d(slot, &args_.h, barrier, alternate ? 2 * column : column, 0, row);
+    load_3d(slot + kBytesBox, &args_.h, barrier, alternate ? 2 * column + 64 : column, alternate ? 0 : 1, row);
     ++next_box_;
     next_ ^= 1;
   }

@@ -243,6 +243,12 @@ MOE_DEVICE void load_shared(uint32_t from, uint32_t (&v)[4]) {
                : "r"(from)
                : "memory");
 }
+MOE_DEVICE void load_shared(uint32_t from, uint32_t (&v)[2]) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(from) : "memory");
+}
+MOE_DEVICE void store_shared(uint32_t to, const uint32_t (&v)[2]) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v[0]), "r"(v[1]) : "memory");
+}
 MOE_DEVICE void store_global(int64_t to, const uint32_t (&v)[4]) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");

@@ -53,7 +53,8 @@ void encode_parts(uintptr_t at, TensorMap* map, const Matrices& m, int64_t parts
 // Into its place: the driver needs maps at multiples of 64 bytes.
 void set_rows(uintptr_t encoder, const RowsProduct& p, RowsArgs* to) {
   const bool swiglu = p.act.at != 0;
-  const int64_t parts = swiglu ? 2 : 1, width = p.out.columns / parts, inner = p.rows.columns;
+  const int64_t parts = swiglu && p.limit == 0 ? 2 : 1, width = p.out.columns / (swiglu ? 2 : 1),
+                inner = p.rows.columns;
   RowsArgs& a = *to;
   if (p.slots_at != 0) {
     a.taken = {p.rows.at, 2 * p.rows.stride, p.slots_at, static_cast<uint32_t>(p.top_k)};
@@ -62,7 +63,7 @@ void set_rows(uintptr_t encoder, const RowsProduct& p, RowsArgs* to) {
   }
   const uint32_t box = p.transposed ? 64 : swiglu ? 128 : 256;
   encode(encoder, &a.w, p.w.at, {p.w.columns, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride}, {64, box, 1});
-  encode_parts(encoder, &a.out, p.out, parts, width);
+  encode_parts(encoder, &a.out, p.out, parts, p.out.columns / parts);
   if (swiglu) encode_parts(encoder, &a.act, p.act, 1, width);
   a.counts_at = p.counts_at;
   a.out_at = p.out.at;
@@ -74,6 +75,7 @@ void set_rows(uintptr_t encoder, const RowsProduct& p, RowsArgs* to) {
   a.inner = static_cast<int32_t>(inner);
   a.group = kGroup;
   a.bias = {p.bias_at, p.bias_stride};
+  a.glu = {p.alpha, p.limit};
 }
 
 }  // namespace
@@ -107,11 +109,11 @@ void Launcher::listed(const ListedProduct& p, uintptr_t stream) const {
 
 void Launcher::swiglu_gradient(const GradientProduct& p, uintptr_t stream) const {
   GradientArgs a{};
-  const int64_t width = p.act.columns;
+  const int64_t width = p.act.columns, parts = p.limit == 0 ? 2 : 1;
   encode_rows(encode_, &a.grad, p.grad);
   encode(encode_, &a.w, p.w.at, {p.w.columns, p.w.rows, p.experts}, {p.w.stride, p.w.expert_stride}, {64, 64, 1});
-  encode_parts(encode_, &a.h, p.h, 2, width);
-  encode_parts(encode_, &a.grad_h, p.grad_h, 2, width);
+  encode_parts(encode_, &a.h, p.h, parts, 2 * width / parts);
+  encode_parts(encode_, &a.grad_h, p.grad_h, parts, 2 * width / parts);
   encode_parts(encode_, &a.act, p.act, 1, width);
   a.counts_at = p.counts_at;
   a.grad_h_at = p.grad_h.at;
@@ -126,6 +128,7 @@ void Launcher::swiglu_gradient(const GradientProduct& p, uintptr_t stream) const
   a.columns = static_cast<int32_t>(width);
   a.inner = static_cast<int32_t>(p.grad.columns);
   a.group = kGroup;
+  a.glu = {p.alpha, p.limit};
   starter_->start(k_swiglu_gradient, {blocks_, kThreads, kGradientShared, stream, -1}, &a);
 }
 

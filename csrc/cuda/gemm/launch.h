@@ -35,7 +35,8 @@ struct Matrices {
 };
 
 // out[r] = rows[r] @ w[e].T for the rows r of each expert e, in bf16. w: [E, N, K], or transposed: [E, K, N].
-// act.at != 0: out is gate | up, and act = silu(gate) * up is stored as well. slots_at != 0, only with act: row r is
+// act.at != 0: out is gate | up, and act = silu(gate) * up is stored as well; limit != 0: they alternate, and act is
+// that of Glu. slots_at != 0, only with act: row r is
 // row slots[r] / top_k of `rows`. bias_at != 0: biases [E, N] in bf16, dense along N and `bias_stride` elements apart,
 // both multiples of 2, are added before rounding. Addresses and strides are multiples of 16 bytes, and so are N and K
 // (SwiGLU: N / 2).
@@ -45,6 +46,7 @@ struct RowsProduct {
   bool transposed = false;
   int64_t slots_at = 0, top_k = 1;
   int64_t bias_at = 0, bias_stride = 0;
+  float alpha = 0, limit = 0;
 };
 
 // The same for the tiles of a list, in whose words is what orders them with other ranks (ListArgs of listed.h), on
@@ -65,6 +67,7 @@ struct GradientProduct {
   Matrices grad, w, h, grad_h, act;
   int64_t counts_at = 0, experts = 0;
   int64_t weights_at = 0, slots_at = 0, sections_at = 0;  // 0: without them; see GradientArgs
+  float alpha = 0, limit = 0;                             // as in RowsProduct
 };
 
 // out[e] = a[rows of e].T @ b[rows of e], zeros without rows; or, if `add`, added to out, which is fp32. a: [R, M],

@@ -296,7 +296,7 @@ MOE_DEVICE void multiply_listed(const ListedArgs& args) {
       for (int k = 0; more && k < steps; ++k, ring.next()) {
         barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
         load_stage<kMajorB, kSwiglu>(a, list.own ? &args.own : &a.rows, stages, ring.stage, k * kTileInner, list.row,
-                                     tile.n * kColumns, tile.expert);
+                                     tile.n, tile.expert);
       }
     }
     return;
@@ -328,7 +328,7 @@ MOE_DEVICE void multiply_listed(const ListedArgs& args) {
     if (tile.rows == 0) break;
     float d[128];
     multiply_stages<kMajorB>(d, ring, steps, stages, half, lane);
-    if (a.bias.at != 0) add_biases<kSwiglu>(d, a.bias, tile.expert, tile.n * kColumns, a.columns, lane);
+    if (a.bias.at != 0) add_biases<kSwiglu>(d, a, tile.expert, tile.n, lane);
     report();  // of the last tile, whose stores have had the time of these products
     if (!kPublished && !kSwiglu && tile.slice == kFailed) {
 #pragma unroll
@@ -339,7 +339,7 @@ MOE_DEVICE void multiply_listed(const ListedArgs& args) {
       out.elsewhere = true;
       out.at = words_at(args.list.peers_at)[tile.first_source] + args.list.slot;
     }
-    store_sums<kSwiglu>(a, out, store, d, tile.first_row + first, tile.rows - first, tile.n * kColumns);
+    store_sums<kSwiglu>(a, out, store, d, tile.first_row + first, tile.rows - first, tile.n, lane);
     written = tile;
   }
   report();

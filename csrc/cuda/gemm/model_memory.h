@@ -24,6 +24,10 @@ inline int __shfl_sync(unsigned, int value, int lane) {
   const Hidden hidden;
   return static_cast<int>(exchanged(static_cast<uint32_t>(value))[lane]);
 }
+inline uint32_t __shfl_sync(unsigned, uint32_t value, int lane) {
+  const Hidden hidden;
+  return exchanged(value)[lane];
+}
 inline float __uint_as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
@@ -68,6 +72,12 @@ inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x
 
 inline void prefetch_line(const void*) {}
 inline void load_shared(uint32_t from, uint32_t (&v)[4]) { copy_words(v, shared(from, 16)); }
+inline void load_shared(uint32_t from, uint32_t (&v)[2]) {
+  for (int i = 0; i < 2; ++i) v[i] = reinterpret_cast<const Word*>(shared(from, 8))[i];
+}
+inline void store_shared(uint32_t to, const uint32_t (&v)[2]) {
+  for (int i = 0; i < 2; ++i) reinterpret_cast<Word*>(shared(to, 8))[i] = v[i];
+}
 inline void store_global(int64_t to, const uint32_t (&v)[4]) { copy_words(reinterpret_cast<void*>(to), v); }
 inline void store_shared(uint32_t to, const uint32_t (&v)[4]) { copy_words(shared(to, 16), v); }
 inline uint32_t load_word(int64_t from) { return *reinterpret_cast<const Word*>(from); }

@@ -27,9 +27,9 @@ constexpr int kTakingWarps = 4, kTakeLag = 2;
 
 #ifdef MOE_HOPPER
 
-// The producer's loop. kSwiglu: a stage has weights of gate and up.
+// The producer's loop. kSwiglu: a stage has the rows of w from width * n, and from `second` rows after them.
 template <int kStages, bool kSwiglu>
-MOE_DEVICE void take_rows(const TakenRows& taken, const TensorMap& w, Walk tile, int columns, int inner,
+MOE_DEVICE void take_rows(const TakenRows& taken, const TensorMap& w, Walk tile, int width, int second, int inner,
                           const Stages& stages) {
   // The consumers have released all but the last two stages, so more stages must not be held back.
   static_assert(kTakeLag <= kStages - 2, "the consumers would wait for a stage that waits for them");
@@ -37,7 +37,6 @@ MOE_DEVICE void take_rows(const TakenRows& taken, const TensorMap& w, Walk tile,
   const int lane = threadIdx.x % 32, word = threadIdx.x % 8, first = threadIdx.x / 8;
   const auto* slots = reinterpret_cast<const int64_t*>(taken.slots_at);
   const uint32_t place = first * 128 + ((word ^ (first & 7)) << 4), stride = static_cast<uint32_t>(taken.x_stride / 16);
-  const int width = kSwiglu ? kTileColumns / 2 : kTileColumns;
   Ring<kStages> ring, late;
   int held = 0;  // stages that are not reported yet
   const auto report = [&] {
@@ -65,7 +64,7 @@ MOE_DEVICE void take_rows(const TakenRows& taken, const TensorMap& w, Walk tile,
         const int column = tile.n * width;
         barrier_expect(barrier, kBytesB);
         load_3d(b, &w, barrier, k, column, tile.expert);
-        if (kSwiglu) load_3d(b + kBytesB / 2, &w, barrier, k, columns + column, tile.expert);
+        if (kSwiglu) load_3d(b + kBytesB / 2, &w, barrier, k, column + second, tile.expert);
       }
       const bool inside = k + word * 8 < inner;
       const int64_t source = inside ? taken.x_at + 2 * k : taken.x_at;

@@ -28,9 +28,25 @@ struct Case {
   int64_t experts() const { return static_cast<int64_t>(counts.size()); }
 };
 
-// kind: 0 plain, 1 transposed, 2 SwiGLU, 3 SwiGLU of taken rows
+// gpt-oss's activation and its gradient in float64, of gate, up and the gradient of the activation.
+constexpr Glu kClamped = {1.702f, 7.0f};
+struct Exact {
+  double act, gate, up;
+};
+Exact clamped_exact(double gate, double up, double grad) {
+  const double alpha = kClamped.alpha, limit = kClamped.limit;
+  const double g = std::min(gate, limit), u = std::max(std::min(up, limit), -limit), s = 1 / (1 + std::exp(-alpha * g));
+  return {(u + 1) * g * s, gate > limit ? 0 : grad * (u + 1) * s * (1 + alpha * g * (1 - s)),
+          std::abs(up) > limit ? 0 : grad * g * s};
+}
+// Of a value that was rounded to bf16.
+bool near(double value, double exact) { return std::abs(value - exact) <= std::abs(exact) * 0.005 + 1e-4; }
+
+// kind: 0 plain, 1 transposed, 2 SwiGLU, 3 SwiGLU of taken rows; 4, 5: as 2, 3 with gpt-oss's activation
 void test_rows(const Case& c, int kind, bool biased, unsigned seed) {
   std::mt19937 random(seed);
+  const bool clamped = kind >= 4;
+  if (clamped) kind -= 2;
   const int64_t rows = c.total(), beyond = 5, width = c.columns, all = kind >= 2 ? 2 * width : width;
   const int64_t top_k = kind == 3 ? 3 : 1;
   Numbers x(1, rows, c.inner, &random), out(1, rows + beyond, all, nullptr, all / width),
@@ -59,9 +75,11 @@ void test_rows(const Case& c, int kind, bool biased, unsigned seed) {
     p.bias_at = bias.matrices().at;
     p.bias_stride = bias.stride;
   }
+  if (clamped) p.alpha = kClamped.alpha, p.limit = kClamped.limit;
   Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks).rows(p, 0);
-  const std::string name = "rows, kind " + std::to_string(kind) + (biased ? " with biases, " : ", ") +
-                           std::to_string(rows) + " x " + std::to_string(width) + " x " + std::to_string(c.inner);
+  const std::string name = "rows, kind " + std::to_string(kind) + (clamped ? " clamped" : "") +
+                           (biased ? " with biases, " : ", ") + std::to_string(rows) + " x " + std::to_string(width) +
+                           " x " + std::to_string(c.inner);
   int64_t row = 0;
   for (int64_t e = 0; e < c.experts(); ++e) {
     for (int64_t r = 0; r < c.counts[static_cast<size_t>(e)]; ++r, ++row) {
@@ -74,9 +92,11 @@ void test_rows(const Case& c, int kind, bool biased, unsigned seed) {
         expect(out.at(0, row, n) == Numbers::to_bits(sum), name);
       }
       for (int64_t n = 0; kind >= 2 && n < width; ++n) {
-        const auto gate = static_cast<float>(out.number(0, row, n));
-        const auto up = static_cast<float>(out.number(0, row, width + n));
-        expect(act.at(0, row, n) == Numbers::to_bits(swiglu(gate, up)), name + ", act");
+        const auto gate = static_cast<float>(out.number(0, row, clamped ? 2 * n : n));
+        const auto up = static_cast<float>(out.number(0, row, clamped ? 2 * n + 1 : width + n));
+        const float value = clamped ? clamped_glu(kClamped, gate, up) : swiglu(gate, up);
+        expect(act.at(0, row, n) == Numbers::to_bits(value), name + ", act");
+        expect(!clamped || near(act.number(0, row, n), clamped_exact(gate, up, 0).act), name + ", formula");
       }
     }
   }
@@ -101,14 +121,15 @@ float sum_of_section(const std::vector<float>& products, int64_t section) {
 }
 
 // weighted: by routing weights, whose gradients are computed as well. placed: rows are in another order than slots.
-void test_gradient(const Case& c, bool weighted, bool placed, unsigned seed) {
+void test_gradient(const Case& c, bool weighted, bool placed, bool clamped, unsigned seed) {
   std::mt19937 random(seed);
   const int64_t rows = c.total(), beyond = 5, width = c.columns, sections = (width + 255) / 256;
   Numbers grad(1, rows, c.inner, &random), w(c.experts(), c.inner, width, &random), h(1, rows, 2 * width, &random, 2);
   Numbers grad_h(1, rows + beyond, 2 * width, nullptr, 2), act(1, rows + beyond, width, nullptr);
   for (int64_t r = 0; r < rows; ++r) {  // of many magnitudes, so that the order of additions shows
     for (int64_t n = 0; n < 2 * width; ++n) {
-      h.at(0, r, n) = Numbers::to_bits(std::ldexp(h.number(0, r, n), -static_cast<int>(random() % 16)));
+      const int power = -static_cast<int>(random() % 16);
+      h.at(0, r, n) = Numbers::to_bits(std::ldexp(h.number(0, r, n), clamped ? power / 2 + 2 : power));
     }
   }
   std::vector<int64_t> slots(static_cast<size_t>(rows));
@@ -129,10 +150,12 @@ void test_gradient(const Case& c, bool weighted, bool placed, unsigned seed) {
   if (weighted) p.weights_at = reinterpret_cast<int64_t>(weights.data());
   if (weighted) p.sections_at = reinterpret_cast<int64_t>(sums.data());
   if (placed) p.slots_at = reinterpret_cast<int64_t>(slots.data());
+  if (clamped) p.alpha = kClamped.alpha, p.limit = kClamped.limit;
   Launcher(std::make_shared<ModelStarter>(seed), reinterpret_cast<uintptr_t>(&encode_map), c.blocks)
       .swiglu_gradient(p, 0);
-  const std::string name = std::string("gradient of SwiGLU") + (weighted ? ", weighted, " : ", ") +
-                           std::to_string(rows) + " x " + std::to_string(width) + " x " + std::to_string(c.inner);
+  const std::string name = std::string("gradient of SwiGLU") + (clamped ? ", clamped" : "") +
+                           (weighted ? ", weighted, " : ", ") + std::to_string(rows) + " x " + std::to_string(width) +
+                           " x " + std::to_string(c.inner);
   const auto round = [](double x) { return static_cast<float>(float_of(Numbers::to_bits(x), 0)); };
   int64_t row = 0;
   for (int64_t e = 0; e < c.experts(); ++e) {
@@ -142,13 +165,21 @@ void test_gradient(const Case& c, bool weighted, bool placed, unsigned seed) {
       for (int64_t n = 0; n < width; ++n) {
         double sum = 0;
         for (int64_t k = 0; k < c.inner; ++k) sum += grad.number(0, row, k) * w.number(e, k, n);
-        const auto gate = static_cast<float>(h.number(0, row, n)), up = static_cast<float>(h.number(0, row, width + n));
-        const SwigluGradient v = swiglu_gradient(gate, up, round(sum));
+        const int64_t of_gate = clamped ? 2 * n : n, of_up = clamped ? 2 * n + 1 : width + n;
+        const auto gate = static_cast<float>(h.number(0, row, of_gate)),
+                   up = static_cast<float>(h.number(0, row, of_up));
+        const SwigluGradient v =
+            clamped ? clamped_gradient(kClamped, gate, up, round(sum)) : swiglu_gradient(gate, up, round(sum));
         products.push_back(round(v.act) * round(sum));
         expect(act.at(0, row, n) == Numbers::to_bits(round(v.act) * weight), name + ", act");
-        expect(grad_h.at(0, row, n) == Numbers::to_bits(round(v.gate) * weight), name + ", gate");
-        expect(grad_h.at(0, row, width + n) == Numbers::to_bits(round(v.up) * weight), name + ", up");
+        expect(grad_h.at(0, row, of_gate) == Numbers::to_bits(round(v.gate) * weight), name + ", gate");
+        expect(grad_h.at(0, row, of_up) == Numbers::to_bits(round(v.up) * weight), name + ", up");
         // The formula itself, in float64.
+        if (clamped) {
+          const Exact e64 = clamped_exact(gate, up, round(sum));
+          expect(near(v.act, e64.act) && near(v.gate, e64.gate) && near(v.up, e64.up), name + ", formula");
+          continue;
+        }
         const double s = 1 / (1 + std::exp(-static_cast<double>(gate))), exact = sum * up * s * (1 + gate * (1 - s));
         expect(std::abs(v.gate - exact) <= std::abs(exact) * 0.01 + 1e-4, name + ", formula");
       }
@@ -325,9 +356,9 @@ int run(unsigned seed) {
   for (int i = 0; i < 3 && !one; ++i) cases.push_back(random_case(random));
   int biased = 0;
   for (const Case& c : cases) {
-    for (int kind = 0; kind < 4; ++kind) test_rows(c, kind, (kind + biased) % 2, ++seed);
+    for (int kind = 0; kind < 6; ++kind) test_rows(c, kind, (kind + biased) % 2, ++seed);
     ++biased;
-    for (int kind = 0; kind < 3; ++kind) test_gradient(c, kind > 0, kind > 1, ++seed);
+    for (int kind = 0; kind < 5; ++kind) test_gradient(c, kind % 3 > 0, kind % 3 > 1, kind > 2, ++seed);
     for (const bool add : {false, true}) test_weights(c, add, ++seed);
     for (const int64_t sources : {0, 1, 2}) test_fp8(c, sources, ++seed);
   }

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import InputError
-from moe_comm.gpu.gemm import TakenRows
+from moe_comm.gpu.gemm import SWIGLU, Glu, TakenRows
 from moe_comm.kernels.tensor_cores import multiply_rows, multiply_weights, setting
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded, store_tile, tile_at, tiles_of_program
 from moe_comm.kernels.triton.launch import (
@@ -330,7 +330,9 @@ def grouped_mm_into(
     )  # fmt: skip
 
 
-def taken_mm_swiglu_into(rows: TakenRows, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor) -> bool:
+def taken_mm_swiglu_into(
+    rows: TakenRows, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor, *, glu: Glu = SWIGLU
+) -> bool:
     """Write the results of ``grouped_mm_swiglu_into`` for rows that are not copied, if a kernel in CUDA C++ does it.
 
     Returns:
@@ -340,13 +342,14 @@ def taken_mm_swiglu_into(rows: TakenRows, w13_EGD: Tensor, counts_E: Tensor, h_R
         return False
     check_index("grouped_mm", "slots", rows.slot_R, h_RG.shape[:1])
     check_swiglu("grouped_mm_swiglu", h_RG, out=act_RF)
-    return multiply_rows(rows, w13_EGD, counts_E, h_RG, act_RF)
+    return multiply_rows(rows, w13_EGD, counts_E, h_RG, act_RF, glu=glu)
 
 
 def grouped_mm_swiglu_into(
-    rows_RD: Tensor, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor, b13_EG: Tensor | None = None
-) -> None:
-    """Write h = rows @ w13.T + b13, gate | up, and act = silu(gate) * up; in one launch if MOE_COMM_GEMM is ``cuda``.
+    rows_RD: Tensor, w13_EGD: Tensor, counts_E: Tensor, h_RG: Tensor, act_RF: Tensor, b13_EG: Tensor | None = None,
+    *, glu: Glu = SWIGLU,
+) -> None:  # fmt: skip
+    """Write h = rows @ w13.T + b13, and its activation ``glu``; in one launch if MOE_COMM_GEMM is ``cuda``.
 
     The bits are those of ``grouped_mm_into`` and ``swiglu_forward``, whose arguments and errors these are. Rows beyond
     the sum of ``counts_E`` are undefined.
@@ -354,10 +357,10 @@ def grouped_mm_swiglu_into(
     _check(rows_RD, w13_EGD, counts_E, h_RG, b13_EG)
     check_swiglu("grouped_mm_swiglu", h_RG, out=act_RF)
     some = h_RG.numel() and w13_EGD.shape[0]
-    if some and setting() == "cuda" and multiply_rows(rows_RD, w13_EGD, counts_E, h_RG, act_RF, b13_EG):
+    if some and setting() == "cuda" and multiply_rows(rows_RD, w13_EGD, counts_E, h_RG, act_RF, b13_EG, glu):
         return
     grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG, bias_EN=b13_EG)
-    swiglu_forward(h_RG, act_RF)
+    swiglu_forward(h_RG, act_RF, glu)
 
 
 def _check(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, bias_EN: Tensor | None = None) -> None:

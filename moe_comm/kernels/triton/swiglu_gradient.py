@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_comm.gpu.gemm import SwigluGradient
+from moe_comm.gpu.gemm import SWIGLU, Glu, SwigluGradient
 from moe_comm.kernels.tensor_cores import multiply_gradient, sections_like, setting
 from moe_comm.kernels.triton.device import int64
 from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
@@ -54,6 +54,8 @@ def swiglu_gradient_into(
     grad_h_RG: Tensor,
     act_RF: Tensor,
     weights: Weights | None,
+    *,
+    glu: Glu = SWIGLU,
 ) -> None:
     """Write the gradient of ``h_RG`` and the activation, for gradients ``grad_RD`` of the product of the activation
     with ``w2_EDF``; with ``weights``, both times them, and their gradients.
@@ -68,16 +70,16 @@ def swiglu_gradient_into(
         of = SwigluGradient(h_RG, grad_h_RG, act_RF, weights_N, slot_R, sections_SR)
         fits = weights_N is None or weights_N.dtype == torch.float32
         knows_slots = place_N is None or slot_R is not None
-        if fits and knows_slots and multiply_gradient(grad_RD, w2_EDF, counts_E, of):
+        if fits and knows_slots and multiply_gradient(grad_RD, w2_EDF, counts_E, of, glu):
             if sections_SR is not None and dots_N is not None:
                 add_sections(sections_SR, place_N, dots_N)
             return
     grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
     if weights is None:
         # The gradient is read before the activation overwrites it.
-        swiglu_backward(h_RG, act_RF, grad_h_RG, act_RF)
+        swiglu_backward(h_RG, act_RF, grad_h_RG, act_RF, glu)
     else:
-        swiglu_backward_weighted(h_RG, act_RF, grad_h_RG, act_RF, weights)
+        swiglu_backward_weighted(h_RG, act_RF, grad_h_RG, act_RF, weights, glu)
 
 
 def add_sections(sections_SR: Tensor, place_N: Tensor | None, dots_N: Tensor) -> None:

@@ -75,10 +75,9 @@ class _DeviceExperts(torch.autograd.Function):
                 b13_EG, b2_ED = experts.tensors[2:]
             first = _grouped(dispatch) if send is None else dispatch.multiply_arrived(send, b13_EG)
             if isinstance(experts, ExpertMLP):
-                keep_h = keep_h and not experts.recompute
-                h_RG, last_RF, w_last = expert_mlp_gpu.hidden(
-                    experts, rows_RD, first, None if send is None else dispatch.swiglu_arrived(send, b13_EG)
-                )
+                keep_h, glu = keep_h and not experts.recompute, experts.activation.glu
+                both = None if send is None or glu is None else dispatch.swiglu_arrived(send, b13_EG, glu)
+                h_RG, last_RF, w_last = expert_mlp_gpu.hidden(experts, rows_RD, first, both)
             else:
                 last_RF, w_last = rows_RD, tensors[0]
             if run.returns:

@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import MoeCommError
+from moe_comm.gpu.gemm import Glu
 from moe_comm.gpu.protocol import RowFlags
 from moe_comm.kernels.expert_mlp_gpu import FirstProduct, FirstSwiGLU
 from moe_comm.overlap.executors.pipelined import Sums
@@ -80,11 +81,11 @@ class DeviceDispatch(SharedDispatch):
 
         return multiply
 
-    def swiglu_arrived(self, send: RowSend, b13_EG: Tensor | None = None) -> FirstSwiGLU:
-        """Return the first GEMM with SwiGLU behind it, which does nothing unless one kernel computes both."""
+    def swiglu_arrived(self, send: RowSend, b13_EG: Tensor | None, glu: Glu) -> FirstSwiGLU:
+        """Return the first GEMM with an activation behind it, which does nothing unless one kernel computes both."""
 
         def multiply(rows_RD: Tensor, w_EGD: Tensor, h_RG: Tensor, act_RF: Tensor) -> bool:
-            done = arrived_mm.arrived_mm_into(rows_RD, w_EGD, self.tiles, self.flags, h_RG, act_RF, b13_EG)
+            done = arrived_mm.arrived_mm_into(rows_RD, w_EGD, self.tiles, self.flags, h_RG, act_RF, b13_EG, glu=glu)
             if done:
                 self.dispatcher.memory.join()
                 send.close()

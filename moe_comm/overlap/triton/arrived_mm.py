@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError, MoeCommError
-from moe_comm.gpu.gemm import ListedTiles
+from moe_comm.gpu.gemm import SWIGLU, Glu, ListedTiles
 from moe_comm.gpu.protocol import ABORTED, ARRIVED, REPORT_WORDS, TILE_FLAGS, TILE_ROWS, TIMED_OUT, RowFlags
 from moe_comm.kernels.tensor_cores import multiply_listed, setting
 from moe_comm.kernels.triton.device import int64
@@ -195,7 +195,7 @@ def tiling_of(rows_RD: Tensor, experts: int) -> Tiling:
 
 def arrived_mm_into(
     rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor, act_RF: Tensor | None = None,
-    bias_EN: Tensor | None = None,
+    bias_EN: Tensor | None = None, *, glu: Glu = SWIGLU,
 ) -> bool:  # fmt: skip
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e, after the rows have been received. No autograd.
 
@@ -208,7 +208,8 @@ def arrived_mm_into(
         tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows.
         flags: of the dispatch, or of the gradients.
         out_RN: [R, N], dense.
-        act_RF: SwiGLU of ``out_RN``, written as well if a kernel in CUDA C++ does it. Otherwise nothing is computed.
+        act_RF: the activation ``glu`` of ``out_RN``, written as well if a kernel in CUDA C++ does it. Otherwise nothing
+            is computed.
         bias_EN: [E, N] of the same dtype, dense along N, or None: added in fp32, before rounding.
 
     Returns:
@@ -221,7 +222,7 @@ def arrived_mm_into(
         aside, programs = tiles.count.new_empty(tiles.items_N6.shape[0] * -(-columns // 128)), waiting_programs
         words = tiles.items_N6, tiles.count, tiles.rows_EW, None, tiles.count.new_zeros(1), aside
         listed = ListedTiles(words, flags, False, programs(rows_RD.device))
-        if multiply_listed(rows_RD, w_END, out_RN, listed, act_RF, bias_EN):
+        if multiply_listed(rows_RD, w_END, out_RN, listed, act_RF, bias_EN, glu):
             return True
     if act_RF is not None:
         return False

@@ -114,13 +114,14 @@ def test_sums_scaled_rows_and_dot_products_have_the_bits_of_plain_torch(interpre
 def test_swiglu_times_weights_has_the_bits_of_separate_kernels() -> None:
     swiglu, on_gpu = kernels("swiglu"), kernels("rows")
     dtypes, widths = (*DTYPES, torch.bfloat16), (33, 130, 5, 64)
-    for (tokens, top_k, experts), dtype, width in zip(CASES.values(), dtypes, widths, strict=True):
+    glus = ((0.0, 0.0), (1.702, 1.0)) * 2
+    for (tokens, top_k, experts), dtype, width, glu in zip(CASES.values(), dtypes, widths, glus, strict=True):
         ids_TK = some_ids(tokens, top_k, experts)
         place_TK, rows = plain.order_slots(ids_TK, experts)[1], int((ids_TK >= 0).sum())
         weights_TK, live = drawn(tokens, top_k, seed=1), place_TK >= 0
         h_RG, grad_RF = drawn(rows, 2 * width, dtype=dtype), drawn(rows, width, dtype=dtype, seed=2)
         expected_RG, act_RF = torch.empty_like(h_RG), torch.empty_like(grad_RF)
-        swiglu.swiglu_backward(h_RG, grad_RF, expected_RG, act_RF)
+        swiglu.swiglu_backward(h_RG, grad_RF, expected_RG, act_RF, glu)
         weights_R = torch.empty(rows)
         weights_R[place_TK[live]] = weights_TK[live]
         dots_R = on_gpu.scale_rows_(act_RF, weights_R, grad_RF)
@@ -131,7 +132,7 @@ def test_swiglu_times_weights_has_the_bits_of_separate_kernels() -> None:
             buffer_RF, grad_h_RG = grad_RF.clone(), torch.empty_like(h_RG)
             result = None if dots is None else torch.full_like(dots, 7)
             weights = row_weights.RowWeights(*given, result)
-            swiglu.swiglu_backward_weighted(h_RG, buffer_RF, grad_h_RG, buffer_RF, weights)
+            swiglu.swiglu_backward_weighted(h_RG, buffer_RF, grad_h_RG, buffer_RF, weights, glu)
             assert torch.equal(grad_h_RG, expected_RG) and torch.equal(buffer_RF, act_RF), (dtype, width)
             assert result is None or torch.equal(result, dots)
         wrong = row_weights.RowWeights(weights_R.double())

@@ -7,6 +7,7 @@ import torch
 
 from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
 from moe_comm.errors import InputError
+from moe_comm.kernels.activations import clamped_swiglu
 from moe_comm.kernels.fp8 import of_packed
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from tests.kernels.triton.common import DTYPES, drawn, kernels
@@ -40,6 +41,22 @@ def test_swiglu_and_its_gradient_agree_with_the_reference_also_in_place(dtype: t
         swiglu.swiglu_backward(h_copy, grad_copy, h_copy, grad_copy)
         assert torch.equal(h_copy, grad_h_RG) and torch.equal(grad_copy, act_RF), width
     swiglu.swiglu_forward(drawn(0, 8, dtype=dtype), drawn(0, 4, dtype=dtype))
+
+
+@on_ranks(1)
+def test_clamped_swiglu_and_its_gradient_agree_with_autograd_also_in_place() -> None:
+    swiglu, glu = kernels("swiglu"), (1.702, 1.5)
+    for dtype, width in DTYPES_AND_WIDTHS:
+        h_RG, grad_RF = drawn(5, 2 * width, dtype=dtype) * 2, drawn(5, width, dtype=dtype, seed=1)
+        leaf = h_RG.double().requires_grad_()
+        expected = clamped_swiglu(*glu)(leaf)
+        (grad_h_expected,) = torch.autograd.grad(expected, leaf, grad_RF.double())
+        act_RF = torch.empty_like(grad_RF)
+        swiglu.swiglu_forward(h_RG, act_RF, glu)
+        swiglu.swiglu_backward(h_RG, grad_RF, h_RG, grad_RF, glu)
+        torch.testing.assert_close(act_RF, expected.detach().to(dtype))
+        torch.testing.assert_close(h_RG, grad_h_expected.to(dtype))
+        assert torch.equal(grad_RF, act_RF), (dtype, width)
 
 
 @on_ranks(1)

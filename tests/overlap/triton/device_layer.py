@@ -86,6 +86,7 @@ def run_layer(
     complete: bool = False,
     hidden: int = D,
     biased: bool = False,
+    activation: str = "swiglu",
 ) -> list[Tensor]:
     """Run a layer forward and backward. Return the output and all gradients."""
     from moe_comm.overlap.executors.choice import dispatch_rows
@@ -96,7 +97,7 @@ def run_layer(
     if complete:
         call.complete()
         dispatcher.dispatch(x.detach(), ids)  # another dispatch of the group
-    mlp = ExpertMLP((*tensors, None, None)[:4], activation_of("swiglu"), recompute)
+    mlp = ExpertMLP((*tensors, None, None)[:4], activation_of(activation), recompute)
     with call.abort_on_error():
         rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
     y = call.combine(rows)

@@ -124,14 +124,15 @@ def test_output_and_gradients_have_the_bits_of_serial_execution(
     rank: int, world: int, kind: str, experts: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     biased = bool(options.get("biased"))
+    activation = "clamped_swiglu" if biased else "swiglu"  # those of gpt-oss
     options = {name: value for name, value in options.items() if name != "biased"}
     with triton_on_cpus():
         dispatcher = make_device_dispatcher(rank, world, experts, **options)
         ids = slot_ids(kind, rank, experts, min(3, experts))
-        expected = run_layer(dispatcher, ids, None, dtype, biased=biased)
+        expected = run_layer(dispatcher, ids, None, dtype, biased=biased, activation=activation)
         both = biased or (kind == "random" and not options)
         for settings in ({"recompute": True}, {"complete": True}) if both else ({},):
-            actual = run_layer(dispatcher, ids, DEVICE, dtype, **settings, biased=biased)
+            actual = run_layer(dispatcher, ids, DEVICE, dtype, **settings, biased=biased, activation=activation)
             assert all(map(torch.equal, actual, expected)), settings
         if not options and not biased and ids.numel():
             assert all(map(torch.equal, one_rank(rank, world, experts, ids, dtype), expected))
@@ -167,10 +168,10 @@ def test_kernels_for_hopper_have_the_results_of_serial_execution(rank: int, worl
 
     with triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
         dispatcher, ids = make_device_dispatcher(rank, world, EXPERTS), slot_ids("random", rank, EXPERTS, 3)
-        expected = run_layer(dispatcher, ids, None, hidden=264, biased=True)
+        expected = run_layer(dispatcher, ids, None, hidden=264, biased=True, activation="clamped_swiglu")
         patch.setenv(tensor_cores.GEMM, "cuda")
         patch.setattr(tensor_cores, "launcher_for", launcher_for)
-        actual = run_layer(dispatcher, ids, DEVICE, hidden=264, biased=True)
+        actual = run_layer(dispatcher, ids, DEVICE, hidden=264, biased=True, activation="clamped_swiglu")
     assert {"arrived_swiglu", "published", "arrived_transposed", "published_transposed"} <= {*used}
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * float(other.abs().max()))
