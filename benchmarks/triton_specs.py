@@ -208,21 +208,24 @@ def _router_specs() -> tuple[KernelSpec, ...]:
     for score, of_score in (("softmax", no_groups), ("sigmoid", groups), ("topk_softmax", no_groups)):
         common = {**sizes, "SCORE": router.SCORES[score]}
         forward = {**common, **of_score, "BLOCK_K": 8, "SCORED": True, "COUNTED": True}
-        backward = {**common, "WEIGHTED": True, "SCORED": True}
+        backward = {**common, "WEIGHTED": True, "SCORED": True, "ZEROS": 256}
         specs.append(_spec(f"route, forward, {score}", router.route_kernel, FP32, forward))
-        specs.append(_spec(f"route, backward, {score}", router.route_backward_kernel, FP32, backward))
+        of_logits = _spec(f"route, backward, {score}", router.route_backward_kernel, FP32, backward)
+        specs.append(replace(of_logits, types={**of_logits.types, "zeros_ptr": "*i32"}))
     constants = {"ELEMENT": DTYPES[FP32], "WHOLE": True, **linear.TILING.blocks, "w_stride_inner": 1}
     logits = _spec("logits", linear.linear_kernel, BF16, constants, linear.TILING.warps, linear.TILING.stages)
     specs.append(replace(logits, types={**logits.types, "out_ptr": "*fp32"}))
     tiling = linear.GRADIENT_TILING
     constants = {
-        "ELEMENT": DTYPES[BF16], "ADDED": True, "PART": linear.PART, **tiling.blocks, "w_stride_column": 1
+        "ELEMENT": DTYPES[BF16], "ADDED": True, "SUMMED": True, "PART": linear.PART, **tiling.blocks,
+        "w_stride_column": 1,
     }  # fmt: skip
     gradients = _spec(
         "logits, gradients of tokens and weights", linear.linear_backward_kernel, BF16, constants,
         tiling.warps, tiling.stages,
     )  # fmt: skip
-    specs.append(replace(gradients, types={**gradients.types, "grad_ptr": "*fp32", "parts_ptr": "*fp32"}))
+    types = {"grad_ptr": "*fp32", "parts_ptr": "*fp32", "ended_ptr": "*i32"}
+    specs.append(replace(gradients, types={**gradients.types, **types}))
     constants = {"ELEMENT": DTYPES[BF16], "COLUMNS": linear.SUM_ELEMENTS}
     parts = _spec("logits, sum of parts", linear.sum_parts_kernel, BF16, constants)
     specs.append(replace(parts, types={**parts.types, "parts_ptr": "*fp32"}))

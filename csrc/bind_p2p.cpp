@@ -190,6 +190,7 @@ void record_operation(p2p::Record& record, std::shared_ptr<p2p::Plan> plan, cons
 }
 
 using Buffers4 = std::array<int64_t, 4>;
+using Buffers5 = std::array<int64_t, 5>;
 
 // of: tokens, top_k, hidden, dtype. at: buffers of tensors.
 void bind_recorded(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
@@ -197,7 +198,7 @@ void bind_recorded(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
   using p2p::Record;
   plan.def("record_dispatch",
            [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
-              const std::array<int64_t, 4>& numbers, const Buffers4& of, const std::array<int64_t, 5>& at,
+              const std::array<int64_t, 4>& numbers, const Buffers4& of, const Buffers5& at,
               const std::array<int64_t, 3>& sizes, const std::array<int64_t, 9>& sending) {
              record_operation(record, std::move(self), header, numbers,
                               [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
@@ -211,31 +212,30 @@ void bind_recorded(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
                                            {address(x), stride, of[2], of[3]}, how, {});
                               });
            })
-      .def("record_sum",
-           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
-              const std::array<int64_t, 4>& numbers, const Buffers4& of, const Buffers4& at, int64_t blocks) {
-             record_operation(record, std::move(self), header, numbers,
-                              [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
-                                const auto& [rows, place, weights, y] = at;
-                                input.offer[p2p::kRowsAt] = address(rows) - block;
-                                p.meet(input);
-                                p.sum(blocks, {of[0], of[1]}, {address(y), 0, of[2], of[3]}, address(place),
-                                      address(weights));
-                                p.done();
-                              });
-           })
+      .def(
+          "record_sum",
+          [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header, const std::array<int64_t, 4>& numbers,
+             const Buffers4& of, const std::array<int64_t, 6>& at, int64_t blocks) {
+            record_operation(record, std::move(self), header, numbers,
+                             [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
+                               const auto& [rows, place, weights, y, offered, words] = at;
+                               if (rows >= 0) input.offer[p2p::kRowsAt] = address(rows) - block;
+                               if (offered >= 0) input.offer[p2p::kScalesAt] = address(offered) - block;
+                               p.combine(input, blocks, {of[0], of[1]}, {address(y), 0, of[2], of[3]},
+                                         {address(place), address(weights), address(words)});
+                             });
+          })
       .def("record_spread", [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
-                               const std::array<int64_t, 4>& numbers, const Buffers4& of,
-                               const std::array<int64_t, 3>& at, const std::array<int64_t, 2>& sizes) {
+                               const std::array<int64_t, 4>& numbers, const Buffers4& of, const Buffers5& at,
+                               const std::array<int64_t, 2>& sizes) {
         record_operation(record, std::move(self), header, numbers,
                          [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
-                           const auto& [rows, place, x] = at;
+                           const auto& [rows, place, x, offered, words] = at;
                            const auto& [blocks, stride] = sizes;
                            input.offer[p2p::kBlockAt] = address(rows) - block;
-                           p.meet(input);
-                           p.spread(blocks, {of[0], of[1]}, {address(x), stride, of[2], of[3]}, address(place), 0, 0,
-                                    0);
-                           p.done();
+                           input.offer[p2p::kScalesAt] = address(offered) - block;
+                           p.send(input, blocks, {of[0], of[1]}, {address(x), stride, of[2], of[3]},
+                                  {address(place), 0, address(words)});
                          });
       });
 }
@@ -281,12 +281,11 @@ void bind_plan(py::module_& m) {
            })
       .def("sum",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
-              int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at) {
+              int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at,
+              int64_t words_at) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
-             p.meet(t);
-             p.sum(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at);
-             p.done();
+             p.combine(t, blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, {place_at, weights_at, words_at});
            })
       .def(
           "sum_slices",
@@ -311,13 +310,11 @@ void bind_plan(py::module_& m) {
       .def("spread",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t grad_at,
-              int64_t stride, int64_t dots_at, int64_t order_at, bool done) {
+              int64_t stride, int64_t dots_at, int64_t words_at, int64_t order_at, bool done) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
-             p.meet(t);
-             p.spread(blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, place_at, weights_at, dots_at,
-                      order_at);
-             if (done) p.done();
+             p.send(t, blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, {place_at, weights_at, words_at},
+                    dots_at, order_at, done);
            })
       .def("send_few",
            [](Plan& p, int64_t tokens, int64_t top_k, int64_t ids_at, int64_t hidden, int64_t dtype, int64_t x_at,

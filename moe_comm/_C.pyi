@@ -562,6 +562,7 @@ class P2pPlan:
         place_at: int,
         weights_at: int,
         y_at: int,
+        words_at: int,
         /,
     ) -> None: ...
     def sum_slices(
@@ -608,6 +609,7 @@ class P2pPlan:
         grad_at: int,
         stride: int,
         dots_at: int,
+        words_at: int,
         order_at: int,
         done: bool,
         /,

@@ -18,6 +18,10 @@
 //   dispatch   count ▸ scan [▸ order] ▸ meet (counts, offers) ▸ push ▸ arrive [▸ fan_out]      one turn, no host
 //   combine    meet (offers) ▸ sum ▸ done            also the backward of dispatch, without weights
 //   backward   meet (offers) ▸ spread ▸ done         backward of combine
+//
+// The last block of a kernel can run the kernel that follows: scan runs meet, and sum and spread done.
+// Then these are no launches of their own.
+//
 //   overlapped meet (offers) ▸ [ready ▸ sum] for each slice ▸ done      combine of results that are still computed
 //              meet (offers) ▸ spread_tiles ▸ done                      backward of combine, for a GEMM that waits
 //   reduced    meet (offers) ▸ weigh ▸ stage ▸ reduce ▸ stage ▸ sum_reduced ▸ done      combine, see below
@@ -61,9 +65,9 @@
 //
 // A turn of another kind begins with meet, which waits until all ranks have completed their earlier turns.
 //
-// Only meet, arrive, ready, stage, done, ll_arrive and ll_ready wait, and each runs with one block. A waiting kernel
-// therefore never keeps a peer's kernel off the device, even if ranks share a device and other kernels have many
-// blocks.
+// Only meet, arrive, ready, stage, done, ll_arrive and ll_ready wait, and each runs with one block, or in the last
+// block of another kernel, when all other blocks have ended. A waiting kernel therefore never keeps a peer's kernel off
+// the device, even if ranks share a device and other kernels have many blocks.
 #pragma once
 
 #include "layout.h"
@@ -172,6 +176,7 @@ struct State {
   int64_t turn;   // number of the last meet or ll_ready; the kernels increment it, so a captured graph can be replayed
   int64_t fault;  // if nonzero, every later kernel returns immediately. If all ranks see the same fault (kDisagree,
                   // kBadIds, kNoRoom), the host may reset it to 0 and continue; otherwise the ranks' turns differ
+  int64_t ended;  // blocks that have ended, of the running kernel if its last block runs the next one; else 0
 };
 
 // In page-locked host memory. Kernels write it; the host reads it after a synchronization or polls `turn`.
@@ -227,9 +232,6 @@ struct Report {
 // count: [chunks] blocks. Counts the slots per expert in each chunk.
 #define MOE_P2P_COUNT(X) MOE_P2P_GROUP(X) MOE_P2P_SLOTS(X)
 
-// scan: ceil(E / kScanExperts) blocks. Sums the counts over the chunks.
-#define MOE_P2P_SCAN(X) MOE_P2P_GROUP(X) MOE_P2P_SLOTS(X)
-
 // order: [chunks] blocks, between scan and meet. Lists this rank's slots by expert, and their tiles in the order in
 // which push and spread send them; see order.h.
 #define MOE_P2P_ORDER(X) \
@@ -259,6 +261,10 @@ struct Report {
   X(summary_at)     /* [L + 1] int64 on the device: first row of each of this rank's experts, then the end;    \
                        never beyond this rank's room */                                                        \
   X(own_counts_at)  /* int64 rows of each of this rank's experts in this room, on the device, or 0 */
+
+// scan: ceil(E / kScanExperts) blocks. Sums the counts over the chunks. With `meets`, the last block then runs meet;
+// otherwise the words of meet are not read.
+#define MOE_P2P_SCAN(X) MOE_P2P_MEET(X) X(meets)
 
 // push, and push_fp8 for rows that are quantised: any number of blocks; each takes chunks in turn. Writes each slot's
 // row to its place at the expert's owner and fills place_at. Sets arrived(e, rank, tile) at the owner of e for all
@@ -302,18 +308,21 @@ struct Report {
 
 // sum: any number of blocks. y[t] = sum over k, in order, of weights[t, k] * row at place[t, k] (offer word 0),
 // accumulated in fp32 and rounded once. If weights_at is 0, the sum is unweighted. Slots without a place contribute
-// nothing. Only `columns` columns from `first_column` are computed.
-#define MOE_P2P_SUM(X)            \
-  MOE_P2P_GROUP(X)                \
-  MOE_P2P_ROWS(X)                 \
-  X(first_column)                 \
-  X(columns)                      \
-  X(tokens)                       \
-  X(top_k)                        \
-  X(place_at)                     \
-  X(offers_at)                    \
-  X(weights_at) /* [T, K] fp32 */ \
-  X(y_at)       /* [T, hidden], dense */
+// nothing. Only `columns` columns from `first_column` are computed. Unless words_at is 0, the 4-byte word of the row of
+// each slot (offer word 2) is copied to words_at [T, K]; 0 for slots without a place. sum_reduced ignores the last two.
+#define MOE_P2P_SUM(X)                   \
+  MOE_P2P_GROUP(X)                       \
+  MOE_P2P_ROWS(X)                        \
+  X(first_column)                        \
+  X(columns)                             \
+  X(tokens)                              \
+  X(top_k)                               \
+  X(place_at)                            \
+  X(offers_at)                           \
+  X(weights_at) /* [T, K] fp32 */        \
+  X(y_at)       /* [T, hidden], dense */ \
+  X(words_at)                            \
+  X(ends) /* whether the last block then runs done */
 
 // ready: one block. Waits until all ranks have computed a slice of their results for this rank's tokens.
 #define MOE_P2P_READY(X) \
@@ -352,21 +361,24 @@ struct Report {
 // spread: any number of blocks. Backward of the weighted sum: writes grad[t] * weights[t, k] to place[t, k] in the
 // owners' blocks (offer word 1). Unless dots_at is 0, writes the dot products of grad[t] with the row at place[t, k]
 // (offer word 0) to dots_at [T, K] fp32. The additions follow the order of the CPU kernel (csrc/cpu/kernels_impl.inc),
-// so the bits are equal. If weights_at is 0, all weights are 1.
-// spread_tiles: the same, tile by tile as push_tiles. Sets arrived(e, rank, tile) at the owner of e once the rows of
-// the tile are written.
-#define MOE_P2P_SPREAD(X) \
-  MOE_P2P_GROUP(X)        \
-  MOE_P2P_ROWS(X)         \
-  X(tokens)               \
-  X(top_k)                \
-  X(place_at)             \
-  X(offers_at)            \
-  X(weights_at)           \
-  X(grad_at)              \
-  X(stride) /* bytes */   \
-  X(dots_at)              \
-  X(order_at) /* as order wrote it; only for spread_tiles */
+// so the bits are equal. If weights_at is 0, all weights are 1. Unless words_at is 0, the 4-byte word of each slot in
+// words_at [T, K] is sent with its row (offer word 2).
+// spread_tiles: the same without words, tile by tile as push_tiles. Sets arrived(e, rank, tile) at the owner of e once
+// the rows of the tile are written.
+#define MOE_P2P_SPREAD(X)                                    \
+  MOE_P2P_GROUP(X)                                           \
+  MOE_P2P_ROWS(X)                                            \
+  X(tokens)                                                  \
+  X(top_k)                                                   \
+  X(place_at)                                                \
+  X(offers_at)                                               \
+  X(weights_at)                                              \
+  X(grad_at)                                                 \
+  X(stride) /* bytes */                                      \
+  X(dots_at)                                                 \
+  X(order_at) /* as order wrote it; only for spread_tiles */ \
+  X(words_at)                                                \
+  X(ends) /* whether the last block then runs done; not for spread_tiles */
 
 // done: one block. Announces that this rank no longer accesses peers' memory in this turn; waits until all ranks have
 // done so.

@@ -61,6 +61,11 @@ MOE_BLOCK void add_rows(M& m, int n, int64_t hidden, const Addends& x, To to) {
   });
 }
 
+// The words that a rank offers, one for each row.
+MOE_BLOCK uint32_t* words_of(const Blocks& blocks, const int64_t* offers, int64_t owner) {
+  return reinterpret_cast<uint32_t*>(blocks.peers[owner] + offers[owner * kOfferWords + kScalesAt]);
+}
+
 // The slots of a token with the same owner as slot k: whether one is before k, and the first one after k or K.
 struct SameOwner {
   bool before;
@@ -173,9 +178,29 @@ MOE_BLOCK void sum_rows(M& m, const Args& a) {
   by_piece(a.dtype, (bits & 15) == 0, [&](auto piece) { sum_pieces<decltype(piece), reduced>(m, a, blocks); });
 }
 
+// Copy the word of the row of each slot.
+template <class M>
+MOE_BLOCK void take_words(M& m, const SumArgs& a) {
+  const Blocks blocks(a);
+  const int64_t* offers = at<const int64_t>(a.offers_at);
+  const int64_t* places = at<const int64_t>(a.place_at);
+  const int64_t slots = a.tokens * a.top_k, batch = m.threads();
+  for (int64_t first = m.block() * batch; first < slots; first += m.blocks() * batch) {
+    m.each(static_cast<int>(slots - first < batch ? slots - first : batch), [&](int i) {
+      const int64_t place = places[first + i], owner = place_owner(place);
+      uint32_t word = 0;
+      if (place != kDropped) word = words_of(blocks, offers, owner)[place_row(place)];
+      at<uint32_t>(a.words_at)[first + i] = word;
+    });
+  }
+}
+
 template <class M>
 MOE_BLOCK void sum(M& m, const SumArgs& a) {
-  if (!failed(a)) sum_rows<false>(m, a);
+  if (failed(a)) return;
+  sum_rows<false>(m, a);
+  if (a.words_at) take_words(m, a);
+  if (a.ends && is_last_block(m, a)) end_turn(m, a);
 }
 template <class M>
 MOE_BLOCK void sum_reduced(M& m, const SumReducedArgs& a) {
@@ -252,6 +277,7 @@ MOE_BLOCK void spread_pieces(M& m, const Args& a, const Blocks& blocks) {
   const int64_t* offers = at<const int64_t>(a.offers_at);
   const int64_t* places = at<const int64_t>(a.place_at);
   const float* weights = at<const float>(a.weights_at);
+  const uint32_t* words = by_expert ? nullptr : at<const uint32_t>(a.words_at);
   constexpr int size = static_cast<int>(sizeof(typename P::Bits)), lanes = static_cast<int>(kLanes);
   constexpr int batch = static_cast<int>(kSpreadBatch), readers = lanes / P::kSize;
   const int hidden = static_cast<int>(a.hidden);
@@ -293,6 +319,7 @@ MOE_BLOCK void spread_pieces(M& m, const Args& a, const Blocks& blocks) {
       const int64_t owner = place_owner(place), row = place_row(place) * bytes;
       to[i] = blocks.peers[owner] + offers[owner * kOfferWords + kBlockAt] + row;
       from[i] = blocks.peers[owner] + offers[owner * kOfferWords + kRowsAt] + row;
+      if (words != nullptr) words_of(blocks, offers, owner)[place_row(place)] = words[slot_of(i)];
     });
     m.sync();
     m.each(n * readers, [&](int i) {
@@ -342,7 +369,6 @@ MOE_BLOCK void spread_pieces(M& m, const Args& a, const Blocks& blocks) {
 
 template <bool by_expert, class M, class Args>
 MOE_BLOCK void spread_rows(M& m, const Args& a) {
-  if (failed(a)) return;
   const Blocks blocks(a);
   int64_t bits = a.grad_at | a.stride | (a.hidden * element_bytes(a.dtype));
   const int64_t* offers = at<const int64_t>(a.offers_at);
@@ -361,11 +387,13 @@ MOE_BLOCK void spread_rows(M& m, const Args& a) {
 
 template <class M>
 MOE_BLOCK void spread(M& m, const SpreadArgs& a) {
+  if (failed(a)) return;
   spread_rows<false>(m, a);
+  if (a.ends && is_last_block(m, a)) end_turn(m, a);
 }
 template <class M>
 MOE_BLOCK void spread_tiles(M& m, const SpreadTilesArgs& a) {
-  spread_rows<true>(m, a);
+  if (!failed(a)) spread_rows<true>(m, a);
 }
 
 }  // namespace p2p

@@ -343,6 +343,21 @@ MOE_BLOCK bool wait_all(M& m, const Group& g, int count, Wait what, int64_t turn
   return good;
 }
 
+// Called by the whole block, after its last write. Returns whether it is the last block of the kernel to do so; the
+// writes of the other blocks are then visible to it.
+template <class M, class Args>
+MOE_BLOCK bool is_last_block(M& m, const Args& a) {
+  int64_t* last = m.template shared<int64_t>(1);
+  m.sync();
+  m.each(1, [&](int) {
+    int64_t* ended = &at<State>(a.state_at)->ended;
+    *last = m.fetch_add(ended, 1) + 1 == m.blocks();
+    if (*last) *ended = 0;
+  });
+  m.sync();
+  return *last != 0;
+}
+
 // Called by the whole block. Inclusive prefix sum of `values`; `other` is scratch memory of the same size. Returns the
 // buffer that holds the result.
 template <class M>

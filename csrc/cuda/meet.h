@@ -84,8 +84,7 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
 // Each block sums the counts of kScanExperts experts. Its threads divide the chunks into segments: they sum each
 // segment, then the segments, and then replace each count by the sum of those before it.
 template <class M>
-MOE_BLOCK void scan(M& m, const ScanArgs& a) {
-  if (failed(a)) return;
+MOE_BLOCK void scan_counts(M& m, const ScanArgs& a) {
   constexpr int at_once = 8;  // counts that a thread loads before the first store
   const int64_t first_expert = m.block() * kScanExperts, left = a.experts - first_expert;
   const int experts = static_cast<int>(left < kScanExperts ? left : kScanExperts), chunks = static_cast<int>(a.chunks);
@@ -140,8 +139,8 @@ struct MeetScratch {
 };
 
 // Read this rank's counts, and report bad ids in its header.
-template <class M>
-MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, MeetScratch& x) {
+template <class M, class Args>
+MOE_BLOCK void meet_add_up(M& m, const Args& a, MeetScratch& x) {
   const int64_t* bad = at<const int64_t>(a.bad_at);
   m.each(static_cast<int>(a.experts), [&](int e) { x.own[e] = at<const int64_t>(a.expert_rows_at)[e]; });
   m.each(static_cast<int>(a.chunks), [&](int c) {
@@ -162,15 +161,16 @@ MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, MeetScratch& x) {
 }
 
 // The number of this rank's experts whose counts are written to own_counts_at.
-MOE_BLOCK int counted_experts(const MeetArgs& a) {
+template <class Args>
+MOE_BLOCK int counted_experts(const Args& a) {
   if (!a.with_counts || a.own_counts_at == 0) return 0;
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
   return static_cast<int>(offsets[a.rank + 1] - offsets[a.rank]);
 }
 
 // All ranks' counts have been received. Compute the first row of this rank's slots of each expert, and the overflow.
-template <class M>
-MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64_t parity, MeetScratch& x) {
+template <class M, class Args>
+MOE_BLOCK void meet_lay_out(M& m, const Args& a, const Blocks& blocks, int64_t parity, MeetScratch& x) {
   const int experts = static_cast<int>(a.experts), world = static_cast<int>(a.world);
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
   const int64_t* all_ranks = blocks.words(a.rank) + blocks.control.counts(parity, 0);
@@ -219,8 +219,8 @@ MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64
   });
 }
 
-template <class M>
-MOE_BLOCK void meet(M& m, const MeetArgs& a) {
+template <class M, class Args>
+MOE_BLOCK void meet_ranks(M& m, const Args& a) {
   const State state = *at<const State>(a.state_at);  // read together with the header, which is in host memory
   const Group g = group_of(a);
   const Blocks blocks(a);
@@ -308,6 +308,18 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   m.each(1, [&](int) { m.store_release(&at<Report>(a.report_at)->turn, turn); });
 }
 
+template <class M>
+MOE_BLOCK void meet(M& m, const MeetArgs& a) {
+  meet_ranks(m, a);
+}
+
+template <class M>
+MOE_BLOCK void scan(M& m, const ScanArgs& a) {
+  M counting = m;  // meet uses the same shared memory again
+  if (!failed(a)) scan_counts(counting, a);
+  if (a.meets && is_last_block(m, a)) meet_ranks(m, a);
+}
+
 // Called by one thread, after a sync that follows the writes: sets the flag of a tile at the expert's owner.
 template <class M, class Args>
 MOE_BLOCK void raise_tile(M& m, const Args& a, const Blocks& blocks, int64_t id, int64_t tile) {
@@ -327,21 +339,25 @@ MOE_BLOCK void count_written(M& m, const Args& a, const Blocks& blocks, int64_t 
   for (int64_t tile = 0; tile < num_flags(all); ++tile) raise_tile(m, a, blocks, id, tile);
 }
 
-template <class M>
-MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
-  if (failed(a)) return;
+template <class M, class Args>
+MOE_BLOCK void await_rows(M& m, const Args& a, int64_t first_source, int64_t num_sources) {
   const Blocks blocks(a);
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
   const int64_t first = offsets[a.rank];
-  const int sources = static_cast<int>(a.sources), pairs = static_cast<int>(offsets[a.rank + 1] - first) * sources;
+  const int sources = static_cast<int>(num_sources), pairs = static_cast<int>(offsets[a.rank + 1] - first) * sources;
   const int64_t* counts = at<const int64_t>(a.all_counts_at);
   // The first tiles of all pairs of an expert and a source, then the second ones.
   const int count = pairs * static_cast<int>(kTileFlags);
   wait_all(m, group_of(a), count, kArrived, at<const State>(a.state_at)->turn, 0, [&](int i) {
-    const int64_t expert = i % pairs / sources, from = a.first_source + i % sources, tile = i / pairs;
+    const int64_t expert = i % pairs / sources, from = first_source + i % sources, tile = i / pairs;
     const bool any = tile < num_flags(counts[from * a.experts + first + expert]);
     return Word{any ? blocks.words(a.rank) + blocks.control.arrived(expert, from, tile) : nullptr, from};
   });
+}
+
+template <class M>
+MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
+  if (!failed(a)) await_rows(m, a, a.first_source, a.sources);
 }
 
 template <class M>
@@ -364,15 +380,19 @@ MOE_BLOCK void stage(M& m, const StageArgs& a) {
   wait_all(m, group_of(a), world, kStaged, turn, 0, [&](int p) { return Word{mine + p, p}; });
 }
 
-template <class M>
-MOE_BLOCK void done(M& m, const DoneArgs& a) {
-  if (failed(a)) return;
+template <class M, class Args>
+MOE_BLOCK void end_turn(M& m, const Args& a) {
   const Blocks blocks(a);
   const int world = static_cast<int>(a.world);
   const int64_t turn = at<const State>(a.state_at)->turn;
   m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.done(a.rank), turn); });
   const int64_t* mine = blocks.words(a.rank) + blocks.control.done(0);
   wait_all(m, group_of(a), world, kDone, turn, 0, [&](int p) { return Word{mine + p, p}; });
+}
+
+template <class M>
+MOE_BLOCK void done(M& m, const DoneArgs& a) {
+  if (!failed(a)) end_turn(m, a);
 }
 
 }  // namespace p2p

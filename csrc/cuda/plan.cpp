@@ -76,16 +76,18 @@ void Plan::dispatch(const MeetInput& input, const Slotted& s, const Rows& x, con
   CountArgs count{};
   set_slots(count, slots);
   start(k_count, chunks, count);
-  ScanArgs scan{};
-  set_slots(scan, slots);
+  auto scan = meet_args<ScanArgs>(input, &slots, &how);
+  scan.meets = how.order_at == 0;
   start(k_scan, (constants_.group.experts + kScanExperts - 1) / kScanExperts, scan);
   if (how.order_at) {
     OrderArgs order{};
     set_slots(order, slots);
     order.order_at = how.order_at;
     start(k_order, chunks, order);
+    auto a = meet_args<MeetArgs>(input, &slots, &how);
+    start(k_meet, 1, a);
   }
-  meet(input, &slots, &how);
+  counted_one();
   const int64_t blocks = how.blocks < chunks ? how.blocks : chunks;
   if (how.format == kSame && how.by_expert && links.blocks == 0) {
     auto push = push_args<PushTilesArgs>(slots, x, how, links);
@@ -135,10 +137,15 @@ bool Plan::received(int64_t source) const {
   return true;
 }
 
-void Plan::meet(const MeetInput& input) { meet(input, nullptr, nullptr); }
+void Plan::meet(const MeetInput& input) {
+  auto a = meet_args<MeetArgs>(input, nullptr, nullptr);
+  start(k_meet, 1, a);
+  counted_one();
+}
 
-void Plan::meet(const MeetInput& input, const Slots* slots, const Sending* how) {
-  MeetArgs a{};
+template <class Args>
+Args Plan::meet_args(const MeetInput& input, const Slots* slots, const Sending* how) const {
+  Args a{};
   a.header_at = constants_.headers_at + input.slot * kHeaderWords * 8;
   std::memcpy(reinterpret_cast<void*>(a.header_at), input.header, kHeaderWords * 8);
   std::memcpy(&a.offer_0, input.offer, sizeof input.offer);
@@ -153,32 +160,38 @@ void Plan::meet(const MeetInput& input, const Slots* slots, const Sending* how) 
     a.host_counts_at = constants_.host_counts_at;
     a.summary_at = scratch_.summary_at;
   }
-  start(k_meet, 1, a);
-  counted_one();
+  return a;
 }
 
 template <class Args>
-Args Plan::sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const {
+Args Plan::sum_args(const Tokens& t, const Rows& y, const SlotData& slots, int64_t offers_at) const {
   Args a{};
   a.hidden = a.columns = y.hidden;
   a.dtype = y.dtype;
   a.tokens = t.tokens;
   a.top_k = t.top_k;
-  a.place_at = place_at;
+  a.place_at = slots.place_at;
   a.offers_at = offers_at != 0 ? offers_at : scratch_.offers_at;
-  a.weights_at = weights_at;
+  a.weights_at = slots.weights_at;
+  a.words_at = slots.words_at;
   a.y_at = y.at;
   return a;
 }
 
-void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
-               int64_t offers_at) {
-  auto a = sum_args<SumArgs>(t, y, place_at, weights_at, offers_at);
+void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, const SlotData& slots, int64_t offers_at, bool ends) {
+  auto a = sum_args<SumArgs>(t, y, slots, offers_at);
+  a.ends = ends;
   start(k_sum, sum_blocks(blocks, t.tokens, y.hidden, y.dtype), a);
 }
 
+void Plan::combine(const MeetInput& input, int64_t blocks, const Tokens& t, const Rows& y, const SlotData& slots) {
+  meet(input);
+  sum(blocks, t, y, slots, 0, true);
+  if (t.tokens == 0) done();
+}
+
 void Plan::sum_slices(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at) {
-  auto a = sum_args<SumArgs>(t, y, place_at, weights_at, 0);
+  auto a = sum_args<SumArgs>(t, y, {place_at, weights_at}, 0);
   for (int64_t slice = 0; slice < num_slices(y.hidden); ++slice) {
     ReadyArgs ready{};
     ready.slice = slice;
@@ -211,7 +224,7 @@ void Plan::sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t p
   const int64_t batches = (own.rows + kReduceBatch - 1) / kReduceBatch;
   start(k_reduce, blocks < batches ? blocks : batches, reduce);
   stage(1);
-  auto sum = sum_args<SumReducedArgs>(t, y, place_at, weights_at, 0);
+  auto sum = sum_args<SumReducedArgs>(t, y, {place_at, weights_at}, 0);
   start(k_sum_reduced, sum_blocks(blocks, t.tokens, y.hidden, y.dtype), sum);
 }
 
@@ -222,32 +235,37 @@ void Plan::stage(int64_t number) {
 }
 
 template <class Args>
-Args Plan::spread_args(const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at) const {
+Args Plan::spread_args(const Tokens& t, const Rows& grad, const SlotData& slots, int64_t dots_at) const {
   Args a{};
   a.hidden = grad.hidden;
   a.dtype = grad.dtype;
   a.tokens = t.tokens;
   a.top_k = t.top_k;
-  a.place_at = place_at;
+  a.place_at = slots.place_at;
   a.offers_at = scratch_.offers_at;
-  a.weights_at = weights_at;
+  a.weights_at = slots.weights_at;
+  a.words_at = slots.words_at;
   a.grad_at = grad.at;
   a.stride = grad.stride;
   a.dots_at = dots_at;
   return a;
 }
 
-void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at,
-                  int64_t dots_at, int64_t order_at) {
+void Plan::send(const MeetInput& input, int64_t blocks, const Tokens& t, const Rows& grad, const SlotData& slots,
+                int64_t dots_at, int64_t order_at, bool ends) {
+  meet(input);
   const int64_t of_tokens = blocks < t.tokens ? blocks : t.tokens;
+  const bool merges = ends && of_tokens > 0 && order_at == 0;
   if (order_at == 0) {
-    auto a = spread_args<SpreadArgs>(t, grad, place_at, weights_at, dots_at);
+    auto a = spread_args<SpreadArgs>(t, grad, slots, dots_at);
+    a.ends = merges;
     start(k_spread, of_tokens, a);
-    return;
+  } else {
+    auto a = spread_args<SpreadTilesArgs>(t, grad, slots, dots_at);
+    a.order_at = order_at;
+    start(k_spread_tiles, of_tokens, a);
   }
-  auto a = spread_args<SpreadTilesArgs>(t, grad, place_at, weights_at, dots_at);
-  a.order_at = order_at;
-  start(k_spread_tiles, of_tokens, a);
+  if (ends && !merges) done();
 }
 
 void Plan::done() {
@@ -272,7 +290,7 @@ void Plan::sum_few(int64_t blocks, const Tokens& t, const Rows& y, int64_t place
   ready.place_at = place_at;
   start(k_ll_ready, 1, ready);
   counted_one();
-  sum(blocks, t, y, place_at, weights_at, offers_at);
+  sum(blocks, t, y, {place_at, weights_at}, offers_at, false);
 }
 
 int64_t Plan::completed_turn() const { return __atomic_load_n(&report_of(constants_.group)->turn, __ATOMIC_ACQUIRE); }

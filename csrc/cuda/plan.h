@@ -45,6 +45,12 @@ struct Tokens {
   int64_t tokens = 0, top_k = 0;
 };
 
+// Per slot, for sum and spread: places; weights, or 0 for ones; and words that spread sends with the rows and that sum
+// takes from them, or 0.
+struct SlotData {
+  int64_t place_at = 0, weights_at = 0, words_at = 0;
+};
+
 // Slots of dispatched tokens: expert ids, and output for places. `chunk`: slots per block of count.
 struct Slotted {
   Tokens of;
@@ -89,16 +95,17 @@ class Plan {
   bool received(int64_t source) const;
   // Launch a meet without counts.
   void meet(const MeetInput& input);
-  // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet.
-  void sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at = 0);
+  // A whole turn: meet, sum and done. Without tokens, done is a launch of its own.
+  void combine(const MeetInput& input, int64_t blocks, const Tokens& t, const Rows& y, const SlotData& slots);
+  // A turn: meet and spread, and done unless the caller ends it. dots_at, order_at: see SpreadArgs.
+  void send(const MeetInput& input, int64_t blocks, const Tokens& t, const Rows& grad, const SlotData& slots,
+            int64_t dots_at = 0, int64_t order_at = 0, bool ends = true);
   // As sum, of results that are still computed: each slice of columns after all ranks have computed it.
   void sum_slices(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at);
   // As sum, with rows that their owners have reduced.
   void sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
                    const Reduction& own);
-  void spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at,
-              int64_t order_at);
-  // End the turn of sum or spread.
+  // End a turn.
   void done();
 
   // Low latency; see dispatch/peer_to_peer/low_latency.py.
@@ -121,11 +128,14 @@ class Plan {
   void start(Kernel kernel, int64_t blocks, Args& args);
   template <class Args>
   Args push_args(const Slots& slots, const Rows& x, const Sending& how, const Links& links) const;
-  void meet(const MeetInput& input, const Slots* slots, const Sending* how);
   template <class Args>
-  Args sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const;
+  Args meet_args(const MeetInput& input, const Slots* slots, const Sending* how) const;
+  // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet. ends: also run done.
+  void sum(int64_t blocks, const Tokens& t, const Rows& y, const SlotData& slots, int64_t offers_at, bool ends);
   template <class Args>
-  Args spread_args(const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at) const;
+  Args sum_args(const Tokens& t, const Rows& y, const SlotData& slots, int64_t offers_at) const;
+  template <class Args>
+  Args spread_args(const Tokens& t, const Rows& grad, const SlotData& slots, int64_t dots_at) const;
   void stage(int64_t number);
   void counted_one() { turn += captured_ ? 0 : 1; }
 

@@ -42,11 +42,23 @@ MOE_HD inline void add_quantise(Pieces& p, int64_t rows, int64_t format) {
   if (format == kRowScales) p.add(rows, 4).add(rows, 4);
 }
 
+MOE_HD inline void add_meet(Pieces& p, int64_t experts, int64_t with_counts) {
+  p.add(kHeaderWords, 8).add(6, 8).add(1, 8);
+  if (with_counts) p.add(experts, 8).add(experts, 8).add(experts + 1, 8).add(experts + 1, 8);
+}
+// Of is_last_block, and of a wait after it.
+MOE_HD inline void add_last_block(Pieces& p, int64_t used) {
+  if (used) p.add(1, 8).add(1, 8);
+}
+
 MOE_HD inline int64_t shared_bytes(const CountArgs& a, int64_t) {
   return Pieces().add(a.chunk + kRankWords, 4).add(4, 8).bytes;
 }
 MOE_HD inline int64_t shared_bytes(const ScanArgs& a, int64_t threads) {
-  return Pieces().add(scan_segments(a.experts, a.chunks, threads) * kScanExperts, 8).bytes;
+  const Pieces sums = Pieces().add(scan_segments(a.experts, a.chunks, threads) * kScanExperts, 8);
+  Pieces meets;
+  if (a.meets) add_meet(meets.add(1, 8), a.experts, a.with_counts);
+  return sums.bytes > meets.bytes ? sums.bytes : meets.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const OrderArgs& a, int64_t) {
   Pieces p;
@@ -55,8 +67,7 @@ MOE_HD inline int64_t shared_bytes(const OrderArgs& a, int64_t) {
 }
 MOE_HD inline int64_t shared_bytes(const MeetArgs& a, int64_t) {
   Pieces p;
-  p.add(kHeaderWords, 8).add(6, 8).add(1, 8);
-  if (a.with_counts) p.add(a.experts, 8).add(a.experts, 8).add(a.experts + 1, 8).add(a.experts + 1, 8);
+  add_meet(p, a.experts, a.with_counts);
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const PushFp8Args& a, int64_t) {
@@ -84,7 +95,11 @@ MOE_HD inline int64_t shared_bytes(const FanOutArgs&, int64_t) {
 MOE_HD inline Pieces addend_pieces(int64_t n, int64_t most) {
   return Pieces().add(n * most, 8).add(n * most, 4).add(n, 4);
 }
-MOE_HD inline int64_t shared_bytes(const SumArgs&, int64_t) { return 0; }
+MOE_HD inline int64_t shared_bytes(const SumArgs& a, int64_t) {
+  Pieces p;
+  add_last_block(p, a.ends);
+  return p.bytes;
+}
 MOE_HD inline int64_t shared_bytes(const SumReducedArgs&, int64_t) { return 0; }
 MOE_HD inline int64_t shared_bytes(const ReadyArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const WeighArgs&, int64_t) { return 0; }
@@ -95,7 +110,11 @@ MOE_HD inline int64_t shared_bytes(const ReduceArgs& a, int64_t) {
 MOE_HD inline Pieces spread_memory() {
   return Pieces().add(kSpreadBatch, 8).add(kSpreadBatch, 8).add(kSpreadBatch * (kLanes + 1), 4);
 }
-MOE_HD inline int64_t shared_bytes(const SpreadArgs&, int64_t) { return spread_memory().bytes; }
+MOE_HD inline int64_t shared_bytes(const SpreadArgs& a, int64_t) {
+  Pieces p = spread_memory();
+  add_last_block(p, a.ends);
+  return p.bytes;
+}
 MOE_HD inline int64_t shared_bytes(const SpreadTilesArgs&, int64_t) {
   return spread_memory().add(kSpreadBatch, 4).bytes;
 }

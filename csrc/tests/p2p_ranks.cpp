@@ -110,6 +110,7 @@ P2pCase random_case(Random& random, const std::vector<int64_t>& offsets) {
   c.push_blocks = random.between(1, 4);
   for (int r = 0; r < c.world; ++r) c.tokens.push_back(random.chance(0.2) ? 0 : random.below(12));
   if (random.chance(0.4)) c.room = random.chance(0.5) ? 400 : random.below(20);
+  c.merged = random.chance(0.5);
   fill_case(random, c);
   return c;
 }
@@ -259,7 +260,7 @@ void P2pRanks::fan_out(int rank, const P2pCase& c) {
   run_p2p("fan_out", 3, a);
 }
 
-void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y) {
+void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y, float* words) {
   SumArgs a = args<SumArgs>(rank, c);
   a.hidden = c.hidden;
   a.dtype = c.dtype;
@@ -269,9 +270,13 @@ void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y) {
   a.offers_at = reinterpret_cast<int64_t>(of(rank).offers.data());
   a.weights_at = weighted ? reinterpret_cast<int64_t>(c.weights[at_index(rank)].data()) : 0;
   a.y_at = reinterpret_cast<int64_t>(y);
-  for (int64_t slice = 0; slice < p2p::num_slices(c.hidden); ++slice) {
+  const int64_t slices = std::max<int64_t>(p2p::num_slices(c.hidden), 1);
+  for (int64_t slice = 0; slice < slices; ++slice) {
     a.first_column = p2p::first_column(c.hidden, slice);
     a.columns = p2p::first_column(c.hidden, slice + 1) - a.first_column;
+    const bool last = slice + 1 == slices;
+    a.words_at = last ? reinterpret_cast<int64_t>(words) : 0;
+    a.ends = c.merged && last;
     run_p2p("sum", 2, a);
   }
 }
@@ -328,6 +333,8 @@ void P2pRanks::spread_rows(const char* kernel, int rank, const P2pCase& c, float
   a.stride = c.hidden * c.element();
   a.dots_at = reinterpret_cast<int64_t>(dots);
   a.order_at = reinterpret_cast<int64_t>(of(rank).order.data());
+  a.words_at = a.weights_at;
+  a.ends = c.merged;
   run_p2p(kernel, a.tokens > 0 ? 2 : 0, a);
 }
 
@@ -478,7 +485,7 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
   // Backward of combine: row gradients at the owners, and weight gradients.
   char* grads = data(rank, region(rank, c, 1));
   std::memset(grads, 0, at_index(c.kept(rank) * bytes));
-  CHECK(meet(rank, c, false, {region(rank, c, 4), region(rank, c, 1), 0, 0, -1}));
+  CHECK(meet(rank, c, false, {region(rank, c, 4), region(rank, c, 1), region(rank, c, 2), 0, -1}));
   std::vector<float> dots(c.ids[r].size(), 7.0f), expected_dots = dots;
   spread(rank, c, dots.data());
   done(rank, c);
@@ -487,9 +494,12 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
   for (Bytes& of_owner : grad_rows) grad_bases.push_back(of_owner.data());
   kernels().spread(loop, 0, tokens, c.g[r].data(), bytes, c.weights[r].data(), grad_bases.data(), expected_dots.data());
   CHECK(dots.empty() || std::memcmp(dots.data(), expected_dots.data(), dots.size() * 4) == 0);
+  const char* words = data(rank, region(rank, c, 2));
+  const bool with_words = c.push_blocks % 2 == 0;  // as spread chooses its kernel
   for (int64_t row = 0; row < c.kept(rank); ++row) {
     const P2pCase::Slot& slot = c.rows[r][at_index(row)];
     const size_t source = at_index(slot.source);
+    CHECK(!with_words || std::memcmp(words + row * 4, &c.weights[source][at_index(slot.slot)], 4) == 0);
     for (int64_t d = 0; d < c.hidden; ++d) {
       const char* g = c.g[source].data() + slot.slot / c.top_k * bytes + d * c.element();
       char expected[4] = {};
@@ -497,7 +507,18 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
       CHECK(std::memcmp(grads + row * bytes + d * c.element(), expected, at_index(c.element())) == 0);
     }
   }
+
+  // The words return with the sum of the gradients of rows.
+  CHECK(meet(rank, c, false, {region(rank, c, 1), 0, region(rank, c, 2), 0, -1}));
+  std::vector<float> returned(c.ids[r].size(), 7.0f);
+  Bytes y(at_index(tokens * bytes) + 16, 'y');
+  sum(rank, c, false, y.data(), returned.data());
+  done(rank, c);
+  for (size_t i = 0; i < returned.size(); ++i) {
+    CHECK(!with_words || returned[i] == (c.places[r][i] == kDropped ? 0.0f : c.weights[r][i]));
+  }
   CHECK_EQ(me.state.fault, int64_t{kNone});
+  CHECK_EQ(me.state.ended, int64_t{0});
 }
 
 }  // namespace moe_comm::test

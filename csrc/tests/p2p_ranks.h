@@ -17,6 +17,7 @@ struct P2pCase {
   int world = 1, dtype = 0;
   int64_t hidden = 8, top_k = 1, chunk = 1, format = 0, room = -1, push_blocks = 2;
   bool power_of_two = false, relay = false, bulk = false, by_expert = false;
+  bool merged = false;  // the last block of a kernel runs the next one
   std::vector<int64_t> offsets, tokens;
   std::vector<std::vector<int64_t>> ids;
   std::vector<Bytes> x, g, out;  // [T, hidden], [T, hidden] by rank; [R, hidden] by owner
@@ -87,7 +88,7 @@ class P2pRanks {
   void push(int rank, const P2pCase& c);
   void arrive(int rank, const P2pCase& c);
   void fan_out(int rank, const P2pCase& c);
-  void sum(int rank, const P2pCase& c, bool weighted, char* y);
+  void sum(int rank, const P2pCase& c, bool weighted, char* y, float* words = nullptr);
   // The kernels between meet and done of a reduced combine. The rows are in region 4, links in 3, reduced rows in 0.
   void sum_reduced(int rank, const P2pCase& c, char* y);
   void spread(int rank, const P2pCase& c, float* dots);

@@ -116,10 +116,8 @@ TEST(p2p_plan_a_dispatch_and_a_combine_return_every_token_weighted) {
     CHECK(counted.header_words == std::vector<int64_t>{7});
     CHECK_EQ(counted.dropped, int64_t{1});
     plan.begin(0, kSecond, false);
-    plan.meet(rank.meet_args(2, rows_at));
-    plan.sum(2, {tokens, top_k}, {address_of(y.data()), 0, hidden, 0}, address_of(place.data()),
-             address_of(weights.data()));
-    plan.done();
+    plan.combine(rank.meet_args(2, rows_at), 2, {tokens, top_k}, {address_of(y.data()), 0, hidden, 0},
+                 {address_of(place.data()), address_of(weights.data())});
     CHECK_EQ(plan.turn, before + 2);
     CHECK_EQ(plan.turn, rank.state.turn);
     for (int64_t t = 0; t < tokens; ++t) {
@@ -141,7 +139,7 @@ TEST(p2p_plan_operations_launch_these_kernels_with_the_words_of_the_group) {
   plan.begin(99, 5 * kSecond, false);
   plan.dispatch(rank.meet_args(3), {{6, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2}, {5, 6, 7, 100, 8});
   CHECK_EQ(recorder->launches.at(0).how.blocks, int64_t{3});
-  CHECK_EQ(recorder->launches.at(3).how.blocks, int64_t{2});
+  CHECK_EQ(recorder->launches.at(2).how.blocks, int64_t{2});
   CHECK_EQ(recorder->launches.back().how.blocks, int64_t{8});
   for (const Recorder::Call& call : recorder->launches) {
     CHECK_EQ(call.how.stream, uintptr_t{99});
@@ -151,9 +149,9 @@ TEST(p2p_plan_operations_launch_these_kernels_with_the_words_of_the_group) {
     if (call.kernel != k_arrive && call.kernel != k_fan_out) CHECK_EQ(call.words[12], int64_t{1000});
   }
   CHECK_EQ(rank.headers[3 * kHeaderWords], int64_t{7});
-  CHECK(recorder->names() == "count scan meet push arrive fan_out ");
+  CHECK(recorder->names() == "count scan push arrive fan_out ");
   plan.dispatch(rank.meet_args(0), {{0, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2}, {5, 6, 7, 0, 8});
-  CHECK(recorder->names() == "scan meet arrive ");
+  CHECK(recorder->names() == "scan arrive ");
   for (const int64_t by_expert : {0, 1}) {
     for (const int64_t format : {int64_t{kSame}, int64_t{kRowScales}}) {
       plan.dispatch(rank.meet_args(0), {{6, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2, format, 0, 0, 0, 77, by_expert}, {});
@@ -162,13 +160,19 @@ TEST(p2p_plan_operations_launch_these_kernels_with_the_words_of_the_group) {
       CHECK(recorder->names() == "count scan order meet " + push);
     }
   }
-  plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6, 77);
-  CHECK(recorder->names() == "spread_tiles ");
-  plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6, 0);
+  const MeetInput meets = rank.meet_args(0);
+  plan.send(meets, 9, {6, 2}, {1, 2, 3, 0}, {4, 5}, 6, 77, false);
+  CHECK(recorder->names() == "meet spread_tiles ");
+  plan.send(meets, 9, {6, 2}, {1, 2, 3, 0}, {4, 5}, 6, 77);
+  CHECK(recorder->names() == "meet spread_tiles done ");
+  plan.send(meets, 9, {6, 2}, {1, 2, 3, 0}, {4, 5, 7});
   CHECK_EQ(recorder->launches.back().how.blocks, int64_t{6});
-  plan.done();
-  plan.sum(9, {0, 2}, {1, 2, 3, 0}, 4, 5);
-  CHECK(recorder->names() == "spread done ");
+  CHECK(recorder->names() == "meet spread ");
+  plan.send(meets, 9, {0, 2}, {1, 2, 3, 0}, {4, 5});
+  plan.combine(meets, 9, {0, 2}, {1, 2, 3, 0}, {4, 5});
+  CHECK(recorder->names() == "meet done meet done ");
+  plan.combine(meets, 9, {6, 2}, {1, 2, 3, 0}, {4, 5});
+  CHECK(recorder->names() == "meet sum ");
   plan.sum_slices(9, {6, 2}, {1, 0, 520, 1}, 4, 5);
   CHECK(recorder->names() == "ready sum ready sum ready sum ");
   plan.sum_few(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 77);
@@ -188,7 +192,7 @@ TEST(p2p_plan_turns_are_counted_when_launched_and_not_when_captured) {
       if (kernel == k_ll_ready) {
         plan.sum_few(1, {1, 1}, {}, 0, 0, 0);
       } else {
-        plan.dispatch(rank.meet_args(0), {{1, 1}, 0, 0, 1}, {}, {}, {});
+        plan.dispatch(rank.meet_args(0), {{1, 1}, 0, 0, 1}, {}, {1, 0, 0, 0, 0, 77}, {});
       }
     } catch (const LaunchError& e) {
       message = e.what();

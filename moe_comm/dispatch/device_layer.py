@@ -1,15 +1,12 @@
-"""A whole call of a layer over ``local`` on a GPU is one autograd function: router, dispatch, experts and combine.
-
-    x_TD ──router──▶ logits_TE ──top-k──▶ ids_TK, weights_TK ──▶ the call of ``device_call.py`` ──▶ y_TD
+"""A whole call of a layer over ``local`` on a GPU is one autograd function (``whole_layer.py``).
 
 From the third call with the same shapes, its launches are one native call in forward, and one in backward
-(``kernels/triton/program.py``). The kernels and the bits are those of the router's functions and of ``DeviceCall``. The
-gradient of the tokens by the router is added to that by the experts in the kernel that computes it.
+(``kernels/triton/program.py``). The kernels and the bits are those of the router's functions and of ``DeviceCall``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +23,16 @@ from moe_comm.dispatch.device_call import (
     sum_of_slots,
 )
 from moe_comm.dispatch.expert_call import sends_weights
-from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.autograd import (
-    needed_gradients,
-    once_differentiable,
-    with_main_grads,
+from moe_comm.dispatch.whole_layer import (
+    OPERATORS_OF_ROUTE_BACKWARD,
+    DeviceRouting,
+    WholeCall,
+    route,
+    route_backward,
+    run_whole,
 )
+from moe_comm.kernels.activations import Activation
+from moe_comm.kernels.autograd import with_main_grads
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.tensor_cores import takes_slots
 from moe_comm.runtime.event_layout import Kind
@@ -44,28 +45,6 @@ FORWARD_OPERATORS = 9
 """Operators of a forward pass: logits, top-k, two for the places, copies, three of the experts, sum."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class DeviceRouter:
-    """The router of a call. rule: a ``layers.RouterConfig``. load_E: int64, to which slots are counted, or None."""
-
-    weight_ED: Tensor
-    bias_E: Tensor | None
-    load_E: Tensor | None
-    rule: Any
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class DeviceLayerCall:
-    """What a call needs besides tensors. kept, ordered: as in ``_forward``."""
-
-    rule: Any
-    activation: Activation
-    kept: tuple[bool, bool, bool]
-    ordered: bool
-    invalid: InvalidIds
-    label: str
-
-
 @lru_cache(maxsize=1)
 def _programs() -> tuple[Program, Program]:
     from moe_comm.kernels.triton.program import Program  # needs Triton
@@ -74,101 +53,96 @@ def _programs() -> tuple[Program, Program]:
 
 
 def _forward(
-    x_TD: Tensor, weight_ED: Tensor, w13: Tensor, w2: Tensor, bias_E: Tensor | None, load_E: Tensor | None,
-    fault: Tensor, rule: Any, activation: Activation, kept: tuple[bool, bool, bool], ordered: bool,
+    x_TD: Tensor, source: Tensor, w13: Tensor, w2: Tensor, first: Tensor | None, second: Tensor | None, fault: Tensor,
+    rule: Any, num_experts: int, activation: Activation, kept: tuple[bool, bool, bool], ordered: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return y, the row counts, and what backward needs.
 
-    kept: whether there is a backward pass, and whether it needs h and the outputs of the experts. ordered: whether a
-    kernel takes rows by slot.
+    first, second: ``DeviceRouting.others``. kept: whether there is a backward pass, and whether it needs h and the
+    outputs of the experts. ordered: whether a kernel takes rows by slot.
     """
-    from moe_comm.kernels.triton.linear import linear  # needs Triton
-    from moe_comm.kernels.triton.router import select
-
-    logits_TE = linear(x_TD, weight_ED)
-    ids_TK, weights_TK, _ = select(logits_TE, bias_E, load_E, rule, False)
-    place_TK, counts, order = place(ids_TK, fault, rule.num_choices, ordered)
+    logits_TE, ids_TK, weights_TK = route(x_TD, source, (first, second), rule)
+    assert ids_TK is not None
+    place_TK, counts, order = place(ids_TK, fault, num_experts, ordered)
     h_RG, out_RD = forward_of_experts(x_TD, place_TK, counts, order, w13, w2, activation)
     (y_TD,) = sum_of_slots(out_RD, place_TK, weights_TK)
     keeps, keeps_h, keeps_out = kept
-    of_routing = (logits_TE, ids_TK, weights_TK, place_TK, order) if keeps else (None,) * 5
-    return y_TD, counts, *of_routing, h_RG if keeps_h else None, out_RD if keeps_out else None
+    of_rows = (place_TK, order) if keeps else (None,) * 2
+    routed = (logits_TE, ids_TK, weights_TK) if keeps and rule is not None else (None,) * 3
+    return y_TD, counts, *of_rows, *routed, h_RG if keeps_h else None, out_RD if keeps_out else None
 
 
 def _backward(
     grad_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, weights_TK: Tensor, x_TD: Tensor,
-    w13: Tensor, w2: Tensor, h_RG: Tensor | None, out_RD: Tensor | None, weight_ED: Tensor, logits_TE: Tensor,
-    ids_TK: Tensor, rule: Any, activation: Activation, needs: tuple[bool, ...],
+    w13: Tensor, w2: Tensor, h_RG: Tensor | None, out_RD: Tensor | None, weight_ED: Tensor | None,
+    logits_TE: Tensor | None, ids_TK: Tensor | None, rule: Any, activation: Activation, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, the router's weight, w13 and w2. needs: whether these are needed."""
-    from moe_comm.kernels.triton.linear import linear_gradients  # needs Triton
-    from moe_comm.kernels.triton.router import select_backward
-
-    needs_x, needs_router, needs_w13, needs_w2 = needs
-    needs_weights = needs_x or needs_router
+    """Return the gradients of x, the source of the routing, w13 and w2. needs: whether these, and the routing weights,
+    are needed. weight_ED, logits_TE, ids_TK: of a router."""
+    needs_x, needs_source, needs_w13, needs_w2, needs_weights = needs
     grad_x_TD, grad_TK, grad_w13, grad_w2 = backward_of_experts(
         grad_TD, place_TK, counts, order, weights_TK, x_TD, w13, w2, h_RG, out_RD, activation,
         (needs_x, needs_weights, needs_w13, needs_w2),
     )  # fmt: skip
-    grad_ED = None
-    if needs_weights:
-        (grad_TE,) = select_backward(logits_TE, ids_TK, grad_TK, None, rule)
-        _, grad_ED = linear_gradients(grad_TE, x_TD, weight_ED, (needs_x, needs_router), grad_x_TD)
-    return grad_x_TD, grad_ED, grad_w13, grad_w2
+    routed = logits_TE, ids_TK, weight_ED
+    grad_source = route_backward(grad_TK, routed, x_TD, rule, (needs_x, needs_source), grad_x_TD)
+    return grad_x_TD, grad_source, grad_w13, grad_w2
 
 
-class _DeviceLayer(torch.autograd.Function):
-    """The output of the layer, and the row counts."""
+@dataclass(eq=False, slots=True)
+class _LocalCall(WholeCall):
+    """kept: as in ``_forward``. parameters: w13 and w2, or None for other tensors: with ``main_grad``, hooks of saved
+    tensors must not replace them. counts: of the rows, after the forward pass."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weight_ED: Tensor,
-        w13: Tensor,
-        w2: Tensor,
-        others: tuple[Tensor | None, ...],
-        call: DeviceLayerCall,
-    ) -> tuple[Tensor, Tensor]:
-        y_TD, counts, logits_TE, ids_TK, weights_TK, place_TK, order, h_RG, out_RD = _programs()[0](
-            FORWARD_OPERATORS, (x_TD, weight_ED, w13, w2, *others), call.rule, call.activation, call.kept, call.ordered
+    rule: Any
+    others: tuple[Tensor | None, Tensor | None]
+    sizes: tuple[int, int]
+    activation: Activation
+    kept: tuple[bool, bool, bool]
+    invalid: InvalidIds
+    label: str
+    parameters: tuple[nn.Parameter | None, ...]
+    counts: Tensor = field(init=False)
+    rows: tuple[Tensor, Tensor, Tensor | None] = field(init=False)
+
+    def run_forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        rule, (top_k, experts) = self.rule, self.sizes
+        inputs = *tensors, *self.others, self.invalid.report(top_k, experts)
+        number = FORWARD_OPERATORS if rule is not None else FORWARD_OPERATORS - 2
+        y_TD, self.counts, place_TK, order, *saved = _programs()[0](
+            number, inputs, rule, experts, self.activation, self.kept, takes_slots(tensors[0])
         )
-        ctx.save_for_backward(x_TD, weight_ED, w13, w2, logits_TE, ids_TK, weights_TK, h_RG, out_RD)
-        # With ``main_grad``, hooks of saved tensors must not replace the parameters.
-        parameters = w13 if isinstance(w13, nn.Parameter) else None, w2 if isinstance(w2, nn.Parameter) else None
-        ctx.call, ctx.rows, ctx.parameters = call, (place_TK, counts, order), parameters
-        ctx.mark_non_differentiable(counts)
-        ctx.set_materialize_grads(False)
-        return y_TD, counts
+        self.rows = place_TK, self.counts, order
+        return y_TD, tuple(saved)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad_TD is None:
-            return (None,) * 6
-        call: DeviceLayerCall = ctx.call
-        call.invalid.check()
-        x_TD, weight_ED, w13, w2, logits_TE, ids_TK, weights_TK, h_RG, out_RD = ctx.saved_tensors
-        w13, w2 = with_main_grads((w13, w2), ctx.parameters)
-        needs = needs_x, needs_router, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
-        needs_weights = needs_x or needs_router
-        place_TK, counts, order = ctx.rows
+    def run_backward(
+        self, grad_TD: Tensor | None, saved: tuple[Any, ...], needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        assert grad_TD is not None
+        self.invalid.check()
+        rule, activation = self.rule, self.activation
+        x_TD, source, w13, w2, logits_TE, ids_TK, weights_TK, h_RG, out_RD = saved
+        w13, w2 = with_main_grads((w13, w2), self.parameters)
+        needs_x, needs_source, needs_w13, needs_w2 = needs
+        needs_weights = needs_source or (needs_x and rule is not None)
+        place_TK, counts, order = self.rows
         inputs = (
-            dense(grad_TD), place_TK, counts, order, weights_TK, x_TD, w13, w2, h_RG, out_RD if needs_weights else None,
-            weight_ED, logits_TE, ids_TK,
+            dense(grad_TD), place_TK, counts, order, source if rule is None else weights_TK, x_TD, w13, w2, h_RG,
+            out_RD if needs_weights else None, None if rule is None else source, logits_TE, ids_TK,
         )  # fmt: skip
-        with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
+        constants = rule, activation, (*needs, needs_weights)
+        with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=self.label):
             if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
-                return *_backward(*inputs, call.rule, call.activation, needs), None, None
+                return _backward(*inputs, *constants)
             number = launches_of_backward(
                 sends_weights(x_TD.dtype), h_RG is None, (needs_x, needs_weights, needs_w13, needs_w2)
             )
-            number += 2 * needs_weights + needs_router
-            return *_programs()[1](number, inputs, call.rule, call.activation, needs), None, None
+            number += OPERATORS_OF_ROUTE_BACKWARD * (needs_weights and rule is not None)
+            return _programs()[1](number, inputs, *constants)
 
 
 def device_layer(
-    x_TD: Tensor, router: DeviceRouter, mlp: ExpertMLP, invalid: InvalidIds, label: str
+    x_TD: Tensor, routing: DeviceRouting, mlp: ExpertMLP, invalid: InvalidIds, label: str
 ) -> tuple[Tensor, Tensor, int]:
     """Run a layer on tokens that are dense along D, with weights of their 16-bit dtype, all of it on one GPU.
 
@@ -180,22 +154,21 @@ def device_layer(
         InputError, RoutingError: the weights do not match, or invalid logits in an earlier call.
     """
     mlp.check_weights(x_TD)
-    weight_ED, rule, (w13, w2, _, _) = router.weight_ED, router.rule, mlp.tensors
+    source, (w13, w2, _, _) = routing.source, mlp.tensors
     assert w13 is not None
     assert w2 is not None
-    others = router.bias_E, router.load_E, invalid.report(rule.top_k, rule.num_choices)
     # Not ``needs_autograd``, which makes three calls.
-    keeps_routing = torch.is_grad_enabled() and (x_TD.requires_grad or weight_ED.requires_grad)
-    keeps = keeps_routing or (torch.is_grad_enabled() and (w13.requires_grad or w2.requires_grad))
-    ordered = takes_slots(x_TD)
+    grad = torch.is_grad_enabled()
+    keeps_weights = grad and (source.requires_grad or (x_TD.requires_grad and routing.rule is not None))
+    keeps = keeps_weights or (grad and (x_TD.requires_grad or w13.requires_grad or w2.requires_grad))
+    keeps_h = keeps and not mlp.recompute
+    keeps_out = keeps_weights and x_TD.dtype is not torch.bfloat16 and not sends_weights(x_TD.dtype)
+    parameters = w13 if isinstance(w13, nn.Parameter) else None, w2 if isinstance(w2, nn.Parameter) else None
+    kept = keeps, keeps_h, keeps_out
+    call = _LocalCall(routing.rule, routing.others, routing.sizes, mlp.activation, kept, invalid, label, parameters)
     with EVENTS.span(Kind.COMPUTE, "experts", layer=label):
         if not keeps:
-            y_TD, counts, *_ = _programs()[0](
-                FORWARD_OPERATORS, (x_TD, weight_ED, w13, w2, *others), rule, mlp.activation, (False,) * 3, ordered
-            )
-            return y_TD, counts, 0
-        keeps_h, keeps_out = not mlp.recompute, keeps_routing and not sends_weights(x_TD.dtype)
-        call = DeviceLayerCall(rule, mlp.activation, (True, keeps_h, keeps_out), ordered, invalid, label)
-        y_TD, counts = _DeviceLayer.apply(x_TD, weight_ED, w13, w2, others, call)
+            return call.run_forward(x_TD, source, w13, w2)[0], call.counts, 0
+        y_TD = run_whole(x_TD, source, w13, w2, call)
     columns = keeps_h * w13.shape[1] + keeps_out * x_TD.shape[1]
-    return y_TD, counts, x_TD.shape[0] * rule.top_k * columns * x_TD.element_size()
+    return y_TD, call.counts, x_TD.shape[0] * routing.sizes[0] * columns * x_TD.element_size()

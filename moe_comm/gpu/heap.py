@@ -176,9 +176,13 @@ class Heap:
 
         HeapError: there is no room. Only this rank raises; the caller must report it to its peers.
         """
-        size = (num_bytes + ALIGN - 1) // ALIGN * ALIGN or ALIGN
         stream, in_graph = _stream(self.device), capturing(self.device)
         self._collect(stream, in_graph)
+        return self._block(num_bytes, stream, in_graph)
+
+    def _block(self, num_bytes: int, stream: Any, in_graph: bool) -> HeapBlock:
+        """Run ``block`` after freed memory has been collected."""
+        size = (num_bytes + ALIGN - 1) // ALIGN * ALIGN or ALIGN
         first = self._take(size)
         if first is None and self._waiting:
             for freed in self._waiting:
@@ -204,6 +208,28 @@ class Heap:
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Allocate a dense, uninitialised tensor [num_rows, width]; see ``block``."""
         return self.block(num_rows * width * dtype.itemsize).matrix(0, num_rows, width, dtype)
+
+    def matrices(self, num_rows: int, *shapes: tuple[int, torch.dtype]) -> list[Tensor]:
+        """Allocate ``rows`` of each width and dtype, with one look at streams and freed memory."""
+        stream, in_graph = _stream(self.device), capturing(self.device)
+        self._collect(stream, in_graph)
+        memory, found = self._memory, []
+        for width, dtype in shapes:
+            num_bytes = num_rows * width * dtype.itemsize
+            size, taken = (num_bytes + ALIGN - 1) // ALIGN * ALIGN, False
+            for i, (first, end) in enumerate(self._free):  # as ``_take``: this function makes few calls
+                if size and not in_graph and end - first >= size:
+                    self._free[i : i + 1] = [(first + size, end)] if end - first > size else []
+                    taken = True
+                    break
+            if not taken:
+                found.append(self._block(num_bytes, stream, in_graph).matrix(0, num_rows, width, dtype))
+                continue
+            streams = self._streams[first] = {stream}
+            block = HeapBlock(memory, first, size, streams)
+            codes = *_DLPACK[dtype], *memory.dlpack_device
+            found.append(torch.from_dlpack(memory.make_tensor(memory.base + first, num_rows, width, *codes, block)))
+        return found
 
     def address(self, offset: int) -> int:
         """Return the address of byte ``offset`` of the block."""

@@ -108,7 +108,7 @@ class GroupOperations:
         world, experts = shape.world, shape.experts
         self._peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
         self._offsets = torch.tensor(shape.offsets, dtype=torch.int64, device=self.device)
-        self._state = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._state = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._report = self.cpu_words(len(REPORT_WORDS))
         self._abort = self.cpu_words(1)
         # Allocate all headers now: page-locked memory cannot be allocated during a capture.
@@ -250,12 +250,18 @@ class GroupOperations:
         y_TD: Tensor,
         dtype: int,
         blocks: int,
+        dots_TK: Tensor | None = None,
     ) -> None:
         """Write the sum of each token's rows, which peers offer, to ``y_TD`` (dense).
 
-        ``weights_TK`` is dense fp32, or None for ones. ``blocks`` is the maximum number of thread blocks.
+        ``weights_TK`` is dense fp32, or None for ones. ``blocks`` is the maximum number of thread blocks. Unless
+        ``dots_TK`` (dense fp32) is None, it is set to the number of each slot's row, which peers offer as scales.
         """
-        self.plan.sum(header, self._begin(0), offer, blocks, *self._sum_words(place_TK, weights_TK, y_TD, dtype))
+        of_rows = self._sum_words(place_TK, weights_TK, y_TD, dtype)
+        dots_at = 0
+        if dots_TK is not None:
+            dots_at = address(dots_TK, torch.float32, place_TK.shape, self.device.type)
+        self.plan.sum(header, self._begin(0), offer, blocks, *of_rows, dots_at)
 
     def sum_slices(self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int, blocks: int) -> None:
         """After ``meet``: sum each slice of columns, as ``sum`` does, once peers have set its flag."""
@@ -298,20 +304,23 @@ class GroupOperations:
         dtype: int,
         blocks: int,
         order: Tensor | None = None,
+        sent_TK: Tensor | None = None,
     ) -> None:
         """Write each token's weighted gradient (rows of unit stride) into the peers' second offer.
 
         Weights are ones for None. Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the
         rows of the first offer. With ``order`` of the dispatch, rows are written by expert, with a flag for each tile.
-        When emulated, the caller then ends the operation with ``plan.done``.
+        When emulated, the caller then ends the operation with ``plan.done``. ``sent_TK`` (dense fp32) are numbers that
+        are sent with the rows, to the scales that peers offer.
         """
         tokens, top_k = place_TK.shape
         kind = self.device.type
-        weights_at, dots_at = (address(x, torch.float32, place_TK.shape, kind) for x in (weights_TK, dots_TK))
+        of_slots = (weights_TK, dots_TK, sent_TK)
+        weights_at, dots_at, sent_at = (address(x, torch.float32, place_TK.shape, kind) for x in of_slots)
         grad_at, stride = row_address(grad_TD, grad_TD.dtype, device=kind)
         self.plan.spread(
             header, self._begin(0), offer, blocks, tokens, top_k, grad_TD.shape[1], dtype, words_address(place_TK),
-            weights_at, grad_at, stride, dots_at, words_address(order), self._on_gpu or order is None,
+            weights_at, grad_at, stride, dots_at, sent_at, words_address(order), self._on_gpu or order is None,
         )  # fmt: skip
 
     def count_turn(self) -> None:

@@ -107,7 +107,10 @@ REPORT_WORDS = FaultReport._fields
 
 
 class Offer(NamedTuple):
-    """Memory that this rank offers to its peers: byte offsets in its block, or NOWHERE. room: rows, or UNLIMITED."""
+    """Memory that this rank offers to its peers: byte offsets in its block, or NOWHERE. room: rows, or UNLIMITED.
+
+    scales: of rows in fp8, or one fp32 number for each row.
+    """
 
     rows: int = 0
     block: int = 0

@@ -5,10 +5,10 @@
 
 The words in the diagram are kernels, queued in one call. ``count`` and ``scan`` count the rows of each expert. ``meet``
 waits for all ranks and exchanges headers, counts, and the addresses of the largest free block of each rank's heap; this
-is a handshake. ``push`` writes the rows there. Meanwhile the CPU reads the counts, and frees the memory that the rows
-do not need. If a rank has no room, all ranks raise the same ``HeapError``. Combine and the backward passes start with
-their own handshake, read or write rows of peers in place, and end when all ranks are done. Sums and dot products are
-computed in the order of the CPU kernels, so the bits are the same.
+is a handshake, which the last block of ``scan`` runs. ``push`` writes the rows there. Meanwhile the CPU reads the
+counts, and frees the memory that the rows do not need. If a rank has no room, all ranks raise the same ``HeapError``.
+Combine and the backward passes start with their own handshake, read or write rows of peers in place, and end when all
+ranks are done. Sums and dot products are computed in the order of the CPU kernels, so the bits are the same.
 
 On a GPU the CPU waits for the counts in dispatch. In other operations it waits until headers are compared, if
 ``DispatchOptions.checked`` is set. It never waits for rows. Without ``checked`` the next call raises errors of these

@@ -30,7 +30,8 @@ from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, PeerToPeerPrimitives
 from moe_comm.dispatch.peer_to_peer.rows import offset_of
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
-from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.dispatch.row_operations import RowOperations
+from moe_comm.dispatch.types import DeviceCounts, DispatchHandle
 from moe_comm.errors import HeapError, MoeCommError
 from moe_comm.gpu.protocol import SAME, Ints, Offer, RowFlags
 from moe_comm.kernels.fp8 import ScaledRows
@@ -153,6 +154,20 @@ class OverlappedPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         grad_RD, grad_TK = self._spread(grad_TD, rows_RD, weights_TK, handle)
         return PeerIncomingRows(self, grad_RD, handle, complete=True), grad_TK
 
+    def start_gradients(
+        self, grad_TD: Tensor, weights_TK: Tensor, needs_weights: bool, handle: DispatchHandle
+    ) -> tuple[IncomingRows, Tensor]:
+        with self.operation("combine backward", handle, needs_weights, extra=1):
+            grad_RD, weights_R1 = self._send_gradients(grad_TD, weights_TK.unsqueeze(2), handle)
+            return PeerIncomingRows(self, grad_RD, handle, complete=True), weights_R1.squeeze(1)
+
+    def return_gradients(
+        self, rows_RD: Tensor | None, dots_R: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor | None, Tensor]:
+        if isinstance(handle.rows_per_expert, DeviceCounts):  # no other executor: one operation
+            return RowOperations.return_gradients(self, rows_RD, dots_R, handle)
+        return super().return_gradients(rows_RD, dots_R, handle)
+
     def start_dispatch_on_side_stream(self, x_TD: Tensor, ids_TK: Tensor, num_blocks: int | None) -> IncomingRows:
         """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks, by expert.
 
@@ -196,7 +211,7 @@ class OverlappedPrimitives(PeerToPeerPrimitives, PendingDispatcher):
         The gradient of the weights is complete after ``wait_for_side_stream``. The caller must call ``end_spread``.
         """
         with self._on_side_stream(num_blocks):
-            return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, order)
+            return self._spread_rows(grad_TD, rows_RD, weights_TK.contiguous(), handle, order)[:2]
 
     def end_spread(self, operation: Operation) -> None:
         """End ``spread_on_side_stream``. When emulated, wait for all ranks; on a GPU, the kernel ``done`` waits."""

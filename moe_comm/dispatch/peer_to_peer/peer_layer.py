@@ -1,8 +1,8 @@
-"""A whole call of a layer over ``peer_to_peer`` with ``capacity_rows`` is one autograd function, router included.
+"""A whole call of a layer over ``peer_to_peer`` with ``capacity_rows`` is one autograd function (``whole_layer.py``).
 
-    forward    x ──router──▶ ids, weights ──dispatch──▶ rows ──experts──▶ outputs ──combine──▶ y
+    forward    x ──routing──▶ ids, weights ──dispatch──▶ rows ──experts──▶ outputs ──combine──▶ y
     backward   grad_y, weights ──▶ at the experts: gradients of outputs ──experts──▶ of rows ──sum──▶ grad_x
-                                   <activation, its gradient> of each row ──────────▶ grad_weights ──▶ router
+                                   <activation, its gradient> of each row ─────────────▶ grad_weights ──▶ routing
 
 From the third call with the same shapes, the launches of each pass are one native call: ``dispatch/device_layer.py``
 does the same over ``local``. The CPU waits for nothing. Kernels, operations between ranks and bits are those of the
@@ -12,23 +12,29 @@ calls of ``expert_call.uncounted_call``, so ranks may choose differently. Rows a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_comm.comm.header import DISPATCH_FIXED, EXTRA, EXTRA_BACKWARD
+from moe_comm.comm.header import DISPATCH_FIXED
 from moe_comm.dispatch.device_call import dense
-from moe_comm.dispatch.device_layer import DeviceRouter
 from moe_comm.dispatch.operation import Operation
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
-from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation
 from moe_comm.dispatch.peer_to_peer.repeated import HeaderFields, PassNumbers
+from moe_comm.dispatch.whole_layer import (
+    OPERATORS_OF_ROUTE_BACKWARD,
+    DeviceRouting,
+    WholeCall,
+    route,
+    route_backward,
+    run_whole,
+)
+from moe_comm.errors import MoeCommError, mark_known
 from moe_comm.gpu.protocol import chunk_of
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.autograd import needed_gradients, once_differentiable
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.row_weights import RowWeights
 from moe_comm.runtime.event_layout import Kind
@@ -36,18 +42,6 @@ from moe_comm.runtime.events import EVENTS
 
 FORWARD_OPERATORS = 7
 """Operators of a forward pass: logits, top-k, dispatch, three of the experts, combine."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Call:
-    """What backward needs besides tensors. trained: whether the tokens, and the routing weights, require gradients, as
-    the ranks compare it."""
-
-    layer: PeerLayer
-    rule: Any
-    activation: Activation
-    dispatch: int
-    trained: tuple[bool, bool]
 
 
 class PeerLayer:
@@ -59,7 +53,7 @@ class PeerLayer:
         self.dispatcher, self.label = dispatcher, label
         self.forward, self.backward = Program(self._forward), Program(self._backward)
 
-    def __call__(self, x_TD: Tensor, router: DeviceRouter, mlp: ExpertMLP) -> tuple[Tensor, Tensor, Tensor, int]:
+    def __call__(self, x_TD: Tensor, routing: DeviceRouting, mlp: ExpertMLP) -> tuple[Tensor, Tensor, Tensor, int]:
         """Run the layer on bf16 tokens that are dense along D, with weights of their dtype. Collective.
 
         Returns:
@@ -71,186 +65,181 @@ class PeerLayer:
             PeerError, HeapError: as ``dispatch_uncounted``.
         """
         mlp.check_weights(x_TD)
-        dispatcher, weight_ED, rule, (w13, w2, _, _) = self.dispatcher, router.weight_ED, router.rule, mlp.tensors
+        source, (w13, w2, _, _) = routing.source, mlp.tensors
         assert w13 is not None
         assert w2 is not None
         grad = torch.is_grad_enabled()
-        needs_x, keeps_routing = grad and x_TD.requires_grad, grad and (x_TD.requires_grad or weight_ED.requires_grad)
-        keeps = keeps_routing or (grad and (w13.requires_grad or w2.requires_grad))
-        trained, placement = dispatcher.trained, dispatcher._placement_digest()
-        fields = HeaderFields(DISPATCH_FIXED, 0, self.label, needs_x, 0, trained, placement)
-        operation = dispatcher.new_operation(fields, (x_TD.shape[1], x_TD.dtype), rule.top_k)
-        dispatcher.count_operations(1)  # combine
-        kept = keeps, keeps and not mlp.recompute
-        constants = fields, rule, mlp.activation, kept
-        call = _Call(self, rule, mlp.activation, operation.seq, (needs_x, keeps_routing))
-        inputs = x_TD, weight_ED, w13, w2, router.bias_E, router.load_E
+        needs_x = grad and x_TD.requires_grad
+        needs_weights = (grad and source.requires_grad) or (needs_x and routing.rule is not None)
+        keeps = needs_x or needs_weights or (grad and (w13.requires_grad or w2.requires_grad))
+        kept, trained = (keeps, keeps and not mlp.recompute), (needs_x, needs_weights)
+        call = _PeerCall(self, routing.rule, routing.others, routing.sizes, mlp.activation, kept, trained)
         with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
             if not keeps:
-                (y_TD, counts_E, place_TK, *_), _ = self.run_forward(operation, inputs, constants)
-                return y_TD, counts_E, place_TK, 0
-            y_TD, counts_E, place_TK = _PeerLayer.apply(*inputs, call, operation, constants)
-        capacity = dispatcher.peer_options.capacity_rows or 0
+                return call.run_forward(x_TD, source, w13, w2)[0], *call.rows, 0
+            y_TD = run_whole(x_TD, source, w13, w2, call)
+        capacity = self.dispatcher.peer_options.capacity_rows or 0
         columns = x_TD.shape[1] + w13.shape[1] * (not mlp.recompute)
-        return y_TD, counts_E, place_TK, capacity * columns * x_TD.element_size()
-
-    def run_forward(
-        self, operation: Operation, inputs: tuple[Tensor | None, ...], constants: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], Tensor]:
-        """Run ``_forward`` in ``operation``. Also return the rows of this rank's experts."""
-        dispatcher, x_TD = self.dispatcher, inputs[0]
-        assert x_TD is not None
-        shape = x_TD.shape[1], x_TD.dtype
-        with KernelOperation(dispatcher, operation):
-            rows_CD, out_CD = dispatcher.heap_rows(operation, shape, shape)
-            numbers = PassNumbers(operation.seq, operation.seq)
-            chunks = -(-x_TD.shape[0] * operation.top_k // chunk_of(x_TD.shape[0], operation.top_k))
-            run = self.forward if dispatcher.memory.operations.reserve(2, chunks) else _without_record(self._forward)
-            results = run(FORWARD_OPERATORS, (*inputs, rows_CD, out_CD), *constants, numbers=numbers)
-            dispatcher._check_if_blocking()
-        return results, rows_CD
-
-    def run_backward(
-        self, operation: Operation, inputs: tuple[Tensor | None, ...], needs_dots: bool, number: int,
-        constants: tuple[Any, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Run ``_backward``, of ``number`` operators. operation: the first one of the pass, which sends weights."""
-        dispatcher = self.dispatcher
-        with KernelOperation(dispatcher, operation):
-            grad_TD = inputs[0]
-            assert grad_TD is not None
-            shapes = [(grad_TD.shape[1], grad_TD.dtype), *[(1, torch.float32)] * (1 + needs_dots)]
-            grad_CD, weights_C1, *dots = dispatcher.heap_rows(operation, *shapes)
-            numbers = PassNumbers(operation.seq - 1, operation.of_call)
-            run = self.backward if dispatcher.memory.operations.reserve(4, 0) else _without_record(self._backward)
-            received = grad_CD, weights_C1, *(dots or (None,))
-            results = run(number, (*inputs, *received), *constants, numbers=numbers)
-            dispatcher._check_if_blocking()
-        return results
+        return y_TD, *call.rows, capacity * columns * x_TD.element_size()
 
     def _forward(
-        self, x_TD: Tensor, weight_ED: Tensor, w13: Tensor, w2: Tensor, bias_E: Tensor | None, load_E: Tensor | None,
+        self, x_TD: Tensor, source: Tensor, w13: Tensor, w2: Tensor, first: Tensor | None, second: Tensor | None,
         rows_CD: Tensor, out_CD: Tensor, fields: HeaderFields, rule: Any, activation: Activation,
         kept: tuple[bool, bool], *numbers: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return y, the row counts and places, and what backward needs. kept: whether there is a backward pass, and
-        whether it needs the inputs of the activation."""
-        from moe_comm.kernels.triton.linear import linear  # needs Triton
-        from moe_comm.kernels.triton.router import select
-
+        """Return y, the row counts and places, and what backward needs. first, second: ``DeviceRouting.others``. kept:
+        whether there is a backward pass, and whether it needs the inputs of the activation."""
         dispatcher, of_pass = self.dispatcher, PassNumbers(*numbers)
-        logits_TE = linear(x_TD, weight_ED)
-        ids_TK, weights_TK, _ = select(logits_TE, bias_E, load_E, rule, False)
+        logits_TE, ids_TK, weights_TK = route(x_TD, source, (first, second), rule)
+        assert ids_TK is not None
         place_TK, counts_E = dispatcher.queue_dispatch(x_TD, ids_TK, rows_CD, fields, of_pass)
         h_CG = expert_mlp_gpu.forward(ExpertMLP((w13, w2, None, None), activation), rows_CD, counts_E, out_CD)
         keeps, keeps_h = kept
         fields = HeaderFields("combine", 1, self.label, keeps)
-        y_TD = dispatcher.queue_sum(out_CD, place_TK, weights_TK, fields, of_pass)
-        of_routing = (logits_TE, ids_TK, weights_TK) if keeps else (None,) * 3
-        return y_TD, counts_E, place_TK, *of_routing, h_CG if keeps_h else None
+        y_TD, _ = dispatcher.queue_sum(out_CD, place_TK, weights_TK, fields, of_pass)
+        routed = (logits_TE, ids_TK, weights_TK) if keeps and rule is not None else (None,) * 3
+        return y_TD, counts_E, place_TK, *routed, h_CG if keeps_h else None
 
     def _backward(
-        self, grad_TD: Tensor, place_TK: Tensor, counts_E: Tensor, weights_TK: Tensor, x_TD: Tensor, weight_ED: Tensor,
-        w13: Tensor, w2: Tensor, logits_TE: Tensor, ids_TK: Tensor, h_CG: Tensor | None, rows_CD: Tensor,
-        grad_CD: Tensor, weights_C1: Tensor, dots_C1: Tensor | None, rule: Any, activation: Activation,
-        compared: bool, needs: tuple[bool, ...], *numbers: int,
+        self, grad_TD: Tensor, place_TK: Tensor, counts_E: Tensor, weights_TK: Tensor, x_TD: Tensor, w13: Tensor,
+        w2: Tensor, weight_ED: Tensor | None, logits_TE: Tensor | None, ids_TK: Tensor | None, h_CG: Tensor | None,
+        rows_CD: Tensor, grad_CD: Tensor, weights_C1: Tensor, dots_C1: Tensor | None, rule: Any,
+        activation: Activation, compared: bool, needs: tuple[bool, ...], *numbers: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return the gradients of x, the router's weight, w13 and w2. needs: whether x, the routing weights, the
-        router, w13 and w2 need theirs. compared: whether the routing weights require gradients."""
-        from moe_comm.kernels.triton.linear import linear_gradients  # needs Triton
-        from moe_comm.kernels.triton.router import select_backward
-
-        needs_x, needs_weights, needs_router, *needs_experts = needs
-        dispatcher, of_pass, label, place_S1 = self.dispatcher, PassNumbers(*numbers), self.label, place_TK.view(-1, 1)
-        dispatcher.queue_spread(weights_TK.view(-1, 1), place_S1, weights_C1, HeaderFields(EXTRA, 1, label), of_pass)
+        """Return the gradients of x, the source of the routing, w13 and w2. needs: whether x, the routing weights, the
+        source, w13 and w2 need theirs. weight_ED, logits_TE, ids_TK: of a router. compared: whether the routing weights
+        require gradients."""
+        needs_x, needs_weights, needs_source, *needs_experts = needs
+        dispatcher, of_pass, label = self.dispatcher, PassNumbers(*numbers), self.label
         fields = HeaderFields("combine backward", 0, label, compared, 1)
-        dispatcher.queue_spread(grad_TD, place_TK, grad_CD, fields, of_pass)
+        dispatcher.queue_spread(grad_TD, weights_TK, place_TK, (grad_CD, weights_C1), fields, of_pass)
         weights = RowWeights(weights_C1.view(-1), None, None if dots_C1 is None else dots_C1.view(-1))
-        of_rows = HeaderFields("dispatch backward", 2, label)
-        moves = (
-            lambda _: rows_CD,
-            lambda grad_rows_CD: dispatcher.queue_sum(grad_rows_CD, place_TK, None, of_rows, of_pass),
-        )
+        returned = HeaderFields("dispatch backward", 1, label, needs_x and needs_weights, int(needs_weights))
+        grad_TK: Tensor | None = None
+
+        def return_rows(grad_rows_CD: Tensor) -> Tensor:
+            nonlocal grad_TK
+            x_TD, grad_TK = dispatcher.queue_sum(grad_rows_CD, place_TK, None, returned, of_pass, dots_C1, needs_x)
+            return x_TD
+
         mlp = ExpertMLP((w13, w2, None, None), activation)
         grad_x_TD, grad_w13, grad_w2 = expert_mlp_gpu.backward_in_one_buffer(
-            mlp, h_CG, grad_CD, counts_E, (needs_x, *needs_experts), moves, weights
+            mlp, h_CG, grad_CD, counts_E, (needs_x, *needs_experts), (lambda _: rows_CD, return_rows), weights
         )
-        grad_ED = None
-        if needs_weights:
-            assert dots_C1 is not None
-            fields = HeaderFields(EXTRA_BACKWARD, 3 + needs_x, label)
-            grad_TK = dispatcher.queue_sum(dots_C1, place_S1, None, fields, of_pass).view(place_TK.shape)
-            (grad_TE,) = select_backward(logits_TE, ids_TK, grad_TK, None, rule)
-            _, grad_ED = linear_gradients(grad_TE, x_TD, weight_ED, (needs_x, needs_router), grad_x_TD)
-        return grad_x_TD, grad_ED, grad_w13, grad_w2
+        if needs_weights and not needs_x:
+            return_rows(grad_CD)
+        routed = logits_TE, ids_TK, weight_ED
+        grad_source = route_backward(grad_TK, routed, x_TD, rule, (needs_x, needs_source), grad_x_TD)
+        return grad_x_TD, grad_source, grad_w13, grad_w2
 
 
-def peer_layer(dispatcher: PeerToPeerDispatcher, label: str) -> PeerLayer:
-    """Return the calls of the layer ``label``."""
-    found = dispatcher.whole_layers.get(label)
-    if found is None:
-        found = dispatcher.whole_layers[label] = PeerLayer(dispatcher, label)
-    return found
+@dataclass(eq=False, slots=True)
+class _PeerCall(WholeCall):
+    """A call of a layer, whose dispatch and combine have been counted.
+
+    trained: whether the tokens, and the routing weights, require gradients, as the ranks compare it. rows: counts and
+    places, after the forward pass.
+    """
+
+    layer: PeerLayer
+    rule: Any
+    others: tuple[Tensor | None, Tensor | None]
+    sizes: tuple[int, int]
+    activation: Activation
+    kept: tuple[bool, bool]
+    trained: tuple[bool, bool]
+    operation: Operation = field(init=False)
+    rows: tuple[Tensor, Tensor] = field(init=False)
+    collective: ClassVar[bool] = True
+
+    def run_forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        layer, x_TD, rule = self.layer, tensors[0], self.rule
+        dispatcher, shape, top_k = layer.dispatcher, (x_TD.shape[1], x_TD.dtype), self.sizes[0]
+        placement = dispatcher._placement_digest()
+        fields = HeaderFields(DISPATCH_FIXED, 0, layer.label, self.trained[0], 0, dispatcher.trained, placement)
+        self.operation = operation = dispatcher.first_operation(2, fields, shape, top_k)  # and combine
+        memory = dispatcher.memory
+        memory.begin(operation, dispatcher.options.timeout_s)
+        try:
+            rows_CD, out_CD = dispatcher.heap_rows(operation, shape, shape)
+            chunks = -(-x_TD.shape[0] * top_k // chunk_of(x_TD.shape[0], top_k))
+            run = layer.forward if memory.operations.reserve(2, chunks) else _without_record(layer._forward)
+            number = FORWARD_OPERATORS if rule is not None else FORWARD_OPERATORS - 2
+            y_TD, counts_E, place_TK, *saved = run(
+                number, (*tensors, *self.others, rows_CD, out_CD), fields, rule, self.activation, self.kept,
+                numbers=PassNumbers(operation.seq, operation.seq),
+            )  # fmt: skip
+            dispatcher._check_if_blocking()
+        except MoeCommError as error:
+            mark_known(error)
+            raise
+        finally:
+            memory.end()
+        self.rows = counts_E, place_TK
+        return y_TD, (*saved, rows_CD)
+
+    def run_backward(
+        self, grad_TD: Tensor | None, saved: tuple[Any, ...], needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        x_TD, source, w13, w2, logits_TE, ids_TK, weights_TK, h_CG, rows_CD = saved
+        layer, rule, (counts_E, place_TK), (of_x, of_weights) = self.layer, self.rule, self.rows, self.trained
+        dispatcher, label, (returns_x, needs_source, needs_w13, needs_w2) = layer.dispatcher, layer.label, needs
+        returns = returns_x or needs_source
+        needs_weights = returns and of_weights
+        needed = returns and of_x, needs_weights, needs_source, needs_w13, needs_w2
+        with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=label):
+            try:
+                grad_TD = torch.zeros_like(x_TD) if grad_TD is None else dense(grad_TD)
+                # The operations of ``send_gradients`` and ``return_gradients``, or of ``dispatch_backward``.
+                fields, shape = HeaderFields("combine backward", 0, label, of_weights, 1), (x_TD.shape[1], x_TD.dtype)
+                number = 1 + (returns and (of_x or of_weights))
+                operation = dispatcher.first_operation(number, fields, shape, self.sizes[0], self.operation.seq)
+                inputs = (
+                    grad_TD, place_TK, counts_E, source if rule is None else weights_TK, x_TD, w13, w2,
+                    None if rule is None else source, logits_TE, ids_TK, h_CG, rows_CD,
+                )  # fmt: skip
+                return self._launch_backward(operation, shape, inputs, needed)
+            except Exception as error:
+                dispatcher.abort(error, label=label)
+                raise
+
+    def _launch_backward(
+        self,
+        operation: Operation,
+        shape: tuple[int, torch.dtype],
+        inputs: tuple[Tensor | None, ...],
+        needed: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """Run ``PeerLayer._backward`` in ``operation``. shape: width and dtype of the rows."""
+        layer, rule, of_weights, needs_weights = self.layer, self.rule, self.trained[1], needed[1]
+        dispatcher, h_CG = layer.dispatcher, inputs[-2]
+        memory = dispatcher.memory
+        memory.begin(operation, dispatcher.options.timeout_s)
+        try:
+            received = dispatcher.heap_rows(operation, shape, *[(1, torch.float32)] * (1 + needs_weights))
+            run = layer.backward if memory.operations.reserve(2, 0) else _without_record(layer._backward)
+            number = _operators_of_backward(h_CG is None, needed)
+            number += OPERATORS_OF_ROUTE_BACKWARD * (needs_weights and rule is not None)
+            grads = run(
+                number, (*inputs, *received, *[None] * (not needs_weights)), rule, self.activation, of_weights, needed,
+                numbers=PassNumbers(operation.seq, operation.of_call),
+            )  # fmt: skip
+            dispatcher._check_if_blocking()
+        except MoeCommError as error:
+            mark_known(error)
+            raise
+        finally:
+            memory.end()
+        return grads
 
 
 def _operators_of_backward(recomputes: bool, needs: tuple[bool, ...]) -> int:
-    """Return the number of operators of ``PeerLayer._backward``."""
-    needs_x, needs_weights, needs_router, needs_w13, needs_w2 = needs
+    """Return the number of operators of ``PeerLayer._backward`` without those of the routing."""
+    needs_x, needs_weights, _, needs_w13, needs_w2 = needs
     activation = 2 if needs_x or needs_weights or needs_w13 else 2 * needs_w2
-    return 2 + recomputes + activation + 2 * needs_x + needs_w13 + needs_w2 + 3 * needs_weights + needs_router
+    return 1 + recomputes + activation + needs_x + (needs_x or needs_weights) + needs_w13 + needs_w2
 
 
 def _without_record(body: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Return a call of a program's body that is not repeated."""
     return lambda _, inputs, *constants, numbers: body(*inputs, *constants, *numbers)
-
-
-class _PeerLayer(torch.autograd.Function):
-    """The output of the layer, the row counts and the places of slots."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weight_ED: Tensor,
-        w13: Tensor,
-        w2: Tensor,
-        bias_E: Tensor | None,
-        load_E: Tensor | None,
-        call: _Call,
-        operation: Operation,
-        constants: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = x_TD, weight_ED, w13, w2, bias_E, load_E
-        (y_TD, counts_E, place_TK, *saved), rows_CD = call.layer.run_forward(operation, inputs, constants)
-        ctx.save_for_backward(x_TD, weight_ED, w13, w2, *saved, rows_CD)
-        ctx.call, ctx.rows = call, (place_TK, counts_E)
-        ctx.mark_non_differentiable(counts_E, place_TK)
-        ctx.set_materialize_grads(False)
-        return y_TD, counts_E, place_TK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        x_TD, weight_ED, w13, w2, logits_TE, ids_TK, weights_TK, h_CG, rows_CD = ctx.saved_tensors
-        layer, dispatcher, (place_TK, counts_E) = call.layer, call.layer.dispatcher, ctx.rows
-        label, (of_x, of_weights) = layer.label, call.trained
-        returns_x, needs_router, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
-        returns = returns_x or needs_router
-        needs = returns and of_x, returns and of_weights, needs_router, needs_w13, needs_w2
-        with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=label), dispatcher.abort_on_error(label):
-            grad_TD = torch.zeros_like(x_TD) if grad_TD is None else dense(grad_TD)
-            # The operations of ``send_gradients`` and ``return_gradients``, which begin before those that they contain.
-            dispatcher.count_operations(1)
-            fields = HeaderFields(EXTRA, 1, label)
-            operation = dispatcher.new_operation(fields, (1, torch.float32), 1, call.dispatch)
-            if returns:
-                dispatcher.count_operations(needs[0] + 2 * needs[1])
-            inputs = (
-                grad_TD, place_TK, counts_E, weights_TK, x_TD, weight_ED, w13, w2, logits_TE, ids_TK, h_CG, rows_CD,
-            )  # fmt: skip
-            constants = call.rule, call.activation, of_weights, needs
-            number = _operators_of_backward(h_CG is None, needs)
-            grads = layer.run_backward(operation, inputs, needs[1], number, constants)
-        return *grads, *[None] * 5

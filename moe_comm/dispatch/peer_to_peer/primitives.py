@@ -219,31 +219,55 @@ class PeerToPeerPrimitives(Dispatcher):
             rows_RD = self._round_rows(rows_RD, row_format)
         return self.sum_rounded(rows_RD, weights_TK, handle)
 
-    def sum_rounded(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle) -> Tensor:
-        """Run ``_sum`` for rows that are rounded to the wire dtype."""
-        heap = self.memory.operations.heap
+    def sum_rounded(
+        self,
+        rows_RD: Tensor | None,
+        weights_TK: Tensor | None,
+        handle: DispatchHandle,
+        words: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Run ``_sum`` for rows that are rounded to the wire dtype; None: the sums have no columns.
+
+        words: fp32 [R, 1], and [T, K], which is set to the word of the row of each slot, 0 where dropped.
+        """
+        heap, columns = self.memory.operations.heap, 0 if rows_RD is None else handle.hidden
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         if weights_TK is not None and self.peer_options.fast_combine and handle.top_k > 1 and self.world > 1:
+            assert rows_RD is not None
             return self._sum_reduced(rows_RD, weights_TK, handle)
-        with KernelOperation(self, self.context.operation, rows_RD, weights_TK):
+        words_R1, words_TK = words or (None, None)
+        with KernelOperation(self, self.context.operation, rows_RD, weights_TK, words_R1):
             try:
-                _read_RD, at = readable(heap, rows_RD)
+                _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
+                _read_R1, words_at = (None, 0) if words_R1 is None else readable(heap, words_R1)
             except HeapError as problem:
                 self._raise_no_room(problem)
-            y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
+            y_TD = torch.empty(handle.num_tokens, columns, dtype=handle.dtype, device=handle.device)
             self.memory.operations.sum(
                 self.packed(self.context.operation),
-                Offer(at),
+                Offer(at, scales=words_at),
                 handle.state,
                 weights_TK,
                 y_TD,
                 DTYPE_CODES[handle.dtype],
                 self._blocks,
+                words_TK,
             )
             self._check_if_blocking()
             if self._stream.is_separate:
-                self._stream.use_by_caller(y_TD)
+                self._stream.use_by_caller(y_TD, words_TK)
         return y_TD
+
+    def _sum_with(
+        self, rows_RD: Tensor | None, words_RX: Tensor, handle: DispatchHandle
+    ) -> tuple[Tensor | None, Tensor]:
+        if words_RX.shape[1] != 1:
+            return super()._sum_with(rows_RD, words_RX, handle)
+        if rows_RD is not None:
+            rows_RD = self._round_rows(rows_RD, self._row_format(rows_RD, self.context.operation.op))
+        words_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=handle.device)
+        y_TD = self.sum_rounded(rows_RD, None, handle, (words_RX, words_TK))
+        return None if rows_RD is None else y_TD, words_TK.unsqueeze(2)
 
     def _sum_reduced(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Tensor:
         """Combine with rows that each rank has reduced to one per token; see ``PeerToPeerOptions.fast_combine``."""
@@ -279,23 +303,35 @@ class PeerToPeerPrimitives(Dispatcher):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
-        return self._spread_rows(grad_TD, rows_RD, weights_TK, handle, None)
+        return self._spread_rows(grad_TD, rows_RD, weights_TK.contiguous(), handle, None)[:2]
+
+    def _send_gradients(self, grad_TD: Tensor, words_TKX: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+        words_TK = words_TKX.squeeze(2).contiguous()
+        rows_RD, _, words_R1 = self._spread_rows(grad_TD, None, None, handle, None, words_TK)
+        assert words_R1 is not None
+        return rows_RD, words_R1
 
     def _spread_rows(
         self,
         grad_TD: Tensor,
         rows_RD: Tensor | None,
-        weights_TK: Tensor,
+        weights_TK: Tensor | None,
         handle: DispatchHandle,
         order: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run ``_spread``. With ``order``, peers may still write rows when it returns."""
+        words_TK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run ``_spread``, and send fp32 words with the rows, which are returned as [R, 1].
+
+        weights_TK: None: ones. With ``order``, peers may still write rows when it returns.
+        """
         grad_TD = dense(self._round_rows(grad_TD, self._row_format(grad_TD, self.context.operation.op)))
-        weights_TK, heap = weights_TK.contiguous(), self.memory.operations.heap
-        with KernelOperation(self, self.context.operation, grad_TD, rows_RD, weights_TK, order):
+        heap, words_R1 = self.memory.operations.heap, None
+        with KernelOperation(self, self.context.operation, grad_TD, rows_RD, weights_TK, order, words_TK):
             try:
                 _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
                 grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
+                if words_TK is not None:
+                    words_R1 = heap.rows(handle.num_rows, 1, torch.float32)
             except HeapError as problem:
                 self._raise_no_room(problem)
             dots_TK = None
@@ -303,7 +339,7 @@ class PeerToPeerPrimitives(Dispatcher):
                 dots_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=grad_TD.device)
             self.memory.operations.spread(
                 self.packed(self.context.operation),
-                Offer(at, offset_of(heap, grad_RD)),
+                Offer(at, offset_of(heap, grad_RD), 0 if words_R1 is None else offset_of(heap, words_R1)),
                 handle.state,
                 weights_TK,
                 grad_TD,
@@ -311,10 +347,11 @@ class PeerToPeerPrimitives(Dispatcher):
                 DTYPE_CODES[handle.dtype],
                 self._blocks,
                 order,
+                words_TK,
             )
             self._check_if_blocking()
-            self._stream.use_by_caller(grad_RD, dots_TK)
-        return grad_RD, dots_TK
+            self._stream.use_by_caller(grad_RD, dots_TK, words_R1)
+        return grad_RD, dots_TK, words_R1
 
     # --- helpers ---
 

@@ -1,7 +1,7 @@
 """Operations of ``peer_to_peer`` that native code repeats, as a part of a layer's launches.
 
     forward    dispatch ─▶ the experts' GEMMs ─▶ combine
-    backward   weights of rows, gradients ─▶ GEMMs ─▶ gradients of tokens, then of weights
+    backward   gradients of outputs, with weights ─▶ GEMMs ─▶ gradients of tokens and of weights
 
 Each method queues an operation, and records it for a program (``kernels/triton/program.py``). These are the operations
 of ``Dispatcher.dispatch_uncounted``, ``combine_forward``, ``send_gradients`` and ``return_gradients``, with the same
@@ -59,12 +59,13 @@ class RepeatedPrimitives(OverlappedPrimitives):
 
     def runs_whole_layers(self, x_TD: Tensor) -> bool:
         """Return whether the operations of a layer on these tokens can be repeated. Ranks may differ."""
-        return (
-            x_TD.dtype is torch.bfloat16
-            and self.keeps_counts(x_TD)
-            and not self.peer_options.relay
-            and not self._stream.is_separate
-        )
+        if x_TD.dtype is not torch.bfloat16 or self._stream.is_separate:
+            return False
+        if self._repeats is None:  # options do not change
+            self._repeats = self.keeps_counts(x_TD) and not self.peer_options.relay
+        return self._repeats
+
+    _repeats: bool | None = None
 
     @cached_property
     def whole_layers(self) -> dict[str, Any]:
@@ -75,16 +76,19 @@ class RepeatedPrimitives(OverlappedPrimitives):
         """Return memory on the device for the rows of each of this rank's experts."""
         return torch.empty(len(self.local_experts), dtype=torch.int64, device=self.device)
 
-    def count_operations(self, count: int) -> int:
-        """Count operations of this dispatcher, and return the number of the first one."""
-        return self.calls.next(self._ordinal, count)
-
-    def new_operation(
-        self, fields: HeaderFields, rows: tuple[int, torch.dtype], top_k: int, call: int = 0
+    def first_operation(
+        self, count: int, fields: HeaderFields, rows: tuple[int, torch.dtype], top_k: int, call: int = 0
     ) -> Operation:
-        """Count an operation, and return it. rows: width and dtype. call: number of the dispatch."""
-        return self._new_operation(
-            fields.op, *rows, top_k, fields.requires_grad, label=fields.label, of_call=call, extra=fields.extra,
+        """Count the operations of a pass, and return the first one.
+
+        Args:
+            count: number of operations.
+            rows: width and dtype.
+            call: number of the dispatch.
+        """
+        return Operation(
+            fields.op, self.calls.next(self._ordinal, count), *rows, top_k, self.num_experts, fields.requires_grad,
+            fields.label, of_call=call, ordinal=self._ordinal, calls=self.calls, dispatcher=self, extra=fields.extra,
             trained=fields.trained, placement=fields.placement,
         )  # fmt: skip
 
@@ -95,7 +99,7 @@ class RepeatedPrimitives(OverlappedPrimitives):
         """
         heap, capacity = self.memory.operations.heap, self.peer_options.capacity_rows or 0
         try:
-            return [heap.rows(capacity, width, dtype) for width, dtype in shapes]
+            return heap.matrices(capacity, *shapes)
         except HeapError as problem:
             with self.running(operation):
                 self._raise_no_room(problem)
@@ -129,32 +133,43 @@ class RepeatedPrimitives(OverlappedPrimitives):
         return place_TK, counts_E
 
     def queue_sum(
-        self, rows_CD: Tensor, place_TK: Tensor, weights_TK: Tensor | None, fields: HeaderFields, numbers: PassNumbers
-    ) -> Tensor:
-        """Return the weighted sum of each token's rows, or the sum for None; see ``_sum``."""
-        operations, ((tokens, top_k), hidden) = self.memory.operations, (place_TK.shape, rows_CD.shape[1])
-        y_TD = torch.empty(tokens, hidden, dtype=rows_CD.dtype, device=rows_CD.device)
+        self, rows_CD: Tensor, place_TK: Tensor, weights_TK: Tensor | None, fields: HeaderFields, numbers: PassNumbers,
+        dots_C1: Tensor | None = None, summed: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return the weighted sum of each token's rows, or the sum for None; see ``_sum``. Also return the number of
+        each slot's row in ``dots_C1``. summed: whether the sums are needed; otherwise they have no columns."""
+        operations, ((tokens, top_k), columns) = self.memory.operations, (place_TK.shape, rows_CD.shape[1] * summed)
+        heap, dots_TK = operations.heap, None
+        y_TD = torch.empty(tokens, columns, dtype=rows_CD.dtype, device=rows_CD.device)
+        if dots_C1 is not None:
+            dots_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=rows_CD.device)
         header, template = self._headers(fields, rows_CD, top_k, numbers)
-        offer, code = Offer(offset_of(operations.heap, rows_CD)), DTYPE_CODES[rows_CD.dtype]
-        operations.sum(header, offer, place_TK, weights_TK, y_TD, code, self._blocks)
+        offer, code = Offer(offset_of(heap, rows_CD)), DTYPE_CODES[rows_CD.dtype]
+        if dots_C1 is not None:
+            offer = offer._replace(scales=offset_of(heap, dots_C1))
+        operations.sum(header, offer, place_TK, weights_TK, y_TD, code, self._blocks, dots_TK)
         if is_recording():
 
             def add(to: _C.GpuRecord, _: Sequence[int], args: Sequence[Any]) -> bool:
-                of_rows = tokens, top_k, hidden, code
+                of_rows = tokens, top_k, columns, code
                 operations.plan.record_sum(to, template, self._numbers(args), of_rows, _or_none(args[2:]), self._blocks)
                 return True
 
-            record(Step(add, (), (*_given(fields), rows_CD, place_TK, weights_TK, y_TD)))
-        return y_TD
+            record(Step(add, (), (*_given(fields), rows_CD, place_TK, weights_TK, y_TD, dots_C1, dots_TK)))
+        return y_TD, dots_TK
 
     def queue_spread(
-        self, x_TD: Tensor, place_TK: Tensor, rows_CD: Tensor, fields: HeaderFields, numbers: PassNumbers
-    ) -> None:
-        """Write each token's row to the places of its slots in ``rows_CD`` of their owners; see ``_spread``."""
-        operations, ((tokens, top_k), hidden) = self.memory.operations, (place_TK.shape, rows_CD.shape[1])
+        self, x_TD: Tensor, weights_TK: Tensor, place_TK: Tensor, received: tuple[Tensor, Tensor],
+        fields: HeaderFields, numbers: PassNumbers,
+    ) -> None:  # fmt: skip
+        """Write each token's row and weights to the places of its slots in ``received`` of their owners; see
+        ``_send_gradients``."""
+        operations, (rows_CD, weights_C1) = self.memory.operations, received
+        (tokens, top_k), hidden = place_TK.shape, rows_CD.shape[1]
         header, template = self._headers(fields, rows_CD, top_k, numbers)
-        offer, code = Offer(0, offset_of(operations.heap, rows_CD)), DTYPE_CODES[rows_CD.dtype]
-        operations.spread(header, offer, place_TK, None, x_TD, None, code, self._blocks)
+        heap, code = operations.heap, DTYPE_CODES[rows_CD.dtype]
+        offer = Offer(0, offset_of(heap, rows_CD), offset_of(heap, weights_C1))
+        operations.spread(header, offer, place_TK, None, x_TD, None, code, self._blocks, None, weights_TK)
         if is_recording():
             stride = x_TD.stride(0) * x_TD.element_size()
 
@@ -165,7 +180,7 @@ class RepeatedPrimitives(OverlappedPrimitives):
                 )
                 return True
 
-            record(Step(add, (), (*_given(fields), rows_CD, place_TK, x_TD)))
+            record(Step(add, (), (*_given(fields), rows_CD, place_TK, x_TD, weights_C1, weights_TK)))
 
     def _headers(self, fields: HeaderFields, rows_CD: Tensor, top_k: int, numbers: PassNumbers) -> tuple[bytes, bytes]:
         """Return the packed header of an operation, and the same without numbers, for a record."""

@@ -241,6 +241,14 @@ class EPExperts(ExpertParallel):
         in_place = not self.adapters
         plain = in_place and not fp8 and self.copies is None and self.offloaded is None
         device = on_device(self.layout, self, x_TD) if plain else ""
+        if device and (self.rounds is None or self.rounds.count == 1):
+            from moe_comm.layers.moe.whole_call import given_call  # only on a GPU
+
+            of_experts = partial(expert_mlp, self.layout, self, x_TD.dtype)
+            run = given_call(self, self, x_TD, top_k_index, top_k_weights, device, of_experts)
+            if run is not None:
+                y_TD = run()[0].to(hidden_states.dtype)
+                return y_TD if real is None else real.spread(y_TD)
         call = self._start_call(
             self, x_TD, top_k_index, top_k_weights, width=self.layout.ffn, fp8=fp8, in_place=in_place, on_device=device,
             stacked=in_place and self.offloaded is None,

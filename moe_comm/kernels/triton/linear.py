@@ -5,10 +5,10 @@
     grad_w    = grad.T @ x   partial sums of PART rows, and their sum in order: the same bits in every call
 
 Products of 16-bit numbers are exact in fp32, and sums are fp32, so the operands need not be converted to fp32, which
-GPUs multiply without tensor cores. One launch computes the tiles of both gradients, and a second one adds the partial
-sums. In bf16, tensor cores multiply three bf16 terms whose sum is the fp32 gradient, so products are exact. In fp16
-such terms could overflow, and products are those of fp32. Reference: ``row_invariant_linear`` of the fp32 operands, up
-to the order of sums.
+GPUs multiply without tensor cores. One launch computes the tiles of both gradients. The partial sums are added by the
+program that computes the last one of a tile, or by a second launch. In bf16, tensor cores multiply three bf16 terms
+whose sum is the fp32 gradient, so products are exact. In fp16 such terms could overflow, and products are those of
+fp32. Reference: ``row_invariant_linear`` of the fp32 operands, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def _rows_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights_tile(  # type: ignore[no-untyped-def]
-    grad_ptr, grad_stride, x_ptr, x_stride, parts_ptr, tile, rows, experts, columns,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    grad_ptr, grad_stride, x_ptr, x_stride, parts_ptr, sums_ptr, ended_ptr, tile, rows, experts, columns,
+    ELEMENT: tl.constexpr, SUMMED: tl.constexpr, PART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles = tl.cdiv(experts, BLOCK_M) * tiles_n
@@ -116,6 +117,17 @@ def _weights_tile(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         acc = multiply_wide(grad, x, acc)
     store_tile(acc, parts_ptr, columns, part * experts + m, m < experts, column, columns, tl.float32)
+    if SUMMED:
+        parts = tl.cdiv(rows, PART)
+        tl.debug_barrier()  # the atomic of one thread publishes the stores of all
+        if tl.atomic_add(ended_ptr + tile % tiles, 1) == parts - 1:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for other in range(parts):
+                total += tl.load(
+                    parts_ptr + ((int64(other) * experts + m) * columns)[:, None] + column[None, :],
+                    mask=(m < experts)[:, None] & (column < columns)[None, :], other=0.0,
+                )  # fmt: skip
+            store_tile(total, sums_ptr, columns, m, m < experts, column, columns, ELEMENT)
 
 
 @triton.jit
@@ -128,20 +140,23 @@ def linear_backward_kernel(  # type: ignore[no-untyped-def]
     w_stride_expert, w_stride_column,
     out_ptr,  # [rows, columns] dense
     parts_ptr,  # [parts, experts, columns] fp32, dense
+    sums_ptr,  # [experts, columns], dense; any pointer unless SUMMED
+    ended_ptr,  # int32 zeros, one for each tile of a part; any pointer unless SUMMED
     tiles,  # of the gradient of weights, which the first programs compute: their tiles take longer
     rows, experts, columns,
-    ELEMENT: tl.constexpr, ADDED: tl.constexpr, PART: tl.constexpr,
+    ELEMENT: tl.constexpr, ADDED: tl.constexpr, SUMMED: tl.constexpr, PART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile per program: of a partial sum of the gradient of weights, or of the gradient of rows.
 
-    ADDED: round the gradient of rows and add it to the output.
+    ADDED: round the gradient of rows and add it to the output. SUMMED: the program that computes the last part of a
+    tile adds the parts in order, and rounds once.
     """
     tile = tl.program_id(0)
     if tile < tiles:
         _weights_tile(
-            grad_ptr, grad_stride, x_ptr, x_stride, parts_ptr, tile, rows, experts, columns,
-            PART, BLOCK_M, BLOCK_N, BLOCK_K,
+            grad_ptr, grad_stride, x_ptr, x_stride, parts_ptr, sums_ptr, ended_ptr, tile, rows, experts, columns,
+            ELEMENT, SUMMED, PART, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         _rows_tile(
@@ -201,8 +216,9 @@ def linear(rows_RD: Tensor, w_ND: Tensor) -> Tensor:
 
 
 def linear_gradients(
-    grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, needs: tuple[bool, bool], added_TD: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
+    grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, needs: tuple[bool, bool], added_TD: Tensor | None = None,
+    ended: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return grad @ w, [T, D], and grad.T @ x, [E, D], in the dtype of ``x`` and ``w``. No autograd.
 
     Args:
@@ -211,6 +227,7 @@ def linear_gradients(
         w_ED: [E, D] in the dtype of ``x_TD``, any strides.
         needs: whether each of the two is needed; otherwise it is None.
         added_TD: a contiguous tensor to which grad @ w is added and which is returned, with the bits of ``add_``.
+        ended: ``counters`` that are 0, with which all of it is one launch.
     """
     check_tensors("linear_gradients", grad_TE, x_TD, w_ED)
     check_rows("linear_gradients", "gradients", grad_TE)
@@ -224,7 +241,7 @@ def linear_gradients(
             f"{tuple(grad_TE.shape)} of {grad_TE.dtype}, tokens {tuple(x_TD.shape)} of {x_TD.dtype} and weights "
             f"{tuple(w_ED.shape)} of {w_ED.dtype}"
         )
-    tiling, part = (GRADIENT_TILING, PART) if capability(grad_TE) else (INTERPRETED, 2 * INTERPRETED.inner)
+    tiling, part = _tiling(grad_TE)
     grad_x_TD = (torch.empty_like(x_TD) if added_TD is None else added_TD) if needs_x else None
     grad_ED = torch.empty(experts, columns, dtype=x_TD.dtype, device=x_TD.device) if needs_w else None
     parts, tiles_n = -(-rows // part) if needs_w else 0, -(-columns // tiling.columns)
@@ -235,19 +252,32 @@ def linear_gradients(
         launch(
             linear_backward_kernel, (programs,), grad_TE,
             (grad_TE, grad_TE.stride(0), x_TD, x_TD.stride(0), w_ED, *w_ED.stride(),
-             x_TD if grad_x_TD is None else grad_x_TD, parts_PED, tiles, rows, experts, columns),
-            ELEMENT=DTYPES[x_TD.dtype], ADDED=added_TD is not None, PART=part, **tiling.blocks,
-            num_warps=tiling.warps, num_stages=tiling.stages,
+             x_TD if grad_x_TD is None else grad_x_TD, parts_PED, parts_PED if grad_ED is None else grad_ED,
+             parts_PED if ended is None else ended, tiles, rows, experts, columns),
+            ELEMENT=DTYPES[x_TD.dtype], ADDED=added_TD is not None, SUMMED=ended is not None and needs_w, PART=part,
+            **tiling.blocks, num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
     if grad_ED is not None and not tiles:
         grad_ED.zero_()
-    elif grad_ED is not None:
+    elif grad_ED is not None and ended is None:
         _, block = tile(grad_ED.numel(), SUM_ELEMENTS)
         launch(
             sum_parts_kernel, (-(-grad_ED.numel() // block),), grad_TE, (parts_PED, grad_ED, parts, grad_ED.numel()),
             ELEMENT=DTYPES[x_TD.dtype], COLUMNS=block, num_warps=4,
         )  # fmt: skip
     return grad_x_TD, grad_ED
+
+
+def counters(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    """Return uninitialized int32 counters for ``linear_gradients``."""
+    tiling, _ = _tiling(x_TD)
+    tiles = -(-w_ED.shape[0] // tiling.rows) * -(-w_ED.shape[1] // tiling.columns)
+    return torch.empty(tiles, dtype=torch.int32, device=x_TD.device)
+
+
+def _tiling(on: Tensor) -> tuple[Tiling, int]:
+    """Return the tiles of gradients, and the rows of a partial sum."""
+    return (GRADIENT_TILING, PART) if capability(on) else (INTERPRETED, 2 * INTERPRETED.inner)
 
 
 _LINEAR, _GRADIENTS = Program(lambda rows_RD, w_ND: (linear(rows_RD, w_ND),)), Program(linear_gradients)

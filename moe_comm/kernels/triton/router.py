@@ -136,11 +136,16 @@ def route_backward_kernel(  # type: ignore[no-untyped-def]
     grad_weights_ptr,  # [tokens, TOP_K] fp32
     grad_scores_ptr,  # [tokens, experts] fp32; any pointer unless SCORED
     grad_ptr,  # [tokens, experts] fp32
-    tokens, experts, scale,
+    zeros_ptr,  # [num_zeros] int32, set to 0; any pointer if ZEROS is 0
+    tokens, experts, num_zeros, scale,
     SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, WEIGHTED: tl.constexpr,
-    SCORED: tl.constexpr, TOKENS: tl.constexpr,
+    SCORED: tl.constexpr, TOKENS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Process TOKENS tokens per program. Scatter gradients of selected experts to [TOKENS, BLOCK_E] and sum them."""
+    if ZEROS:
+        if tl.program_id(0) == 0:
+            at = tl.arange(0, ZEROS)
+            tl.store(zeros_ptr + at, tl.zeros((ZEROS,), tl.int32), mask=at < num_zeros)
     token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = token < tokens
     expert = tl.arange(0, BLOCK_E)[None, :]
@@ -210,9 +215,10 @@ def select(
 
 
 def select_backward(
-    logits_TE: Tensor, ids_TK: Tensor, grad_TK: Tensor | None, grad_TE: Tensor | None, rule: Any
-) -> tuple[Tensor]:
-    """Return the gradient of the logits, from those of the weights and scores."""
+    logits_TE: Tensor, ids_TK: Tensor, grad_TK: Tensor | None, grad_TE: Tensor | None, rule: Any,
+    zeros: Tensor | None = None,
+) -> tuple[Tensor]:  # fmt: skip
+    """Return the gradient of the logits, from those of the weights and scores. zeros: int32 [N], set to 0."""
     tokens, experts = logits_TE.shape
     grad = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device)
     sizes = _sizes(rule)
@@ -220,8 +226,10 @@ def select_backward(
         launch(
             route_backward_kernel, (-(-tokens // sizes["TOKENS"]),), logits_TE,
             (logits_TE, logits_TE.stride(0), ids_TK, grad if grad_TK is None else grad_TK,
-             grad if grad_TE is None else grad_TE, grad, tokens, experts, float(rule.scale)),
-            WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None, **sizes, num_warps=4,
+             grad if grad_TE is None else grad_TE, grad, ids_TK if zeros is None else zeros, tokens, experts,
+             0 if zeros is None else zeros.numel(), float(rule.scale)),
+            WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None, ZEROS=0 if zeros is None else _up(zeros.numel()),
+            **sizes, num_warps=4,
         )  # fmt: skip
     return (grad,)
 

@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 _PARAMETERS = "w13", "w2", "b13", "b2"
 
 
-def has_hooks(module: nn.Module, *, foreign: bool = False, known: object = None) -> bool:
-    """Return whether a hook, of ``module`` or of all modules, or a replaced ``forward`` sees its arguments or results.
+def has_hooks(*modules: nn.Module, foreign: bool = False, known: object = None) -> bool:
+    """Return whether a hook, of ``modules`` or of all modules, or a replaced ``forward`` sees arguments or results.
 
     Args:
         foreign: ignore hooks of this library and of torch, such as FSDP's.
         known: a hook to ignore.
     """
-    if "forward" in vars(module):
-        return True
     every = torch.nn.modules.module
-    hooks = (
-        *module._forward_pre_hooks.values(),
-        *module._forward_hooks.values(),
-        *module._backward_hooks.values(),
-        *module._backward_pre_hooks.values(),
+    hooks = [
         *every._global_forward_pre_hooks.values(),
         *every._global_forward_hooks.values(),
         *every._global_backward_hooks.values(),
         *every._global_backward_pre_hooks.values(),
-    )
+    ]
+    for module in modules:
+        if "forward" in vars(module):
+            return True
+        hooks += module._forward_pre_hooks.values()
+        hooks += module._forward_hooks.values()
+        hooks += module._backward_hooks.values()
+        hooks += module._backward_pre_hooks.values()
     if not foreign:
         return bool(set(hooks) - {known})
     return any(not (getattr(hook, "__module__", None) or "").startswith(("moe_comm.", "torch.")) for hook in hooks)
@@ -218,10 +219,14 @@ class Experts(nn.Module):
 
     def on_device(self, x_TD: Tensor) -> OnDevice:
         """Return what a GPU can compute all experts from without row counts on the CPU."""
-        w13, w2 = self.w13, self.w2
-        if not w13.is_cuda and w13.device.type not in TRITON_DEVICES:
+        if (not self.w13.is_cuda and self.w13.device.type not in TRITON_DEVICES) or not self.is_uncounted(x_TD):
             return ""
-        supported = (
+        return "rows" if has_hooks(self) else "tokens"  # hooks, such as those of FSDP, may need the rows
+
+    def is_uncounted(self, x_TD: Tensor) -> bool:
+        """Return whether a GPU can compute all experts without row counts on the CPU, if no hooks need them."""
+        w13, w2 = self.w13, self.w2
+        return (
             type(w13) is nn.Parameter
             and type(w2) is nn.Parameter
             and self.b13 is None
@@ -231,9 +236,6 @@ class Experts(nn.Module):
             and (w13.dtype == x_TD.dtype or torch.is_autocast_enabled(x_TD.device.type))
             and isinstance(self.activation, Composed)
         )
-        if not supported:
-            return ""
-        return "rows" if has_hooks(self) else "tokens"  # hooks, such as those of FSDP, may need the rows
 
     def mlp_for(self, rows: Tensor, slots: int = 0, lent: LentCall | None = None) -> ExpertMLP:
         """Return the parameters in the dtype in which ``rows`` are computed.

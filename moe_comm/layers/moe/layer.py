@@ -105,9 +105,9 @@ def _stats_of_ids(ids_TK: Tensor, received: int, dropped: Tensor | None) -> Disp
     return DispatchStats(ids_TK.numel(), int((ids_TK >= 0).sum()), received, dropped)
 
 
-def _stats_of_whole(handle_of_call: Callable[[], DeviceHandle]) -> DispatchStats:
+def _stats_of_whole(handle_of_call: Callable[[], DeviceHandle], dropped: Tensor | None) -> DispatchStats:
     handle = handle_of_call()
-    return _stats_of(1, handle.num_tokens * handle.top_k, handle, None)
+    return _stats_of(1, handle.num_tokens * handle.top_k, handle, dropped)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -484,9 +484,9 @@ class MoELayer(ExpertParallel):
 
             whole = whole_call(self, x)
             if whole is not None:
-                y, handle = whole
-                self._stats = partial(_stats_of_whole, handle)
-                return y
+                whole_TD, handle, self.saved_bytes = whole
+                self._stats = partial(_stats_of_whole, handle, None)
+                return whole_TD.view(x.shape)
         try:
             tokens = self._route(x, routing, token_index, mask)
         except Exception as error:  # the other ranks would wait in dispatch
@@ -501,6 +501,14 @@ class MoELayer(ExpertParallel):
             y_TD = self._run_at_once(tokens)
             if y_TD is not None:
                 return self._add_branches(y_TD, shared_TD, tokens).view(x.shape)
+        run = self._given_call(tokens) if tokens.x_TD.device.type in TRITON_DEVICES else None
+        if run is not None:
+            if not at_once and self.shared is not None:
+                with self.dispatcher.abort_on_error(self.label):
+                    shared_TD = self.shared(tokens.x_TD)
+            y_TD, handle, self.saved_bytes = run()
+            self._stats = partial(_stats_of_whole, handle, None if self.capacity is None else self.num_dropped)
+            return self._add_branches(y_TD, shared_TD, tokens).view(x.shape)
         call = self._dispatch(tokens)
         try:
             if not at_once and self.shared is not None:
@@ -605,14 +613,31 @@ class MoELayer(ExpertParallel):
         self._stats = partial(_stats_of_ids, tokens.ids_TK, received, self.num_dropped if self.capacity else None)
         return y_TD
 
+    def _given_call(self, tokens: _Tokens) -> Callable[[], tuple[Tensor, Callable[[], DeviceHandle], int]] | None:
+        """Return the run of dispatch, experts and combine as one function on a GPU, or None if they are separate."""
+        from moe_comm.layers.moe.whole_call import given_call  # only on a GPU
+
+        experts = self.experts
+        if type(experts) is not Experts:
+            return None
+        x_TD = tokens.x_TD
+        if torch.is_autocast_enabled(x_TD.device.type):
+            x_TD = self._in_compute_dtype(x_TD)
+        device = experts.on_device(x_TD)
+        return given_call(self, experts, x_TD, tokens.ids_TK, tokens.weights_TK, device, lambda: experts.mlp_for(x_TD))
+
+    def _in_compute_dtype(self, x_TD: Tensor) -> Tensor:
+        """Return tokens in the dtype of autocast, which is on."""
+        with self.dispatcher.abort_on_error(self.label):  # the cast allocates memory
+            return x_TD.to(compute_dtype(x_TD))
+
     def _dispatch(self, tokens: _Tokens) -> ExpertCall:
         """Dispatch the rows, in autocast's dtype if autocast is on."""
         x_TD = tokens.x_TD
         width = getattr(self.shared, "ffn", 0)
         width = width if isinstance(width, int) else 0  # of a user's module
         if torch.is_autocast_enabled(x_TD.device.type):
-            with self.dispatcher.abort_on_error(self.label):  # the cast allocates memory
-                x_TD = x_TD.to(compute_dtype(x_TD))
+            x_TD = self._in_compute_dtype(x_TD)
         own = type(self.experts).forward is Experts.forward
         call = self._start_call(
             self.experts,

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.peer_to_peer import repeated
+from moe_comm.dispatch.peer_to_peer import primitives, repeated
+from moe_comm.dispatch.peer_to_peer.peer_layer import PeerLayer
 from moe_comm.dispatch.slots.capacity import Capacity
 from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
 from moe_comm.errors import PeerError
 from moe_comm.gpu import operations
 from moe_comm.kernels import native
-from moe_comm.layers.moe import whole_call
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, Routing
@@ -37,15 +37,18 @@ from tests.kernels.triton.test_device_call import (
 )
 from tests.overlap.triton.common import needs_triton
 from tests.pool import on_ranks
+from tests.support.launches import HookedLauncher
 from tests.support.python_driver import PythonDriver
 
 pytestmark = needs_triton
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 FORWARD = ["linear_kernel", "route_kernel", "grouped_mm_tma_kernel", "swiglu_kernel", "grouped_mm_tma_kernel"]
-"""Kernels that the driver launches. Those of peer_to_peer run on the CPU: 5 of a dispatch, 3 of another operation."""
+"""Kernels that the driver launches."""
+OF_PEERS = ["count", "scan", "push", "arrive", "meet", "sum", "meet", "spread", "meet", "sum"]
+"""Kernels of peer_to_peer, which run on the CPU: six forward, and four backward."""
 BACKWARD = ["grouped_mm_tma_kernel", "weighted_swiglu_backward_kernel", "grouped_weight_grad_kernel",
-            "grouped_mm_tma_kernel", "grouped_weight_grad_kernel", "route_backward_kernel", "linear_backward_kernel",
-            "sum_parts_kernel"]  # fmt: skip
+            "grouped_mm_tma_kernel", "grouped_weight_grad_kernel", "route_backward_kernel",
+            "linear_backward_kernel"]  # fmt: skip
 
 
 def build(group: Any, capacity: int | None, heap_bytes: int | None = None) -> MoELayer:
@@ -72,10 +75,11 @@ def unseen(kernel: Any) -> Any:
 
 @on_ranks(2)
 def test_a_layer_is_one_native_call_each_way(rank: int) -> None:
-    driver = PythonDriver()
+    driver, of_peers = PythonDriver(), list[str]()
     with emulated(driver), pytest.MonkeyPatch.context() as patch:
         for module in (operations, repeated):
             patch.setattr(module, "RING", 8)  # headers of the third pass are written over those of the first one
+        patch.setattr(primitives, "launcher_for", lambda *_: HookedLauncher(of_peers.append))
         counted, fixed = (build(dist.group.WORLD, capacity, heap_bytes=1 << 20) for capacity in (None, 50))
 
         def check(tokens: int, seed: int) -> list[Tensor]:
@@ -83,6 +87,7 @@ def test_a_layer_is_one_native_call_each_way(rank: int) -> None:
             expected = step_by_step(counted, x_TD)
             driver.launches.clear()
             driver.named.clear()
+            of_peers.clear()
             actual = passes(fixed, x_TD)
             same = [torch.equal(a, b) for a, b in zip(expected, actual, strict=True)]
             assert same == [True] * 6, same
@@ -91,7 +96,7 @@ def test_a_layer_is_one_native_call_each_way(rank: int) -> None:
         for seed in range(4):
             y_TD = check(TOKENS, seed)[0]
             names = [driver.names[launch.kernel] for launch in driver.launches]
-            assert names == (FORWARD + BACKWARD if seed > 1 else [])
+            assert names == (FORWARD + BACKWARD if seed > 1 else []) and of_peers == OF_PEERS
             calls = [len(list(group)) for key, group in groupby(driver.named) if key == "cuLaunchKernel"]
             assert calls == ([len(FORWARD), len(BACKWARD)] if seed > 1 else [])
             assert driver.named.count("cuCtxGetCurrent") == (2 if seed > 1 else 0)
@@ -102,9 +107,9 @@ def test_a_layer_is_one_native_call_each_way(rank: int) -> None:
         forward, again_TD = frames_of_package(lambda: fixed(leaf))
         wanted = [leaf, *fixed.parameters()]
         backward, _ = frames_of_package(lambda: torch.autograd.grad(again_TD.float().sum(), wanted))
-        backward = backward[: backward.index("AbortOnError.__exit__")]  # before hooks of parameters
+        backward = backward[: backward.index("PeerGroupMemory.end") + 2]  # before hooks of parameters
         assert torch.equal(again_TD, y_TD)
-        assert len(forward) <= 75 and len(backward) <= 66, (len(forward), len(backward), forward, backward)
+        assert len(forward) <= 54 and len(backward) <= 35, (len(forward), len(backward), forward, backward)
         for _ in range(3):  # without a backward pass
             driver.launches.clear()
             with torch.no_grad():
@@ -149,10 +154,10 @@ CASES: dict[str, tuple[bool, Callable[[MoELayer], Any]]] = {
     "frozen experts": (True, lambda built: built.experts.requires_grad_(False)),
     "frozen router": (True, lambda built: built.router.requires_grad_(False)),
     "hooks of the experts": (False, lambda built: built.experts.register_forward_hook(lambda *_: None)),
-    "hooks of the router": (False, lambda built: built.router.register_forward_hook(lambda *_: None)),
+    "hooks of the router": (True, lambda built: built.router.register_forward_hook(lambda *_: None)),
     "shards of FSDP2": (False, lambda built: setattr(built.experts.expert_gradients, "prepared_for_fsdp", True)),
-    "shared expert": (False, lambda built: setattr(built, "shared", SharedExpert(HIDDEN, 8, dtype=torch.bfloat16))),
-    "capacity": (False, capped),
+    "shared expert": (True, lambda built: setattr(built, "shared", SharedExpert(HIDDEN, 8, dtype=torch.bfloat16))),
+    "capacity": (True, capped),
 }
 """Whether a layer is one function after a change."""
 
@@ -163,13 +168,13 @@ def test_unusual_calls_are_not_one_function_and_have_the_same_bits(rank: int) ->
     native.TRITON_DEVICES.add("cpu")
     calls = [0]
 
-    def over_peers(*args: Any, call: Any = whole_call._over_peers) -> Any:
+    def over_peers(*args: Any, call: Any = PeerLayer.__call__) -> Any:
         calls[0] += 1
         return call(*args)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(whole_call, "_over_peers", over_peers)
+            patch.setattr(PeerLayer, "__call__", over_peers)
             x_TD = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=rank)
             for name, (whole, change) in CASES.items():
                 counted, fixed = build(dist.group.WORLD, None), build(dist.group.WORLD, 50)
@@ -183,13 +188,23 @@ def test_unusual_calls_are_not_one_function_and_have_the_same_bits(rank: int) ->
                     with torch.no_grad():
                         assert torch.equal(fixed(x_TD), counted(x_TD)), name
                 assert calls[0] == whole, name
-            built = build(dist.group.WORLD, 50)
+            counted, fixed = build(dist.group.WORLD, None), build(dist.group.WORLD, 50)
             calls[0] = 0
-            built(x_TD, mask=torch.arange(TOKENS) > 3)
-            built(x_TD, Routing(some_ids(TOKENS, TOP_K, EXPERTS), torch.ones(TOKENS, TOP_K)))
+            for of_x, of_weights in ((True, True), (False, True), (True, False)):
+                weights_TK = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(rank))
+                routing = Routing(some_ids(TOKENS, TOP_K, EXPERTS, rank), weights_TK.requires_grad_(of_weights))
+                results = []
+                for built in (fixed, counted):
+                    leaf = x_TD.clone().requires_grad_(of_x)
+                    y_TD = built(leaf, routing)
+                    wanted = [leaf] * of_x + [weights_TK] * of_weights + [built.experts.w13, built.experts.w2]
+                    results.append([y_TD, *torch.autograd.grad(y_TD, wanted, drawn(*y_TD.shape, dtype=y_TD.dtype))])
+                assert all(map(torch.equal, *results))
+            assert calls[0] == 3
+            fixed(x_TD, mask=torch.arange(TOKENS) > 3)
             with torch.autocast("cpu", torch.bfloat16):
-                built(x_TD)
-            assert calls[0] == 0
+                fixed(x_TD)
+            assert calls[0] == 5
             built = build(dist.group.WORLD, 2)
             with pytest.raises(PeerError, match=r"has no room for its rows.*capacity_rows"):
                 built(x_TD)
