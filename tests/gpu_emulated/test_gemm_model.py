@@ -148,6 +148,7 @@ def test_a_missing_barrier_is_a_data_race(race: str, fixed_addresses: tuple[str,
     assert run.returncode and "ThreadSanitizer: data race" in run.stderr, run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_the_check_at_first_use_accepts_the_kernels() -> None:
     names = [*tensor_cores.KERNELS]
     assert tensor_cores.wrong_kernels(model_gemm(), torch.device("cpu"), names) == []

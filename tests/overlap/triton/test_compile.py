@@ -96,6 +96,7 @@ assert not wanted, wanted
 """
 
 
+@pytest.mark.slow
 def test_programs_of_grouped_products_share_the_tiles_of_all_experts(environment: dict[str, str]) -> None:
     """Each program must carry its next tile from expert to expert. Triton 3.6 drops a variable that only begins an
     inner loop: then every expert begins with program 0, which computes a tile of each expert while others wait."""
