@@ -109,20 +109,22 @@ def given_call(
         return None
     if not ids_TK.numel() or dispatch_fault(x_TD, ids_TK, None) is not None:
         return None
-    of_experts = mlp()
-    w13, w2, *biases = of_experts.tensors
-    if any(bias is not None for bias in biases) or of_experts.apart or of_experts.gemm_dtype != "same":
-        return None
-    tensors = w13, w2, ids_TK, weights_TK
-    if not _takes(parallel, experts, tensors, of_experts.activation, x_TD, on_device):
-        return None
-    from moe_comm.kernels.triton.slot_order import FEW, SLOTS  # needs Triton
+    # The casts allocate memory. The other ranks would wait for a rank that raises.
+    with parallel.dispatcher.abort_on_error(parallel.label):
+        of_experts = mlp()
+        w13, w2, *biases = of_experts.tensors
+        if any(bias is not None for bias in biases) or of_experts.apart or of_experts.gemm_dtype != "same":
+            return None
+        tensors = w13, w2, ids_TK, weights_TK
+        if not _takes(parallel, experts, tensors, of_experts.activation, x_TD, on_device):
+            return None
+        from moe_comm.kernels.triton.slot_order import FEW, SLOTS  # needs Triton
 
-    if x_TD.stride(1) != 1 or (isinstance(parallel.dispatcher, LocalDispatcher) and ids_TK.numel() > FEW * SLOTS):
-        return None
-    sizes = ids_TK.shape[1], parallel.dispatcher.num_experts
-    wide_TK = weights_TK.to(torch.float32).contiguous()
-    routing = DeviceRouting(wide_TK, (ids_TK.to(torch.int64).contiguous(), None), None, sizes)
+        if x_TD.stride(1) != 1 or (isinstance(parallel.dispatcher, LocalDispatcher) and ids_TK.numel() > FEW * SLOTS):
+            return None
+        sizes = ids_TK.shape[1], parallel.dispatcher.num_experts
+        wide_TK = weights_TK.to(torch.float32).contiguous()
+        routing = DeviceRouting(wide_TK, (ids_TK.to(torch.int64).contiguous(), None), None, sizes)
     return partial(_run, parallel, experts, x_TD, routing, of_experts, weights_TK.requires_grad)
 
 
