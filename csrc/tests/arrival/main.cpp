@@ -90,7 +90,7 @@ int main(int, char** argv) {
     memory.emplace_back((control.bytes() + slots * hidden * 4) / 16 + 1);
     peers.push_back(reinterpret_cast<char*>(memory.back().data()));
   }
-  State state{1, 0};
+  State state{1, 0, 0};
   Report report{};
   int64_t abort = 0;
   const auto fill = [&](auto& a) {
