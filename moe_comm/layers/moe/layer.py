@@ -585,6 +585,10 @@ class MoELayer(ExpertParallel):
             or has_hooks(experts, known=None if gradients is None else gradients.before_forward)
         ):
             return False
+        return self._shared_may_come_first()
+
+    def _shared_may_come_first(self) -> bool:
+        """Return whether a rank may run the shared expert before its dispatch, and others after theirs."""
         if self.shared is None:
             return True
         from moe_comm.layers.moe.shared import SharedExpert
@@ -618,7 +622,7 @@ class MoELayer(ExpertParallel):
         from moe_comm.layers.moe.whole_call import given_call  # only on a GPU
 
         experts = self.experts
-        if type(experts) is not Experts:
+        if type(experts) is not Experts or not self._shared_may_come_first():
             return None
         x_TD = tokens.x_TD
         if torch.is_autocast_enabled(x_TD.device.type):

@@ -157,13 +157,14 @@ CASES: dict[str, tuple[bool, Callable[[MoELayer], Any]]] = {
     "hooks of the router": (True, lambda built: built.router.register_forward_hook(lambda *_: None)),
     "shards of FSDP2": (False, lambda built: setattr(built.experts.expert_gradients, "prepared_for_fsdp", True)),
     "shared expert": (True, lambda built: setattr(built, "shared", SharedExpert(HIDDEN, 8, dtype=torch.bfloat16))),
+    "shared module of a user": (False, lambda built: setattr(built, "shared", torch.nn.Identity())),
     "capacity": (True, capped),
 }
 """Whether a layer is one function after a change."""
 
 
 @on_ranks(2)
-def test_unusual_calls_are_not_one_function_and_have_the_same_bits(rank: int) -> None:
+def test_unusual_calls_have_the_same_bits(rank: int) -> None:
     kernels("device")
     native.TRITON_DEVICES.add("cpu")
     calls = [0]
@@ -205,6 +206,15 @@ def test_unusual_calls_are_not_one_function_and_have_the_same_bits(rank: int) ->
             with torch.autocast("cpu", torch.bfloat16):
                 fixed(x_TD)
             assert calls[0] == 5
+
+            def no_memory(_: Tensor) -> Any:
+                raise MemoryError("no memory for the casts")
+
+            built = build(dist.group.WORLD, 50, heap_bytes=1 << 21)  # it cannot be used after an error
+            if rank:
+                patch.setattr(built.experts, "mlp_for", no_memory)
+            with pytest.raises(MemoryError if rank else PeerError, match="no memory for the casts"):
+                built(x_TD, routing)
             built = build(dist.group.WORLD, 2)
             with pytest.raises(PeerError, match=r"has no room for its rows.*capacity_rows"):
                 built(x_TD)
