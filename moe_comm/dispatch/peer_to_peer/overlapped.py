@@ -99,9 +99,9 @@ class OverlappedPrimitives(PeerToPeerPrimitives, PendingDispatcher):
     """The primitives of ``peer_to_peer``, and variants that overlap with the caller's GEMMs."""
 
     collectives_in_flight = True
-    trained_rows: int | None = None
-    """Rows of each rank on average in the first call with gradients, by which an executor is chosen for all of them, so
-    that a recomputed call has the executor of the first one. The same on all ranks; None before."""
+    trained_tokens: int | None = None
+    """Tokens of each rank on average in the first call with gradients, by which an executor is chosen for all of them,
+    so that a recomputed call has the executor of the first one. The same on all ranks; None before."""
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> IncomingRows:
         # Rows that are encoded or relayed complete together.

@@ -216,6 +216,7 @@ class EPExperts(ExpertParallel):
         y_TD = self._run_at_once(hidden_states, top_k_index, top_k_weights) if real is None else None
         if y_TD is not None:
             return y_TD
+        self._agree_on_executor(hidden_states)
         fault = self._publish_if_due(self)
         (hidden_states, top_k_index, top_k_weights), unreadable = as_tensors(
             hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
@@ -331,7 +332,8 @@ class EPExperts(ExpertParallel):
         if fault is not None and self.rounds is not None and not self.rounds.ended:
             raise fault  # the other ranks may be in no call
         if fault is not None:
-            self._publish_if_due(self)  # as the other ranks do before they dispatch
+            self._agree_on_executor(x)  # as the other ranks do before they dispatch
+            self._publish_if_due(self)
             self._refuse(self, fault)
 
     def _publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:

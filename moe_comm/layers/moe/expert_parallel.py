@@ -12,6 +12,7 @@ transformers keep an instance for each experts module.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -258,6 +259,13 @@ class ExpertParallel(ParallelModule):
         self.slots: SlotTable | None = None
         if parts > 1 or not placement.is_contiguous:  # else the id of each expert is the id of its slot
             self.slots = SlotTable(placement, parts)
+
+    def _agree_on_executor(self, x: Any) -> None:
+        """Call ``agree_on_choice`` for tokens [..., D], which may be invalid. Collective, so it precedes all checks."""
+        if self.overlap is not None and self.overlap.may_use_kernels:
+            from moe_comm.overlap.executors.choice import agree_on_choice  # slow: imports all executors
+
+            agree_on_choice(self.dispatcher, math.prod(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() else 0)
 
     def _publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
         """Publish the copies of experts if needed. Publishing is collective, so it precedes all checks of a call.

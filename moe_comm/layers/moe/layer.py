@@ -693,6 +693,7 @@ class MoELayer(ExpertParallel):
         self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None, interleaved: bool
     ) -> Tensor:
         """Return ``x`` with its values in memory, or raise the error of invalid arguments on all ranks."""
+        self._agree_on_executor(x)
         fault = self._publish_if_due(self.experts, later=interleaved)
         given = routing is not None
         (x,), unusable = as_tensors(x=x)

@@ -89,9 +89,10 @@ def dispatch_rows(
     )
     if overlap is None or overlap.executor == "serial":
         return serial()
-    choice = _DeviceChoice.of(dispatcher, ids_TK) if stacked and not scaled and overlap.may_use_kernels else None
+    tokens = x_TD.shape[0] if isinstance(x_TD, Tensor) and x_TD.dim() else 0
+    choice = _DeviceChoice.of(dispatcher, tokens) if stacked and not scaled and overlap.may_use_kernels else None
     x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
-    if choice is not None and (blocks := choice.blocks(x_TD, width)) is not None:
+    if choice is not None and (blocks := choice.blocks(x_TD, ids_TK, width)) is not None:
         overlap = replace(overlap, executor="device", programs=overlap.programs or blocks)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
@@ -143,7 +144,7 @@ class _DeviceChoice:
     """The choice between the device executor and serial execution over ``peer_to_peer``.
 
     All ranks make the same one. They communicate only in the first call of a group, and in the first one with
-    gradients. With gradients the choice depends on the rows of that one, because a recomputed call must run as the
+    gradients. With gradients the choice depends on the tokens of that one, because a recomputed call must run as the
     first one did. Without, it depends on the rows of the last dispatch; before the first one it is serial execution.
     """
 
@@ -151,29 +152,42 @@ class _DeviceChoice:
         self._dispatcher, self._rates = dispatcher, rates
 
     @classmethod
-    def of(cls, dispatcher: Dispatcher, ids_TK: Tensor) -> _DeviceChoice | None:
+    def of(cls, dispatcher: Dispatcher, num_tokens: int) -> _DeviceChoice | None:
         """Return None for serial execution. Collective, before checks that may fail on one rank."""
         if not isinstance(dispatcher, OverlappedPrimitives) or choice_fault(dispatcher) is not None:
             return None
         channel = dispatcher.channel
         rates = device_rates(channel, dispatcher.device)
-        if torch.is_grad_enabled() and dispatcher.trained_rows is None:
-            rows = ids_TK.numel() if isinstance(ids_TK, Tensor) else 0
+        if torch.is_grad_enabled() and dispatcher.trained_tokens is None:
             if channel is not None:
-                own = torch.tensor([rows], dtype=torch.int64, device=channel.control_device)
-                rows = int(channel.all_gather(own, "choosing the executor of experts").sum()) // dispatcher.world
-            dispatcher.trained_rows = rows
+                own = torch.tensor([num_tokens], dtype=torch.int64, device=channel.control_device)
+                num_tokens = int(channel.all_gather(own, "choosing the executor of experts").sum()) // dispatcher.world
+            dispatcher.trained_tokens = num_tokens
         return None if rates is None else cls(dispatcher, rates)
 
-    def blocks(self, x_TD: Tensor, width: int) -> int | None:
+    def blocks(self, x_TD: Tensor, ids_TK: Tensor, width: int) -> int | None:
         """Return the number of sending blocks with which the device executor is faster, or None."""
         dispatcher, gradients = self._dispatcher, torch.is_grad_enabled()
-        rows = dispatcher.trained_rows if gradients else dispatcher.mean_rows
-        if rows is None or x_TD.dim() != 2 or x_TD.dtype not in AUTO_DTYPES:
+        rows = dispatcher.mean_rows
+        if x_TD.dim() != 2 or ids_TK.dim() != 2 or x_TD.dtype not in AUTO_DTYPES:
+            return None
+        if gradients:
+            assert dispatcher.trained_tokens is not None
+            rows = dispatcher.trained_tokens * ids_TK.shape[1]
+        if rows is None:
             return None
         if device_fault(dispatcher, x_TD) is not None:
             return None
         return _forecast(dispatcher, rows, (x_TD.shape[1], width), self._rates, gradients).blocks
+
+
+def agree_on_choice(dispatcher: Dispatcher, num_tokens: int) -> None:
+    """Share what "auto" chooses the device executor by, so that ``dispatch_rows`` needs no exchange. Collective.
+
+    A layer calls it before all checks: a rank whose check fails raises its error on all ranks in dispatch, where the
+    others must come. num_tokens: of this rank's call; 0 if they cannot be read.
+    """
+    _DeviceChoice.of(dispatcher, num_tokens)
 
 
 def choice_fault(dispatcher: Dispatcher) -> ConfigError | None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
-from moe_comm.errors import ConfigError, PeerRaised, PeerTimeout, RankMismatch
+from moe_comm.errors import ConfigError, InputError, PeerRaised, PeerTimeout, RankMismatch
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.low_rank import AdaptedMLP
@@ -274,6 +274,8 @@ def test_auto_chooses_the_kernels_by_calibrated_rates(rank: int) -> None:
                 for overlap in (None, "auto")
             )
             uses_kernels = partial(_uses_kernels, chosen)
+            with pytest.raises(InputError, match="hidden size"):  # on all ranks, also in the first call
+                chosen(xs[0][:, rank % 2 :])
             if calibrated:
                 with torch.no_grad():  # by the rows of the last call
                     assert [uses_kernels(xs[i]) for i in (0, 0, 1, 1)] == [False, True, True, False]
