@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -72,6 +74,9 @@ def test_tiles_are_ready_in_proportion_to_the_rows() -> None:
     assert shares == sorted(shares) and shares[0] < 0.05 and shares[-1] == 1 and 0.5 < shares[32] < 0.56
 
 
-def test_rates_that_are_not_positive_are_refused() -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"link_bytes_per_s": 0}, {"flops_per_s": math.nan}, {"fixed_s": math.inf}, {"source": "x" * 101}]
+)
+def test_rates_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be positive"):
-        replace(RATES, link_bytes_per_s=0)
+        replace(RATES, **wrong)

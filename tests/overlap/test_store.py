@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def _damage(raw: dict[str, Any], damage: str) -> str:
         raw["measured"][0]["work"]["dtype"] = "nn"
     elif damage == "no such choice":
         raw["measured"][0]["best"] = 7
+    elif damage == "endless rates":
+        raw["device_rates"] = {"a GPU": asdict(H100) | {"processors": math.inf}}
     elif damage == "a list":
         return "[]"
     text = json.dumps(raw)
@@ -95,6 +98,7 @@ def _damage(raw: dict[str, Any], damage: str) -> str:
         ("no such operator", "unknown work 'matmul'"),
         ("no such dtype", "cannot be read"),
         ("no such choice", "cannot be read"),
+        ("endless rates", "cannot be read"),
         ("a list", "cannot be read"),
         ("cut off", "cannot be read"),
         ("empty", "cannot be read"),

@@ -32,7 +32,7 @@ from moe_comm.overlap.tuning.device_cost import CAPABILITY, H100, DeviceRates
 from moe_comm.overlap.tuning.rates import measure_rates
 from moe_comm.overlap.tuning.store import OverlapChoice, TuningEnvironment, TuningStore, cache_folder, read_store
 
-CHOICE_BYTES, PROBLEM_BYTES, RATES_BYTES = 256, 512, 1024
+CHOICE_BYTES, PROBLEM_BYTES, RATES_BYTES = 256, 512, 2048
 """Sizes in bytes of the messages that contain rank 0's choice, a problem with its stored measurements, and the rates of
 the device executor."""
 Works = OperatorWork | tuple[OperatorWork, ...]

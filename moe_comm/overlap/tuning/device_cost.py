@@ -14,6 +14,7 @@ nearly all of them at the end. All functions are pure arithmetic: equal constant
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moe_comm.errors import ConfigError
@@ -24,6 +25,8 @@ BUDGETS = (8, 16, 24)
 """Candidates for the number of thread blocks that send rows."""
 STEPS = 64
 """Steps in which tiles become ready."""
+MAX_PROCESSORS, MAX_SOURCE = 100_000, 100
+"""Limits of ``DeviceRates``, whose text rank 0 sends to all ranks."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,12 @@ class DeviceRates:
 
     def __post_init__(self) -> None:
         positive = self.block_bytes_per_s, self.link_bytes_per_s, self.copy_bytes_per_s, self.flops_per_s, self.waiting
-        if self.processors < 1 or min(positive) <= 0 or self.waiting > 1 or self.fixed_s < 0:
-            raise ConfigError(f"rates must be positive, waiting at most 1; got {self}")
+        known = all(0 < rate < math.inf for rate in positive) and 0 <= self.fixed_s < math.inf
+        if not known or not 1 <= self.processors <= MAX_PROCESSORS or self.waiting > 1 or len(self.source) > MAX_SOURCE:
+            raise ConfigError(
+                f"rates must be positive and finite, waiting at most 1, processors at most {MAX_PROCESSORS}, source at "
+                f"most {MAX_SOURCE} characters; got {self}"
+            )
 
     def send_s(self, row_bytes: float, world: int, blocks: float) -> float:
         """Return the seconds to send ``row_bytes`` to all ranks in equal parts, on a number of blocks."""

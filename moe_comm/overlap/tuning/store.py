@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_comm.errors import ConfigError
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED
 from moe_comm.overlap.tuning.cost import OperatorWork
 from moe_comm.overlap.tuning.device_cost import DeviceRates
@@ -294,7 +293,7 @@ def read_store(folder: Path) -> tuple[TuningStore, str]:
             return TuningStore(tuple(Measurement.from_json(entry) for entry in raw["measured"]), rates), ""
     except FileNotFoundError:
         return TuningStore(), ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         problem = f"cannot be read ({type(error).__name__}: {shown(str(error))})"
     return TuningStore(), f"{path} {problem}; ignored. Run moe-comm tune to measure again"
 
