@@ -311,13 +311,14 @@ class Rounds:
                 if wanted is not None:
                     self._recovery.offer(self._number, number, wanted)
                 try:
-                    votes = self._try_vote(state if wanted is None else CHANGE, kind)
+                    states = [vote[0] for vote in self._try_vote(state if wanted is None else CHANGE, kind)]
+                    if CHANGE in states:  # a rank may have died after its vote, and the move could not be repeated
+                        self._recovery.channels[self._number].gather_values((0, 0), "before experts move")
                 except PeerError as error:
                     self._recover(error)
                     if self._votes == number:
                         continue
-                    return self._kind  # of this vote, which has ended on another rank
-                states = [vote[0] for vote in votes]
+                    return self._kind  # of this vote, which has ended on a rank
                 if CHANGE in states:
                     self._recovery.move(self._number, states.index(CHANGE), number, self._parent.moved)
                     self._forget_top_k()

@@ -226,27 +226,34 @@ def test_experts_move_while_requests_run(backend: str, saved: Callable[[str], st
 
 
 def outdated(rank: int, world: int, run: Run) -> None:
-    """Rank 2 dies when rank 0 has asked for a placement, and before the experts move."""
-    group = dist.new_group(range(run.world))
+    """Rank 2 dies when rank 0 has asked for a placement, and before the experts move.
+
+    Through shared memory it has voted, and waits for rank 1. The others then get its vote.
+    """
+    group, late = dist.new_group(range(run.world)), 1 if run.backend == "shared_memory" else 2
     if rank >= run.world:
         return
     with run.model(group) as model, moe_comm.serving(model, checkpoint=run.folder) as serving:
         plain, (ids,) = load(run.folder), prompts(0, 1)
         rounds: Any = next(iter(swapped_experts(model).values())).rounds.rounds[0]
         if rank == 2:
-            vote = rounds._try_vote
+            dist.distributed_c10d._get_default_store().set("process of rank 2", str(os.getpid()))
+        if rank == late:
+            vote, dying = rounds._try_vote, int(dist.distributed_c10d._get_default_store().get("process of rank 2"))
 
-            def die_in_the_vote_for_a_change(*args: Any) -> Any:
-                time.sleep(0.2)  # rank 0 begins its vote meanwhile
+            def let_die_in_the_vote_for_a_change(*args: Any) -> Any:
+                time.sleep(0.2)  # the other ranks begin their vote meanwhile
                 if dist.distributed_c10d._get_default_store().check(["a placement is wanted"]):
-                    die(dist.distributed_c10d._get_default_store())
+                    rounds._try_vote = vote
+                    os.kill(dying, signal.SIGKILL)
+                    time.sleep(0.2)  # until it has ended
                 return vote(*args)
 
-            rounds._try_vote = die_in_the_vote_for_a_change
-            dist.distributed_c10d._get_default_store().set("rank 2 votes late", "")
+            rounds._try_vote = let_die_in_the_vote_for_a_change
+            dist.distributed_c10d._get_default_store().set("a rank votes late", "")
         if rank == 0:
             offer = Recovery.offer
-            dist.distributed_c10d._get_default_store().wait(["rank 2 votes late"])
+            dist.distributed_c10d._get_default_store().wait(["a rank votes late"])
             time.sleep(0.5)  # until the vote during which it was set has ended
 
             def offer_and_let_die(*args: Any) -> None:
@@ -262,8 +269,11 @@ def outdated(rank: int, world: int, run: Run) -> None:
             assert torch.equal(tokens(model, ids, 4), tokens(plain, ids, 4))
 
 
-def test_a_placement_for_a_rank_that_died_is_refused(saved: Callable[[str], str], pool4: RankPool) -> None:
-    pool4.run(outdated, Run(saved("mixtral"), 1, 2, "all_to_all"), expect_dead={2}, timeout=30)
+@pytest.mark.parametrize("backend", ["all_to_all", "shared_memory"])
+def test_a_placement_for_a_rank_that_died_is_refused(
+    backend: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    pool4.run(outdated, Run(saved("mixtral"), 1, 2, backend), expect_dead={2}, timeout=30)
 
 
 def followed(rank: int, world: int, folder: str) -> None:
