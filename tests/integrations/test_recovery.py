@@ -290,7 +290,7 @@ def followed(rank: int, world: int, folder: str) -> None:
         assert torch.equal(tokens(model, ids, 12), expected)
     experts = next(iter(swapped_experts(model).values()))
     assert experts.placement.to_json() == store.get("placement from routing").decode()
-    assert experts.placement.homes != (0, 0, 1, 1, 2, 2, 3, 3)
+    assert experts.placement.owners != tuple((e // 2,) for e in range(8))  # homes may stay, and experts have copies
 
 
 def test_the_placement_follows_recorded_routing(saved: Callable[[str], str], pool4: RankPool) -> None:
