@@ -73,7 +73,7 @@ def test_forward_kernels_compile_within_recorded_resources(
     (table,) = _compile(
         tmp_path, environment, {target: ("forward, bfloat16", *(transfers if target == "sm_90" else ()))}
     )
-    expected = {"gather_matmul", "matmul_scatter", "weighted_sum", "swiglu", "swiglu_quantize"}
+    expected = {"gather_matmul", "matmul_scatter", "weighted_sum", "swiglu", "clamped swiglu", "swiglu_quantize"}
     expected |= {"grouped_mm", "grouped_mm_fp8"}
     if target == "sm_90":
         expected |= {"push_rows", "await_rows", "arrived_mm", "publish_mm", "tile_list"}
