@@ -68,7 +68,7 @@ template <bool kPublished>
 class ListedTiles {
  public:
   MOE_DEVICE ListedTiles(const ListArgs& list, int tiles_n) : a_(list), tiles_n_(tiles_n) {
-    healthy_ = words_at(a_.state_at)[1] == 0;
+    healthy_ = load_system(words_at(a_.state_at) + 1) == 0;
     // After a fault, results of linear layers that depend on other ranks become NaN.
     count_ = healthy_ || (!kPublished && a_.flags != 0) ? words_at(a_.count_at)[0] : 0;
     total_ = count_ * tiles_n;
