@@ -130,7 +130,8 @@ def multiply_gradient(grad_RD: Tensor, w2_EDF: Tensor, counts_E: Tensor, of: Swi
 
 def takes_slots(x_TD: Tensor) -> bool:
     """Return whether kernels that take rows by slot are used for tokens of this dtype on this GPU."""
-    return setting() == "cuda" and launcher_for(x_TD, "taken_swiglu") is not None
+    # Without a call of ``setting``, which checks the value where a kernel is chosen: each layer asks.
+    return os.environ.get(GEMM) == "cuda" and launcher_for(x_TD, "taken_swiglu") is not None
 
 
 def multiply_weights(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, *, add: bool) -> bool:

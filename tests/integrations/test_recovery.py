@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -246,7 +248,9 @@ def outdated(rank: int, world: int, run: Run) -> None:
                 if dist.distributed_c10d._get_default_store().check(["a placement is wanted"]):
                     rounds._try_vote = vote
                     os.kill(dying, signal.SIGKILL)
-                    time.sleep(0.2)  # until it has ended
+                    with suppress(psutil.NoSuchProcess):
+                        while psutil.Process(dying).status() != psutil.STATUS_ZOMBIE:
+                            time.sleep(0.01)
                 return vote(*args)
 
             rounds._try_vote = let_die_in_the_vote_for_a_change
