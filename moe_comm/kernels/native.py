@@ -28,12 +28,10 @@ def on_cpu(*tensors: Tensor) -> bool:
 
     Subclasses (fake tensors, DTensor) and tensors that a compiler traces have no addresses; see ``in_memory``.
     """
-    return (
-        all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in tensors)
-        and not torch.compiler.is_compiling()
-        and in_memory(*tensors)
-        and core() is not None
-    )
+    for t in tensors:  # not all(...), which enters a frame for each tensor
+        if type(t) not in (Tensor, nn.Parameter) or not t.is_cpu:
+            return False
+    return not torch.compiler.is_compiling() and in_memory(*tensors) and core() is not None
 
 
 @lru_cache(maxsize=1)
