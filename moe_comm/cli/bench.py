@@ -43,13 +43,20 @@ def bench_dispatch(values: dict[str, Any], json_out: JsonOut = None) -> None:
 @settings_command(bench, "layer", LayerBench)
 def bench_layer(
     values: dict[str, Any],
+    context: typer.Context,
     preset: Annotated[
-        Preset | None, typer.Option(help="Replace the shape: comm (many small experts) or compute (few wide experts).")
+        Preset | None,
+        typer.Option(
+            help="Shape, except for options that are given: comm (many small experts) or compute (few wide experts)."
+        ),
     ] = None,
     json_out: JsonOut = None,
 ) -> None:
     """Compare a complete MoE layer, forward and backward, with Hugging Face and torchtitan."""
-    _run("layer.benchmark", LayerBench(**values | (LAYER_PRESETS[preset] if preset else {})), json_out)
+    given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    shape = LAYER_PRESETS[preset] if preset else {}
+    values |= {name: value for name, value in shape.items() if name not in given}
+    _run("layer.benchmark", LayerBench(**values), json_out)
 
 
 @settings_command(bench, "train", TrainBench)

@@ -13,6 +13,7 @@ from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.settings import LAYER_PRESETS, LayerBench
 from moe_comm.bench.layer import benchmark as layer
 from moe_comm.bench.layer.peers import LayerWeights
+from moe_comm.cli import run
 from moe_comm.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -86,6 +87,14 @@ def test_presets_have_the_documented_shapes() -> None:
     comm, compute = (LayerBench(**LAYER_PRESETS[name]) for name in ("comm", "compute"))
     assert (comm.hidden, comm.ffn, comm.experts, comm.top_k, comm.tokens) == (1024, 512, 64, 8, 4096)
     assert (compute.hidden, compute.ffn, compute.experts, compute.top_k, compute.tokens) == (1024, 4096, 8, 2, 4096)
+
+
+def test_options_of_the_command_win_over_its_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[LayerBench] = []
+    monkeypatch.setattr(layer, "main", lambda settings, _: seen.append(settings))
+    for given in ([], ["--tokens", "64"], ["--tokens", "64", "--experts", "64"]):  # 64 experts are also the default
+        assert run(["bench", "layer", "--preset", "compute", *given]) == 0
+    assert [(one.tokens, one.experts, one.ffn) for one in seen] == [(4096, 8, 4096), (64, 8, 4096), (64, 64, 4096)]
 
 
 def test_experts_must_divide_by_ranks() -> None:
