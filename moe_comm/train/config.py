@@ -83,7 +83,12 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_offload(self) -> Self:
-        for key in ("optimizer", "activations"):
+        if self.offload.weights == "host" and self.parallel.sharding != "fsdp":
+            raise ValueError(
+                'offload.weights = "host" requires parallel.sharding = "fsdp", which copies the weights of a layer to '
+                f'the device before they are used; got "{self.parallel.sharding}"'
+            )
+        for key in ("optimizer", "activations", "weights"):
             if (tier := getattr(self.offload, key)) != "none" and self.placement.kind != "fixed":
                 raise ValueError(
                     f'offload.{key} = "{tier}" requires placement.kind = "fixed": experts with stored state cannot move'

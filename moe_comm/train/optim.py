@@ -256,7 +256,8 @@ class LAMB(Optimizer):
 
     def _step(self, lr: float) -> None:
         beta1, beta2 = self.options.betas
-        squares = torch.zeros(2, self._size, dtype=torch.float64, device=torch.device(self.mesh.device))
+        device = next((item.value.device for item in self.owned), torch.device(self.mesh.device))
+        squares = torch.zeros(2, self._size, dtype=torch.float64, device=device)
         updates: dict[int, Tensor] = {}
         for number, (piece,) in self._sweep:
             grad = piece.grad
@@ -347,7 +348,9 @@ class Muon(Optimizer):
             self._update(pieces, self._buckets[number][0], lr)
 
     def _update(self, pieces: Sequence[Piece], axes: tuple[str, ...], lr: float) -> None:
-        directions, items = [self._direction(piece) for piece in pieces], [piece.item for piece in pieces]
+        # Matrices are gathered and orthogonalized on the device of the mesh; the state can be on the host.
+        directions = [self._direction(piece).to(self.mesh.device) for piece in pieces]
+        items = [piece.item for piece in pieces]
         for piece, full in zip(pieces, self._gather(directions, items, axes), strict=True):
             update = self._orthogonal(full, piece.item)
             local_update = torch.empty_like(piece.value)

@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
         self.is_moe = layer not in config.dense_layers
         self._add_modules(config, plan)
         if not plan.is_meta:
-            materialize(self, plan.device)
+            materialize(self, plan.weights_device or plan.device)
             if self.is_moe:
                 self.moe.dispatcher = connect(self.moe.dispatcher, plan.device)
 

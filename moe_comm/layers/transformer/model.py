@@ -88,7 +88,7 @@ class Transformer(ParallelModule):
             end_modules += [self.norm, self.head]
         if not plan.is_meta:
             for module in end_modules:
-                materialize(module, plan.device)
+                materialize(module, plan.weights_device or plan.device)
         if config.tie and plan.has_embedding and plan.has_head:
             self.head.weight = self.embed.weight
         self.turn_parameters = TurnParameters()

@@ -41,6 +41,7 @@ class ModelPlan:
         backend, options: dispatch of MoE layers, see ``make_dispatcher``.
         dtype: dtype of parameters and activations; None: torch's default.
         device: device of the parameters; "meta" allocates no memory.
+        weights_device: another device on which parameters and buffers are allocated, to move later; None: ``device``.
     """
 
     place: Mapping[str, int] = field(default_factory=lambda: ParallelConfig().place(0))
@@ -61,6 +62,7 @@ class ModelPlan:
     options: DispatchOptions | None = None
     dtype: torch.dtype | None = None
     device: torch.device | str = "cpu"
+    weights_device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
         check_context(self.context)

@@ -155,6 +155,8 @@ def build_stages(
                     device=device,
                 ),
                 cp_group=cp_group,
+                # FSDP moves one unit at a time to the device.
+                weights_device="cpu" if config.offload.weights == "host" and device is None else None,
             ),
         )
         for stage in plan.stages_of(mesh.place["pp"])
@@ -207,6 +209,7 @@ def build(
         dtype=dtype,
         full_precision=FULL_PRECISION,
         keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
+        offload_weights=config.offload.weights == "host",
     )
     activations = None if config.offload.activations == "none" else ActivationOffload(config.offload, stages, mesh)
     if activations is not None:

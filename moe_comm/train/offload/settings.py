@@ -1,4 +1,4 @@
-"""The section [offload] of a configuration: memory tiers of the optimizer state and of activations."""
+"""The section [offload] of a configuration: memory tiers of the optimizer state, of activations and of weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ Tier = Literal["none", "host", "file"]
 
 
 class OffloadSection(Section):
-    """Where optimizer state and separate fp32 masters are stored between updates, and activations between passes.
+    """Where optimizer state and separate fp32 masters are stored between updates, activations between passes, and
+    weights while they are not used.
 
     Attributes:
         optimizer: "none": in memory, on the device of the parameters. "file": in a file for each rank. "host": in the
             host's memory, for ranks on a GPU.
         activations: where tensors that autograd saves in the layers are stored between forward and backward; tiers as
             for ``optimizer``. With ``model.recompute`` "full" these are the inputs of the layers.
+        weights: "none": on the device. "host": shards of weights, gradients and optimizer state are in the host's
+            memory, and the optimizer runs on the CPU. A layer's weights are copied to the device before its passes. It
+            requires ``parallel.sharding`` "fsdp", and ``optimizer`` "none" or "file". On CPU ranks, shards are in the
+            host's memory already: the run has the same results and saves nothing.
         budget: bytes of memory on the device for parts of the state, for each rank: a number of bytes, or a text such
             as "512MiB".
         activation_budget: bytes of memory on the device for stored activations, for each rank, in addition to
@@ -32,6 +37,7 @@ class OffloadSection(Section):
 
     optimizer: Tier = "none"
     activations: Tier = "none"
+    weights: Literal["none", "host"] = "none"
     budget: str | int = 0
     activation_budget: str | int = 0
     path: str = Field(default="", max_length=4096)
@@ -69,4 +75,6 @@ class OffloadSection(Section):
                 raise ValueError(f"{key} = {tier!r} requires {budget}, such as '512MiB' for each rank")
             if tier == "file" and not self.path:
                 raise ValueError(f"{key} = 'file' requires path, a folder on a local disk")
+        if self.weights == "host" and self.optimizer == "host":
+            raise ValueError("weights = 'host' also stores the optimizer state on the host: set optimizer = 'none'")
         return self

@@ -65,6 +65,8 @@ class StreamedState(ResidentState):
     def __init__(self, options: OffloadSection, mesh: ParallelMesh) -> None:
         super().__init__()
         self._options, self._mesh = options, mesh
+        # Offloaded weights are updated on the host, and so is their state.
+        self._device = torch.device("cpu" if options.weights == "host" else mesh.device)
         self._orders: list[_Order] = []
         self._items: list[OwnedParameter] = []
         self._fields: list[tuple[str, ...]] = []
@@ -129,7 +131,7 @@ class StreamedState(ResidentState):
 
     def _open(self) -> None:
         """Cut chunks, prove the budget, and open the store."""
-        options, device = self._options, torch.device(self._mesh.device)
+        options = self._options
         capacity = chunk_bytes(options.budget_bytes, options.in_flight)
         for order in self._orders:
             stored = [self._stored(item) for item in order.owned]
@@ -155,9 +157,9 @@ class StreamedState(ResidentState):
         for order in nonempty:
             several = len(nonempty) > 1
             order.kept = (slots - working) * len(order.keys) // len(self._chunks) if several else slots
-        backing = open_backing("optimizer", options, total, device)
+        backing = open_backing("optimizer", options, total, self._device)
         sizes = [chunk.nbytes for chunk in self._chunks]
-        self._store = Store(backing, sizes, slots, self._budget, device, options.in_flight, options.deadline_s)
+        self._store = Store(backing, sizes, slots, self._budget, self._device, options.in_flight, options.deadline_s)
         self.report = OffloadReport(total, self._budget.total, 0)
 
     def _stored(self, item: OwnedParameter) -> Stored:
@@ -194,7 +196,7 @@ class StreamedState(ResidentState):
             except BaseException as error:
                 self._error = error
         nbytes = self._chunks[key].nbytes
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def _piece(self, part: Part, memory: Tensor) -> Piece:
         item = self._items[part.item]

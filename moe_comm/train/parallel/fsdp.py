@@ -22,6 +22,13 @@ gathers all its units before the first micro-batch, and reduces them after the b
     block                 block        attention a, attention b, experts a, experts b
     router, experts       block        the same, instead of twice each
 
+With ``offload``, shards of weights, gradients and optimizer state are in the host's memory, and the optimizer runs on
+the CPU. A unit's shards are copied to the GPU before they are gathered, and the shards of its gradients to the host
+after they are reduced:
+
+    host    shards ──copy──┐                                      ┌──▶ gradients, optimizer, new shards
+    GPU                    └──▶ all-gather ─▶ passes ─▶ reduce ───┘ copy
+
 On the CPU, FSDP waits for each collective, because it overlaps them with streams of a GPU. With overlap, the gathers
 that FSDP prefetches run in the threads of the backend, and gradients are reduced in the transfer thread:
 
@@ -44,7 +51,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
@@ -92,25 +106,27 @@ class UnitCollectives:
 
     Args:
         module: the unit.
-        groups: groups of the unit.
+        ranks: ranks of the unit.
         lane: reduces gradients, if it has groups for the unit.
+        offload: FSDP copies reduced gradients to the host, so they are complete when a reduction returns.
     """
 
-    def __init__(self, module: FSDPModule, groups: UnitGroups, lane: Lane) -> None:
-        self._groups, self._duplicates, self._thread = groups, groups.duplicates(lane), lane.thread
+    def __init__(self, module: FSDPModule, ranks: UnitRanks, lane: Lane, offload: bool) -> None:
+        groups, duplicates = ranks.groups, ranks.groups.duplicates(lane)
+        self._groups, self._thread = groups, lane.thread
+        self._duplicates = None if offload else duplicates
         self._reducer = reducer = lane.reducer
         self._pending: Transfer | None = None
         group = groups.shards
         module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
-        on_cpu = next(module.parameters()).device.type == "cpu"  # type: ignore[attr-defined]
-        if on_cpu or reducer.compress or groups.replicas is not None:
+        if ranks.mesh.device_type == "cpu" or reducer.compress or groups.replicas is not None:
             for each in (group, groups.replicas):
                 if each is not None and each.size() > 1:
                     channel_of(each)  # the first call is collective, so all ranks make it here
             module.set_custom_reduce_scatter(_RankOrderReduceScatter(self))  # type: ignore[arg-type]
         else:
             module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
-        if self._duplicates is not None:
+        if duplicates is not None:
             module._set_unshard_async_op(True)
 
     def wait(self) -> None:
@@ -233,6 +249,7 @@ class FSDPParameters:
         units: ranks of the units with dense parameters, and of those with experts.
         reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
         interleave: two micro-batches run at a time.
+        offload: store the shards in the host's memory.
     """
 
     def __init__(
@@ -246,9 +263,10 @@ class FSDPParameters:
         *,
         reshard_after_forward: bool,
         interleave: bool,
+        offload: bool = False,
     ) -> None:
         self._mesh, self._transfers, self._ignored, self._ranks = mesh, transfers, ignored, units
-        self._reshard = reshard_after_forward
+        self._reshard, self._offload = reshard_after_forward, offload
         self._units: list[UnitCollectives] = []
         self.roots = list(modules)
         _check_disjoint(self.roots)
@@ -296,18 +314,24 @@ class FSDPParameters:
         # Inputs are not cast: modules choose their compute dtype, as without FSDP.
         policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
         world = ranks.mesh.size()
+        complete = [param for param in module.parameters() if param in self._kinds]
+        # Page-locked memory makes the copies asynchronous.
+        offload = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda") if self._offload else OffloadPolicy()
         fully_shard(
             module,
             mesh=ranks.mesh,
             reshard_after_forward=reshard,
             shard_placement_fn=lambda param: Shard(shard_slice(param.shape, 0, world, even=True).dim),
             mp_policy=policy,
+            offload_policy=offload,
             ignored_params=self._ignored & set(module.parameters()),
         )
+        for param in complete:  # the callers still have it, but FSDP has copied this rank's shard
+            param.data = param.data.new_empty(0)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        self._units.append(UnitCollectives(module, ranks.groups, self._transfers.lanes[0]))
+        self._units.append(UnitCollectives(module, ranks, self._transfers.lanes[0], self._offload))
         # Backward can reach different parameters on different ranks (experts without rows), but the collectives must
         # match. Older versions of torch need a zero gradient for such parameters, which MoELayer provides.
         if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -346,10 +370,13 @@ class FSDPParameters:
             grad = torch.zeros_like(owned.value) if param.grad is None else _local(param.grad)
             families.setdefault(owned.replicated_axes, []).append((owned, grad.to(owned.value.dtype)))
         for axes, family in families.items():
+            group = self._mesh.group(*axes)
+            # Shards on the host are summed where those on the device are, with the same bits.
+            grads = [grad if group is None else grad.to(self._mesh.device) for _, grad in family]
             # Empty shards take part: all ranks of these groups have the same shards.
-            sums = self._transfers.reducer.sum_all([grad for _, grad in family], self._mesh.group(*axes))
+            sums = self._transfers.reducer.sum_all(grads, group)
             for (owned, _), total in zip(family, sums, strict=True):
-                owned.value.grad = total
+                owned.value.grad = total.to(owned.value.device)
 
     def publish(self) -> None:
         """Free gathered copies of the old weights (after an evaluation). The shards are updated in place."""

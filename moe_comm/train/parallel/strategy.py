@@ -62,9 +62,11 @@ class DataParallel:
         full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
         keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
             is packed.
+        offload_weights: with "fsdp", store the shards of weights, gradients and optimizer state in the host's memory.
 
     Raises:
-        ConfigError: another dtype; a parameter's shape contradicts its sharding, or FSDP cannot shard it.
+        ConfigError: another dtype; a parameter's shape contradicts its sharding, or FSDP cannot shard it. Also with
+            ``offload_weights``, if FSDP does not shard all parameters.
     """
 
     def __init__(
@@ -78,12 +80,13 @@ class DataParallel:
         dtype: torch.dtype | None = None,
         full_precision: Sequence[str] = (),
         keep_gradients: bool = False,
+        offload_weights: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         if dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"parameters compute in float32 or bfloat16; got {dtype}")
         self._dtype, self._full_precision = dtype, tuple(full_precision)
-        self._keep_gradients, self._bucket_bytes = keep_gradients, bucket_bytes
+        self._keep_gradients, self._offload, self._bucket_bytes = keep_gradients, offload_weights, bucket_bytes
         self._stages = stages = [modules] if isinstance(modules, nn.Module) else list(modules)
         self._copies = [
             copies
@@ -96,12 +99,18 @@ class DataParallel:
         self.mesh, self.tied = mesh, frozenset(tied)
         self.options = options = options or DataParallelOptions()
         trained = [self._with_compute_dtype(item) for item in local_parameters(stages, shardings, mesh)]
+        device = torch.device(mesh.device)
+        self._device = device if offload_weights else next((item.param.device for item in trained), device)
         self._units: tuple[UnitRanks, UnitRanks] | None = None
         if options.sharding == "fsdp" and dist.is_initialized():
             dense, experts = (UnitRanks.of(mesh, axes, options.dp_replicate) for axes in (DENSE_AXES, EXPERT_AXES))
             self._units = dense, experts
         sharded = [item for item in trained if self._is_sharded(item)]
         parts = sharded, [item for item in trained if item not in set(sharded)]
+        if offload_weights:
+            self._check_offload(trained, sharded)
+            for item in parts[1]:  # without elements
+                item.param.data = item.param.data.to(mesh.device)
         self._transfers = self._make_transfers(*parts)
         self._groups = self._make_groups(stages, *parts)
         names = [item.name for item in trained]
@@ -116,9 +125,8 @@ class DataParallel:
             transfers = replace(transfers, lanes=transfers.lanes[1:])
         self._schedule = BucketSchedule(buckets, stages, transfers, self._after_passes)
         # Not a lane of gradients and weights: the next forward pass would wait until the state of experts has moved.
-        device = next((item.param.device for item in trained), torch.device("cpu"))
         self._background_groups = dict[ProcessGroup, ProcessGroup]()
-        self._background = Lane(TransferThread(device), self._new_reducer(), self._background_groups)
+        self._background = Lane(TransferThread(self._device), self._new_reducer(), self._background_groups)
 
     @property
     def traffic(self) -> GradientTraffic:
@@ -234,6 +242,19 @@ class DataParallel:
             return ZeroParameters.fits(item, self.mesh)
         return self._units is not None and fits(item) and not self._units[item.sharding.expert].replicated
 
+    def _check_offload(self, trained: Sequence[LocalParameter], sharded: Sequence[LocalParameter]) -> None:
+        """Raise ConfigError unless FSDP shards all parameters with elements."""
+        stores = "offload.weights = 'host' stores the shards of FSDP on the host"
+        if self._units is None:
+            raise ConfigError(f"{stores}: set parallel.sharding = 'fsdp', and start a process group, also for one rank")
+        in_units = {item for item in sharded if self._in_unit(item)}
+        others = [item.name for item in trained if item.param.numel() and item not in in_units]
+        if others:
+            raise ConfigError(
+                f"{stores}, and FSDP does not shard {others[0]}: parallel.dp_replicate must be less than cp x dp (for "
+                "experts: than edp, unless that is 1), and placement.kind 'fixed'"
+            )
+
     def _in_unit(self, item: LocalParameter) -> bool:
         """Return whether FSDP may shard the parameter. The weights of copies are sent from complete parameters."""
         return self._units is not None and item.param not in self._after_passes
@@ -258,6 +279,7 @@ class DataParallel:
                 self._units,
                 reshard_after_forward=self.mesh.size("pp") == 1,
                 interleave=self.options.interleave,
+                offload=self._offload,
             )
         if in_shards:
             self._zero = ZeroParameters(in_shards, self.mesh, self._bucket_bytes, self._keep_gradients)
@@ -271,8 +293,7 @@ class DataParallel:
         groups = self._overlapped(self.mesh.sum_group(item.sharding) for item in in_passes)
         duplicates = [self._duplicates(self._unit_groups() if self._units is not None else groups)]
         duplicates += [self._duplicates(groups) for _ in range(LANES - 1)]
-        device = next((item.param.device for item in (*sharded, *replicated)), torch.device("cpu"))
-        lanes = [Lane(TransferThread(device), self._new_reducer(), groups) for groups in duplicates]
+        lanes = [Lane(TransferThread(self._device), self._new_reducer(), groups) for groups in duplicates]
         return Transfers(self._new_reducer(), lanes)
 
     def _new_reducer(self) -> GradientReducer:
@@ -325,7 +346,7 @@ class DataParallel:
             assert grad is not None
             total = total + grad
         if len(copies) == 1 and self.mesh.tied_group is not None:
-            total = sum_values(total, self.mesh.tied_group)
+            total = sum_values(total.to(self._device), self.mesh.tied_group).to(total.device)
         for owned in copies:
             owned.value.grad = total.clone() if len(copies) > 1 else total
 

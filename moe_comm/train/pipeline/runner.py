@@ -189,7 +189,9 @@ class Pipeline:
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False)
         params = (param for module in self._modules for param in module.parameters())
-        self._device = next((param.device for param in params), torch.device(mesh.device))
+        # Shards of offloaded weights are on the host.
+        on_mesh = (param.device for param in params if param.device.type == mesh.device)
+        self._device = next(on_mesh, torch.device(mesh.device))
         # A separate group: it has the pipeline's long timeout, and on NCCL its own stream.
         group = dist.new_group(mesh.ranks("pp"), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
         self._group: ProcessGroup = group
