@@ -45,6 +45,16 @@ class RowTransfer:
 Receive = Callable[[RowTransfer, Sequence[Tensor]], None]
 
 
+def into(tensors: Sequence[Tensor]) -> Receive:
+    """Return a function that copies each row to its destination row of ``tensors``."""
+
+    def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
+        for tensor, row in zip(tensors, rows, strict=True):
+            tensor[one.destination_row].copy_(row)
+
+    return receive
+
+
 @torch.no_grad()
 def transfer_rows(
     channel: SharedChannel,

@@ -143,7 +143,7 @@ class _Contestant:
     def results(self) -> dict[str, str]:
         """Return digests of this rank's output and input gradient, and of the weight gradients of all experts."""
         assert self.y_TD is not None and self.x_TD.grad is not None
-        lent = {} if self.layer.last_plan is None else self.layer.last_plan.cuts
+        lent = {one.expert for one in self.layer.last_plan.lent} if self.layer.last_plan is not None else set()
         own = {"output": _digest(self.y_TD), "input gradient": _digest(self.x_TD.grad)}
         local = {
             f"{name} gradient of expert {expert}": _digest(parameter.grad[at])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import channel_of, group_size
-from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
+from moe_comm.comm.sparse_rows import RowTransfer, into, transfer_rows
 from moe_comm.dispatch import Dispatcher
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
 from moe_comm.layers.moe.config import expert_dispatcher
@@ -117,13 +117,9 @@ def _move(
             elif rank == own:
                 lost.append((row, expert))
 
-    def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-        for name, value in zip(names, rows, strict=True):
-            values[name][one.destination_row].copy_(value)
-
     if group_size(group) > 1:
-        what = f"moving the experts of layer {experts.label!r}"
-        transfer_rows(channel_of(group), transfers, [stacks[name] for name in names], receive, what)
+        what, targets = f"moving the experts of layer {experts.label!r}", [values[name] for name in names]
+        transfer_rows(channel_of(group), transfers, [stacks[name] for name in names], into(targets), what)
     experts.redistribute(dispatchers, values)
     return {id(getattr(experts, name)): _boxes(lost, values[name].shape[1:]) for name in names} if lost else {}
 

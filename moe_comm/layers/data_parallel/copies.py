@@ -24,15 +24,15 @@ since, it remains filled:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
+from moe_comm.comm.sparse_rows import Receive, RowTransfer, into, transfer_rows
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
@@ -62,22 +62,90 @@ class SharedStacks:
         return self._rows[key]
 
 
-class _Stacked(torch.autograd.Function):
-    """Return the stack of a parameter without a copy. Gradients of copies are not accumulated in a leaf, because a
-    split backward pass computes the gradients of module parameters only.
+class _Entered(torch.autograd.Function):
+    """Return tensors that experts compute with in place of parameters. Backward passes their gradients to ``take``,
+    which returns those of the parameters. They are not accumulated in leaves, because a split backward pass computes
+    the gradients of module parameters only.
     """
 
     @staticmethod
-    def forward(ctx: Any, param_HX: Tensor, rows_SX: Tensor, copies: ExpertCopies, name: str) -> Tensor:
-        ctx.save_for_backward(param_HX)  # backward raises if it has changed
-        ctx.copies, ctx.name = copies, name
-        return rows_SX.data
+    def forward(ctx: Any, take: Callable[[list[Tensor]], list[Tensor]], values: list[Tensor], *params: Tensor) -> Any:
+        ctx.save_for_backward(*params)  # backward raises if one has changed
+        ctx.take = take
+        return tuple(values)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_SX: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        return ctx.copies.take_gradient(ctx.name, grad_SX), None, None, None
+        return None, None, *ctx.take([grad.contiguous() for grad in grads])
+
+
+def entered(
+    values: Mapping[str, Tensor],
+    params: Mapping[str, nn.Parameter],
+    take: Callable[[list[str], list[Tensor]], list[Tensor]],
+) -> dict[str, Tensor]:
+    """Return ``values``, those of ``params`` in the autograd graph. ``take``: see ``_Entered``; with names."""
+    if not params:
+        return dict(values)
+    inside = _Entered.apply(partial(take, list(params)), [values[name] for name in params], *params.values())
+    return {**values, **dict(zip(params, inside, strict=True))}
+
+
+Values = Mapping[str, Tensor]
+"""Tensors by name of a parameter."""
+
+
+class Partials:
+    """Gradients of experts that this rank adds up before they are added to those of the homes: a row for each expert,
+    with those of all parameters. Allocated when backward asks for them.
+
+    Args:
+        params: the trained parameters.
+        count: number of experts of other ranks.
+        allocate: returns [count, width] from count and width, and the shared memory that has them.
+    """
+
+    def __init__(
+        self, params: Values, count: int, allocate: Callable[[int, int], tuple[Tensor, Tensor | None]]
+    ) -> None:
+        self.shapes = {name: param.shape[1:] for name, param in params.items()}
+        self._width = sum(shape.numel() for shape in self.shapes.values())
+        self._count, self._allocate = count, allocate
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+        self._home: dict[int, Tensor] = {}
+
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """Return [count, width] gradients of the experts of other ranks, and the shared memory that has them."""
+        if self._rows is None:
+            self._rows = self._allocate(self._count, self._width)
+        return self._rows
+
+    def values(self, rows_NX: Tensor) -> dict[str, Tensor]:
+        """Return the gradients in ``rows_NX``, [N, ...] by name of the parameter. They are views."""
+        parts = rows_NX.split([shape.numel() for shape in self.shapes.values()], 1)
+        return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def copies(self, rows: slice = slice(None)) -> dict[str, Tensor]:
+        """Return the gradients of experts of other ranks."""
+        return self.values(self.rows()[0][rows])
+
+    def home(self, row: int) -> dict[str, Tensor]:
+        """Return the gradients of the expert at ``row`` of the parameters, if they need more precision than these."""
+        if row not in self._home:
+            self._home[row] = self._allocate(0, self._width)[0].new_empty(1, self._width)
+        return self.values(self._home[row])
+
+    def totals(self, row: int, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the gradients of others are added to for ``row`` of ``grads``: in fp32, or a wider dtype."""
+        if row in self._home:
+            return list(self.home(row).values())
+        return [grad[row : row + 1].to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+
+    def release(self) -> None:
+        """Release the memory."""
+        self._rows, self._home = None, {}
 
 
 class ExpertCopies:
@@ -96,7 +164,8 @@ class ExpertCopies:
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
         self._experts, self._shards, self._label = experts, shards, label
         self._stacks: dict[str, Tensor] = {}  # all slots of each parameter, [S, ...]
-        self._gradients: dict[str, Tensor] = {}  # gradients of copies, [C, ...]
+        self._gradients: dict[str, Tensor] = {}  # gradients of copies, [C, ...], in ``_partials``
+        self._partials: Partials | None = None
         self._tasks: dict[str, int] = {}  # autograd's number of the last backward pass
         self._shared: SharedStacks | None = None
         self._fill = 0
@@ -106,12 +175,13 @@ class ExpertCopies:
     def set_placement(self, placement: Placement) -> None:
         """Use another placement with the same layout, whose copies have not been published."""
         self.placement = placement
-        self._transfers = tuple(_transfers(placement, self._shards))
-        homes = [homes for homes in placement.homes_per_rank for _ in range(self._shards.sizes["etp"])]
-        # Gradients of copies have no rows for homes.
-        self._back = tuple(
-            replace(one.reversed(), source_row=one.destination_row - homes[one.destination]) for one in self._transfers
-        )
+        held = [placement.experts_of(rank) for rank in range(placement.world)]
+        self._row = [held[home].index(expert) for expert, home in enumerate(placement.homes)]
+        self._copied = [
+            (expert, rank, held[rank].index(expert))
+            for expert, ranks in enumerate(placement.owners)
+            for rank in ranks[1:]
+        ]
         self._versions: list[int] = []
         self.clear()
         self.weights_changed()
@@ -140,7 +210,7 @@ class ExpertCopies:
 
     def clear(self) -> None:
         """Drop the gradients of copies."""
-        self.unreduced = False
+        self.unreduced, self._partials = False, None
         self._gradients.clear()
 
     @property
@@ -160,34 +230,37 @@ class ExpertCopies:
 
     def stacked(self) -> dict[str, Tensor]:
         """Return all slots of each parameter by name, [slots, ...]. Differentiable."""
-        result = {}
-        for name, param in self._params().items():
-            rows_SX = self._stack(name)
-            if torch.is_grad_enabled() and param.requires_grad:
-                result[name] = _Stacked.apply(param, rows_SX, self, name)
-            else:
-                result[name] = rows_SX.data
-        return result
+        trained = self._trained() if torch.is_grad_enabled() else {}
+        return entered({name: self._stack(name).data for name in self._params()}, trained, self.take_gradients)
 
-    def take_gradient(self, name: str, grad_SX: Tensor) -> Tensor:
-        """Split the gradient of a stack: accumulate the rows of copies, and return the rows of the parameter. Called in
+    def take_gradients(self, names: Sequence[str], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Accumulate the rows of copies of the gradients of stacks, and return those of the parameters. Called in
         backward.
 
         Accumulated gradients of copies are dropped first if the gradient of the parameter was reset: the step was
         discarded.
         """
-        param_HX = self.parameter(name)  # not the leaf of an interleaved micro-batch (TurnParameters)
-        self.unreduced = True
-        watch_copies(param_HX, self.check_reduced)  # deep copies and loads may replace a parameter
-        homes, task = param_HX.shape[0], torch._C._current_graph_task_id()
-        if param_HX.grad is None and self._tasks.get(name) != task:
-            self._gradients.pop(name, None)
-        self._tasks[name] = task
-        if name in self._gradients:
-            self._gradients[name] += grad_SX[homes:]
-        else:
-            self._gradients[name] = grad_SX[homes:].to(param_HX.grad_dtype or param_HX.dtype, copy=True)
-        return grad_SX[:homes]
+        self.unreduced, task, own = True, torch._C._current_graph_task_id(), list[Tensor]()
+        for name, grad_SX in zip(names, grads, strict=True):
+            param_HX = self.parameter(name)  # not the leaf of an interleaved micro-batch (TurnParameters)
+            watch_copies(param_HX, self.check_reduced)  # deep copies and loads may replace a parameter
+            homes = param_HX.shape[0]
+            if param_HX.grad is None and self._tasks.get(name) != task:
+                self._gradients.pop(name, None)
+            self._tasks[name] = task
+            if name in self._gradients:
+                self._gradients[name] += grad_SX[homes:]
+            else:
+                if self._partials is None:
+                    self._partials = Partials(self._trained(), self.num_slots - homes, self._new_rows)
+                self._gradients[name] = self._partials.copies()[name].copy_(grad_SX[homes:])
+            own.append(grad_SX[:homes])
+        return own
+
+    def _new_rows(self, count: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Return [count, width] for gradients, and the shared memory that has them."""
+        param = next(iter(self._trained().values()))
+        return torch.zeros(count, width, dtype=param.grad_dtype or param.dtype, device=param.device), None
 
     def publish_if_due(self, *, later: bool = False) -> ConfigError | None:
         """Publish if all ranks know that weights may have changed, or that another layer uses the stack. Publishing is
@@ -238,21 +311,72 @@ class ExpertCopies:
         Returns:
             Bytes of this rank's experts that other ranks received.
         """
-        stacks = [self._stack(name) for name in self._params()]
         if self._shared is not None:
             self._shared.fills += 1
-            for stack, param in zip(stacks, self._params().values(), strict=True):
-                stack[: param.shape[0]] = param
-
-        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-            for stack, row in zip(stacks, rows, strict=True):
-                stack[one.destination_row].copy_(row)
-
-        what = f"publishing the copies of experts of layer {self._label!r}"
-        transfer_rows(channel_of(self._shards.group), self._transfers, stacks, receive, what)
+            for name, param in self._params().items():
+                self._stack(name)[: param.shape[0]] = param
+        sent = self._send(self._copied, f"publishing the copies of experts of layer {self._label!r}")
         self._due, self._fill = False, 0 if self._shared is None else self._shared.fills
         self._versions = self._present_versions()
-        return self._count_sent(self._transfers, stacks)
+        return sent
+
+    @torch.no_grad()
+    def _send(self, copies: Iterable[tuple[int, int, int]], what: str) -> int:
+        """Send weights to slots, given as (expert, rank, slot). Collective. Return the bytes that this rank sent."""
+        stacks = [self._stack(name) for name in self._params()]
+        sent = self._transfer([self._transfer_of(*one) for one in copies], stacks, into(stacks), what)
+        self.published_bytes += sent
+        return sent
+
+    @torch.no_grad()
+    def _add(
+        self, copies: Iterable[tuple[int, int, int]], partials: Partials, grads: Sequence[Tensor], what: str
+    ) -> int:
+        """Add the gradients of copies, given as (expert, rank, row of ``partials``), to those of the homes in this
+        order. Collective.
+
+        Args:
+            grads: of the parameters of ``partials``. Changed in place.
+
+        Returns:
+            Bytes that this rank sent.
+        """
+        rows_NX, block = partials.rows()
+        sums: dict[int, list[Tensor]] = {}
+
+        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
+            at, (row_X,) = one.destination_row, rows
+            if at not in sums:
+                sums[at] = partials.totals(at, grads)
+            for total, part in zip(sums[at], partials.values(row_X.unsqueeze(0)).values(), strict=True):
+                total += part
+
+        sent = self._transfer([self._transfer_of(*one).reversed() for one in copies], [rows_NX], receive, what, block)
+        partials.release()
+        for at, totals in sums.items():
+            for grad, total in zip(grads, totals, strict=True):
+                if total.dtype != grad.dtype:
+                    grad[at : at + 1] = total
+        return sent
+
+    def _transfer(
+        self,
+        transfers: Sequence[RowTransfer],
+        tensors: Sequence[Tensor],
+        receive: Receive,
+        what: str,
+        block: Tensor | None = None,
+    ) -> int:
+        """Call ``transfer_rows``, and return the bytes that this rank sent."""
+        transfer_rows(channel_of(self._shards.group), transfers, tensors, receive, what, block)
+        rank = self._shards.group.rank()
+        return sum(one.source == rank for one in transfers) * _row_bytes(tensors)
+
+    def _transfer_of(self, expert: int, rank: int, row: int) -> RowTransfer:
+        """Return the transfer of an expert to ``row`` of ``rank``. Ranks hold equal slices of an expert if their
+        position on the axis "etp" is equal."""
+        etp, part = self._shards.sizes["etp"], self._shards.place["etp"]
+        return RowTransfer(self.placement.homes[expert] * etp + part, self._row[expert], rank * etp + part, row)
 
     @property
     def _filled(self) -> bool:
@@ -277,34 +401,19 @@ class ExpertCopies:
         Returns:
             Bytes of gradients that this rank sent.
         """
-        if not self.unreduced:
+        partials, grads = self._partials, list[Tensor]()
+        if partials is None:
             return 0
-        trained = {name: param for name, param in self._params().items() if param.requires_grad}
-        copies, grads = [], []
-        for name, param in trained.items():
-            dtype, shape = param.grad_dtype or param.dtype, (self.num_slots - param.shape[0], *param.shape[1:])
-            grad_CX = self._gradients.get(name)
-            copies.append(torch.zeros(shape, dtype=dtype, device=param.device) if grad_CX is None else grad_CX)
+        for param in map(self.parameter, partials.shapes):
             if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=dtype)
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
             grads.append(plain(param.grad))
-        sums: list[dict[int, Tensor]] = [{} for _ in grads]
-
-        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-            at = one.destination_row
-            for grad, row, of_rows in zip(grads, rows, sums, strict=True):
-                wide = torch.promote_types(grad.dtype, torch.float32)
-                of_rows.setdefault(at, grad[at].to(wide)).add_(row)  # in place if the gradient is fp32
-
-        what = f"reducing the gradients of copies of layer {self._label!r}"
-        transfer_rows(channel_of(self._shards.group), self._back, copies, receive, what)
-        for grad, of_rows in zip(grads, sums, strict=True):
-            for at, total in of_rows.items():
-                if total.dtype != grad.dtype:
-                    grad[at].copy_(total)
+        homes = self.placement.homes_per_rank  # rows of ``partials`` are those of slots after the homes
+        copies = [(expert, rank, slot - homes[rank]) for expert, rank, slot in self._copied]
+        sent = self._add(copies, partials, grads, f"reducing the gradients of copies of layer {self._label!r}")
         self.clear()
         self.weights_changed()
-        return self._count(self._back) * _row_bytes(copies)
+        return sent
 
     def check_reduced(self) -> None:
         """Raise ConfigError if the gradients of copies have not been added to those of the homes."""
@@ -317,18 +426,11 @@ class ExpertCopies:
     def _params(self) -> dict[str, nn.Parameter]:
         return {name: self.parameter(name) for name in self._shards.shardings}
 
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: param for name, param in self._params().items() if param.requires_grad}
+
     def _present_versions(self) -> list[int]:
         return [0 if param.is_inference() else param._version for param in self._params().values()]
-
-    def _count_sent(self, transfers: Sequence[RowTransfer], stacks: Sequence[Tensor]) -> int:
-        """Add the bytes that this rank has sent to ``published_bytes``, and return them."""
-        sent = self._count(transfers) * _row_bytes(stacks)
-        self.published_bytes += sent
-        return sent
-
-    def _count(self, transfers: Sequence[RowTransfer]) -> int:
-        rank = self._shards.group.rank()
-        return sum(one.source == rank for one in transfers)
 
     def _stack(self, name: str) -> Tensor:
         """Return the stack of a parameter, after making the parameter a view of it if no other layer uses it."""
@@ -348,18 +450,6 @@ class ExpertCopies:
                 param.data = rows_SX[:homes]
         self._stacks[name] = rows_SX
         return rows_SX
-
-
-def _transfers(placement: Placement, shards: ExpertShards) -> Iterator[RowTransfer]:
-    """Yield the transfers of weights to copies, by expert and in the order of its owners.
-
-    Ranks hold equal slices of an expert if their position on the axis "etp" is equal.
-    """
-    offsets, etp, part = placement.layout.offsets, shards.sizes["etp"], shards.place["etp"]
-    for (home, *ranks), (first, *slots) in zip(placement.owners, placement.slot_ids(), strict=True):
-        for rank, slot in zip(ranks, slots, strict=True):
-            source, destination = home * etp + part, rank * etp + part
-            yield RowTransfer(source, first - offsets[home], destination, slot - offsets[rank])
 
 
 def _row_bytes(tensors: Sequence[Tensor]) -> int:

@@ -14,7 +14,7 @@ once. The home reads them where they are in shared memory. After backward the gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, Self
 
@@ -22,42 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.comm.sparse_rows import (
-    Read,
-    RowTransfer,
-    SharedBlocks,
-    aligned_bytes,
-    new_block,
-    share_blocks,
-    transfer_rows,
-)
+from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, new_block, share_blocks
 from moe_comm.errors import ConfigError, RankMismatch
-from moe_comm.kernels.autograd import once_differentiable
-from moe_comm.layers.data_parallel.copies import ExpertCopies
+from moe_comm.layers.data_parallel.copies import ExpertCopies, Partials, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
-from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall, Partials, choose_rows
+from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall, choose_rows
 from moe_comm.topology import Placement
-from moe_comm.topology.balance import Balance, Lent, intervals, rows_of_ranks
+from moe_comm.topology.balance import Balance, Lent, rows_of_ranks
 
 EMPTY = -1
-
-
-class _Lent(torch.autograd.Function):
-    """Return the parameters. Backward returns the gradients of lent experts to their homes."""
-
-    @staticmethod
-    def forward(ctx: Any, lending: LentExperts, plan: CallPlan, partials: Partials, *params: Tensor) -> Any:
-        ctx.save_for_backward(*params)  # backward raises if one has changed
-        ctx.lending, ctx.plan, ctx.partials = lending, plan, partials
-        return tuple(param.detach() for param in params)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        grads_P = [grad.contiguous() for grad in grads]
-        ctx.lending.return_gradients(ctx.plan, ctx.partials, grads_P)
-        return None, None, None, *grads_P
 
 
 class LentExperts(ExpertCopies):
@@ -84,7 +57,6 @@ class LentExperts(ExpertCopies):
         self._shared: Any = None
         self._memory: list[Tensor] = []  # this rank's parameters in shared memory
         self._peers: list[dict[str, Tensor]] = []  # parameters of all ranks of the group, [homes, ...] by name
-        self._buffers: dict[str, Tensor] = {}
         super().__init__(experts, shards, placement, label)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -103,10 +75,6 @@ class LentExperts(ExpertCopies):
         world, slots = placement.world, placement.slots or 0
         self._held = [[EMPTY] * slots for _ in range(world)]  # experts whose weights are in the buffers of each rank
         self._seen: list[tuple[int, int]] = []
-        self._row = [0] * placement.num_experts
-        for rank in range(world):
-            for row, expert in enumerate(placement.homes_of(rank)):
-                self._row[expert] = row
 
     def weights_changed(self) -> None:
         """Send weights again from the next call on. ``plan`` also detects changes itself."""
@@ -144,8 +112,8 @@ class LentExperts(ExpertCopies):
         experts, rank = placement.num_experts, channel.rank
         params = self.parameters
         moved = self._in_place and [param.data_ptr() for param in params] != [one.data_ptr() for one in self._memory]
-        seen = list(zip([param.data_ptr() for param in params], self._present_versions(), strict=True))
-        changed, self._seen = seen != self._seen, seen
+        seen, before = self._present(), self._seen
+        changed, self._seen = seen != before, seen
         weights, size = sum(param.shape[1:].numel() for param in params), params[0].element_size()
         costs = self.balance.costs(weights, size, len(set(channel.comm.hosts)))
         settings = (*self.balance.words(), *costs)
@@ -173,15 +141,13 @@ class LentExperts(ExpertCopies):
         largest = parts * int(counts_WE.sum(1).max())
         limits = self.balance.limits(sum(loads_E), largest, world, placement.slots or 0, costs)
         lent, hashed = choose_rows(loads_E, placement, limits, residents)
-        lengths = intervals(lent, loads_E, counts_WE[:rank].sum(0).tolist(), counts_WE[rank].tolist())
-        offsets, used = placement.layout.offsets, list(placement.homes_per_rank)
-        slots_of = {e: [offsets[placement.homes[e]] + self._row[e]] for e in lengths}
-        for one in lent:
-            slots_of[one.expert].append(offsets[one.rank] + used[one.rank])
-            used[one.rank] += 1
-        cuts = {expert: (slots_of[expert], rows) for expert, rows in lengths.items()}
+        counts = loads_E, counts_WE[:rank].sum(0).tolist(), counts_WE[rank].tolist()
         rows = tuple(rows_of_ranks(loads_E, placement.homes, world, lent))
-        return CallPlan(lent, () if self._in_place else self._places(lent), hashed, rows, cuts)
+        return CallPlan(lent, () if self._in_place else self._places(lent), hashed, rows, counts)
+
+    def _present(self) -> list[tuple[int, int]]:
+        """Return memory and version of each parameter."""
+        return list(zip([param.data_ptr() for param in self.parameters], self._present_versions(), strict=True))
 
     def _places(self, lent: Sequence[Lent]) -> tuple[int, ...]:
         """Return the buffer of each lent expert: the one that has its weights, or else the first that is not used."""
@@ -252,14 +218,13 @@ class LentExperts(ExpertCopies):
             return call
         call.borrowed = [self._weights_of(plan, at) for at in plan.of_rank(ep)]
         params = self._params()
-        call.params = dict(params)
-        trained = {name: param for name, param in params.items() if param.requires_grad}
+        call.params, trained = params, self._trained()
         if torch.is_grad_enabled() and trained:
-            call.partials = Partials(trained, len(call.borrowed), self._new_rows)
+            partials = call.partials = Partials(trained, len(call.borrowed), self._new_rows)
             if next(iter(trained.values())).dtype != self._wide:
                 call.lends = tuple(sorted({self._row[one.expert] for one in plan.lent if self._home(one) == ep}))
-            values = _Lent.apply(self, plan, call.partials, *trained.values())
-            call.params |= dict(zip(trained, values, strict=True))
+            values = {name: param.detach() for name, param in params.items()}
+            call.params = entered(values, trained, lambda _, grads: self.return_gradients(plan, partials, grads))
         return call
 
     @property
@@ -274,9 +239,10 @@ class LentExperts(ExpertCopies):
         """Return the weights of the expert ``plan.lent[at]``, which this rank has been lent, [1, ...] by name."""
         one, shards = plan.lent[at], self._shards
         if plan.place:
-            return {name: rows[plan.place[at]].unsqueeze(0) for name, rows in self._buffers.items()}
-        peer = self._peers[self._home(one) * shards.sizes["etp"] + shards.place["etp"]]
-        return {name: rows[self._row[one.expert]].unsqueeze(0) for name, rows in peer.items()}
+            row = self.placement.homes_per_rank[one.rank] + plan.place[at]
+            return {name: self._stack(name)[row : row + 1] for name in self._params()}
+        peer, row = self._peers[self._home(one) * shards.sizes["etp"] + shards.place["etp"]], self._row[one.expert]
+        return {name: rows[row : row + 1] for name, rows in peer.items()}
 
     def _new_rows(self, count: int, width: int) -> tuple[Tensor, Tensor | None]:
         """Return [count, width] in shared memory if it is used, and the block."""
@@ -302,24 +268,12 @@ class LentExperts(ExpertCopies):
         ]
         if not fresh:
             return
-        for one, index in fresh:
-            self._held[one.rank][index] = one.expert
-        params, slots = self._params(), self.placement.slots or 0
-        for name, param in params.items():
-            old, like = self._buffers.get(name), param.detach()
-            if old is None or (old.dtype, old.device) != (like.dtype, like.device):
-                with torch.inference_mode(False):
-                    self._buffers[name] = torch.empty(slots, *like.shape[1:], dtype=like.dtype, device=like.device)
-        transfers = tuple(self._transfers_of(fresh))
-
-        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-            for buffer, row in zip(self._buffers.values(), rows, strict=True):
-                buffer[one.destination_row].copy_(row)
-
-        what, stacks = f"lending experts of layer {self._label!r}", [param.detach() for param in params.values()]
-        with torch.no_grad():
-            transfer_rows(channel_of(self._shards.group), transfers, stacks, receive, what)
-        self._count_sent(transfers, stacks)
+        for one, place in fresh:
+            self._held[one.rank][place] = one.expert
+        homes = self.placement.homes_per_rank
+        copies = [(one.expert, one.rank, homes[one.rank] + place) for one, place in fresh]
+        self._send(copies, f"lending experts of layer {self._label!r}")
+        self._seen = self._present()  # the first call moves the parameters into stacks with slots for copies
 
     def materialize_in_backward(self, result: Tensor, call: LentCall | None = None) -> None:
         """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
@@ -327,40 +281,14 @@ class LentExperts(ExpertCopies):
             again = LentCall(call.plan, call.homes, {}, [], (), None)  # ``call`` would keep its own graph alive
             result.register_hook(lambda _: self.materialize(again))
 
-    @torch.no_grad()
-    def return_gradients(self, plan: CallPlan, partials: Partials, grads: list[Tensor]) -> None:
-        """Add the gradients of lent experts to those of their homes. Collective.
+    def return_gradients(self, plan: CallPlan, partials: Partials, grads: list[Tensor]) -> list[Tensor]:
+        """Add the gradients of lent experts to those of their homes. Collective. Return the gradients.
 
         Args:
             grads: of the trained parameters. Changed in place.
         """
         positions = [plan.of_rank(rank) for rank in range(self.placement.world)]
-        transfers = [
-            one.reversed()
-            for one in self._transfers_of((one, positions[one.rank].index(at)) for at, one in enumerate(plan.lent))
-        ]
-        rows_NX, block = partials.rows()
-        lends = {one.destination_row for one in transfers if one.destination == self._shards.group.rank()}
-        wide = grads[0].dtype == self._wide
-        sums = {row: [grad[row : row + 1] for grad in grads] for row in lends}
-        if not wide:
-            sums = {row: list(partials.home(row).values()) for row in lends}
-
-        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-            for total, part in zip(sums[one.destination_row], partials.values(rows[0]).values(), strict=True):
-                total += part
-
-        what = f"returning the gradients of experts of layer {self._label!r}"
-        transfer_rows(channel_of(self._shards.group), transfers, [rows_NX], receive, what, block)
-        self._count_sent(transfers, [rows_NX])
-        partials.release()
-        if not wide:
-            for row, totals in sums.items():
-                for grad, total in zip(grads, totals, strict=True):
-                    grad[row : row + 1] = total
-
-    def _transfers_of(self, lent: Any) -> Iterator[RowTransfer]:
-        """Yield the transfer of each lent expert to a row of its rank."""
-        etp, part = self._shards.sizes["etp"], self._shards.place["etp"]
-        for one, row in lent:
-            yield RowTransfer(self._home(one) * etp + part, self._row[one.expert], one.rank * etp + part, row)
+        copies = [(one.expert, one.rank, positions[one.rank].index(at)) for at, one in enumerate(plan.lent)]
+        sent = self._add(copies, partials, grads, f"returning the gradients of experts of layer {self._label!r}")
+        self.published_bytes += sent
+        return grads

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -87,7 +87,7 @@ class SlotTable:
         ids_TK = ids_TK.long()
         ids_TKP = ids_TK.unsqueeze(-1) + self._added_EP[ids_TK.clamp(-1, self._placement.num_experts) + 1]
         ids_N, slots_NP = ids_TK.reshape(-1), ids_TKP.view(-1, parts)
-        for expert, (slots, lengths) in (self._cuts(ids_N) if plan is None else plan.cuts).items():
+        for expert, slots, lengths in self._cuts(ids_N, plan):
             # With the size, the CPU does not wait for the GPU.
             rows_N = (ids_N == expert).nonzero_static(size=sum(lengths)).squeeze(1)
             for slot, rows in zip(slots, rows_N.split(lengths), strict=True):
@@ -96,20 +96,29 @@ class SlotTable:
             return ids_TKP.squeeze(-1), weights_TK
         return ids_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(ids_TKP).flatten(1)
 
-    def _cuts(self, ids_N: Tensor) -> dict[int, tuple[list[int], list[int]]]:
-        """Return ``CallPlan.cuts`` for copies that the placement has."""
+    def _cuts(self, ids_N: Tensor, plan: CallPlan | None) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield the experts that several ranks compute: id, slots of the home and of the others, and the number of this
+        rank's rows for each of them, in the order of (token, slot)."""
         placement, experts = self._placement, self._placement.num_experts
-        if not placement.has_copies:
-            return {}
-        keys_N = torch.where((ids_N >= 0) & (ids_N < experts), ids_N, experts)
-        counts_E = torch.bincount(keys_N, minlength=experts + 1).tolist()[:experts]
-        lent = share_rows(counts_E, placement)
-        cuts = {}
-        for e, lengths in intervals(lent, counts_E, [0] * experts, counts_E).items():
-            slots = dict(zip(placement.owners[e], self._owner_slots[e], strict=True))
-            ranks = (placement.homes[e], *(one.rank for one in lent if one.expert == e))
-            cuts[e] = [slots[rank] for rank in ranks], lengths
-        return cuts
+        if plan is not None:
+            lent, counts = plan.lent, plan.counts
+        elif placement.has_copies:
+            keys_N = torch.where((ids_N >= 0) & (ids_N < experts), ids_N, experts)
+            own_E = torch.bincount(keys_N, minlength=experts + 1).tolist()[:experts]
+            lent, counts = share_rows(own_E, placement), (own_E, [0] * experts, own_E)
+        else:
+            return
+        # A plan uses the slots of a rank after those of its homes.
+        free_W = [a + b for a, b in zip(placement.layout.offsets, placement.homes_per_rank, strict=False)]
+        slots: dict[int, list[int]] = {}
+        for expert, rank, _ in lent:
+            held = self._owner_slots[expert]
+            slots.setdefault(expert, held[:1]).append(
+                free_W[rank] if plan is not None else held[placement.owners[expert].index(rank)]
+            )
+            free_W[rank] += 1
+        for expert, lengths in intervals(lent, *counts).items():
+            yield expert, slots[expert], lengths
 
 
 _layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
