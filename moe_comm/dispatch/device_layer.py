@@ -155,8 +155,6 @@ def device_layer(
     """
     mlp.check_weights(x_TD)
     source, (w13, w2, _, _) = routing.source, mlp.tensors
-    assert w13 is not None
-    assert w2 is not None
     # Not ``needs_autograd``, which makes three calls.
     grad = torch.is_grad_enabled()
     keeps_weights = grad and (source.requires_grad or (x_TD.requires_grad and routing.rule is not None))

@@ -132,7 +132,7 @@ class _Grouped(torch.autograd.Function):
             needs_dots = weights_R is not None and needs_rows and run is not None and run.needs_weights
             if run is not None and run.in_place:
                 rows_RD = run.take_rows(rows_RD, later)
-            elif isinstance(experts, ExpertMLP):
+            else:
                 rows_RD, saved_RG = experts.backward_inputs(rows_RD, scale_RB, saved_RG, call.sizes, grad_RD.dtype)
             rows, width = rows_RD.shape
             if run is not None:
@@ -349,9 +349,7 @@ class ExpertCall:
 
 def saved_bytes(handle: DispatchHandle, mlp: ExpertMLP, of_rows: int, outputs: bool) -> int:
     """Return ``ExpertCall.saved_bytes`` of a call that keeps ``of_rows`` bytes of rows, and its outputs."""
-    w13_EGD = mlp.tensors[0]
-    assert w13_EGD is not None
-    columns = (0 if mlp.recompute else w13_EGD.shape[1]) + (handle.hidden if outputs else 0)
+    columns = (0 if mlp.recompute else mlp.tensors[0].shape[1]) + (handle.hidden if outputs else 0)
     return handle.num_rows * columns * handle.dtype.itemsize + of_rows
 
 

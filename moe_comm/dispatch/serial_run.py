@@ -87,10 +87,8 @@ class SerialRun:
     def check(self, mlp: ExpertMLP, rows_per_expert: Sequence[int]) -> None:
         """Check the parameters of the experts that read the rows in place, before they do."""
         mlp.check(self.rows, rows_per_expert)
-        w13_EGD = mlp.tensors[0]
         # FSDP freezes the weights of ranks without experts.
-        trained = self._trained & 1 or (w13_EGD is not None and w13_EGD.requires_grad)
-        self.again = bool(mlp.recompute or trained)
+        self.again = bool(mlp.recompute or self._trained & 1 or mlp.tensors[0].requires_grad)
 
     def computed(self, out_RD: Tensor) -> Tensor:
         """Store the outputs of the experts, and return them."""

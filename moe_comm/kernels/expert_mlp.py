@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -178,14 +178,16 @@ class BackwardInputs:
 class LocalExperts(ABC):
     """The experts of one rank, with stacked weights.
 
-    tensors: parameters in the dtype of the rows, any strides; empty if only the settings are stored.
+    tensors: parameters in the dtype of the rows, any strides, or None; empty if only the settings are stored.
     """
 
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Any, ...]
 
-    @abstractmethod
-    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> LocalExperts:
+    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> Self:
         """Return the same settings with other parameters."""
+        result = object.__new__(type(self))  # the constructor takes longer
+        result.__dict__.update(self.__dict__, tensors=tuple(tensors))
+        return result
 
     @property
     @abstractmethod
@@ -195,17 +197,23 @@ class LocalExperts(ABC):
     @property
     def num_experts(self) -> int:
         """Number of experts."""
-        return int(self.tensors[0].shape[0])  # type: ignore[union-attr]
+        return int(self.tensors[0].shape[0])
 
     @property
     def device(self) -> torch.device:
         """Device of the rows that the experts take."""
-        return self.tensors[0].device  # type: ignore[union-attr]
+        return self.tensors[0].device  # type: ignore[no-any-return]
 
     @abstractmethod
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         """Return a forward pass from ``rows``, which may still be in flight, to ``out_RD``. keep: save h_RG for
         backward, unless it is recomputed."""
+
+    def backward_inputs(
+        self, rows_RD: Tensor, scale_RB: Tensor | None, h_RG: Tensor | None, sizes: Sizes, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of ``ExpertForward.saved`` in ``dtype``, and h_RG; None if ``backward`` recomputes it."""
+        return rows_RD, h_RG
 
     @abstractmethod
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
@@ -241,34 +249,31 @@ class ExpertMLP(LocalExperts):
     gemm_dtype: GemmDtype = "same"
     apart: Mapping[int, Apart] = field(default_factory=dict)
 
-    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertMLP:
-        return ExpertMLP(tuple(tensors), self.activation, self.recompute, self.gemm_dtype, self.apart)
-
     @property
     def num_experts(self) -> int:
-        own = int(self.tensors[0].shape[0])  # type: ignore[union-attr]
+        own = int(self.tensors[0].shape[0])
         return own + len(self._others()) if self.apart else own
 
     def weights(self) -> tuple[ExpertWeights, ExpertWeights]:
         """Return w13 and w2 with their biases."""
         w13, w2, b13, b2 = self.tensors
         if not self.apart:
-            return ExpertWeights(w13, b13), ExpertWeights(w2, b2)  # type: ignore[arg-type]
+            return ExpertWeights(w13, b13), ExpertWeights(w2, b2)
         others = self._others()
         more = [tuple(one[index] for one in others) for index in range(4)]
-        return ExpertWeights(w13, b13, more[0], more[2]), ExpertWeights(w2, b2, more[1], more[3])  # type: ignore[arg-type]
+        return ExpertWeights(w13, b13, more[0], more[2]), ExpertWeights(w2, b2, more[1], more[3])
 
     def _others(self) -> list[tuple[Tensor | None, ...]]:
         return [one.tensors for _, one in sorted(self.apart.items()) if one.tensors is not None]
 
     @property
     def columns(self) -> int:
-        return int(self.tensors[1].shape[1])  # type: ignore[union-attr]
+        return int(self.tensors[1].shape[1])
 
     def check(self, rows_RD: Rows, rows_per_expert: Sequence[int]) -> None:
         """Raise InputError unless shapes and dtypes match rows [R, D] with these counts per expert."""
-        if len(rows_RD.shape) != 2 or rows_RD.shape[1] != self.tensors[0].shape[2]:  # type: ignore[union-attr]
-            hidden = self.tensors[0].shape[2]  # type: ignore[union-attr]
+        hidden = self.tensors[0].shape[2]
+        if len(rows_RD.shape) != 2 or rows_RD.shape[1] != hidden:
             raise InputError(f"experts of hidden size {hidden} need rows [R, {hidden}]; got {tuple(rows_RD.shape)}")
         experts = self.num_experts
         if len(rows_per_expert) != experts or sum(rows_per_expert) != rows_RD.shape[0]:
@@ -283,8 +288,6 @@ class ExpertMLP(LocalExperts):
     def check_weights(self, rows: Rows) -> None:
         """Raise InputError unless the weights match each other and the dtype of ``rows``, of any shape."""
         w13, w2, b13, b2 = self.tensors
-        assert w13 is not None
-        assert w2 is not None
         width = w2.shape[2] * (2 if self.activation.gated else 1)
         if w2.shape[:2] != (w13.shape[0], w13.shape[2]) or w13.shape[1] != width:
             raise InputError(
@@ -313,13 +316,11 @@ class ExpertMLP(LocalExperts):
     def backward_inputs(
         self, rows_RD: Tensor, scale_RB: Tensor | None, h_RG: Tensor | None, sizes: Sizes, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of ``ExpertForward.saved`` in ``dtype``, and h_RG; None if ``backward`` recomputes it."""
         if scale_RB is None:
             return rows_RD, h_RG
         rows = ScaledRows(rows_RD, scale_RB)
         if h_RG is None:
             w13_EGD, _, b13_EG, _ = self.tensors
-            assert w13_EGD is not None
             h_RG = torch.empty(rows_RD.shape[0], w13_EGD.shape[1], dtype=dtype, device=w13_EGD.device)
             _QuantizedLinear(w13_EGD, b13_EG)(rows, slice(None), sizes, h_RG)
         return rows.dequantized(dtype), h_RG
@@ -340,8 +341,6 @@ class MLPForward(ExpertForward):
     def __init__(self, mlp: ExpertMLP, rows_RD: Rows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
         super().__init__(sizes, alone=mlp.apart)
         w13_EGD, w2_EDF, _, _ = mlp.tensors
-        assert w13_EGD is not None
-        assert w2_EDF is not None
         dtype, device, rows = rows_RD.dtype, rows_RD.device, self._most_rows
         self._activation, self._rows_RD, self._out_RD, self._keep = mlp.activation, rows_RD, out_RD, keep
         self._h_RG = alloc(rows_RD.shape[0] if keep else rows, w13_EGD.shape[1], dtype, device)
@@ -401,8 +400,6 @@ class _QuantizedLinear:
 class _Fp8Forward(ExpertForward):
     def __init__(self, mlp: ExpertMLP, rows: ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool) -> None:
         w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
-        assert w13_EGD is not None
-        assert w2_EDF is not None
         super().__init__(sizes, inf)
         self._activation, self._width = mlp.activation, w2_EDF.shape[2]
         self._rows, self._out_RD = rows, out_RD
@@ -446,8 +443,6 @@ class MLPBackward(ExpertBackward):
     def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
         super().__init__(inputs.sizes, alone=mlp.apart)
         w13_EGD, w2_EDF, _, self._b2_ED = mlp.tensors
-        assert w13_EGD is not None
-        assert w2_EDF is not None
         rows_RD, alloc = inputs.rows_RD, inputs.alloc
         dtype, device = rows_RD.dtype, rows_RD.device
         self._activation, self._at_once = mlp.activation, inputs.at_once
@@ -594,18 +589,15 @@ def _bias_gradients(grad_RN: Tensor, out_EN: Tensor, sizes: Sizes) -> None:
 class ExpertLinear(LocalExperts):
     """rows @ w[e].T. tensors: w [E, G, D]."""
 
-    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertLinear:
-        return ExpertLinear(tuple(tensors))
-
     @property
     def columns(self) -> int:
-        return int(self.tensors[0].shape[1])  # type: ignore[union-attr]
+        return int(self.tensors[0].shape[1])
 
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         return _LinearForward(self.tensors[0], rows, out_RD, sizes)  # type: ignore[arg-type]
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
-        return _LinearBackward(self.tensors[0], inputs)  # type: ignore[arg-type]
+        return _LinearBackward(self.tensors[0], inputs)
 
 
 class _LinearForward(ExpertForward):

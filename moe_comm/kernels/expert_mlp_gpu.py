@@ -44,7 +44,7 @@ def takes(mlp: ExpertMLP, rows_RD: Tensor) -> bool:
     if type(mlp) is not ExpertMLP:
         return False
     w13_EGD, w2_EDF, *biases = mlp.tensors
-    if rows_RD.dtype not in DTYPES or w13_EGD is None or mlp.apart:
+    if rows_RD.dtype not in DTYPES or mlp.apart:
         return False
     if any(bias is not None and bias.stride(1) != 1 for bias in biases):
         return False
@@ -77,8 +77,6 @@ def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_mm_swiglu_into  # needs Triton
 
     w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
-    assert w13_EGD is not None
-    assert w2_EDF is not None
     if (glu := mlp.activation.glu) is not None:
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
         act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
@@ -94,8 +92,6 @@ def forward_taken(mlp: ExpertMLP, rows: TakenRows, counts_E: Tensor, out_RD: Ten
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, taken_mm_swiglu_into  # needs Triton
 
     w13_EGD, w2_EDF, _, _ = mlp.tensors
-    assert w13_EGD is not None
-    assert w2_EDF is not None
     if (glu := mlp.activation.glu) is None:
         return None
     h_RG = out_RD.new_empty(out_RD.shape[0], w13_EGD.shape[1])
@@ -111,8 +107,6 @@ def hidden(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return h_RG, the activations [R, F], and w2, which they are multiplied by."""
     w13_EGD, w2_EDF, _, _ = mlp.tensors
-    assert w13_EGD is not None
-    assert w2_EDF is not None
     h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
     if swiglu is not None and mlp.activation.glu is not None and swiglu(rows_RD, w13_EGD, h_RG, act_RF):
@@ -219,8 +213,6 @@ def backward_by(
     )
 
     (w13_EGD, w2_EDF, b13_EG, b2_ED), (first, last) = mlp.tensors, products
-    assert w13_EGD is not None
-    assert w2_EDF is not None
     needs_w13, needs_w2, needs_b13, needs_b2 = (*needs, False, False)[:4]
     grad_w13 = grad_w2 = grad_b13 = grad_b2 = None
     if h_RG is None:
@@ -266,7 +258,6 @@ def gradient_of_h(
     from moe_comm.kernels.triton.swiglu_gradient import swiglu_gradient_into
 
     w2_EDF = mlp.tensors[1]
-    assert w2_EDF is not None
     if (glu := mlp.activation.glu) is not None:
         swiglu_gradient_into(grad_RD, w2_EDF, counts_E, h_RG, grad_h_RG, act_RF, weights, glu=glu)
     else:
@@ -346,8 +337,6 @@ def backward_in_one_buffer(
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, weight_grad  # needs Triton
 
     w13_EGD, w2_EDF, _, _ = mlp.tensors
-    assert w13_EGD is not None
-    assert w2_EDF is not None
     (needs_rows, needs_w13, needs_w2), (rows_into, sum_rows) = needs, moves
     summed = grad_w13 = grad_w2 = None
     shape = grad_RD.shape[0], w13_EGD.shape[1]

@@ -105,13 +105,11 @@ def with_adapters(mlp: ExpertMLP, first: Sequence[LowRank] = (), last: Sequence[
     """
     if not first and not last:
         return mlp
-    weights = mlp.tensors[:_WEIGHTS]
-    assert weights[0] is not None
-    tensors, places = list(weights), []
+    tensors, dtype, places = list(mlp.tensors[:_WEIGHTS]), mlp.tensors[0].dtype, []
     for is_last, adapters in ((False, first), (True, last)):
         together = [one for one in adapters if one.dropout is None]
         for parts in filter(None, (together, *([one] for one in adapters if one.dropout is not None))):
-            tensors += _concatenated(parts, weights[0].dtype)
+            tensors += _concatenated(parts, dtype)
             places.append(Place(is_last, parts[0].dropout))
     return AdaptedMLP(tuple(tensors), mlp.activation, mlp.recompute, mlp.gemm_dtype, places=tuple(places))
 
@@ -141,9 +139,6 @@ class AdaptedMLP(ExpertMLP):
 
     places: tuple[Place, ...] = ()
 
-    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> AdaptedMLP:
-        return AdaptedMLP(tuple(tensors), self.activation, self.recompute, self.gemm_dtype, places=self.places)
-
     def without_adapters(self) -> ExpertMLP:
         """Return the experts without their adapters."""
         return ExpertMLP(self.tensors[:_WEIGHTS], self.activation, self.recompute, self.gemm_dtype)
@@ -154,7 +149,6 @@ class AdaptedMLP(ExpertMLP):
             raise InputError("experts with adapters need GEMMs in the dtype of the rows; got gemm_dtype='fp8'")
         for index, place in enumerate(self.places):
             name, w_EOI = ("w2", self.tensors[1]) if place.last else ("w13", self.tensors[0])
-            assert w_EOI is not None
             experts, outputs, inputs = w_EOI.shape
             shapes = [None if t is None else (t.shape[0], t.shape[2], t.dtype) for t in _pair_of(self.tensors, index)]
             if shapes != [(experts, inputs, rows.dtype), (experts, outputs, rows.dtype)]:
@@ -166,11 +160,6 @@ class AdaptedMLP(ExpertMLP):
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         assert isinstance(rows, Tensor)
         return _AdaptedForward(self, rows, out_RD, sizes, keep and not self.recompute, alloc)
-
-    def backward_inputs(
-        self, rows_RD: Tensor, scale_RB: Tensor | None, h_RG: Tensor | None, sizes: Sizes, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        return rows_RD, h_RG
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
         return _AdaptedBackward(self, inputs)
@@ -192,8 +181,6 @@ class _Pair:
 
     def __init__(self, mlp: AdaptedMLP, index: int, rows: int, alloc: Alloc) -> None:
         a_ELI, b_ELO = _pair_of(mlp.tensors, index)
-        assert a_ELI is not None
-        assert b_ELO is not None
         self.index, self._dropout = index, mlp.places[index].dropout
         self._a, self._b = ExpertWeights(a_ELI), ExpertWeights(b_ELO)
         self._low_RL = alloc(rows, a_ELI.shape[1], a_ELI.dtype, a_ELI.device)

@@ -66,8 +66,6 @@ class PeerLayer:
         """
         mlp.check_weights(x_TD)
         source, (w13, w2, _, _) = routing.source, mlp.tensors
-        assert w13 is not None
-        assert w2 is not None
         grad = torch.is_grad_enabled()
         needs_x = grad and x_TD.requires_grad
         needs_weights = (grad and source.requires_grad) or (needs_x and routing.rule is not None)

@@ -5,8 +5,7 @@ Outputs have the bits of experts in memory, because those of a row do not depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,9 +49,6 @@ class StreamedMLP(ExpertMLP):
     def device(self) -> torch.device:
         assert self.layer is not None
         return self.layer.cache.device
-
-    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertMLP:
-        return replace(self, tensors=tuple(tensors))
 
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         return _StreamedForward(self, rows, out_RD, sizes, alloc)

@@ -280,10 +280,8 @@ class _Backward:
                 self.grad_rows_RD = _rows(rows_RD, rows_RD.shape[1])
             grad_out_RD = self.grad_rows_RD if back is None else back.rows_RD
             grad_RD = grad_RD.contiguous() if send is None else send.rows_RD
-            if isinstance(experts, ExpertMLP):
-                rows_RD, saved_RG = experts.backward_inputs(
-                    rows_RD, scale_RB, saved_RG, self._sizes, dispatch.handle.dtype
-                )
+            dtype = dispatch.handle.dtype
+            rows_RD, saved_RG = experts.backward_inputs(rows_RD, scale_RB, saved_RG, self._sizes, dtype)
             weights_R = None if send is None else send.weights_R
             dots_R = torch.empty_like(weights_R) if weights_R is not None and run.needs_weights else None
             inputs = BackwardInputs(
@@ -402,7 +400,6 @@ class PipelinedCall(ExpertCall):
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         dispatch, run = self._dispatch, self._run
         experts, w13 = len(rows_per_expert), mlp.tensors[0]
-        assert w13 is not None
         if mlp.num_experts != experts or w13.shape[2] != dispatch.handle.hidden or mlp.device != dispatch.handle.device:
             raise InputError(
                 f"an expert layer needs weights [{experts}, .., {dispatch.handle.hidden}] of this rank's experts on "
