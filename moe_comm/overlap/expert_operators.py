@@ -35,7 +35,7 @@ from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
-from moe_comm.overlap.executors.device import device_dispatch_matmul, device_fault, device_matmul_combine
+from moe_comm.overlap.executors.device import device_fault
 from moe_comm.overlap.executors.pipelined import pipelined_combine, pipelined_dispatch
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
 from moe_comm.overlap.executors.transport import RowDispatch
@@ -85,19 +85,22 @@ def dispatch_matmul(
     width = w_EGD.shape[1]
     if overlap.backend == TRITON:
         assert isinstance(dispatcher, OverlappedPrimitives)
-        return device_dispatch_matmul(dispatcher, x_TD, ids_TK, w_EGD, overlap, label)
+        from moe_comm.overlap.executors.device_rows import DeviceDispatch  # needs Triton
+
+        on_device, send = DeviceDispatch.start(dispatcher, x_TD, ids_TK, overlap, label)
+        return pipelined_dispatch((on_device, on_device), send, x_TD, experts), on_device
     if isinstance(dispatcher, PendingDispatcher):
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
         if shared.chunks == 1:
             rows_RD = shared.dispatch_at_once(send, x_TD).rows_RD
             return grouped(experts, rows_RD, shared.handle.rows_per_expert), shared
-        return pipelined_dispatch(shared, lambda _: send, x_TD, experts), shared
+        return pipelined_dispatch((shared, shared), send, x_TD, experts), shared
     dispatch = ChunkedDispatch.open(dispatcher, x_TD, ids_TK, overlap, width=width, label=label)
     forward, backward = dispatch.per_direction("dispatch_matmul", width)
     if forward.chunks == backward.chunks == 1:
         rows_RD = dispatch.dispatch_at_once(x_TD).rows_RD
         return grouped(experts, rows_RD, dispatch.handle.rows_per_expert), dispatch
-    return pipelined_dispatch(dispatch, forward.send, x_TD, experts), dispatch
+    return pipelined_dispatch((forward, backward), forward.send(x_TD.detach()), x_TD, experts), dispatch
 
 
 def matmul_combine(
@@ -126,12 +129,11 @@ def matmul_combine(
     fault = fault or _combine_fault(dispatch.dispatcher, handle, rows_RF, w_EDF, weights_TK)
     if fault is not None:
         dispatch.refuse("combine", fault)
-    if isinstance(dispatch, SharedDispatch) and dispatch.on_device:
-        return device_matmul_combine(dispatch, rows_RF, w_EDF, weights_TK)
-    if all(direction.chunks == 1 for direction in dispatch.per_direction("matmul_combine", rows_RF.shape[1])):
+    directions = dispatch.per_direction("matmul_combine", rows_RF.shape[1])
+    if dispatch.experts_function is None and all(direction.chunks == 1 for direction in directions):
         results_RD = grouped(experts, rows_RF, handle.rows_per_expert)
         return dispatch.dispatcher.combine(results_RD, weights_TK, handle)
-    return pipelined_combine(dispatch, rows_RF, experts, weights_TK)
+    return pipelined_combine(directions, rows_RF, experts, weights_TK)
 
 
 def _weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator: str) -> InputError | None:

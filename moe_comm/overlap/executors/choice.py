@@ -123,7 +123,7 @@ def dispatch_rows(
         )
         if dispatch.small and not pipelined_requested:
             return call_of(dispatcher, dispatch.dispatch_at_once(x_TD), x_TD, ids_TK, weights_TK, observed)
-        return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK, scaled)
+        return PipelinedCall(dispatch, dispatch.send(x_TD.detach()), x_TD, weights_TK, scaled)
     if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not pipelined_requested:
             return serial()
@@ -132,7 +132,7 @@ def dispatch_rows(
         if shared.chunks == 1 and not pipelined_requested:
             at_once = shared.dispatch_at_once(send, x_TD, scaled)
             return call_of(dispatcher, at_once, x_TD, ids_TK, weights_TK, observed)
-        return PipelinedCall(shared, lambda _: send, x_TD, weights_TK, scaled)
+        return PipelinedCall(shared, send, x_TD, weights_TK, scaled)
     return serial()
 
 

@@ -1,4 +1,4 @@
-"""Rows of the device executor: ``peer_to_peer`` moves them while GEMMs compute, which wait for its flags or set them.
+"""Rows and experts of the device executor: ``peer_to_peer`` moves rows while GEMMs wait for its flags, or set them.
 
     forward    separate stream   meet ▸ push_tiles ─ flags ──┐            meet ▸ ready ▸ sum ▸ ready ▸ sum ... ▸ done
                caller's stream                   tile list ▸ arrived_mm ▸ ... ▸ publish_mm ── flags ──┘
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,19 @@ from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import MoeCommError
 from moe_comm.gpu.gemm import Glu
 from moe_comm.gpu.protocol import RowFlags
+from moe_comm.kernels import expert_mlp_gpu
+from moe_comm.kernels.autograd import needed_gradients, once_differentiable
+from moe_comm.kernels.expert_mlp import ExpertMLP, LocalExperts
 from moe_comm.kernels.expert_mlp_gpu import FirstProduct, FirstSwiGLU
-from moe_comm.overlap.executors.pipelined import Sums
+from moe_comm.kernels.row_weights import RowWeights
+from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, weight_grad
+from moe_comm.overlap.executors.pipelined import Run, Sums
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, SharedGradients, SharedSend
 from moe_comm.overlap.executors.transport import RowSend
 from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.triton import arrived_mm, publish_mm, tile_list
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +53,6 @@ class DeviceDispatch(SharedDispatch):
     flags: RowFlags
     order: Tensor
     num_blocks: int
-
-    on_device: ClassVar[bool] = True
 
     @classmethod
     def start(
@@ -68,6 +73,10 @@ class DeviceDispatch(SharedDispatch):
             send.abort(error)
             raise
         return cls(dispatcher, shared.handle, shared.chunks, shared.sources, tiles, flags, order, blocks), send
+
+    @property
+    def experts_function(self) -> type[torch.autograd.Function]:
+        return DeviceExperts
 
     def multiply_arrived(self, send: RowSend, bias_EN: Tensor | None = None) -> FirstProduct:
         """Return the GEMM of the rows of ``send``, which adds ``bias_EN``. It waits for the rows on the device, and
@@ -115,8 +124,6 @@ class DeviceDispatch(SharedDispatch):
         """
         dispatcher, handle = self.dispatcher, self.handle
         if not dispatcher.sums_slices(op, handle.dtype, weights_TK is not None):
-            from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
-
             out_RD = dispatcher.empty_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
             grouped_mm_into(rows_RD, w_END, self.tiles.counts_E, out_RD, bias_EN=bias_EN)
             if weights_TK is None:
@@ -193,3 +200,109 @@ class FlaggedGradients(SharedGradients):
             return self._grad_TK
 
         return wait
+
+
+class DeviceExperts(torch.autograd.Function):
+    """Run the experts, or one GEMM. Arguments and results are those of ``pipelined._Experts``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, input_RD: Tensor | None, run: Run, settings: LocalExperts, keep_h: bool, *tensors: Any
+    ) -> Tensor:
+        dispatch: Any = run.forward
+        send, run.send = run.send, None
+        experts = settings.with_tensors(tensors)
+        rows_RD = input_RD if send is None else send.rows_RD
+        assert rows_RD is not None
+        h_RG = out_RD = None
+        try:
+            b13_EG = b2_ED = None
+            if isinstance(experts, ExpertMLP):
+                b13_EG, b2_ED = experts.tensors[2:]
+            first = _grouped(dispatch) if send is None else dispatch.multiply_arrived(send, b13_EG)
+            if isinstance(experts, ExpertMLP):
+                keep_h, glu = keep_h and not experts.recompute, experts.activation.glu
+                both = None if send is None or glu is None else dispatch.swiglu_arrived(send, b13_EG, glu)
+                h_RG, last_RF, w_last = expert_mlp_gpu.hidden(experts, rows_RD, first, both)
+            else:
+                last_RF, w_last = rows_RD, tensors[0]
+            if run.returns:
+                run.back, out_RD = dispatch.multiply_and_sum(
+                    "combine", last_RF, w_last, run.wide_TK, run.requires_grad, b2_ED
+                )
+            else:
+                out_RD = rows_RD.new_empty(rows_RD.shape[0], w_last.shape[1])
+                first(rows_RD, w_last, out_RD)
+        except BaseException as error:
+            if send is not None:
+                send.abort(error)
+            raise
+        keep_out = run.returns and run.needs_weights and not run.unscaled
+        ctx.save_for_backward(rows_RD, h_RG if keep_h else None, out_RD if keep_out else None, *tensors)
+        ctx.run, ctx.settings, ctx.received = run, settings, None
+        return token.new_empty(0) if run.returns else out_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        run: Run = ctx.run
+        with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=run.backward.handle.label), run.guard():
+            return _backward(ctx, run, grad_RD)
+
+
+def _backward(ctx: Any, run: Run, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+    needs_token, needs_rows, _, _, _, *needs = needed_gradients(ctx)
+    dispatch: Any = run.backward
+    send: Any = run.gradients
+    run.gradients = None
+    rows_RD, h_RG, results_RD, *tensors = ctx.saved_tensors
+    experts, counts_E = ctx.settings.with_tensors(tensors), dispatch.tiles.counts_E
+    token_grad = grad_RD.new_empty(0) if ctx.needs_input_grad[0] else None
+    first, grad_rows_RD = _grouped(dispatch), None
+    weights: RowWeights | None = None
+    try:
+        if send is not None:
+            send.start(results_RD)
+            grad_RD, first = send.rows_RD, dispatch.multiply_arrived(send)
+            if send.weights_R is not None:
+                dots_R = torch.empty_like(send.weights_R) if run.needs_weights else None
+                weights = RowWeights(send.weights_R, None, dots_R)
+        elif run.returns:
+            # A pipeline schedule requests the gradients of the weights in a second pass. The first one has received
+            # the rows.
+            (grad_RD, weights), ctx.received = ctx.received, None
+        dots_R = None if weights is None else weights.dots_N
+        grad_RD, sums = grad_RD.contiguous(), run.needs_x and needs_token
+
+        def last(rows: Tensor, w: Tensor) -> None:
+            run.returning, _ = dispatch.multiply_and_sum("dispatch backward", rows, w)
+
+        if isinstance(experts, ExpertMLP):
+            if send is not None and not (sums or needs[0] or needs[2] or dots_R is not None):
+                send.wait()
+            products = first, last if sums else None
+            grads = expert_mlp_gpu.backward_by(experts, rows_RD, h_RG, grad_RD, counts_E, needs, products, weights)
+        else:
+            if needs_rows:
+                grad_rows_RD = torch.empty_like(rows_RD)
+                first(grad_RD, tensors[0].transpose(1, 2), grad_rows_RD)
+            elif sums:
+                last(grad_RD, tensors[0].transpose(1, 2))
+            elif send is not None:
+                send.wait()
+            grads = (weight_grad(tensors[0], grad_RD, rows_RD, counts_E) if needs[0] else None, None, None, None)
+        if send is not None:
+            run.weights_grad = send.start_weight_gradient(dots_R)
+    except BaseException as error:
+        if send is not None:
+            send.abort(error)
+        raise
+    if send is not None and any(ctx.needs_input_grad[5:]) and not any(needs):
+        ctx.received = grad_RD, None if weights is None else weights._replace(dots_N=None)
+    of_tensors = grads[: len(tensors)]
+    return token_grad, grad_rows_RD, None, None, None, *of_tensors
+
+
+def _grouped(dispatch: Any) -> FirstProduct:
+    counts_E = dispatch.tiles.counts_E
+    return lambda rows, w, out: grouped_mm_into(rows, w, counts_E, out)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.runtime.memory import as_tensors, warm_like, warm_rows
 
-Start = Callable[[Tensor], RowSend]
-"""Starts to send the rows of tokens [T, D] to their experts."""
 Sums = Callable[[Tensor | None], Tensor]
 """Returns [T, D], the sums of the results, times weights [T, K] if given; ``RowReturn.result``."""
 
@@ -105,21 +103,20 @@ class Run:
     """State that the autograd functions of one call share. Backward may run more than once.
 
     forward, backward: the dispatch, with the chunks of each direction.
-    start: starts to send the tokens' rows; None if no rows are dispatched.
     returns: whether results are combined.
     needs_x, needs_weights: whether the tokens and the routing weights need a gradient.
     unscaled: whether experts multiply gradients by the routing weights, so that their outputs are not kept.
     requires_grad: whether any input does; compared between ranks in combine.
     guard: context of the experts' backward pass.
     wide_TK, weights_dtype: routing weights in the dtype of the sums, and their own dtype.
-    send, gradients: pending transfers of the rows in forward, and of the gradients in backward.
+    send, gradients: pending transfers of the rows in forward, None if no rows are dispatched, and of the gradients in
+        backward.
     back, returning: wait for the sums of the results, and of the gradients.
     weights_grad: waits for the gradient of the routing weights.
     """
 
     forward: RowDispatch
     backward: RowDispatch
-    start: Start | None
     returns: bool
     wide_TK: Tensor | None = None
     weights_dtype: torch.dtype = torch.float32
@@ -136,15 +133,12 @@ class Run:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Start the dispatch. Returns the autograd token."""
+    """Connect the tokens and the routing weights to the autograd token, which is returned."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor | None, weights_TK: Tensor | None, run: Run) -> Tensor:
         ctx.run = run
         handle = run.forward.handle
-        if x_TD is not None and run.start is not None:
-            run.send = run.start(x_TD)
-            run.start = None
         return torch.empty(0, dtype=handle.dtype, device=handle.device)
 
     @staticmethod
@@ -374,20 +368,17 @@ def _rows(like: Tensor, width: int) -> Tensor:
 
 
 class PipelinedCall(ExpertCall):
-    """One call of a whole layer; ``rows`` is the autograd token. stage: the function that runs the experts."""
+    """One call of a whole layer; ``rows`` is the autograd token."""
 
     skips_empty_slots = True
-    stage: ClassVar[type[torch.autograd.Function]] = _Experts
 
     def __init__(
-        self, dispatch: RowDispatch, start: Start, x_TD: Tensor, weights_TK: Tensor, scaled: bool = False
+        self, dispatch: RowDispatch, send: RowSend, x_TD: Tensor, weights_TK: Tensor, scaled: bool = False
     ) -> None:
         # A copy: the caller may change its tensor in place before backward.
         wide_TK = weights_TK.detach().to(dispatch.sum_dtype, copy=True)
-        run = Run(
-            dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
-        )
-        run.unscaled = sends_weights(x_TD.dtype, scaled)
+        run = Run(dispatch, dispatch, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK))
+        run.send, run.unscaled = send, sends_weights(x_TD.dtype, scaled)
         run.guard = lambda: AbortOnError(dispatch.abort)
         self.handle = dispatch.handle
         self._dispatch, self._run, self._takes_fp8 = dispatch, run, scaled
@@ -411,7 +402,7 @@ class PipelinedCall(ExpertCall):
             )
         mlp.check_weights(rows)
         run.requires_grad = needs_autograd(rows, *mlp.tensors)
-        token: Tensor = self.stage.apply(rows, None, run, mlp.with_tensors(), run.requires_grad, *mlp.tensors)
+        token = _run_experts(run, rows, None, mlp, run.requires_grad)
         if token.requires_grad:
             handle, wire_dtype = dispatch.handle, SAME
             if self._takes_fp8:
@@ -427,36 +418,32 @@ class PipelinedCall(ExpertCall):
         self._dispatch.abort(error, self._run.send)
 
 
+def _run_experts(run: Run, token: Tensor, rows_RD: Tensor | None, experts: LocalExperts, keep_h: bool) -> Tensor:
+    function = run.forward.experts_function or _Experts
+    return function.apply(token, rows_RD, run, experts.with_tensors(), keep_h, *experts.tensors)  # type: ignore[no-any-return]
+
+
 def pipelined_dispatch(
-    dispatch: RowDispatch,
-    start: Start,
-    x_TD: Tensor,
-    experts: LocalExperts,
-    stage: type[torch.autograd.Function] = _Experts,
+    directions: tuple[RowDispatch, RowDispatch], send: RowSend, x_TD: Tensor, experts: LocalExperts
 ) -> Tensor:
-    """Return [R, columns]: dispatch, and one GEMM of the rows as they complete. start: starts to send the rows."""
-    forward, backward = dispatch.per_direction("dispatch_matmul", experts.columns)
-    run = Run(forward, backward, start, False, needs_x=needs_autograd(x_TD))
+    """Return [R, columns]: dispatch, and one GEMM of the rows as they complete.
+
+    directions: the dispatch, forward and backward. send: the pending transfer of the rows.
+    """
+    run = Run(*directions, False, needs_x=needs_autograd(x_TD), send=send)
     token = _Dispatch.apply(x_TD, None, run)
-    out_RG: Tensor = stage.apply(token, None, run, experts.with_tensors(), False, *experts.tensors)
-    return out_RG
+    return _run_experts(run, token, None, experts, False)
 
 
 def pipelined_combine(
-    dispatch: RowDispatch,
-    rows_RF: Tensor,
-    experts: LocalExperts,
-    weights_TK: Tensor,
-    stage: type[torch.autograd.Function] = _Experts,
+    directions: tuple[RowDispatch, RowDispatch], rows_RF: Tensor, experts: LocalExperts, weights_TK: Tensor
 ) -> Tensor:
     """Return [T, D]: one GEMM of the rows, and the combine of its results as they are computed."""
-    forward, backward = dispatch.per_direction("matmul_combine", rows_RF.shape[1])
-    wide_TK = weights_TK.detach().to(dispatch.sum_dtype)
-    run = Run(forward, backward, None, True, wide_TK, weights_TK.dtype, needs_weights=needs_autograd(weights_TK))
+    wide_TK = weights_TK.detach().to(directions[0].sum_dtype)
+    run = Run(*directions, True, wide_TK, weights_TK.dtype, needs_weights=needs_autograd(weights_TK))
     run.requires_grad = needs_autograd(rows_RF, weights_TK, *experts.tensors)
     token = _Dispatch.apply(None, weights_TK, run)
-    rows_RF = rows_RF.contiguous()
-    token = stage.apply(token, rows_RF, run, experts.with_tensors(), False, *experts.tensors)
+    token = _run_experts(run, token, rows_RF.contiguous(), experts, False)
     return _Combine.apply(token, run)  # type: ignore[no-any-return]
 
 

@@ -60,8 +60,6 @@ class SharedDispatch(RowDispatch):
     sources: tuple[tuple[RowRange, ...], ...]
 
     in_flight: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
-    """Whether the kernels of the device executor move the rows."""
 
     @cached_property
     def segments(self) -> RowSegments:

@@ -114,6 +114,12 @@ class RowDispatch(ABC):
     """Whether rows stay in flight between dispatch and experts, while other operations of the group run."""
 
     @property
+    def experts_function(self) -> type[torch.autograd.Function] | None:
+        """The function that runs the experts where kernels wait for rows on the device; None: that of the pipelined
+        executor."""
+        return None
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which results are multiplied by routing weights."""
         return torch.promote_types(self.handle.dtype, torch.float32)
