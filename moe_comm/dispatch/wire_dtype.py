@@ -222,9 +222,10 @@ def encode(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
         packed_RB[:, 2 * hidden :] = 0
         return packed_RB
     if rows_RD.dtype in TRITON_DTYPES and for_triton(rows_RD):
-        from moe_comm.kernels.triton.quantize import ScaleFormat, quantize  # needs Triton
+        from moe_comm.kernels.triton.quantize import quantize  # needs Triton
 
-        return quantize(rows_RD.contiguous(), ScaleFormat(wire_dtype.scales == "token", wire_dtype.power_of_two))
+        per_row = wire_dtype.scales == "token"
+        return quantize(rows_RD.contiguous(), per_row=per_row, power_of_two=wire_dtype.power_of_two)
     first, last = _scale_bytes(hidden, wire_dtype)
     packed_RB = torch.empty(num_rows, width, dtype=torch.uint8, device=rows_RD.device)
     rows_RSB = _blocks(rows_RD.to(torch.float32).contiguous(), wire_dtype)
@@ -273,9 +274,9 @@ def apply_scales(
             rows may be left uninitialised. None: all rows.
     """
     if dtype in TRITON_DTYPES and for_triton(values_RD):
-        from moe_comm.kernels.triton.quantize import ScaleFormat, dequantize_rows  # needs Triton
+        from moe_comm.kernels.triton.quantize import dequantize_rows  # needs Triton
 
-        return dequantize_rows(values_RD, scale_RS, ScaleFormat(wire_dtype.scales == "token"), dtype, counts)
+        return dequantize_rows(values_RD, scale_RS, dtype, per_row=wire_dtype.scales == "token", counts=counts)
     wide_RSB = _blocks(values_RD.view(E4M3).to(torch.float32), wire_dtype).mul_(scale_RS.unsqueeze(2))
     return saturating_cast(wide_RSB, dtype).flatten(1)[:, : values_RD.shape[1]].contiguous()
 

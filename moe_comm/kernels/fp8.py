@@ -60,7 +60,7 @@ class ScaledRows:
         if dtype in TRITON_DTYPES and for_triton(self.values_RD):
             from moe_comm.kernels.triton.quantize import dequantize_rows  # needs Triton
 
-            return dequantize_rows(self.values_RD.view(torch.uint8), self.scale_RB.contiguous(), dtype=dtype)
+            return dequantize_rows(self.values_RD.view(torch.uint8), self.scale_RB.contiguous(), dtype)
         wide_RBK = in_blocks(self.values_RD.to(torch.float32)).mul_(self.scale_RB.unsqueeze(2))
         rows_RD: Tensor = saturating_cast(wide_RBK, dtype).flatten(1)[:, :hidden].contiguous()
         return rows_RD

@@ -134,14 +134,15 @@ def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtyp
         torch.testing.assert_close(leaf.grad.cpu(), grad_h.to(dtype))
         for kind, power_of_two in (("token", False), ("block", False), ("block", True)):
             wire_dtype = WireDtype("fp8", "token" if kind == "token" else "block", power_of_two)
-            scales = quantize.ScaleFormat(kind == "token", power_of_two)
             packed_RB = encode(h_RG, wire_dtype)
-            assert torch.equal(quantize.quantize(h_RG.to(DEVICE), scales).cpu(), packed_RB)
-            rows = of_packed(packed_RB.to(DEVICE), 2 * width, scales.count(2 * width))
-            back_RG = quantize.dequantize_rows(rows.values_RD.view(torch.uint8), rows.scale_RB, scales, dtype)
+            actual_RB = quantize.quantize(h_RG.to(DEVICE), per_row=kind == "token", power_of_two=power_of_two)
+            assert torch.equal(actual_RB.cpu(), packed_RB)
+            rows = of_packed(packed_RB.to(DEVICE), 2 * width, wire_dtype.num_scales(2 * width))
+            values_RG = rows.values_RD.view(torch.uint8)
+            back_RG = quantize.dequantize_rows(values_RG, rows.scale_RB, dtype, per_row=kind == "token")
             assert torch.equal(back_RG.cpu(), decode(packed_RB, wire_dtype, 2 * width, dtype))
-            fused = quantize.swiglu_quantize(leaf.detach(), scales).cpu()
-            assert torch.equal(fused, encode(act_on_gpu.detach().cpu(), wire_dtype))
+        fused = quantize.swiglu_quantize(leaf.detach()).cpu()
+        assert torch.equal(fused, encode(act_on_gpu.detach().cpu(), WireDtype("fp8")))
 
 
 @pytest.mark.parametrize(
@@ -249,12 +250,11 @@ def test_fp8_products_agree_with_float64_on_dequantized_operands(counts: list[in
     from moe_comm.kernels.triton import grouped_mm_fp8, quantize
 
     for inner, columns in ((512, 256), (1000, 300)):
-        scales = quantize.ScaleFormat()
-        packed_RB = quantize.quantize(_drawn(sum(counts), inner, dtype=torch.bfloat16).to(DEVICE), scales)
+        packed_RB = quantize.quantize(_drawn(sum(counts), inner, dtype=torch.bfloat16).to(DEVICE))
         first = -(-inner // 4)
-        scale_RB = packed_RB.view(torch.float32)[:, first : first + scales.count(inner)]
+        scale_RB = packed_RB.view(torch.float32)[:, first : first + -(-inner // 128)]
         w_ENK, w_scale_ECB = quantize_weights(_drawn(4, columns, inner, seed=1).to(DEVICE))
-        rows = quantize.dequantize_rows(packed_RB[:, :inner], scale_RB, scales, torch.float32).cpu().double()
+        rows = quantize.dequantize_rows(packed_RB[:, :inner], scale_RB, torch.float32).cpu().double()
         wide_scale = w_scale_ECB.double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :columns, :inner]
         w = (w_ENK.double() * wide_scale).cpu()
         expected_RN = torch.cat([part @ w[e].T for e, part in enumerate(rows.split(counts))])

@@ -10,8 +10,6 @@ all NaN, whose sign may differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -27,25 +25,6 @@ BLOCK = 128
 TILE_ELEMENTS = 1024
 CONVERTS_FROM = 89
 """Compute capability from which GPUs have an instruction for e4m3."""
-
-
-@dataclass(frozen=True)
-class ScaleFormat:
-    """Scales of quantized rows.
-
-    per_row: one scale per row, else one per ``BLOCK`` channels. power_of_two: round scales up to powers of two.
-    """
-
-    per_row: bool = False
-    power_of_two: bool = False
-
-    def count(self, hidden: int) -> int:
-        """Return the number of scales of a row of ``hidden`` channels."""
-        return 1 if self.per_row else -(-hidden // BLOCK)
-
-    def row_bytes(self, hidden: int) -> int:
-        """Return the bytes of a packed row."""
-        return _up(_up(hidden, 4) + 4 * self.count(hidden), 16) if hidden else 0
 
 
 @triton.jit
@@ -193,47 +172,46 @@ def quantize_weights(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale_ECB
 
 
-def quantize(rows_RD: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
-    """Return packed rows, uint8 [R, ``scales.row_bytes(D)``].
+def quantize(rows_RD: Tensor, *, per_row: bool = False, power_of_two: bool = False) -> Tensor:
+    """Return packed rows, uint8 [R, bytes of a row].
 
     Args:
         rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
+        per_row: one scale per row, else one per ``BLOCK`` channels.
+        power_of_two: round scales up to powers of two.
     """
     check_tensors("quantize", rows_RD)
     check_rows("quantize", "rows", rows_RD)
-    return _quantized(rows_RD, rows_RD.shape[1], scales, False)
+    return _quantized(rows_RD, rows_RD.shape[1], False, per_row, power_of_two)
 
 
-def swiglu_quantize(h_RG: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
+def swiglu_quantize(h_RG: Tensor) -> Tensor:
     """Return ``quantize(swiglu(h))``, with the same bits; raises the errors of ``check_swiglu``."""
     check_swiglu("swiglu_quantize", h_RG)
-    return _quantized(h_RG, h_RG.shape[1] // 2, scales, True)
+    return _quantized(h_RG, h_RG.shape[1] // 2, True, False, False)
 
 
 def dequantize_rows(
-    values_RD: Tensor,
-    scale_RS: Tensor,
-    scales: ScaleFormat = ScaleFormat(),
-    dtype: torch.dtype = torch.bfloat16,
-    counts: Tensor | None = None,
+    values_RD: Tensor, scale_RS: Tensor, dtype: torch.dtype, *, per_row: bool = False, counts: Tensor | None = None
 ) -> Tensor:
     """Return [R, D] of ``dtype`` from e4m3 values and their scales: the inverse of ``quantize`` up to rounding.
 
     Args:
         values_RD: [R, D] uint8; dense rows, any row stride.
-        scale_RS: [R, ``scales.count(D)``] fp32; dense rows, any row stride.
+        scale_RS: [R, S] fp32 scales of a row; dense rows, any row stride.
         dtype: fp32, bf16 or fp16.
+        per_row: S is 1, else D / ``BLOCK``, rounded up.
         counts: int64 on the device, of any shape with C elements, where C divides R. Of each R / C consecutive rows
             only the first ``counts[i]`` are read and written. None: all rows.
     """
     check_tensors("dequantize", values_RD, scale_RS, counts)
     rows, hidden = values_RD.shape
     fits = values_RD.dtype == torch.uint8 and scale_RS.dtype == torch.float32 and dtype in DTYPES
-    groups = counts.numel() if counts is not None else 1
-    if not fits or scale_RS.shape != (rows, scales.count(hidden)) or (rows and (not groups or rows % groups)):
+    groups, num_scales = counts.numel() if counts is not None else 1, 1 if per_row else -(-hidden // BLOCK)
+    if not fits or scale_RS.shape != (rows, num_scales) or (rows and (not groups or rows % groups)):
         raise InputError(
             f"dequantize to {', '.join(map(str, DTYPES))} needs values [R, D] of uint8, fp32 scales "
-            f"[R, {scales.count(hidden)}], and a number of counts that divides R; got {tuple(values_RD.shape)} of "
+            f"[R, {num_scales}], and a number of counts that divides R; got {tuple(values_RD.shape)} of "
             f"{values_RD.dtype}, {tuple(scale_RS.shape)} of {scale_RS.dtype}, {groups} counts, and {dtype}"
         )
     y_RD = torch.empty(rows, hidden, dtype=dtype, device=values_RD.device)
@@ -244,14 +222,15 @@ def dequantize_rows(
         dequantize_kernel[(rows, triton.cdiv(hidden, BLOCK * blocks))](
             values_RD, values_RD.stride(0), scale_RS, scale_RS.stride(0), counts if counts is not None else scale_RS,
             y_RD, hidden, rows // groups, torch.finfo(dtype).max,
-            ELEMENT=DTYPES[dtype], PER_ROW=scales.per_row, COUNTED=counts is not None, BLOCK=BLOCK, BLOCKS=blocks,
+            ELEMENT=DTYPES[dtype], PER_ROW=per_row, COUNTED=counts is not None, BLOCK=BLOCK, BLOCKS=blocks,
             **options(values_RD, num_warps=4),
         )  # fmt: skip
     return y_RD
 
 
-def _quantized(x_RX: Tensor, width: int, scales: ScaleFormat, swiglu: bool) -> Tensor:
-    rows, row_bytes = x_RX.shape[0], scales.row_bytes(width)
+def _quantized(x_RX: Tensor, width: int, swiglu: bool, per_row: bool, power_of_two: bool) -> Tensor:
+    rows, num_scales = x_RX.shape[0], 1 if per_row else -(-width // BLOCK)
+    row_bytes = _up(_up(width, 4) + 4 * num_scales, 16) if width else 0
     packed_RB = torch.empty(rows, row_bytes, dtype=torch.uint8, device=x_RX.device)
     if not packed_RB.numel():
         return packed_RB
@@ -259,7 +238,7 @@ def _quantized(x_RX: Tensor, width: int, scales: ScaleFormat, swiglu: bool) -> T
         quantize_kernel[(rows,)](
             x_RX, x_RX.stride(0), packed_RB, packed_RB.view(torch.float32),
             width, _up(width, 4), row_bytes,
-            ELEMENT=DTYPES[x_RX.dtype], SWIGLU=swiglu, PER_ROW=scales.per_row, POWER_OF_TWO=scales.power_of_two,
+            ELEMENT=DTYPES[x_RX.dtype], SWIGLU=swiglu, PER_ROW=per_row, POWER_OF_TWO=power_of_two,
             CONVERTS=capability(x_RX) >= CONVERTS_FROM, BLOCK=BLOCK, BLOCKS=_blocks(width),
             **options(x_RX, num_warps=4, enable_fp_fusion=False),
         )  # fmt: skip

@@ -64,17 +64,21 @@ def test_clamped_swiglu_and_its_gradient_agree_with_autograd_also_in_place() -> 
 @pytest.mark.parametrize("kind", ["token", "block"])
 def test_quantized_rows_have_the_bytes_of_the_wire_dtype_with_and_without_swiglu(kind: str, power_of_two: bool) -> None:
     quantize, swiglu = kernels("quantize"), kernels("swiglu")
-    wire_dtype, scales = WireDtype("fp8", kind, power_of_two), quantize.ScaleFormat(kind == "token", power_of_two)
+    wire_dtype, per_row = WireDtype("fp8", kind, power_of_two), kind == "token"
     for dtype, width in DTYPES_AND_WIDTHS:
         h_RG = drawn(3, 2 * width, dtype=dtype) * torch.tensor([[1e-3], [300.0], [0.0]], dtype=dtype)
         act_RF = torch.empty(3, width, dtype=dtype)
         swiglu.swiglu_forward(h_RG, act_RF)
         packed_RB = encode(h_RG, wire_dtype)
-        assert torch.equal(quantize.quantize(h_RG, scales), packed_RB), (dtype, width)
-        rows = of_packed(packed_RB, 2 * width, scales.count(2 * width))
-        actual_RG = quantize.dequantize_rows(rows.values_RD.view(torch.uint8), rows.scale_RB, scales, dtype)
+        assert torch.equal(quantize.quantize(h_RG, per_row=per_row, power_of_two=power_of_two), packed_RB), (
+            dtype,
+            width,
+        )
+        rows = of_packed(packed_RB, 2 * width, wire_dtype.num_scales(2 * width))
+        actual_RG = quantize.dequantize_rows(rows.values_RD.view(torch.uint8), rows.scale_RB, dtype, per_row=per_row)
         assert torch.equal(actual_RG, decode(packed_RB, wire_dtype, 2 * width, dtype))
-        assert torch.equal(quantize.swiglu_quantize(h_RG, scales), encode(act_RF, wire_dtype)), (dtype, width)
+        if wire_dtype == WireDtype("fp8"):
+            assert torch.equal(quantize.swiglu_quantize(h_RG), encode(act_RF, wire_dtype)), (dtype, width)
 
 
 @on_ranks(1)
@@ -85,8 +89,8 @@ def test_every_e4m3_number_and_every_tie_is_rounded_as_torch_does() -> None:
     between = (bits[1:] + bits[:-1]) / 2
     x = torch.cat((bits, between, between * 1.0001, between * 0.9999, torch.tensor([448.0])))
     rows_RD = torch.stack((x, -x))
-    wire_dtype, scales = WireDtype("fp8", "token"), quantize.ScaleFormat(per_row=True)
-    assert torch.equal(quantize.quantize(rows_RD, scales), encode(rows_RD, wire_dtype))
+    wire_dtype = WireDtype("fp8", "token")
+    assert torch.equal(quantize.quantize(rows_RD, per_row=True), encode(rows_RD, wire_dtype))
 
 
 @on_ranks(1)
@@ -95,9 +99,11 @@ def test_a_nan_or_an_infinity_makes_its_block_nan_and_no_other() -> None:
     rows_RD = drawn(2, 300)
     rows_RD[0, 5], rows_RD[0, 140], rows_RD[1, 299] = float("nan"), float("inf"), float("-inf")
     for kind in ("token", "block"):
-        wire_dtype, scales = WireDtype("fp8", kind), quantize.ScaleFormat(kind == "token")
-        rows = of_packed(quantize.quantize(rows_RD, scales), 300, scales.count(300))
-        actual = quantize.dequantize_rows(rows.values_RD.view(torch.uint8), rows.scale_RB, scales, torch.float32)
+        wire_dtype, per_row = WireDtype("fp8", kind), kind == "token"
+        rows = of_packed(quantize.quantize(rows_RD, per_row=per_row), 300, wire_dtype.num_scales(300))
+        actual = quantize.dequantize_rows(
+            rows.values_RD.view(torch.uint8), rows.scale_RB, torch.float32, per_row=per_row
+        )
         expected = decode(encode(rows_RD, wire_dtype), wire_dtype, 300, torch.float32)
         assert torch.equal(actual.isnan(), expected.isnan())
         assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
@@ -122,19 +128,21 @@ def test_wrong_shapes_and_dtypes_are_input_errors() -> None:
 def test_rows_with_separate_scales_are_decoded_and_only_as_many_as_counted() -> None:
     quantize = kernels("quantize")
     for kind in ("token", "block"):
-        wire_dtype, scales = WireDtype("fp8", kind), quantize.ScaleFormat(kind == "token")
+        wire_dtype, per_row = WireDtype("fp8", kind), kind == "token"
         rows_RD = drawn(12, 300)
         expected_RD = decode(encode(rows_RD, wire_dtype), wire_dtype, 300, torch.float32)
         packed_RB = encode(rows_RD, wire_dtype)
         values_RX = torch.zeros(12, 304, dtype=torch.uint8)
         values_RX[:, :300] = packed_RB[:, :300]
-        scale_RS = packed_RB.view(torch.float32)[:, 75 : 75 + scales.count(300)].contiguous()
-        decoded_RD = quantize.dequantize_rows(values_RX[:, :300], scale_RS, scales, torch.float32)
+        scale_RS = packed_RB.view(torch.float32)[:, 75 : 75 + wire_dtype.num_scales(300)].contiguous()
+        decoded_RD = quantize.dequantize_rows(values_RX[:, :300], scale_RS, torch.float32, per_row=per_row)
         assert torch.equal(decoded_RD, expected_RD)
         counts = torch.tensor([[2, 0], [4, 1]])  # of each three rows; 4 is more than there are
-        decoded_RD = quantize.dequantize_rows(values_RX[:, :300], scale_RS, scales, torch.float32, counts)
+        decoded_RD = quantize.dequantize_rows(
+            values_RX[:, :300], scale_RS, torch.float32, per_row=per_row, counts=counts
+        )
         for row in (0, 1, 6, 7, 8, 9):
             assert torch.equal(decoded_RD[row], expected_RD[row]), row
         for wrong in (counts[0].repeat(4), torch.zeros(0, dtype=torch.int64)):  # 8 and 0 counts do not divide 12 rows
             with pytest.raises(InputError, match="a number of counts that divides R"):
-                quantize.dequantize_rows(values_RX[:, :300], scale_RS, scales, torch.float32, wrong)
+                quantize.dequantize_rows(values_RX[:, :300], scale_RS, torch.float32, per_row=per_row, counts=wrong)
