@@ -57,8 +57,12 @@ def _times(work: OperatorWork, *times: float) -> Measurement:
     return Measurement(work, PLACE, trials, min(range(3), key=lambda i: times[i]))
 
 
+def _choice(works: tuple[OperatorWork, ...], store: TuningStore, rates: GroupRates = SLOW_LINK) -> OverlapChoice:
+    return tuning.KnownTimes(store, PLACE, rates, (CHUNKED,)).best(works)
+
+
 def _joint_choice(*measurements: Measurement) -> OverlapChoice:
-    return tuning._select(EXPERTS, TuningStore(measurements), PLACE, SLOW_LINK, (CHUNKED,))
+    return _choice(EXPERTS, TuningStore(measurements))
 
 
 def test_one_choice_for_several_operators_has_the_smallest_sum() -> None:
@@ -73,9 +77,9 @@ def test_one_choice_for_several_operators_has_the_smallest_sum() -> None:
 
 def test_operators_without_measurements_are_predicted() -> None:
     many = tuple(replace(work, rows=16384) for work in EXPERTS)
-    assert tuning._select(many, TuningStore(), PLACE, SLOW_LINK, (CHUNKED,)).chunks > 1
+    assert _choice(many, TuningStore()).chunks > 1
     few = tuple(replace(work, rows=8) for work in EXPERTS)
-    assert tuning._select(few, TuningStore(), PLACE, SLOW_LINK, (CHUNKED,)) == OverlapChoice()
+    assert _choice(few, TuningStore()) == OverlapChoice()
     # One of them was measured, and dominates because it is very slow in chunks.
     assert _joint_choice(_times(EXPERTS[2], 10, 1e6, 1e6)) == OverlapChoice()
 
@@ -86,8 +90,8 @@ def test_operators_beside_the_experts_are_added_to_measurements() -> None:
     beside = tuple(replace(work, beside=2048 if work.operator == "dispatch_matmul" else 0) for work in alone)
     store = TuningStore(tuple(_times(work, 20, 20.5, 21) for work in alone))
     for rates, chunks in ((SLOW_LINK, 2), (replace(SLOW_LINK, hides=0.0), 1)):
-        assert tuning._select(alone, store, PLACE, rates, (CHUNKED,)) == OverlapChoice()
-        assert tuning._select(beside, store, PLACE, rates, (CHUNKED,)).chunks == chunks
+        assert _choice(alone, store, rates) == OverlapChoice()
+        assert _choice(beside, store, rates).chunks == chunks
 
 
 @pytest.mark.parametrize("operator", FUSED)

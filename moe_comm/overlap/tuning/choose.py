@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 
 import torch
 
-from moe_comm.comm.agree import digest
+from moe_comm.comm.agree import digest, gather_texts
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON
@@ -32,9 +31,8 @@ from moe_comm.overlap.tuning.device_cost import CAPABILITY, H100, DeviceRates
 from moe_comm.overlap.tuning.rates import measure_rates
 from moe_comm.overlap.tuning.store import OverlapChoice, TuningEnvironment, TuningStore, cache_folder, read_store
 
-CHOICE_BYTES, PROBLEM_BYTES, RATES_BYTES = 256, 512, 2048
-"""Sizes in bytes of the messages that contain rank 0's choice, a problem with its stored measurements, and the rates of
-the device executor."""
+PROBLEM_CHARACTERS = 300
+"""Maximum length of the problem with stored measurements that rank 0 sends to the other ranks."""
 Works = OperatorWork | tuple[OperatorWork, ...]
 
 
@@ -80,13 +78,9 @@ def device_rates(channel: Channel | None, device: torch.device) -> DeviceRates |
         return _known_rates(read_store(cache_folder())[0], device)
     state = channel.comm.keep("tuning", _GroupState)
     if device.type not in state.device_rates:
-        known: DeviceRates | None = None
-        if channel.rank == 0:
-            known = _known_rates(read_store(cache_folder())[0], device)
-        raw = json.dumps(None if known is None else asdict(known)).encode().ljust(RATES_BYTES)
-        message = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
-        of_ranks = channel.all_gather(message, "sharing the rates of the device executor")
-        shared = json.loads(bytes(of_ranks[0].tolist()))
+        known = _known_rates(read_store(cache_folder())[0], device) if channel.rank == 0 else None
+        text = json.dumps(None if known is None else asdict(known))
+        shared = json.loads(gather_texts(channel, "sharing the rates of the device executor", text)[0])
         state.device_rates[device.type] = None if shared is None else DeviceRates(**shared)
     return state.device_rates[device.type]
 
@@ -144,69 +138,64 @@ def _agree_on_choice(
         try:
             if state.store is None:
                 state.store, problem = read_store(cache_folder())
-            choice = _select(works, state.store, environment, rates, backends)
+            choice = KnownTimes(state.store, environment, rates, backends).best(works)
         except Exception as error:
             problem = f"cannot be used ({type(error).__name__}: {error}); ignored"
             state.store = TuningStore()
-            choice = _select(works, state.store, environment, rates, backends)
-    raw = json.dumps(asdict(choice)).encode().ljust(CHOICE_BYTES)
-    raw += problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES)
-    message = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
-    rank0_message = bytes(channel.all_gather(message, description)[0].tolist())
-    if problem := rank0_message[CHOICE_BYTES:].decode(errors="replace").strip():
+            choice = KnownTimes(state.store, environment, rates, backends).best(works)
+    text = json.dumps([asdict(choice), problem[:PROBLEM_CHARACTERS]])
+    fields_of_choice, problem = json.loads(gather_texts(channel, description, text)[0])
+    if problem:
         warnings.warn(f"rank 0's measurements: {problem}", RuntimeWarning, stacklevel=2)
-    return OverlapChoice(**json.loads(rank0_message[:CHOICE_BYTES]))
+    return OverlapChoice(**fields_of_choice)
 
 
-def _select(
-    works: tuple[OperatorWork, ...],
-    store: TuningStore,
-    environment: TuningEnvironment,
-    rates: GroupRates,
-    backends: tuple[str, ...],
-) -> OverlapChoice:
-    if backends == (TRITON,):
-        return _fastest(works, store, environment, rates, backends) or OverlapChoice(TRITON)
-    if len(works) > 1:
-        return _fastest(works, store, environment, rates, backends) or OverlapChoice()
-    if (stored := store.find(works[0], environment, backends)) is not None:
-        return stored
-    predicted = as_run(cheapest(works[0], rates), works[0], rates)
-    return predicted if predicted.backend in backends else OverlapChoice()
+@dataclass(frozen=True)
+class KnownTimes:
+    """What a rank knows of the times of operators: stored measurements that are valid in ``environment``, and the cost
+    model. backends: those to choose from."""
 
+    store: TuningStore
+    environment: TuningEnvironment
+    rates: GroupRates
+    backends: tuple[str, ...]
 
-def _fastest(
-    works: tuple[OperatorWork, ...],
-    store: TuningStore,
-    environment: TuningEnvironment,
-    rates: GroupRates,
-    backends: tuple[str, ...],
-) -> OverlapChoice | None:
-    """Return the choice with the smallest sum of times over ``works``; None if no choice has times for all of them."""
-    tables = [_times(work, store, environment, rates, backends) for work in works]
-    common = set.intersection(*map(set, tables))
-    sums = {choice: sum(table[choice] for table in tables) for choice in tables[0] if choice in common}
-    best = min(sums, key=lambda choice: sums[choice], default=None)
-    serial = sums.get(OverlapChoice())
-    if best is not None and serial is not None and sums[best] >= serial * (1 - MARGIN):
-        return OverlapChoice()
-    return best
+    def best(self, works: tuple[OperatorWork, ...]) -> OverlapChoice:
+        """Return one choice for all of ``works``."""
+        if self.backends == (TRITON,):
+            return self._fastest(works) or OverlapChoice(TRITON)
+        if len(works) > 1:
+            return self._fastest(works) or OverlapChoice()
+        if (stored := self.store.find(works[0], self.environment, self.backends)) is not None:
+            return stored
+        predicted = as_run(cheapest(works[0], self.rates), works[0], self.rates)
+        return predicted if predicted.backend in self.backends else OverlapChoice()
 
+    def _fastest(self, works: tuple[OperatorWork, ...]) -> OverlapChoice | None:
+        """Return the choice with the smallest sum of times; None if no choice has times for all of ``works``."""
+        tables = [self._times(work) for work in works]
+        common = set.intersection(*map(set, tables))
+        sums = {choice: sum(table[choice] for table in tables) for choice in tables[0] if choice in common}
+        best = min(sums, key=lambda choice: sums[choice], default=None)
+        serial = sums.get(OverlapChoice())
+        if best is not None and serial is not None and sums[best] >= serial * (1 - MARGIN):
+            return OverlapChoice()
+        return best
 
-def _times(
-    work: OperatorWork, store: TuningStore, environment: TuningEnvironment, rates: GroupRates, backends: Collection[str]
-) -> dict[OverlapChoice, float]:
-    """Return seconds by choice: measured for the nearest shape, else predicted."""
-    near = store.nearest(work, environment)
-    if near is not None:
-        # Operators are measured alone.
-        alone = replace(work, beside=0)
-        beside = {c: predict(work, rates, c) - predict(alone, rates, c) for c in {t.choice.chunks for t in near.tried}}
-        tried = (trial for trial in near.tried if trial.choice.backend in backends)
-        return {trial.choice: trial.ms * 1e-3 + beside[trial.choice.chunks] for trial in tried}
-    if CHUNKED not in backends:
-        return {}
-    if store.falls_back(work, environment) or not (work.gathered or work.scattered):
-        return {OverlapChoice(): predict(work, rates, 1)}
-    times = {as_run(chunks, work, rates): predict(work, rates, chunks) for chunks in CHUNKS}
-    return {choice: seconds for choice, seconds in times.items() if choice.backend in backends}
+    def _times(self, work: OperatorWork) -> dict[OverlapChoice, float]:
+        """Return seconds by choice: measured for the nearest shape, else predicted."""
+        rates, near = self.rates, self.store.nearest(work, self.environment)
+        if near is not None:
+            # Operators are measured alone.
+            alone = replace(work, beside=0)
+            beside = {
+                c: predict(work, rates, c) - predict(alone, rates, c) for c in {t.choice.chunks for t in near.tried}
+            }
+            tried = (trial for trial in near.tried if trial.choice.backend in self.backends)
+            return {trial.choice: trial.ms * 1e-3 + beside[trial.choice.chunks] for trial in tried}
+        if CHUNKED not in self.backends:
+            return {}
+        if self.store.falls_back(work, self.environment) or not (work.gathered or work.scattered):
+            return {OverlapChoice(): predict(work, rates, 1)}
+        times = {as_run(chunks, work, rates): predict(work, rates, chunks) for chunks in CHUNKS}
+        return {choice: seconds for choice, seconds in times.items() if choice.backend in self.backends}
