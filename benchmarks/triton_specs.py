@@ -128,9 +128,12 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
         ),
         _spec(
             "gradient of biases", biases.sum_rows_kernel, dtype,
-            {**element, "WEIGHTED": True, "GROUP": biases.GROUP, "COLUMNS": biases.COLUMNS}, exact=True,
+            {**element, "WEIGHTED": True, "BLOCK_E": 128, "GROUP": biases.GROUP, "COLUMNS": biases.COLUMNS}, exact=True,
         ),
-        _spec("dot products with biases", biases.add_bias_dots_kernel, dtype, {"SLOTS": biases.SLOTS}, exact=True),
+        _spec(
+            "dot products with biases", biases.add_bias_dots_kernel, dtype,
+            {"PLACED": True, "SLOTS": biases.SLOTS}, exact=True,
+        ),
         _spec("swiglu, forward", swiglu.swiglu_kernel, dtype, {**element, **tile}, exact=True),
         _spec(
             "swiglu, backward", swiglu.swiglu_backward_kernel, dtype, {**element, **tile, "RECOMPUTE": True},

@@ -103,13 +103,13 @@ def _copies(x_TD: Tensor, place_TK: Tensor, out_RD: Tensor | None = None) -> Ten
 
 
 def forward_of_experts(
-    x_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, w13: Tensor, w2: Tensor,
-    activation: Activation,
+    x_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, w13: Tensor, w2: Tensor, b13: Tensor | None,
+    b2: Tensor | None, activation: Activation,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return h_RG and out_RD."""
     out_RD = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
-    mlp = ExpertMLP((w13, w2, None, None), activation)
-    if order is not None:
+    mlp = ExpertMLP((w13, w2, b13, b2), activation)
+    if order is not None and b13 is None and b2 is None:
         taken = TakenRows(x_TD, order, place_TK.shape[1])
         h_RG = expert_mlp_gpu.forward_taken(mlp, taken, counts[:-2], out_RD)
         if h_RG is not None:
@@ -127,12 +127,12 @@ def sum_of_slots(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
 
 def backward_of_experts(
     grad_TD: Tensor, place_TK: Tensor, counts: Tensor, order: Tensor | None, weights_TK: Tensor, x_TD: Tensor,
-    w13: Tensor, w2: Tensor, h_RG: Tensor | None, out_RD: Tensor | None, activation: Activation,
-    needs: tuple[bool, ...],
+    w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None, h_RG: Tensor | None, out_RD: Tensor | None,
+    activation: Activation, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, the weights, w13 and w2. needs: whether x, the weights, w13 and w2 need theirs."""
+    """Return the gradients of x, the weights, w13, w2, b13 and b2. needs: whether these need theirs."""
     needs_x, needs_weights, *needs_experts = needs
-    mlp, weights = ExpertMLP((w13, w2, None, None), activation), None
+    mlp, weights = ExpertMLP((w13, w2, b13, b2), activation), None
     if sends_weights(x_TD.dtype):
         grad_RD = _copies(grad_TD, place_TK)
         grad_TK = torch.empty_like(weights_TK) if needs_weights else None
@@ -142,18 +142,20 @@ def backward_of_experts(
 
         grad_RD, grad_TK = spread(grad_TD, place_TK, weights_TK, place_TK.numel(), out_RD)
     moves = partial(_copies, x_TD, place_TK), lambda grad_rows_RD: sum_of_slots(grad_rows_RD, place_TK, None)[0]
-    grad_x_TD, *grads = expert_mlp_gpu.backward_in_one_buffer(
+    grad_x_TD, grads = expert_mlp_gpu.backward_in_one_buffer(
         mlp, h_RG, grad_RD, counts[:-2], (needs_x, *needs_experts), moves, weights
     )
     return grad_x_TD, grad_TK, *grads
 
 
-def launches_of_backward(late: bool, recomputes: bool, needs: tuple[bool, ...]) -> int:
-    """Return the number of operators of ``backward_of_experts``, which describes ``needs``. late: ``sends_weights``."""
-    needs_x, needs_weights, needs_w13, needs_w2 = needs
+def launches_of_backward(late: bool, recomputes: bool, needs: tuple[bool, ...], biased: bool) -> int:
+    """Return the number of operators of ``backward_of_experts``, which describes ``needs``. late: ``sends_weights``.
+    biased: whether the experts have output biases."""
+    needs_x, needs_weights, needs_w13, needs_w2, needs_b13, needs_b2 = needs
     weighted = 3 if late else 1  # the activation; the weight of each row, and their product
-    activation = 2 if needs_x or needs_w13 or (late and needs_weights) else weighted * needs_w2
-    return 1 + 2 * recomputes + activation + 2 * needs_x + 2 * needs_w13 + needs_w2
+    activation = 2 if needs_x or needs_w13 or needs_b13 or (late and needs_weights) else weighted * needs_w2
+    of_biases = needs_b13 + needs_b2 + late * (needs_b2 + (biased and needs_weights))  # b2: weights and dot products
+    return 1 + 2 * recomputes + activation + 2 * needs_x + 2 * needs_w13 + needs_w2 + of_biases
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,13 +178,15 @@ class _DeviceExperts(torch.autograd.Function):
         weights_TK: Tensor,
         w13_EGD: Tensor,
         w2_EDF: Tensor,
+        b13_EG: Tensor | None,
+        b2_ED: Tensor | None,
         call: _Saved,
         h_RG: Tensor | None,
         out_RD: Tensor,
     ) -> Tensor:
         rows = call.rows
         kept_RD = out_RD if ctx.needs_input_grad[1] and not sends_weights(x_TD.dtype) else None
-        ctx.save_for_backward(x_TD, weights_TK, w13_EGD, w2_EDF, h_RG, kept_RD)
+        ctx.save_for_backward(x_TD, weights_TK, w13_EGD, w2_EDF, b13_EG, b2_ED, h_RG, kept_RD)
         ctx.call, ctx.parameters = call, parameters_among(w13_EGD, w2_EDF)
         (y_TD,) = _programs()[2](1, (out_RD, rows.place_TK, weights_TK.contiguous()))
         return y_TD  # type: ignore[no-any-return]
@@ -193,18 +197,18 @@ class _DeviceExperts(torch.autograd.Function):
         call: _Saved = ctx.call
         rows, activation = call.rows, call.activation
         call.invalid.check()
-        x_TD, weights_TK, w13, w2, h_RG, out_RD = ctx.saved_tensors
+        x_TD, weights_TK, w13, w2, b13, b2, h_RG, out_RD = ctx.saved_tensors
         w13, w2 = with_main_grads((w13, w2), ctx.parameters)
-        needs = _, needs_weights, needs_w13, needs_w2 = needed_gradients(ctx)[:4]
+        needs = _, needs_weights, needs_w13, needs_w2, _, _ = needed_gradients(ctx)[:6]
         out_RD = out_RD if needs_weights else None
         inputs = (
             dense(grad_TD), rows.place_TK, rows.counts, rows.order, weights_TK.contiguous(), dense(x_TD), w13, w2,
-            h_RG, out_RD,
+            b13, b2, h_RG, out_RD,
         )  # fmt: skip
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label):
             if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
                 return *backward_of_experts(*inputs, activation, needs), None, None, None
-            number = launches_of_backward(sends_weights(x_TD.dtype), h_RG is None, needs)
+            number = launches_of_backward(sends_weights(x_TD.dtype), h_RG is None, needs, b2 is not None)
             return *_programs()[3](number, inputs, activation, needs), None, None, None
 
 
@@ -225,10 +229,9 @@ class DeviceCall(ExpertCall):
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         mlp.check_weights(rows)
         x_TD, placed = self.rows, self._placed
-        w13, w2, _, _ = mlp.tensors
-        recording = needs_autograd(x_TD, self._weights_TK, w13, w2)
+        recording = needs_autograd(x_TD, self._weights_TK, *mlp.tensors)
         with torch.no_grad():
-            inputs = dense(x_TD), placed.place_TK, placed.counts, placed.order, w13, w2
+            inputs = dense(x_TD), placed.place_TK, placed.counts, placed.order, *mlp.tensors
             h_RG, out_RD = _programs()[1](4, inputs, mlp.activation)
         self._h_RG = h_RG if recording and not mlp.recompute else None
         self._mlp = mlp if recording else None
@@ -243,17 +246,16 @@ class DeviceCall(ExpertCall):
             if mlp is None:
                 (y_TD,) = _programs()[2](1, (rows, placed.place_TK, weights_TK.contiguous()))
                 return y_TD  # type: ignore[no-any-return]
-            w13, w2, _, _ = mlp.tensors
             saved = _Saved(mlp.activation, placed, self._invalid, self.handle.label)
             of_outputs = needs_autograd(weights_TK) and not sends_weights(rows.dtype)
             self.saved_bytes = (0 if h_RG is None else h_RG.nbytes) + of_outputs * rows.nbytes
-            return _DeviceExperts.apply(self.rows, weights_TK, w13, w2, saved, h_RG, rows)  # type: ignore[no-any-return]
+            return _DeviceExperts.apply(self.rows, weights_TK, *mlp.tensors, saved, h_RG, rows)  # type: ignore[no-any-return]
 
 
 def device_call(
     dispatcher: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str = ""
 ) -> DeviceCall | None:
-    """Start a call of 16-bit experts without biases, or return None if the dispatcher or the tokens need another one.
+    """Start a call of 16-bit experts, or return None if the dispatcher or the tokens need another one.
 
     Raises:
         InputError, RoutingError: invalid arguments, or invalid ids in an earlier call.

@@ -10,7 +10,7 @@ On the CPU the first GEMM reads the tokens of all ranks in place, if the dispatc
 instead of rows_RD, and the operation of backward that sends the gradients of outputs sends the tokens again. Outputs
 are not saved: backward computes the gradients of the routing weights at the experts (``MLPBackward``).
 
-The arithmetic is in ``kernels/expert_mlp.py``. On a GPU, 16-bit experts without biases run in one launch
+The arithmetic is in ``kernels/expert_mlp.py``. On a GPU, 16-bit experts run in one launch
 (``kernels/expert_mlp_gpu.py``).
 """
 

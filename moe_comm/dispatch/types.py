@@ -34,9 +34,9 @@ class PeerToPeerOptions:
             smaller number, such as 16, leaves multiprocessors to other kernels. Does not change results.
         relay: send a token's row once to each rank and copy it there, instead of once to each of its experts.
         capacity_rows: number of rows for which ``dispatch_fixed`` and layers have room on each rank. With it, a layer
-            with 16-bit experts without biases keeps the counts on the GPU, and the host does not wait for them. A
-            layer's call that sends a rank more rows raises ``HeapError`` on every rank. T tokens on each of W ranks
-            send T * K rows to a rank on average, and at most W * T * min(K, experts of the rank).
+            with 16-bit experts keeps the counts on the GPU, and the host does not wait for them. A layer's call that
+            sends a rank more rows raises ``HeapError`` on every rank. T tokens on each of W ranks send T * K rows to a
+            rank on average, and at most W * T * min(K, experts of the rank).
         own_stream: run operations on a separate stream, which the caller's stream waits for.
         emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
         bulk_copies: dispatch copies rows with cp.async.bulk, which needs few multiprocessors. Only on GPUs that have it

@@ -99,8 +99,11 @@ class WholeCall(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def run_forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the output and the tensors to save. tensors: tokens, ``DeviceRouting.source``, w13 and w2."""
+    def run_forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the output and the tensors to save.
+
+        tensors: tokens, ``DeviceRouting.source``, and those of the experts: w13, w2, b13 or None and b2 or None.
+        """
 
     @abstractmethod
     def run_backward(
@@ -111,9 +114,9 @@ class WholeCall(ABC):
 
 class _WholeLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, source: Tensor, w13: Tensor, w2: Tensor, call: WholeCall) -> Tensor:
-        y_TD, saved = call.run_forward(x_TD, source, w13, w2)
-        ctx.save_for_backward(x_TD, source, w13, w2, *saved)
+    def forward(ctx: Any, call: WholeCall, *tensors: Tensor | None) -> Tensor:
+        y_TD, saved = call.run_forward(*tensors)
+        ctx.save_for_backward(*tensors, *saved)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return y_TD
@@ -123,9 +126,9 @@ class _WholeLayer(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor | None) -> tuple[Tensor | None, ...]:
         call: WholeCall = ctx.call
         if grad_TD is None and not call.collective:
-            return (None,) * 5
-        return *call.run_backward(grad_TD, ctx.saved_tensors, needed_gradients(ctx)[:4]), None
+            return (None,) * 7
+        return None, *call.run_backward(grad_TD, ctx.saved_tensors, needed_gradients(ctx)[1:])
 
 
 run_whole = _WholeLayer.apply
-"""Takes the tensors of ``WholeCall.run_forward`` and the call, and returns the output."""
+"""Takes the call and the tensors of ``WholeCall.run_forward``, and returns the output."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -83,9 +83,7 @@ class SwiGLU(Composed):
     forward = staticmethod(swiglu_forward)
     backward = staticmethod(swiglu_backward)
 
-    @property
-    def glu(self) -> tuple[float, float]:
-        return 0.0, 0.0
+    glu = 0.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +142,11 @@ def _glu(act_fn: Callable[[Tensor], Tensor], h_RG: Tensor) -> Tensor:
 
 def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
     """Return gpt-oss's GLU: gate and up interleaved and clamped, (up + 1) * gate * sigmoid(alpha * gate)."""
+    return _clamped(alpha, limit)
+
+
+@lru_cache(typed=True)  # layers with equal activations share recorded launches
+def _clamped(alpha: float, limit: float) -> Activation:
     name, fn = f"clamped_swiglu({alpha}, {limit})", partial(_clamped_swiglu, alpha, limit)
     return ClampedSwiGLU(name, fn, interleaved=True, alpha=alpha, limit=limit)
 

@@ -7,8 +7,7 @@
 Each line is one or two launches for any number of experts. None of them copies the row counts to the CPU. If w13 or w2
 is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/grouped_mm.py``).
 
-Biases are added in the GEMMs. Their gradients are sums over the rows of an expert (``kernels/triton/biases.py``). Calls
-of which the host does not know the row counts have none.
+Biases are added in the GEMMs. Their gradients are sums over the rows of an expert (``kernels/triton/biases.py``).
 
 If experts multiply by the routing weights in backward (``expert_call.sends_weights``), ``grad`` is not multiplied by
 them, and grad_h and act are, after the gradient of the weight of each row, ``<act, grad_act> + <b2, grad>``. These
@@ -150,25 +149,26 @@ def _programs() -> tuple[Program, Program]:
 
 
 def _forward(
-    rows_RD: Tensor, w13: Tensor, w2: Tensor, counts_E: Tensor, out_RD: Tensor, activation: Activation
-) -> tuple[Tensor]:
-    return (forward(ExpertMLP((w13, w2, None, None), activation), rows_RD, counts_E, out_RD),)
+    rows_RD: Tensor, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None, counts_E: Tensor, out_RD: Tensor,
+    activation: Activation,
+) -> tuple[Tensor]:  # fmt: skip
+    return (forward(ExpertMLP((w13, w2, b13, b2), activation), rows_RD, counts_E, out_RD),)
 
 
 def repeated_forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -> Tensor:
     """Run ``forward`` as a program, for a number of rows that calls repeat."""
-    (h_RG,) = _programs()[0](3, (rows_RD, *mlp.tensors[:2], counts_E, out_RD), mlp.activation)
+    (h_RG,) = _programs()[0](3, (rows_RD, *mlp.tensors, counts_E, out_RD), mlp.activation)
     return h_RG  # type: ignore[no-any-return]
 
 
 def _backward(
     grad_RD: Tensor, rows_RD: Tensor, h_RG: Tensor | None, counts_E: Tensor, w13: Tensor, w2: Tensor,
-    grad_rows_RD: Tensor | None, weights_R: Tensor | None, dots_R: Tensor | None, activation: Activation,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    b13: Tensor | None, b2: Tensor | None, grad_rows_RD: Tensor | None, weights_R: Tensor | None,
+    dots_R: Tensor | None, activation: Activation, needs: tuple[bool, ...],
+) -> Grads:  # fmt: skip
     weights = None if weights_R is None else RowWeights(weights_R, None, dots_R)
-    mlp = ExpertMLP((w13, w2, None, None), activation)
-    return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)[:2]
+    mlp = ExpertMLP((w13, w2, b13, b2), activation)
+    return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)
 
 
 def repeated_backward(
@@ -180,17 +180,16 @@ def repeated_backward(
     grad_rows_RD: Tensor | None,
     needs: Sequence[bool],
     weights: RowWeights | None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Grads:
     """Run ``backward`` as a program, for a number of rows that calls repeat."""
-    w13, w2, _, _ = mlp.tensors
+    w13, w2, _, b2 = mlp.tensors
     needs_w13, needs_w2, *_ = needs
     if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
-        return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)[:2]
+        return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)
     weights_R, dots_R = (None, None) if weights is None else (weights.weights_N, weights.dots_N)
-    launched = 2 + (h_RG is None) + (grad_rows_RD is not None) + needs_w13 + needs_w2
-    inputs = grad_RD, rows_RD, h_RG, counts_E, w13, w2, grad_rows_RD, weights_R, dots_R
-    grad_w13, grad_w2 = _programs()[1](launched, inputs, mlp.activation, (needs_w13, needs_w2))
-    return grad_w13, grad_w2
+    launched = 2 + (h_RG is None) + (grad_rows_RD is not None) + sum(needs) + (dots_R is not None and b2 is not None)
+    inputs = grad_RD, rows_RD, h_RG, counts_E, *mlp.tensors, grad_rows_RD, weights_R, dots_R
+    return _programs()[1](launched, inputs, mlp.activation, tuple(needs))
 
 
 def backward_by(
@@ -205,7 +204,7 @@ def backward_by(
 ) -> Grads:
     """Run ``backward`` with these products of ``grad_RD`` and of the gradient of h. The second one is None if the rows
     need no gradient; the first one is then used only if w13 or routing weights do, and is None for ``grouped_mm_into``.
-    Weight gradients are computed last. With b2, rows must not have places (``RowWeights.place_N``)."""
+    Weight gradients are computed last."""
     from moe_comm.kernels.triton.biases import add_bias_dots, bias_grad
     from moe_comm.kernels.triton.grouped_mm import (
         grouped_mm_into,  # needs Triton
@@ -227,8 +226,8 @@ def backward_by(
         else:
             first(grad_RD, w2_EDF.transpose(1, 2), act_RF)
             activation_backward(mlp.activation, h_RG, act_RF, grad_h_RG, weights)
-        if needs_dots and b2_ED is not None:
-            add_bias_dots(weights.dots_N, grad_RD, b2_ED, counts_E)  # type: ignore[union-attr, arg-type]
+        if weights is not None and needs_dots and b2_ED is not None:
+            add_bias_dots(weights, grad_RD, b2_ED, counts_E)
         if last is not None:
             last(grad_h_RG, w13_EGD.transpose(1, 2))
     elif needs_w2:
@@ -236,7 +235,8 @@ def backward_by(
     if needs_w2:
         grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
     if needs_b2 and b2_ED is not None:
-        grad_b2 = bias_grad(b2_ED, grad_RD, counts_E, None if weights is None else weights.weights_N.view(-1))
+        weights_R = None if weights is None else _of_rows(weights, grad_RD.shape[0])
+        grad_b2 = bias_grad(b2_ED, grad_RD, counts_E, weights_R)
     if grad_h_RG is not None and needs_w13:
         grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
     if grad_h_RG is not None and needs_b13 and b13_EG is not None:
@@ -322,42 +322,50 @@ def backward_in_one_buffer(
     needs: Sequence[bool],
     moves: tuple[Callable[[Tensor | None], Tensor], Callable[[Tensor], Tensor]],
     weights: RowWeights | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Grads]:
     """Run ``backward`` for rows that are copied again, with one buffer for all rows of width D: that of ``grad_RD``.
 
     Args:
         grad_RD: as in ``backward``; overwritten.
-        needs: whether the rows, w13 and w2 need gradients.
+        needs: whether the rows, w13, w2, b13 and b2 need gradients.
         moves: the first one writes the rows into a buffer, or returns new ones for None. The second one returns what is
             needed of the gradient of the rows, whose memory is then overwritten.
 
     Returns:
-        The result of the second one of ``moves``, and the gradients of w13 and w2.
+        The result of the second one of ``moves``, and the gradients of the tensors.
     """
+    from moe_comm.kernels.triton.biases import add_bias_dots, bias_grad
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, weight_grad  # needs Triton
 
-    w13_EGD, w2_EDF, _, _ = mlp.tensors
-    (needs_rows, needs_w13, needs_w2), (rows_into, sum_rows) = needs, moves
-    summed = grad_w13 = grad_w2 = None
+    w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
+    (needs_rows, needs_w13, needs_w2, needs_b13, needs_b2), (rows_into, sum_rows) = needs, moves
+    summed = grad_w13 = grad_w2 = grad_b13 = grad_b2 = None
     shape = grad_RD.shape[0], w13_EGD.shape[1]
     needs_dots = weights is not None and weights.dots_N is not None
-    grad_h_RG = grad_RD.new_empty(shape) if needs_rows or needs_w13 or needs_dots else None
+    grad_h_RG = grad_RD.new_empty(shape) if needs_rows or needs_w13 or needs_b13 or needs_dots else None
     if h_RG is None:
         # A recorded program keeps all buffers at once, so the rows are copied into the memory of the gradient of h.
         fits = grad_h_RG is not None and grad_h_RG.numel() >= grad_RD.numel()
         to_RD = grad_h_RG.view(-1)[: grad_RD.numel()].view(grad_RD.shape) if fits else None  # type: ignore[union-attr]
         h_RG = grad_RD.new_empty(shape)
-        grouped_mm_into(rows_into(to_RD), w13_EGD, counts_E, h_RG)
+        grouped_mm_into(rows_into(to_RD), w13_EGD, counts_E, h_RG, bias_EN=b13_EG)
     act_RF = grad_RD.new_empty(grad_RD.shape[0], w2_EDF.shape[2])
     if grad_h_RG is not None:
         gradient_of_h(mlp, grad_RD, counts_E, h_RG, grad_h_RG, act_RF, weights)
+        if weights is not None and needs_dots and b2_ED is not None:
+            add_bias_dots(weights, grad_RD, b2_ED, counts_E)
     elif needs_w2:
         weighted_activation(mlp.activation, h_RG, act_RF, weights)
     if needs_w2:
         grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
+    if needs_b2 and b2_ED is not None:
+        weights_R = None if weights is None else _of_rows(weights, grad_RD.shape[0])
+        grad_b2 = bias_grad(b2_ED, grad_RD, counts_E, weights_R)
+    if grad_h_RG is not None and needs_b13 and b13_EG is not None:
+        grad_b13 = bias_grad(b13_EG, grad_h_RG, counts_E)
     if grad_h_RG is not None and needs_rows:
         grouped_mm_into(grad_h_RG, w13_EGD.transpose(1, 2), counts_E, grad_RD)
         summed = sum_rows(grad_RD)
     if grad_h_RG is not None and needs_w13:
         grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_into(grad_RD), counts_E)
-    return summed, grad_w13, grad_w2
+    return summed, (grad_w13, grad_w2, grad_b13, grad_b2)

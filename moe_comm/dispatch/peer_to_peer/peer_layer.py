@@ -65,25 +65,27 @@ class PeerLayer:
             PeerError, HeapError: as ``dispatch_uncounted``.
         """
         mlp.check_weights(x_TD)
-        source, (w13, w2, _, _) = routing.source, mlp.tensors
+        source, (w13, w2, b13, b2) = routing.source, mlp.tensors
         grad = torch.is_grad_enabled()
         needs_x = grad and x_TD.requires_grad
         needs_weights = (grad and source.requires_grad) or (needs_x and routing.rule is not None)
         keeps = needs_x or needs_weights or (grad and (w13.requires_grad or w2.requires_grad))
+        for bias in (b13, b2):  # a generator is slower
+            keeps = keeps or (grad and bias is not None and bias.requires_grad)
         kept, trained = (keeps, keeps and not mlp.recompute), (needs_x, needs_weights)
         call = _PeerCall(self, routing.rule, routing.others, routing.sizes, mlp.activation, kept, trained)
         with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
             if not keeps:
-                return call.run_forward(x_TD, source, w13, w2)[0], *call.rows, 0
-            y_TD = run_whole(x_TD, source, w13, w2, call)
+                return call.run_forward(x_TD, source, w13, w2, b13, b2)[0], *call.rows, 0
+            y_TD = run_whole(call, x_TD, source, w13, w2, b13, b2)
         capacity = self.dispatcher.peer_options.capacity_rows or 0
         columns = x_TD.shape[1] + w13.shape[1] * (not mlp.recompute)
         return y_TD, *call.rows, capacity * columns * x_TD.element_size()
 
     def _forward(
-        self, x_TD: Tensor, source: Tensor, w13: Tensor, w2: Tensor, first: Tensor | None, second: Tensor | None,
-        rows_CD: Tensor, out_CD: Tensor, fields: HeaderFields, rule: Any, activation: Activation,
-        kept: tuple[bool, bool], *numbers: int,
+        self, x_TD: Tensor, source: Tensor, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None,
+        first: Tensor | None, second: Tensor | None, rows_CD: Tensor, out_CD: Tensor, fields: HeaderFields, rule: Any,
+        activation: Activation, kept: tuple[bool, bool], *numbers: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Return y, the row counts and places, and what backward needs. first, second: ``DeviceRouting.others``. kept:
         whether there is a backward pass, and whether it needs the inputs of the activation."""
@@ -91,7 +93,7 @@ class PeerLayer:
         logits_TE, ids_TK, weights_TK = route(x_TD, source, (first, second), rule)
         assert ids_TK is not None
         place_TK, counts_E = dispatcher.queue_dispatch(x_TD, ids_TK, rows_CD, fields, of_pass)
-        h_CG = expert_mlp_gpu.forward(ExpertMLP((w13, w2, None, None), activation), rows_CD, counts_E, out_CD)
+        h_CG = expert_mlp_gpu.forward(ExpertMLP((w13, w2, b13, b2), activation), rows_CD, counts_E, out_CD)
         keeps, keeps_h = kept
         fields = HeaderFields("combine", 1, self.label, keeps)
         y_TD, _ = dispatcher.queue_sum(out_CD, place_TK, weights_TK, fields, of_pass)
@@ -100,13 +102,14 @@ class PeerLayer:
 
     def _backward(
         self, grad_TD: Tensor, place_TK: Tensor, counts_E: Tensor, weights_TK: Tensor, x_TD: Tensor, w13: Tensor,
-        w2: Tensor, weight_ED: Tensor | None, logits_TE: Tensor | None, ids_TK: Tensor | None, h_CG: Tensor | None,
-        rows_CD: Tensor, grad_CD: Tensor, weights_C1: Tensor, dots_C1: Tensor | None, rule: Any,
-        activation: Activation, compared: bool, needs: tuple[bool, ...], *numbers: int,
+        w2: Tensor, b13: Tensor | None, b2: Tensor | None, weight_ED: Tensor | None, logits_TE: Tensor | None,
+        ids_TK: Tensor | None, h_CG: Tensor | None, rows_CD: Tensor, grad_CD: Tensor, weights_C1: Tensor,
+        dots_C1: Tensor | None, rule: Any, activation: Activation, compared: bool, needs: tuple[bool, ...],
+        *numbers: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return the gradients of x, the source of the routing, w13 and w2. needs: whether x, the routing weights, the
-        source, w13 and w2 need theirs. weight_ED, logits_TE, ids_TK: of a router. compared: whether the routing weights
-        require gradients."""
+        """Return the gradients of x, the source of the routing, and the tensors of the experts. needs: whether x, the
+        routing weights, the source and these tensors need theirs. weight_ED, logits_TE, ids_TK: of a router. compared:
+        whether the routing weights require gradients."""
         needs_x, needs_weights, needs_source, *needs_experts = needs
         dispatcher, of_pass, label = self.dispatcher, PassNumbers(*numbers), self.label
         fields = HeaderFields("combine backward", 0, label, compared, 1)
@@ -120,15 +123,15 @@ class PeerLayer:
             x_TD, grad_TK = dispatcher.queue_sum(grad_rows_CD, place_TK, None, returned, of_pass, dots_C1, needs_x)
             return x_TD
 
-        mlp = ExpertMLP((w13, w2, None, None), activation)
-        grad_x_TD, grad_w13, grad_w2 = expert_mlp_gpu.backward_in_one_buffer(
+        mlp = ExpertMLP((w13, w2, b13, b2), activation)
+        grad_x_TD, grads = expert_mlp_gpu.backward_in_one_buffer(
             mlp, h_CG, grad_CD, counts_E, (needs_x, *needs_experts), (lambda _: rows_CD, return_rows), weights
         )
         if needs_weights and not needs_x:
             return_rows(grad_CD)
         routed = logits_TE, ids_TK, weight_ED
         grad_source = route_backward(grad_TK, routed, x_TD, rule, (needs_x, needs_source), grad_x_TD)
-        return grad_x_TD, grad_source, grad_w13, grad_w2
+        return grad_x_TD, grad_source, *grads
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +153,7 @@ class _PeerCall(WholeCall):
     rows: tuple[Tensor, Tensor] = field(init=False)
     collective: ClassVar[bool] = True
 
-    def run_forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def run_forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         layer, x_TD, rule = self.layer, tensors[0], self.rule
         dispatcher, shape, top_k = layer.dispatcher, (x_TD.shape[1], x_TD.dtype), self.sizes[0]
         placement = dispatcher._placement_digest()
@@ -179,12 +182,12 @@ class _PeerCall(WholeCall):
     def run_backward(
         self, grad_TD: Tensor | None, saved: tuple[Any, ...], needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        x_TD, source, w13, w2, logits_TE, ids_TK, weights_TK, h_CG, rows_CD = saved
+        x_TD, source, w13, w2, b13, b2, logits_TE, ids_TK, weights_TK, h_CG, rows_CD = saved
         layer, rule, (counts_E, place_TK), (of_x, of_weights) = self.layer, self.rule, self.rows, self.trained
-        dispatcher, label, (returns_x, needs_source, needs_w13, needs_w2) = layer.dispatcher, layer.label, needs
+        dispatcher, label, (returns_x, needs_source, *needs_experts) = layer.dispatcher, layer.label, needs
         returns = returns_x or needs_source
         needs_weights = returns and of_weights
-        needed = returns and of_x, needs_weights, needs_source, needs_w13, needs_w2
+        needed = returns and of_x, needs_weights, needs_source, *needs_experts
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=label):
             try:
                 grad_TD = torch.zeros_like(x_TD) if grad_TD is None else dense(grad_TD)
@@ -193,7 +196,7 @@ class _PeerCall(WholeCall):
                 number = 1 + (returns and (of_x or of_weights))
                 operation = dispatcher.first_operation(number, fields, shape, self.sizes[0], self.operation.seq)
                 inputs = (
-                    grad_TD, place_TK, counts_E, source if rule is None else weights_TK, x_TD, w13, w2,
+                    grad_TD, place_TK, counts_E, source if rule is None else weights_TK, x_TD, w13, w2, b13, b2,
                     None if rule is None else source, logits_TE, ids_TK, h_CG, rows_CD,
                 )  # fmt: skip
                 return self._launch_backward(operation, shape, inputs, needed)
@@ -216,7 +219,7 @@ class _PeerCall(WholeCall):
         try:
             received = dispatcher.heap_rows(operation, shape, *[(1, torch.float32)] * (1 + needs_weights))
             run = layer.backward if memory.operations.reserve(2, 0) else _without_record(layer._backward)
-            number = _operators_of_backward(h_CG is None, needed)
+            number = _operators_of_backward(h_CG is None, needed) + (needs_weights and inputs[8] is not None)
             number += OPERATORS_OF_ROUTE_BACKWARD * (needs_weights and rule is not None)
             grads = run(
                 number, (*inputs, *received, *[None] * (not needs_weights)), rule, self.activation, of_weights, needed,
@@ -233,9 +236,10 @@ class _PeerCall(WholeCall):
 
 def _operators_of_backward(recomputes: bool, needs: tuple[bool, ...]) -> int:
     """Return the number of operators of ``PeerLayer._backward`` without those of the routing."""
-    needs_x, needs_weights, _, needs_w13, needs_w2 = needs
-    activation = 2 if needs_x or needs_weights or needs_w13 else 2 * needs_w2
-    return 1 + recomputes + activation + needs_x + (needs_x or needs_weights) + needs_w13 + needs_w2
+    needs_x, needs_weights, _, needs_w13, needs_w2, needs_b13, needs_b2 = needs
+    activation = 2 if needs_x or needs_weights or needs_w13 or needs_b13 else 2 * needs_w2
+    of_experts = needs_w13 + needs_w2 + needs_b13 + needs_b2
+    return 1 + recomputes + activation + needs_x + (needs_x or needs_weights) + of_experts
 
 
 def _without_record(body: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

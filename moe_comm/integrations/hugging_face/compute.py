@@ -53,12 +53,13 @@ def start_call(
 
 def on_device(layout: ExpertsLayout, experts: nn.Module, x_TD: Tensor) -> OnDevice:
     """Return what a GPU can compute all experts from without row counts on the CPU; see ``Experts.on_device``."""
-    if x_TD.device.type not in TRITON_DEVICES or {*layout.parameters} != {"gate_up_proj", "down_proj"}:
+    if x_TD.device.type not in TRITON_DEVICES:
         return ""
-    weights = experts.gate_up_proj, experts.down_proj
-    supported = all(
-        type(w) is nn.Parameter and w.dtype == x_TD.dtype and w.shape[0] > 0 for w in weights
-    ) and isinstance(layout.activation, Composed)
+    tensors = (getattr(experts, name) for name in layout.parameters)
+    supported = isinstance(layout.activation, Composed) and all(
+        type(t) is nn.Parameter and t.dtype == x_TD.dtype and t.shape[0] > 0 and (t.dim() > 2 or t.stride(1) == 1)
+        for t in tensors
+    )
     if not supported:
         return ""
     return "rows" if has_hooks(experts) else "tokens"

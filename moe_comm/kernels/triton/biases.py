@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_comm.kernels.triton.device import int64, rounded, sum_of_lanes
-from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, launch
+from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, launch, power_of_two
+from moe_comm.kernels.triton.swiglu import Weights
 
 GROUP, COLUMNS, SLOTS = 32, 64, 16
 
@@ -24,16 +25,18 @@ def sum_rows_kernel(  # type: ignore[no-untyped-def]
     grad_ptr,  # [R, columns]
     grad_stride,
     weights_ptr,  # [R] fp32; any pointer unless WEIGHTED
-    ends_ptr,  # [E] int64 end of the rows of each expert
+    counts_ptr,  # [E] int64 rows of each expert
     out_ptr,  # [E, columns]
-    out_stride, columns,
-    ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    out_stride, experts, columns,
+    ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of COLUMNS columns of an expert. WEIGHTED: of rows times their weights, rounded to ELEMENT."""
     expert = int64(tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    end = tl.load(ends_ptr + expert)
-    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    other = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + other, mask=other < experts, other=0)
+    start = tl.sum(tl.where(other < expert, counts, 0), axis=0)
+    end = start + tl.load(counts_ptr + expert)
     sums = tl.zeros((COLUMNS, GROUP), tl.float32)
     for first in range(0, (end - start).to(tl.int32), GROUP):
         row = start + first + tl.arange(0, GROUP)
@@ -53,15 +56,23 @@ def add_bias_dots_kernel(  # type: ignore[no-untyped-def]
     grad_stride,
     biases_ptr,  # [E, columns]
     biases_stride,
-    expert_ptr,  # [R] int64; E or more: no expert's
-    dots_ptr,  # [R] fp32
-    rows, experts, columns,
-    SLOTS: tl.constexpr,
+    counts_ptr,  # [E] int64 rows of each expert
+    place_ptr,  # [slots] int64 row of each slot; unless PLACED any pointer, and the row is the slot
+    dots_ptr,  # [slots] fp32
+    slots, experts, columns,
+    PLACED: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Add the dot products of SLOTS rows with the biases of their experts, in the order of ``row_weights.lane_dot``."""
-    row = int64(tl.program_id(0)) * SLOTS + tl.arange(0, SLOTS)
-    expert = tl.load(expert_ptr + row, mask=row < rows, other=0)
-    live = (row < rows) & (expert < experts)
+    slot = int64(tl.program_id(0)) * SLOTS + tl.arange(0, SLOTS)
+    live = slot < slots
+    row = slot
+    if PLACED:
+        row = tl.load(place_ptr + slot, mask=live, other=-1)
+    expert, end = tl.zeros((SLOTS,), tl.int64), int64(0)
+    for one in range(experts):  # a matrix of rows and experts would need most registers
+        end += tl.load(counts_ptr + one)
+        expert += (end <= row).to(tl.int64)
+    live = live & (row >= 0) & (expert < experts)
     lanes = tl.zeros((SLOTS, 32), tl.float32)
     for first in range(0, columns, 32):
         column = (first + tl.arange(0, 32))[None, :]
@@ -70,8 +81,8 @@ def add_bias_dots_kernel(  # type: ignore[no-untyped-def]
         lanes += grad * tl.load(biases_ptr + (expert * biases_stride)[:, None] + column, mask=mask, other=0.0).to(
             tl.float32
         )
-    before = tl.load(dots_ptr + row, mask=live, other=0.0)
-    tl.store(dots_ptr + row, before + sum_of_lanes(lanes, SLOTS), mask=live)
+    before = tl.load(dots_ptr + slot, mask=live, other=0.0)
+    tl.store(dots_ptr + slot, before + sum_of_lanes(lanes, SLOTS), mask=live)
 
 
 def bias_grad(bias_EN: Tensor, grad_RN: Tensor, counts_E: Tensor, weights_R: Tensor | None = None) -> Tensor:
@@ -91,29 +102,31 @@ def bias_grad(bias_EN: Tensor, grad_RN: Tensor, counts_E: Tensor, weights_R: Ten
     if out_EN.numel():
         launch(
             sum_rows_kernel, (experts, -(-columns // COLUMNS)), grad_RN,
-            (grad_RN, grad_RN.stride(0), grad_RN if weights_R is None else weights_R, counts_E.cumsum(0),
-             out_EN, out_EN.stride(0), columns),
-            ELEMENT=DTYPES[grad_RN.dtype], WEIGHTED=weights_R is not None, GROUP=GROUP, COLUMNS=COLUMNS,
-            num_warps=4, enable_fp_fusion=False,
+            (grad_RN, grad_RN.stride(0), grad_RN if weights_R is None else weights_R, counts_E,
+             out_EN, out_EN.stride(0), experts, columns),
+            ELEMENT=DTYPES[grad_RN.dtype], WEIGHTED=weights_R is not None, BLOCK_E=power_of_two(experts), GROUP=GROUP,
+            COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out_EN
 
 
-def add_bias_dots(dots_R: Tensor, grad_RN: Tensor, bias_EN: Tensor, counts_E: Tensor) -> None:
-    """Add ``row_weights.lane_dot`` of each row of ``grad_RN`` and its expert's bias to ``dots_R``, fp32, contiguous.
+def add_bias_dots(weights: Weights, grad_RN: Tensor, bias_EN: Tensor, counts_E: Tensor) -> None:
+    """Add ``row_weights.lane_dot`` of the row of each slot in ``grad_RN`` and its expert's bias to ``weights.dots_N``.
 
-    Other arguments as in ``bias_grad``.
+    Args:
+        weights: a ``row_weights.RowWeights``.
+        grad_RN, bias_EN, counts_E: as in ``bias_grad``.
     """
-    check_tensors("add_bias_dots", dots_R, grad_RN, bias_EN, counts_E)
+    _, place_N, dots_N, _ = weights
+    check_tensors("add_bias_dots", dots_N, place_N, grad_RN, bias_EN, counts_E)
     check_rows("add_bias_dots", "gradients", grad_RN)
     check_rows("add_bias_dots", "biases", bias_EN)
-    (rows, columns), experts = grad_RN.shape, bias_EN.shape[0]
-    if not rows:
+    if dots_N is None or not dots_N.numel():
         return
-    number_R = torch.arange(rows, dtype=torch.int64, device=grad_RN.device)
-    expert_R = torch.searchsorted(counts_E.cumsum(0), number_R, right=True)
+    slots = dots_N.numel()
     launch(
-        add_bias_dots_kernel, (-(-rows // SLOTS),), grad_RN,
-        (grad_RN, grad_RN.stride(0), bias_EN, bias_EN.stride(0), expert_R, dots_R, rows, experts, columns),
-        SLOTS=SLOTS, num_warps=4, enable_fp_fusion=False,
+        add_bias_dots_kernel, (-(-slots // SLOTS),), grad_RN,
+        (grad_RN, grad_RN.stride(0), bias_EN, bias_EN.stride(0), counts_E, counts_E if place_N is None else place_N,
+         dots_N, slots, *bias_EN.shape),
+        PLACED=place_N is not None, SLOTS=SLOTS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

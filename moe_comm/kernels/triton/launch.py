@@ -375,3 +375,8 @@ def tile(width: int, size: int, max_rows: int = 16) -> tuple[int, int]:
     """Return rows and columns (powers of two) of a tile of about ``size`` elements for rows of ``width``."""
     columns = min(size, 1 << max(width - 1, 0).bit_length())
     return min(max(size // columns, 1), max_rows), columns
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least ``n``, a positive number."""
+    return 1 << (n - 1).bit_length()

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_comm.errors import InputError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.kernels.triton.device import int64, sigmoid
-from moe_comm.kernels.triton.launch import check_index, check_tensors, launch
+from moe_comm.kernels.triton.launch import check_index, check_tensors, launch, power_of_two
 from moe_comm.kernels.triton.program import Program
 
 MAX_EXPERTS = 1024
@@ -207,8 +207,8 @@ def select(
             (logits_TE, logits_TE.stride(0), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
              weights_TK if scores_TE is None else scores_TE, ids_TK if load_E is None else load_E,
              tokens, experts, float(rule.scale)),
-            BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
-            BLOCK_G=_up(rule.num_groups), TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
+            BLOCK_K=power_of_two(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
+            BLOCK_G=power_of_two(rule.num_groups), TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
             BIASED=bias_E is not None, SCORED=return_scores, COUNTED=load_E is not None, **sizes, num_warps=4,
         )  # fmt: skip
     return ids_TK, weights_TK, scores_TE
@@ -228,8 +228,8 @@ def select_backward(
             (logits_TE, logits_TE.stride(0), ids_TK, grad if grad_TK is None else grad_TK,
              grad if grad_TE is None else grad_TE, grad, ids_TK if zeros is None else zeros, tokens, experts,
              0 if zeros is None else zeros.numel(), float(rule.scale)),
-            WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None, ZEROS=0 if zeros is None else _up(zeros.numel()),
-            **sizes, num_warps=4,
+            WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None,
+            ZEROS=0 if zeros is None else power_of_two(zeros.numel()), **sizes, num_warps=4,
         )  # fmt: skip
     return (grad,)
 
@@ -295,7 +295,7 @@ def route(
 
 @lru_cache
 def _sizes(rule: Any) -> dict[str, Any]:
-    block = _up(rule.num_choices)
+    block = power_of_two(rule.num_choices)
     return {
         "SCORE": SCORES[rule.score],
         "TOP_K": rule.top_k,
@@ -303,7 +303,3 @@ def _sizes(rule: Any) -> dict[str, Any]:
         "NORMALIZE": rule.normalize,
         "TOKENS": min(16, max(1, TILE_ELEMENTS // block)),
     }
-
-
-def _up(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -225,11 +225,12 @@ class Experts(nn.Module):
 
     def is_uncounted(self, x_TD: Tensor) -> bool:
         """Return whether a GPU can compute all experts without row counts on the CPU, if no hooks need them."""
-        w13, w2 = self.w13, self.w2
+        w13, w2, b13, b2 = self.w13, self.w2, self.b13, self.b2
         return (
             type(w13) is nn.Parameter
             and type(w2) is nn.Parameter
-            and self.b13 is None
+            and (b13 is None or (type(b13) is nn.Parameter and b13.stride(1) == 1))
+            and (b2 is None or (type(b2) is nn.Parameter and b2.stride(1) == 1))
             and self.copies is None
             and self.gemm_dtype == "same"
             and self.num_experts > 0

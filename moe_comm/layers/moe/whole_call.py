@@ -10,7 +10,7 @@ copies of experts, or shards by FSDP2. Hooks of the layer itself, such as FSDP's
 recomputed activations are supported.
 
 All other calls run dispatch, experts and combine one after the other, with the same bits. So do calls with operators
-that a program cannot repeat: other activations than SwiGLU, ``main_grad``, and over ``local`` the sort of many slots.
+that a program cannot repeat: activations without ``glu``, ``main_grad``, and over ``local`` the sort of many slots.
 Over ``peer_to_peer`` both kinds of calls run the same operations between ranks, so ranks may differ.
 """
 
@@ -31,7 +31,6 @@ from moe_comm.dispatch.types import DeviceCounts, OnDevice
 from moe_comm.dispatch.whole_layer import DeviceRouting
 from moe_comm.dispatch.wire_dtype import UNCHANGED
 from moe_comm.kernels import expert_mlp_gpu
-from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
 from moe_comm.layers.moe.experts import Experts, has_hooks
@@ -65,9 +64,12 @@ def whole_call(layer: Any, x: Tensor) -> Ran | None:
         or x.shape[-1:] != (router.hidden,)
         or torch.is_autocast_enabled(x.device.type)
         or not experts.is_uncounted(x)
+        or (experts.b2 is not None and experts.part.count > 1)  # padded, which allocates memory and may fail
         or has_hooks(experts, router, known=None if local else getattr(gradients, "before_forward", None))
-        or not _takes(layer, experts, (experts.w13, experts.w2, router.weight, bias_E), experts.activation, x, "tokens")
     ):
+        return None
+    tensors = experts.w13, experts.w2, experts.b13, experts.b2, router.weight, bias_E
+    if not _takes(layer, experts, tensors, experts.activation, x, "tokens"):
         return None
     from moe_comm.kernels.triton.router import MAX_EXPERTS  # needs Triton
     from moe_comm.kernels.triton.slot_order import FEW, SLOTS
@@ -112,10 +114,9 @@ def given_call(
     # The casts allocate memory. The other ranks would wait for a rank that raises.
     with parallel.dispatcher.abort_on_error(parallel.label):
         of_experts = mlp()
-        w13, w2, *biases = of_experts.tensors
-        if any(bias is not None for bias in biases) or of_experts.apart or of_experts.gemm_dtype != "same":
+        if of_experts.apart or of_experts.gemm_dtype != "same":
             return None
-        tensors = w13, w2, ids_TK, weights_TK
+        tensors = *of_experts.tensors, ids_TK, weights_TK
         if not _takes(parallel, experts, tensors, of_experts.activation, x_TD, on_device):
             return None
         from moe_comm.kernels.triton.slot_order import FEW, SLOTS  # needs Triton
@@ -131,7 +132,8 @@ def given_call(
 def _takes(
     parallel: Any, experts: Any, tensors: tuple[Any, ...], activation: Any, x: Tensor, on_device: OnDevice
 ) -> bool:
-    """Return whether dispatch, experts and combine can be one function. tensors: w13, w2, and those of the routing."""
+    """Return whether dispatch, experts and combine can be one function. tensors: w13, w2, their biases or None, and
+    those of the routing."""
     dispatcher = parallel.dispatcher
     local = isinstance(dispatcher, LocalDispatcher)
     gradients, options = getattr(experts, "expert_gradients", None), dispatcher.options
@@ -142,7 +144,7 @@ def _takes(
         or parallel.in_flight_hook is not None
         or parallel.slots is not None
         or experts._modules
-        or not isinstance(activation, SwiGLU)
+        or activation.glu is None
         or hasattr(tensors[0], "main_grad")
         or hasattr(tensors[1], "main_grad")
         or (gradients is not None and (local or gradients.prepared_for_fsdp))

@@ -51,6 +51,9 @@ BACKWARD = ["take_rows_kernel", "grouped_mm_tma_kernel", "weighted_swiglu_backwa
 FROZEN = ["take_rows_kernel", "take_rows_kernel", "grouped_mm_tma_kernel", "grouped_mm_tma_kernel",
           "weighted_swiglu_backward_kernel", "grouped_weight_grad_kernel", "grouped_mm_tma_kernel",
           "weighted_sum_kernel", *BACKWARD[8:]]  # fmt: skip
+GPT_OSS = {"bias": True, "activation": "clamped_swiglu"}
+WITH_BIASES = [*BACKWARD[:3], "add_bias_dots_kernel", BACKWARD[3], "take_rows_kernel", "sum_rows_kernel",
+               "sum_rows_kernel", *BACKWARD[4:]]  # fmt: skip
 STREAM = 77
 OF_GPU = 3
 """Frames of ``repeats`` and ``current_stream``, which the emulation replaces."""
@@ -63,7 +66,14 @@ def layer(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> MoELayer:
     built = MoELayer(router, experts, LocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)))
     router.reset_parameters(std=1.0, generator=torch.Generator().manual_seed(0))
     experts.reset_parameters(1, std=0.3)
+    fill_biases(experts)
     return built
+
+
+def fill_biases(experts: Experts) -> None:
+    for seed, bias in enumerate((experts.b13, experts.b2)):
+        if bias is not None:
+            bias.data.copy_(drawn(*bias.shape, seed=seed))
 
 
 def passes(built: MoELayer, x_TD: Tensor, routing: Routing | None = None) -> list[Tensor]:
@@ -142,7 +152,7 @@ def test_a_layer_never_waits_for_counts_and_has_the_same_bits() -> None:
     native.TRITON_DEVICES.add("cpu")
     try:
         for routing in (None, given):
-            for settings, recompute in (({}, False), ({"transposed": True}, True)):
+            for settings, recompute in (({}, False), ({"transposed": True}, True), (GPT_OSS, False)):
                 built = layer(**settings)
                 built.experts.recompute = recompute
                 with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +162,7 @@ def test_a_layer_never_waits_for_counts_and_has_the_same_bits() -> None:
                 assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
                 assert built.dispatch_stats == stats
                 if routing is None:
-                    assert recompute or launched == FORWARD + BACKWARD
+                    assert recompute or launched == FORWARD + (WITH_BIASES if settings else BACKWARD)
                     assert saved_bytes(built, x_TD) == TOKENS * (
                         2 * HIDDEN + TOP_K * (0 if recompute else 4 * FFN)  # x, h
                         + 4 * EXPERTS + TOP_K * (8 + 4)  # logits, ids, weights
@@ -167,8 +177,10 @@ def test_other_activations_frozen_experts_and_fp16_have_the_same_bits() -> None:
     native.TRITON_DEVICES.add("cpu")
     half, first, second = torch.float16, ("w13",), ("router.weight", "w13")
     try:
-        cases = (({"activation": "geglu"}, (), False), ({"activation": "relu2"}, second, True), ({}, first, False),
-                 ({}, ("w2",), True), ({"dtype": half}, (), True), ({}, second, False))  # fmt: skip
+        cases = (({"activation": "geglu", "bias": True}, (), False), ({"activation": "relu2"}, second, True),
+                 ({}, first, False), ({}, ("w2",), True), ({"dtype": half}, (), True), ({}, second, False),
+                 ({**GPT_OSS, "dtype": half}, (), True), (GPT_OSS, ("w13", "b13", "w2"), True),
+                 ({"bias": True}, ("w13", "w2", "b2", "router.weight"), False))  # fmt: skip
         for settings, frozen, with_routing in cases:
             built = layer(**settings)
             for name, p in built.named_parameters():
@@ -280,7 +292,7 @@ def emulated(driver: PythonDriver) -> Iterator[None]:
     native.TRITON_DEVICES.add("cpu")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("grouped_mm", "linear", "router", "rows", "slot_order", "swiglu", "swiglu_gradient"):
+            for name in ("biases", "grouped_mm", "linear", "router", "rows", "slot_order", "swiglu", "swiglu_gradient"):
                 patch.setattr(kernels(name), "launch", launch)
             patch.setattr(launches, "repeats", lambda device: True)
             patch.setattr(program, "new_record", driver.record)
@@ -299,12 +311,12 @@ def step_by_step(built: MoELayer, x_TD: Tensor, routing: Routing | None = None) 
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_is_one_native_call_forward_and_one_backward_with_the_same_bits(frozen: bool) -> None:
+@pytest.mark.parametrize("case", ["", "frozen", "gpt-oss"])
+def test_a_layer_is_one_native_call_forward_and_one_backward_with_the_same_bits(case: str) -> None:
     driver = PythonDriver()
     program = kernels("program")
     with emulated(driver):
-        built = layer()
+        built, frozen = layer(**(GPT_OSS if case == "gpt-oss" else {})), case == "frozen"
         built.experts.w13.requires_grad_(not frozen)
         built.experts.recompute = frozen
         for seed in range(4):
@@ -319,7 +331,7 @@ def test_a_layer_is_one_native_call_forward_and_one_backward_with_the_same_bits(
                 continue
             calls = [len(list(group)) for key, group in groupby(driver.named) if key == "cuLaunchKernel"]
             names = [driver.names[launch.kernel] for launch in driver.launches]
-            assert names == FORWARD + (BACKWARD if not frozen else FROZEN)
+            assert names == FORWARD + {"": BACKWARD, "frozen": FROZEN, "gpt-oss": WITH_BIASES}[case]
             assert calls == [len(FORWARD), len(names) - len(FORWARD)] and driver.named.count("cuCtxGetCurrent") == 2
             assert {launch.stream for launch in driver.launches} == {STREAM}
             assert {launch.context for launch in driver.launches} == {CONTEXT}
@@ -329,6 +341,7 @@ def test_a_layer_is_one_native_call_forward_and_one_backward_with_the_same_bits(
         buffers += [2 * rows * 2 * FFN] if frozen else []  # h, which is recomputed; rows are in the gradient of h
         parts = -(-TOKENS // (2 * kernels("linear").INTERPRETED.inner))
         buffers += [4 * slots, 4, 4 * TOKENS * EXPERTS, 4 * parts * EXPERTS * HIDDEN]  # of weights, a counter, logits
+        buffers += [4 * slots] if case == "gpt-oss" else []  # weights of rows
         assert plan.workspace == sum(-(-size // program.ALIGNMENT) * program.ALIGNMENT for size in buffers)
         driver.launches.clear()
         with torch.no_grad():

@@ -31,6 +31,7 @@ from tests.kernels.triton.test_device_call import (
     TOKENS,
     TOP_K,
     emulated,
+    fill_biases,
     frames_of_package,
     passes,
     step_by_step,
@@ -51,12 +52,19 @@ BACKWARD = ["grouped_mm_tma_kernel", "weighted_swiglu_backward_kernel", "grouped
             "linear_backward_kernel"]  # fmt: skip
 
 
-def build(group: Any, capacity: int | None, heap_bytes: int | None = None) -> MoELayer:
-    """Return a layer. Layers with the same number of bytes share the memory of peers."""
+GPT_OSS = {"expert_bias": True, "activation": "clamped_swiglu"}
+OF_BIASES = ["add_bias_dots_kernel", "sum_rows_kernel", "sum_rows_kernel"]
+WITH_BIASES = [*BACKWARD[:2], OF_BIASES[0], BACKWARD[2], *OF_BIASES[1:], *BACKWARD[3:]]
+
+
+def build(group: Any, capacity: int | None, heap_bytes: int | None = None, **experts: Any) -> MoELayer:
+    """Return a layer. Layers with the same number of bytes share the memory of peers. experts: of ``MoEConfig``."""
     peers = PeerToPeerOptions(emulate=True, capacity_rows=capacity, heap_bytes=heap_bytes)
     options = DispatchOptions(timeout_s=60, peer_to_peer=peers)
-    config = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, TOP_K))
-    return MoELayer.build(config, group, backend="peer_to_peer", options=options, seed=1, dtype=torch.bfloat16)
+    config = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, TOP_K), **experts)
+    built = MoELayer.build(config, group, backend="peer_to_peer", options=options, seed=1, dtype=torch.bfloat16)
+    fill_biases(built.experts)
+    return built
 
 
 def unseen(kernel: Any) -> Any:
@@ -90,7 +98,7 @@ def test_a_layer_is_one_native_call_each_way(rank: int) -> None:
             of_peers.clear()
             actual = passes(fixed, x_TD)
             same = [torch.equal(a, b) for a, b in zip(expected, actual, strict=True)]
-            assert same == [True] * 6, same
+            assert same == [True] * (8 if fixed.experts.b2 is not None else 6), same
             return actual
 
         for seed in range(4):
@@ -123,6 +131,15 @@ def test_a_layer_is_one_native_call_each_way(rank: int) -> None:
         for built in (fixed, counted):
             built.experts._forward_hooks.clear()
         check(rank, 3)  # no tokens on rank 0
+        counted, fixed = (build(dist.group.WORLD, rows, 1 << 20, **GPT_OSS) for rows in (None, 50))
+        fixed.in_flight_hook = (lambda: None) if rank else None  # rank 1 makes several native calls
+        for seed in range(3):
+            check(TOKENS, seed)
+        names = [driver.names[launch.kernel] for launch in driver.launches]
+        assert names[:7] == [*FORWARD, *WITH_BIASES[:2]] and names.count("sum_rows_kernel") == 2
+        assert names[7] == "add_bias_dots_kernel" and (rank or names == FORWARD + WITH_BIASES)
+        assert rank or (driver.named.count("cuCtxGetCurrent") == 2 and of_peers == OF_PEERS)
+        fixed.in_flight_hook = None
         fixed.dispatcher.calls.next(fixed.dispatcher._ordinal, rank)
         with pytest.raises(PeerError, match="call"):
             fixed(x_TD)
