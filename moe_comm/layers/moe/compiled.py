@@ -31,9 +31,9 @@ _GRAPHS: dict[int, tuple[Tensor, list[Tensor]]] = {}
 """Calls whose backward pass has not run, by the value of ``call``: the output, and what needs a gradient."""
 _numbers = count(1)
 _places = count()
-# Not inferred from the annotations: a list of dtypes.
+# dtypes are names, because torch 2.11 gives an operator the elements of ScalarType[] as numbers.
 _SCHEMA_BACKWARD = (
-    "(Tensor grad, Tensor call, SymInt[] sizes, int[] dims, ScalarType[] dtypes, Tensor[] parameters) -> Tensor[]"
+    "(Tensor grad, Tensor call, SymInt[] sizes, int[] dims, str[] dtypes, Tensor[] parameters) -> Tensor[]"
 )
 
 
@@ -136,7 +136,7 @@ def _layer_backward(
     call: Tensor,
     sizes: Sequence[int],
     dims: Sequence[int],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[str],
     parameters: Sequence[Tensor],
 ) -> list[Tensor]:
     if int(call) not in _GRAPHS:
@@ -158,13 +158,13 @@ def _empty_gradients(
     grad: Tensor,
     sizes: Sequence[int],
     dims: Sequence[int],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[str],
     parameters: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return tensors like the gradients: of inputs with ``sizes``, one after the other, and of parameters."""
     first, empty = 0, []
     for dim, dtype in zip(dims, dtypes, strict=True):
-        empty.append(torch.empty(tuple(sizes[first : first + dim]), dtype=dtype, device=grad.device))
+        empty.append(torch.empty(tuple(sizes[first : first + dim]), dtype=getattr(torch, dtype), device=grad.device))
         first += dim
     return [*empty, *map(torch.empty_like, parameters)]
 
@@ -185,7 +185,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     given, _, parameters, _, needs, *_ = inputs
     ctx.needs, ctx.num_inputs = needs, len(given)
     wanted = [t for t, need in zip(given, needs, strict=False) if need]
-    ctx.shapes, ctx.dtypes = [t.shape for t in wanted], [t.dtype for t in wanted]
+    ctx.shapes, ctx.dtypes = [t.shape for t in wanted], [str(t.dtype).removeprefix("torch.") for t in wanted]
     trained = [p for p, need in zip(parameters, needs[len(given) :], strict=True) if need]
     ctx.save_for_backward(output[1], *trained)  # not the inputs, whose memory the layer does not need
 
