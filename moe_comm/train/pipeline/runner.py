@@ -31,6 +31,7 @@ from moe_comm.train.parallel.strategy import DataParallel
 from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
 from moe_comm.train.pipeline.stage import (
     ACTIVATIONS,
+    SPLITS_BACKWARD,
     PairedForward,
     Stage,
     StageContext,
@@ -147,7 +148,8 @@ class Pipeline:
         timeout_s: seconds that a stage waits for another one. It must be longer than the slowest step.
 
     Raises:
-        ConfigError: ``timeout_s`` is not a positive number, or plan, schedule, mesh and modules do not fit each other.
+        ConfigError: ``timeout_s`` is not a positive number, plan, schedule, mesh and modules do not fit each other, or
+            this torch cannot split backward passes.
     """
 
     def __init__(
@@ -177,6 +179,11 @@ class Pipeline:
             raise ConfigError(
                 f"{schedule} cannot run a plan of style {plan.style!r} with {plan.virtual} stages per rank; "
                 "create the plan with plan_stages for this schedule"
+            )
+        if info.splits_backward and split_backward and not SPLITS_BACKWARD:
+            raise ConfigError(
+                f"{schedule} splits backward passes, which torch {torch.__version__} does incorrectly; use torch "
+                ">= 2.12, or another schedule"
             )
         if len(modules) != len(self._indices):
             raise ConfigError(

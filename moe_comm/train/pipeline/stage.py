@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _backward
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # no public names
 
 from moe_comm.errors import InputError
@@ -32,6 +32,9 @@ from moe_comm.train.parallel.strategy import DataParallel
 from moe_comm.train.pipeline.batch import MicroBatch
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
+SPLITS_BACKWARD = hasattr(_backward, "_autograd_grad_for_inputs")
+"""Whether this torch can split a backward pass of operators in Python. torch 2.11 cannot: it frees them after the first
+half, and sums the gradients of their outputs."""
 
 
 class Transfers:

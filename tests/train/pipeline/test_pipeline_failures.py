@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -31,15 +32,18 @@ def invalid_pipelines(rank: int, world: int, _: None) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             Pipeline(modules, mesh, plan, schedule, activations)
         messages.append(str(caught.value))
-    return messages
+    with mock.patch("moe_comm.train.pipeline.runner.SPLITS_BACKWARD", False), pytest.raises(ConfigError) as caught:
+        Pipeline(parts, mesh, case.plan, "zbv", activations)
+    return [*messages, str(caught.value)]
 
 
 def test_a_plan_that_does_not_fit_mesh_schedule_or_modules_raises(pool2: RankPool) -> None:
-    for modules, style, larger, none in pool2.run(invalid_pipelines):
+    for modules, style, larger, none, old_torch in pool2.run(invalid_pipelines):
         assert "got 1 modules" in modules
         assert "style 'v'" in style
         assert "pp = 4" in larger
         assert "pp = 1" in none
+        assert "zbv splits backward passes" in old_torch
 
 
 def casting(rank: int, world: int, _: None) -> str:
