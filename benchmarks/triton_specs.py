@@ -227,7 +227,7 @@ def _router_specs() -> tuple[KernelSpec, ...]:
         "logits, gradients of tokens and weights", linear.linear_backward_kernel, BF16, constants,
         tiling.warps, tiling.stages,
     )  # fmt: skip
-    types = {"grad_ptr": "*fp32", "parts_ptr": "*fp32", "ended_ptr": "*i32"}
+    types = {"grad_ptr": "*fp32", "parts_ptr": "*fp32", "sums_ptr": POINTERS[BF16], "ended_ptr": "*i32"}
     specs.append(replace(gradients, types={**gradients.types, **types}))
     constants = {"ELEMENT": DTYPES[BF16], "COLUMNS": linear.SUM_ELEMENTS}
     parts = _spec("logits, sum of parts", linear.sum_parts_kernel, BF16, constants)
