@@ -112,6 +112,12 @@ MOE_DEVICE int64_t add_system(int64_t* p, int64_t v) {
   asm volatile("atom.acq_rel.sys.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
   return old;
 }
+// Adds 1, and orders nothing; returns the value before.
+MOE_DEVICE int64_t count_up(int64_t* p) {
+  int64_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(old) : "l"(p) : "memory");
+  return old;
+}
 // Stores v where the word is 0; returns the value before.
 MOE_DEVICE int64_t store_if_zero(int64_t* p, int64_t v) {
   int64_t old;

@@ -89,7 +89,7 @@ class ListedTiles {
   MOE_DEVICE bool next() { return kPublished ? next_of_slice() : next_arrived(); }
 
  private:
-  MOE_DEVICE int64_t take() { return add_system(words_at(a_.taken_at) + (kPublished ? counts_ : 0), 1); }
+  MOE_DEVICE int64_t take() { return count_up(words_at(a_.taken_at) + (kPublished ? counts_ : 0)); }
   MOE_DEVICE int64_t end_of(int slice) const { return (slice + 1) * int64_t{tiles_n_} / slices_; }  // in tiles
 
   MOE_DEVICE void set(const int64_t* item, int64_t n, int slice) {
@@ -125,7 +125,8 @@ class ListedTiles {
     for (int polls = 1; tile_ >= 0; ++polls) {
       const int64_t* const item = words_at(a_.items_at) + tile_ / tiles_n_ * kItemWords;
       const int64_t late = late_flag(item);
-      const bool failed = late >= 0 && has_failed(late, start);
+      // The abort word is in the memory of the CPU, and slow to read.
+      const bool failed = late >= 0 && polls >= kPatience && has_failed(late, start);
       if (failed && a_.flags == 0) break;
       if (late < 0 || failed) {
         fence_loads();

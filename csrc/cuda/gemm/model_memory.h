@@ -269,6 +269,7 @@ inline void wait_stores() {
 inline int64_t load_system(const int64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_system(int64_t* p, int64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline int64_t add_system(int64_t* p, int64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+inline int64_t count_up(int64_t* p) { return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
 inline int64_t store_if_zero(int64_t* p, int64_t v) {
   int64_t old = 0;
   __atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);

@@ -148,21 +148,22 @@ def arrived_mm_kernel(  # type: ignore[no-untyped-def]
         else:
             rest()
             polls += 1
-            # The clock and the abort word may differ between warps: the first thread counts, and the next poll decides.
-            failed = (clock_ns() - start_ns >= timeout_ns) | (tl.load(abort_ptr, volatile=True) != 0)
-            failures = tl.atomic_add(taken_ptr + 1, failed.to(tl.int64), sem="relaxed")
-            if failures > 0:
-                _report(flags_ptr + late, late // _FLAGS % world, turn, state_ptr, report_ptr, abort_ptr)
-                oldest, fresh, late = zero - 1, total, zero - 1
-            elif polls >= _PATIENCE:
-                tl.store(aside_ptr + tile, zero - 1)
-                if oldest < 0:
-                    oldest = tile
+            if polls >= _PATIENCE:  # not each time: the abort word is in the memory of the CPU, and slow to read
+                # It and the clock may differ between warps: the first thread counts, and the next time decides.
+                failed = (clock_ns() - start_ns >= timeout_ns) | (tl.load(abort_ptr, volatile=True) != 0)
+                failures = tl.atomic_add(taken_ptr + 1, failed.to(tl.int64), sem="relaxed")
+                if failures > 0:
+                    _report(flags_ptr + late, late // _FLAGS % world, turn, state_ptr, report_ptr, abort_ptr)
+                    oldest, fresh = zero - 1, total
                 else:
-                    tl.store(aside_ptr + newest, tile)
-                newest = tile
+                    tl.store(aside_ptr + tile, zero - 1)
+                    if oldest < 0:
+                        oldest = tile
+                    else:
+                        tl.store(aside_ptr + newest, tile)
+                    newest = tile
+                    tl.debug_barrier()  # all threads read what the first one has stored
                 late = zero - 1
-                tl.debug_barrier()  # all threads read what the first one has stored
         if late < 0:  # take the next tile of the list, or the oldest of those set aside
             polls = 0
             if fresh < total:
