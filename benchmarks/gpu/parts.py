@@ -143,6 +143,9 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     tests("gemm-tests-fused", 45, of_rows, "-m", "gpu", "-k", "fused", family="fused", env=in_cuda)
     tests("gemm-tests-linear", 45, of_rows, "-m", "gpu", "-k", "linear", family="linear", env=in_cuda)
     tests("gemm-tests-fp8", 45, of_rows, "-m", "gpu", "-k", "e4m3", family="fp8", env=in_cuda)
+    executor = "tests/gpu/test_device_executor_on_gpu.py"
+    tests("gemm-tests-executor", 75, executor, "-m", "gpu", "-k", "1-1024 or 2-1024", family="linear", test_s=30,
+          env=in_cuda)  # fmt: skip
     measurement("hidden", 75, "hidden", family="triton")
     measurement("products", 90, "products", family="triton")
     measurement("fused", 60, "fused", family="fused", env=in_cuda)
