@@ -367,7 +367,7 @@ def takes_weights(grad_RN: Tensor, rows_RD: Tensor, out_END: Tensor) -> bool:
         and by_inner == 1
         and by_column >= inner
         and by_column % multiple == 0
-        and (experts == 1 or (by_expert >= columns * by_column and by_expert % multiple == 0))
+        and (experts == 1 or (by_expert >= columns * by_column and by_expert % by_column == 0))
         and all(rows.stride(0) % MULTIPLE == 0 and rows.stride(0) >= rows.shape[1] for rows in (grad_RN, rows_RD))
         and all(tensor.data_ptr() % (2 * MULTIPLE) == 0 for tensor in (grad_RN, rows_RD, out_END))
     )

@@ -55,6 +55,8 @@ def test_matrices_that_tma_cannot_describe_are_left_to_triton() -> None:
     assert not gemm.takes_weights(grad[:, 4:92], rows, out[:, :88]), "alignment"
     assert not gemm.takes_weights(grad, rows, torch.zeros(3, 96, 128)[:, :, ::2])
     assert not gemm.takes_weights(grad, rows, out[:1].expand(3, -1, -1))
+    apart = torch.zeros(3 * 6160).as_strided((3, 96, 64), (6160, 64, 1))
+    assert not gemm.takes_weights(grad, rows, apart), "experts that are no whole number of rows apart"
     assert not gemm.takes_weights(torch.zeros(20, 100, dtype=BF16)[:, :96], rows, out), "row stride"
     assert not tensor_cores.multiply_weights(grad, rows, torch.zeros(3, dtype=torch.int64), out, add=True), "on the CPU"
 
