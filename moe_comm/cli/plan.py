@@ -109,6 +109,10 @@ def plan(
     offload_activations: Annotated[
         str | None, _option("Offload activations, but for this memory of a rank.", "SIZE", by="they are in memory")
     ] = None,
+    offload_weights: Annotated[
+        bool,
+        typer.Option("--offload-weights", help="Offload weights, gradients and state of fsdp to the host's memory."),
+    ] = False,
     offload_rate: Annotated[
         float | None, _option("GB/s at which a rank reads and writes offloaded data.", by=f"{OFFLOAD_RATE:g}")
     ] = None,
@@ -188,6 +192,7 @@ def plan(
             "--dispatcher": None if dispatcher == "auto" else dispatcher,
             "--offload-budget": offload_budget,
             "--offload-activations": offload_activations,
+            "--offload-weights": offload_weights or None,
             "--offload-rate": offload_rate,
             "--slow": slow,
             "--config": config_out,
@@ -247,9 +252,10 @@ def plan(
         raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
     shape = load("moe_comm.train.plan_config", "train").model_named(model)
     budgets = {"--offload-budget": offload_budget, "--offload-activations": offload_activations}
-    policy = _policy(budgets, offload_rate)
-    if any(budgets.values()) and placement not in (None, "fixed"):
-        option = next(name for name, budget in budgets.items() if budget)
+    policy = _policy(budgets, offload_weights, offload_rate)
+    offloads: dict[str, object] = budgets | {"--offload-weights": offload_weights}
+    if any(offloads.values()) and placement not in (None, "fixed"):
+        option = next(name for name, value in offloads.items() if value)
         raise ConfigError(f"{option} needs --placement fixed: experts with stored state cannot move")
     request = PlanRequest(shape, _cluster(hardware, hardware_file, gpus, host_size), workload, global_batch, policy)
     settings = {
@@ -260,20 +266,25 @@ def plan(
         "schedule": schedule,
         "dispatcher": None if dispatcher == "auto" else dispatcher,
     }
+    if offload_weights:
+        if sharding not in (None, "fsdp"):
+            raise ConfigError(f"--offload-weights needs --sharding fsdp; got {sharding}")
+        settings["sharding"] = "fsdp"
     fixed: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if mapping is None:
+        fixed |= {"replicas": 1} if offload_weights else {}
         _search(request, folded, fixed, top or TOP, outputs)
     else:
         outputs.write(request, PartialMapping(mapping, coupled=folded is False, **fixed).candidate(request))
 
 
-def _policy(budgets: dict[str, str | None], rate: float | None) -> MemoryPolicy:
+def _policy(budgets: dict[str, str | None], weights: bool, rate: float | None) -> MemoryPolicy:
     """Return the memory policy with the budgets of offloaded state and activations, and a rate of ``rate`` GB/s."""
     from moe_plan.model.memory import MemoryPolicy
 
-    if not any(budgets.values()):
+    if not any(budgets.values()) and not weights:
         if rate is not None:
-            raise ConfigError("--offload-rate needs --offload-budget or --offload-activations")
+            raise ConfigError("--offload-rate needs --offload-budget, --offload-activations or --offload-weights")
         return MemoryPolicy()
     rate = OFFLOAD_RATE if rate is None else rate
     if not 0 < rate < math.inf:
@@ -284,7 +295,7 @@ def _policy(budgets: dict[str, str | None], rate: float | None) -> MemoryPolicy:
             sizes.append(None if budget is None else byte_count(budget))
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from None
-    return MemoryPolicy(offload=sizes[0], activations=sizes[1], offload_rate=rate * 1e9)
+    return MemoryPolicy(offload=sizes[0], activations=sizes[1], weights=weights, offload_rate=rate * 1e9)
 
 
 def _loads(

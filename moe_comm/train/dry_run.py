@@ -61,12 +61,16 @@ Coordinates = Mapping[str, int]
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """Bytes on one rank; ``activations`` is an estimate. moved: transfers of offloaded activations in a step."""
+    """Bytes on one rank; ``activations`` is an estimate.
+
+    moved, copied: transfers of offloaded activations, and of offloaded weights and gradients, in a step.
+    """
 
     rank: int
     fixed: FixedMemory
     activations: int
     moved: float = 0.0
+    copied: int = 0
 
     @property
     def total(self) -> int:
@@ -241,7 +245,13 @@ def _ranks(
     storage = _ParameterStorage(config, mapping)
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
-        RankEstimate(rank, storage.fixed(shardings, mapping.place(rank), mapping.sizes), *activations) for rank in ranks
+        RankEstimate(
+            rank,
+            storage.fixed(shardings, mapping.place(rank), mapping.sizes),
+            *activations,
+            storage.copied(shardings, mapping.place(rank), mapping.sizes),
+        )
+        for rank in ranks
     )
 
 
@@ -249,11 +259,13 @@ class _ParameterStorage:
     """How a run stores its parameters."""
 
     def __init__(self, config: TrainConfig, mapping: ParallelConfig) -> None:
-        self.strategy = config.parallel.sharding if mapping.world > 1 else "replicate"  # FSDP needs a process group
+        self.offloads = config.offload.weights == "host"
+        several = mapping.world > 1 or self.offloads  # FSDP needs a process group
+        self.strategy: ShardingMode = config.parallel.sharding if several else "replicate"
         self.replicas = config.parallel.dp_replicate
         self.itemsize = DTYPES[config.model.dtype].itemsize
         self.optimizer = config.optimizer
-        self.accumulates = config.data.micro_batches > 1
+        self.micro_batches = config.data.micro_batches
         self.pipeline = mapping.pp > 1
         self.slots = config.placement.slots_of(config.model.experts, mapping.ep)  # for experts of other ranks
         self.rematerialize = config.placement.rematerialize
@@ -264,7 +276,7 @@ class _ParameterStorage:
         total = FixedMemory()
         gathered: dict[str, int] = {}
         shared: set[str] = set()  # parameters that share the memory for copies with another layer
-        partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
+        partial = self.strategy == "fsdp" and self.micro_batches == 1 and not self.pipeline
         for name, sharding in shardings.items():
             strategy = self._strategy_of(sharding)
             memory = self._shard_of(name, sharding, place, sizes).fixed(strategy, partial and strategy == "fsdp")
@@ -284,7 +296,21 @@ class _ParameterStorage:
         if self.strategy == "fsdp" and not self.pipeline:
             root = gathered.pop("", 0)
             total = replace(total, weights=total.resident + root + sum(sorted(gathered.values())[-2:]))
-        return total.offloaded(self.budget)
+        total = total.offloaded(self.budget)
+        return total.on_host(partial) if self.offloads else total
+
+    def copied(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> int:
+        """Return the bytes of offloaded weights and gradients that a rank copies in a step.
+
+        Shards are copied when their unit is gathered: a layer before each pass, the root once for each micro-batch, and
+        everything once with a pipeline. Gradients are copied once.
+        """
+        total = 0
+        for name, sharding in shardings.items() if self.offloads else ():
+            gathers = 1 if self.pipeline else self.micro_batches * (2 if name.startswith("layers.") else 1)
+            shard = self._shard_of(name, sharding, place, sizes).fixed("fsdp", True).gradients
+            total += shard * (gathers + 1)
+        return total
 
     def _strategy_of(self, sharding: Sharding) -> ShardingMode:
         return "zero1" if self.strategy == "fsdp" and sharding.expert and self.slots else self.strategy
@@ -381,9 +407,18 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
     ]
     if tier != "none":
         moved = 2 * max(0, fullest.fixed.stored - config.offload.budget_bytes)
+        counted = "the host's memory" if config.offload.weights == "host" else "'masters+state'"
         lines.append(
-            f"  'masters+state' counts the offloaded state by its budget. A step moves about {scaled(moved)} {unit} on "
+            f"  {counted} counts the offloaded state by its budget. A step moves about {scaled(moved)} {unit} on "
             f"rank {fullest.rank},\n  which takes {moved / 1e9:.2g} s at 1 GB/s."
+        )
+    if config.offload.weights == "host":
+        largest = max((rank for position in result.positions for rank in position.ranks), key=lambda rank: rank.copied)
+        lines.append(
+            f"  The shards of weights, gradients, masters and state are in the host's memory: "
+            f"{scaled(largest.fixed.host)} {unit} of rank {largest.rank}.\n  A step copies about "
+            f"{scaled(largest.copied)} {unit} between host and device, which takes {largest.copied / 1e10:.2g} s at "
+            "10 GB/s."
         )
     if (tier := config.offload.activations) != "none":
         most = max((rank for position in result.positions for rank in position.ranks), key=lambda rank: rank.moved)

@@ -100,7 +100,11 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
     if request.policy.activations is not None:
         offload |= {"activations": "file", "activation_budget": request.policy.activations}
     if offload:
-        sections["offload"] = offload | {"path": "."}
+        offload["path"] = "."
+    if request.policy.weights:
+        offload["weights"] = "host"
+    if offload:
+        sections["offload"] = offload
     loads = request.load.loads
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
         copies = loads.placed(mapping.parallel.ep).copies

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -43,7 +43,7 @@ class FixedMemory:
 
     ``at_update`` bytes are only allocated during the optimizer update. ``resident`` is the part of ``weights`` that is
     not sharded, and therefore never gathered or freed. ``stored`` is the part of ``optimizer`` that can be offloaded:
-    all of it, except the masters of fsdp, which are gathered.
+    all of it, except the masters of fsdp, which are gathered. ``host`` bytes are in the host's memory instead.
     """
 
     params: int = 0
@@ -53,6 +53,13 @@ class FixedMemory:
     at_update: int = 0
     resident: int = 0
     stored: int = 0
+    host: int = 0
+
+    def on_host(self, partial: bool) -> FixedMemory:
+        """Return the memory of fsdp with its shards on the host. partial: gradients are those of the shards."""
+        shards = self.gradients if partial else self.at_update
+        gradients = 0 if partial else self.gradients
+        return replace(self, gradients=gradients, optimizer=0, at_update=0, host=self.optimizer + shards)
 
     def offloaded(self, budget: int | None) -> FixedMemory:
         """Return the memory if ``stored`` bytes stream through a budget of memory; None: they are in memory."""
@@ -217,7 +224,7 @@ def fixed_parts(
 
 def fixed_of(parts: StageContents, memory_of_part: Sequence[FixedMemory], gathered: bool) -> FixedMemory:
     """Return the memory of a stage. Without ``gathered``, only its two largest layers hold complete weights."""
-    totals = [0, 0, 0, 0, 0, 0, 0]
+    totals = [0] * len(fields(FixedMemory))
     for count, part in zip(parts, memory_of_part, strict=True):
         values = astuple(part)
         for index, value in enumerate(values):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
+from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import MASTER, ModelShape
 from moe_comm.topology.pipeline import plan_stages
 from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
@@ -48,6 +49,7 @@ class MemoryPolicy:
     outputs: experts save their outputs for backward, as in Megatron.
     offload: bytes of memory for offloaded optimizer state and masters. None: they are in memory.
     activations: bytes of memory for offloaded activations. None: they are in memory.
+    weights: shards of weights, gradients and optimizer state of fsdp are in the host's memory, which updates them.
     offload_rate: bytes per second that a rank can read and write of offloaded data, together.
     """
 
@@ -58,6 +60,7 @@ class MemoryPolicy:
     outputs: bool = False
     offload: int | None = None
     activations: int | None = None
+    weights: bool = False
     offload_rate: float = math.inf
 
 
@@ -86,6 +89,7 @@ class PositionMemory:
     """Bytes on the fullest rank of a pipeline position. ``parameters`` counts elements.
 
     ``at_update`` bytes (gradient sums) are allocated only during the update, after activations and buffers are freed.
+    ``host`` bytes are in the host's memory.
     """
 
     position: int
@@ -96,6 +100,7 @@ class PositionMemory:
     activations: int
     buffers: int
     at_update: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -136,7 +141,9 @@ def memory(
     peaks_of = in_flight_peaks(schedule, parallel.pp, mapping.virtual, micro_batches)
     size = load.size
     # Parameters, gradients and optimizer state of one layer of each kind, the embedding and the head.
-    sharding = mapping.sharding if parallel.world > 1 else "replicate"
+    sharding = mapping.sharding if parallel.world > 1 or policy.weights else "replicate"
+    if policy.weights and sharding != "fsdp":
+        raise ConfigError(f"offloaded weights require sharding fsdp; got {sharding}")
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
     optimizer, momentum = policy.optimizer, policy.momentum
@@ -167,8 +174,9 @@ def memory(
         if (parts, len(stages)) not in by_contents:
             layers = (parts.dense, parts.moe)
             largest = max((part.params for part, count in zip(fixed, layers, strict=False) if count), default=0)
+            fixed_memory = fixed_of(parts, fixed, gathered).offloaded(policy.offload)
             by_contents[parts, len(stages)] = (
-                fixed_of(parts, fixed, gathered).offloaded(policy.offload),
+                fixed_memory.on_host(partial) if policy.weights else fixed_memory,
                 parts.last * losses + tokens * estimate.recomputed(*layers),
                 round(buffers.at(parts, len(stages)) + (MASTER * largest if partial else 0)),
             )
@@ -189,6 +197,7 @@ def memory(
                 round(base_activations + tokens * activations - freed),
                 layer_buffers + round(tokens * between_halves),
                 fixed_memory.at_update,
+                fixed_memory.host,
             )
         )
     return tuple(memories)

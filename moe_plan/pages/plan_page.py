@@ -43,6 +43,7 @@ _CAUSES = (
     ("pipeline", ("pipeline",)),
     ("gradients and weights", ("gradients and weights",)),
     ("optimizer", ("optimizer",)),
+    ("offloaded data", ("offloaded",)),
 )
 """Name of each group of causes in the page, and the prefixes of the causes that it adds up."""
 

@@ -146,7 +146,7 @@ def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:
 
 def _memory(fit: Fit) -> dict[str, Any]:
     fullest = fit.fullest
-    terms = ("weights", "gradients", "optimizer", "activations", "buffers", "at_update")
+    terms = ("weights", "gradients", "optimizer", "activations", "buffers", "at_update", "host")
     return {
         "available_gb": fit.available / GB,
         "missing_gb": fit.missing / GB,

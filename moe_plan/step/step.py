@@ -154,9 +154,20 @@ class StepModel:
         causes["gradients and weights"], hidden_tail = self._exposed_tail(rank)
         causes["optimizer"] = self.weights.optimizer_seconds(rank)
         mapping, policy = self.placed.mapping, self._policy
-        moved = activations_moved(self.shape, mapping, self.load, self.global_batch, policy, rank)
-        if (exposed := moved / policy.offload_rate - self.span) > 0:  # transfers overlap with the passes
-            causes["offloaded activations"] = exposed
+        overlapped = self.span  # transfers overlap with the passes
+        for cause, moved in (
+            (
+                "offloaded activations",
+                activations_moved(self.shape, mapping, self.load, self.global_batch, policy, rank),
+            ),
+            ("offloaded weights", self.weights.host_copies(rank)),
+        ):
+            seconds = moved / policy.offload_rate
+            if cause == "offloaded weights" and mapping.parallel.world == 1:
+                overlapped = 0.0  # FSDP prefetches with several ranks only
+            if seconds > overlapped:
+                causes[cause] = seconds - overlapped
+            overlapped = max(0.0, overlapped - seconds)
         tokens = self.global_batch * self.load.seq_len
         return StepPrediction(
             seconds=sum(causes.values()),

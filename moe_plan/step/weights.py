@@ -206,17 +206,36 @@ class StageWeights:
             if count
         ]
 
+    def host_copies(self, rank: int) -> float:
+        """Return the bytes of offloaded weights and gradients that a rank copies in a step.
+
+        fp32 shards are copied before each gather, and gradients once. Layers are gathered before each pass, the
+        embedding and the head once for each micro-batch, and the stages of a pipeline once.
+        """
+        if not self.policy.weights:
+            return 0.0
+        p, (dense, experts) = self.placed.mapping.parallel, self.elements(rank)
+        span, expert_span = (one.ranks for one in self.shard_spans)
+        shards = dense / span + experts / expert_span
+        if p.pp > 1:
+            return 2 * MASTER * shards
+        root = (self.shape.embedding_block.params + self.shape.head_block.params) / p.tp / span
+        return MASTER * (self.micro_batches * (2 * shards - root) + shards)
+
     def optimizer_seconds(self, rank: int) -> float:
         """Return the seconds of the optimizer of a pipeline position. fp32 weights are their own masters.
 
         Offloaded state that does not fit in its memory is read and written, which overlaps with computation. FSDP
-        gathers masters, so these are not offloaded.
+        gathers masters, so these are not offloaded. Offloaded weights are updated by the CPU, which is assumed to read
+        and write its memory at the rate of offloaded data.
         """
         owned = sum(self.elements(rank))
         if self.placed.mapping.sharding != "replicate":
             owned = sum(count / span.ranks for count, span in zip(self.elements(rank), self.shard_spans, strict=True))
         traffic = STATE_BYTES + (self.size if self.size < MASTER else 0)
         seconds = self.placed.cluster.accelerator.memory_seconds(owned * traffic)
+        if self.policy.weights:
+            seconds = owned * STATE_BYTES / self.policy.offload_rate
         if self.policy.offload is None:
             return seconds
         sharding = self.placed.mapping.sharding

@@ -74,7 +74,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
         ({"seq_len": "0"}, "--seq-len"),
         ({"capacity_factor": "nan"}, "--capacity-factor"),
         ({"imbalance": "inf"}, "--imbalance"),
-        ({"offload_rate": "2"}, "--offload-rate needs --offload-budget or --offload-activations"),
+        ({"offload_rate": "2"}, "--offload-rate needs --offload-budget, --offload-activations or --offload-weights"),
         ({"offload_activations": "x"}, "--offload-activations: "),
         ({"offload_budget": "4GB"}, "--offload-budget: budget must be"),
         ({"offload_budget": "4GiB", "offload_rate": "0"}, "--offload-rate must be a finite number"),
@@ -237,6 +237,32 @@ def test_offloaded_activations_free_memory_and_cost_what_their_transfers_exceed(
     assert slow["breakdown"] == resident["breakdown"]
     expected = {"activations": "file", "activation_budget": 1 << 30, "path": "."}
     assert tomllib.loads(config.read_text())["offload"] == expected
+
+
+def test_offloaded_weights_free_the_device_and_cost_their_copies_and_the_update(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "plan.toml"
+    fixed: dict[str, str | None] = {**SMALL, "mapping": "ep=8", "recompute": "full", "micro_batch": "1"}
+    fixed |= {"dispatcher": "all_to_all", "overlap": "none"}
+    resident = run_json(capsys, **fixed, sharding="fsdp")
+    slow, fast = (
+        run_json(capsys, "--config", str(config), "--offload-weights", **fixed, offload_rate=rate)
+        for rate in ("1", "1000000")
+    )
+    memory, before = slow["memory"], resident["memory"]
+    assert memory["optimizer_gb"] == 0 and memory["weights_gb"] == before["weights_gb"] and before["host_gb"] == 0
+    assert memory["host_gb"] > before["optimizer_gb"] > 1  # gradients are there, too
+    assert fast["step_s"] < resident["step_s"] < slow["step_s"]
+    assert slow["breakdown"]["optimizer"] == pytest.approx(1e6 * fast["breakdown"]["optimizer"])
+    assert "offloaded weights" in slow["breakdown"] and "offloaded weights" not in fast["breakdown"]
+    written = tomllib.loads(config.read_text())
+    assert written["offload"] == {"weights": "host"} and written["parallel"]["sharding"] == "fsdp"
+    # A search considers fsdp only.
+    found = run_json(capsys, "--offload-weights", **SMALL, top="3")
+    assert (found["mapping"]["sharding"], found["mapping"]["replicas"]) == ("fsdp", 1)
+    assert cli.run(command_line("--offload-weights", mapping="ep=8", sharding="zero1")) == 2
+    assert "--offload-weights needs --sharding fsdp" in capsys.readouterr().err
 
 
 def test_the_imbalance_has_a_default_and_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,30 @@ def test_offloaded_activations_are_counted_by_their_budget() -> None:
     assert "recompute instead" in text and "counts the offloaded state" not in text
 
 
+@pytest.mark.parametrize(("micro_batches", "gathers"), [(1, 2), (2, 4)])
+def test_offloaded_weights_are_on_the_host_with_their_gradients_and_state(micro_batches: int, gathers: int) -> None:
+    shape = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")
+    shape = (*shape, "parallel.sharding=fsdp", "model.dtype=bfloat16", "data.batch=16")
+    shape = (*shape, f"data.micro_batches={micro_batches}")
+    run, resident = dry_run(*shape, "offload.weights=host"), dry_run(*shape)
+    root = 4 * 2 * 256 * run.architecture.hidden + 4 * run.architecture.hidden  # embedding, head and norm in fp32
+    weights = 4 * run.shape.params
+    ranks = run.positions[0].ranks
+    assert sum(rank.fixed.host for rank in ranks) == 4 * weights  # masters, gradients and Adam's two
+    # Layers are gathered before each pass, the root once for each micro-batch, and gradients are copied once.
+    assert sum(rank.copied for rank in ranks) == (gathers + 1) * weights - gathers // 2 * root
+    for rank, before in zip(ranks, resident.positions[0].ranks, strict=True):
+        assert (before.fixed.host, before.copied) == (0, 0)
+        assert (rank.fixed.weights, rank.activations) == (before.fixed.weights, before.activations)
+        assert (rank.fixed.optimizer, rank.fixed.at_update) == (0, 0)
+        # Several micro-batches add complete gradients on the device.
+        assert rank.fixed.gradients == (0 if micro_batches == 1 else before.fixed.gradients)
+    text = describe(load(None, [*shape, "offload.weights=host"]))
+    assert "are in the host's memory" in text and "at 10 GB/s" in text
+    alone = ("parallel.ranks=1", "parallel.dp=1", "parallel.ep=1", "offload.weights=host")
+    assert dry_run(*shape, *alone).positions[0].ranks[0].fixed.host == 4 * weights
+
+
 def measured_bytes(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes of a real run on this rank before its first step."""
     config = load(None, settings)

@@ -153,6 +153,7 @@ def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Parallel
             bool(config.optimizer.momentum_of_kind),
             offload=config.offload.limit,
             activations=config.offload.activation_limit,
+            weights=config.offload.weights == "host",
         ),
         min(RESERVE, cluster.accelerator.memory_bytes // 8),
     )
@@ -220,7 +221,8 @@ def search_space(config: TrainConfig) -> SearchSpace:
         raise ConfigError("parallel.auto: stage_layers requires pp, because it has the layers of each stage")
     fixed = {axis: given[axis] for axis in DEGREES if axis in given}
     sharding: tuple[ShardingMode, ...] = (given["sharding"],) if "sharding" in given else get_args(ShardingMode)
-    replicas = given.get("dp_replicate", None if config.placement.kind == "fixed" else 1)
+    several = config.placement.kind == "fixed" and config.offload.weights == "none"
+    replicas = given.get("dp_replicate", None if several else 1)
     if config.placement.kind == "replicate" and "sharding" not in given:  # FSDP would not shard the experts
         sharding = tuple(mode for mode in sharding if mode != "fsdp")
     if config.placement.rematerialize:  # a stage may have too few layers for it
