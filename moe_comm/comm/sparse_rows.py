@@ -10,7 +10,7 @@ of its destinations. Other ranks send the rows with one all-to-all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import HeapError
-from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule
+from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap
@@ -77,76 +77,71 @@ def transfer_rows(
     """
     if not transfers:
         return
-    incoming = [transfer for transfer in transfers if transfer.destination == channel.rank]
-    shapes = [tensor.shape[1:] for tensor in tensors]
+    counts, dtype = [tensor.shape[1:].numel() for tensor in tensors], tensors[0].dtype
+    size, rank = sum(counts) * dtype.itemsize, channel.rank
 
-    def deliver(transfer: RowTransfer, row: Tensor) -> None:
-        parts = row.split([shape.numel() for shape in shapes])
-        receive(transfer, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    def blocks(once: bool) -> tuple[list[list[int]], Pack, Use]:
+        """Return the sizes of blocks and the functions of ``send_blocks``. once: a block has each row once. Otherwise
+        it has one for each transfer, by destination."""
+        starts, own = dict[object, int](), dict[int, int]()
+        sizes = [[0] * channel.world for _ in range(channel.world)]
+
+        def key(one: RowTransfer) -> object:
+            return (one.source, one.source_row) if once else one
+
+        for one in transfers if once else sorted(transfers, key=lambda one: one.destination):
+            if key(one) not in starts:
+                start = starts[key(one)] = sum(sizes[one.source])
+                sizes[one.source][one.destination] += aligned_bytes(size)
+                if one.source == rank:
+                    own[start] = one.source_row
+
+        def pack(block_: Tensor) -> None:
+            for start, row in own.items():
+                out = block_[start : start + size].view(dtype)
+                torch.cat([tensor[row].reshape(-1) for tensor in tensors], out=out)
+
+        def use(read: Read) -> None:
+            for one in transfers:
+                if one.destination == rank:
+                    parts = read(one.source, starts[key(one)], size).view(dtype).split(counts)
+                    receive(one, [part.view(of.shape[1:]) for part, of in zip(parts, tensors, strict=True)])
+
+        return sizes, pack, use
 
     if channel.uses_shared_memory(tensors[0]):
-        blocks = _blocks(channel, transfers, incoming, tensors, deliver)
-        if share_blocks(channel, replace(blocks, memory=memory), what):
+        sizes, pack, use = blocks(once=True)
+        shared = SharedBlocks(sum(sizes[rank]), len(transfers) * size, pack, use, memory)
+        if share_blocks(channel, shared, what):
             return
-    width = sum(shape.numel() for shape in shapes)
-    ordered = sorted(
-        (transfer for transfer in transfers if transfer.source == channel.rank),
-        key=lambda transfer: transfer.destination,
-    )
-    send, receive_sizes = [0] * channel.world, [0] * channel.world
-    for transfer in ordered:
-        send[transfer.destination] += width
-    for transfer in incoming:
-        receive_sizes[transfer.source] += width
-    flat = _pack(tensors, [transfer.source_row for transfer in ordered])
+    send_blocks(channel, tensors[0].device, blocks(once=False), what)
+
+
+def send_blocks(
+    channel: SharedChannel, device: torch.device, blocks: tuple[Sequence[Sequence[int]], Pack, Use], what: str
+) -> None:
+    """Send blocks of bytes with one all-to-all. Collective.
+
+    Args:
+        device: device of the blocks.
+        blocks: [source][destination], bytes of the block of each source, which has the parts for all destinations in
+            order; a function that writes this rank's block; one that reads its parts of all blocks.
+        what: description of the transfer, for errors.
+    """
+    sizes, pack, use = blocks
+    rank = channel.rank
+    receive = [of_source[rank] for of_source in sizes]
+    block = warm_rows(1, sum(sizes[rank]), torch.uint8, device).view(-1)
+    pack(block)
     # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
-    received = Channel(channel.comm, channel.timeout_s).all_to_all(flat.view(-1), send, receive_sizes, what)
-    by_source = iter(received.view(len(incoming), width))
-    rows = {id(transfer): next(by_source) for transfer in sorted(incoming, key=lambda transfer: transfer.source)}
-    for transfer in incoming:
-        deliver(transfer, rows[id(transfer)])
+    received = Channel(channel.comm, channel.timeout_s).all_to_all(block, sizes[rank], receive, what)
+    # Start of each source's block in ``received``, which has only this rank's part of the block.
+    starts = [sum(receive[:source]) - sum(of_source[:rank]) for source, of_source in enumerate(sizes)]
 
+    def read(source: int, first: int, size: int) -> Tensor:
+        return received[starts[source] + first :][:size]
 
-def _pack(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Return [len(rows), width], the given rows of all tensors."""
-    width = sum(tensor.shape[1:].numel() for tensor in tensors)
-    packed = tensors[0].new_empty(len(rows), width)
-    for index, row in enumerate(rows):
-        _join(tensors, row, packed[index])
-    return packed
-
-
-def _join(tensors: Sequence[Tensor], row: int, out: Tensor) -> None:
-    torch.cat([tensor[row].reshape(-1) for tensor in tensors], out=out)
-
-
-def _blocks(
-    channel: SharedChannel,
-    transfers: Sequence[RowTransfer],
-    incoming: Sequence[RowTransfer],
-    tensors: Sequence[Tensor],
-    deliver: Callable[[RowTransfer, Tensor], None],
-) -> SharedBlocks:
-    """Return this rank's part in a transfer through shared memory."""
-    dtype, size = tensors[0].dtype, sum(tensor.shape[1:].numel() for tensor in tensors) * tensors[0].element_size()
-    step = aligned_bytes(size)
-    by_rank: list[dict[int, int]] = [{} for _ in range(channel.world)]  # rows in the block of each rank
-    for transfer in transfers:
-        rows = by_rank[transfer.source]
-        rows.setdefault(transfer.source_row, len(rows))
-    own = by_rank[channel.rank]
-
-    def fill(block_: Tensor) -> None:
-        for row, index in own.items():
-            _join(tensors, row, block_[index * step : index * step + size].view(dtype))
-
-    def use(read: Read) -> None:
-        for transfer in incoming:
-            deliver(
-                transfer, read(transfer.source, by_rank[transfer.source][transfer.source_row] * step, size).view(dtype)
-            )
-
-    return SharedBlocks(len(own) * step, len(transfers) * size, fill, use)
+    use(read)
 
 
 BLOCK_ALIGN = 64
@@ -154,6 +149,8 @@ BLOCK_ALIGN = 64
 Read = Callable[[int, int, int], Tensor]
 """Function of a rank, the first byte in its block (a multiple of ``BLOCK_ALIGN``), and a number of bytes. Returns them
 as uint8 [bytes], valid while the rank keeps its block, at least during ``SharedBlocks.use``."""
+Pack = Callable[[Tensor], None]
+Use = Callable[[Read], None]
 
 
 def aligned_bytes(size: int) -> int:
@@ -176,8 +173,8 @@ class SharedBlocks:
 
     size: int
     transferred: int
-    fill: Callable[[Tensor], None]
-    use: Callable[[Read], None]
+    fill: Pack
+    use: Use
     memory: Tensor | None = None
 
 

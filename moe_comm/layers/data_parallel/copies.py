@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
 from moe_comm.layers.data_parallel.optimizers import watch_copies
 from moe_comm.topology import Placement
+
+if TYPE_CHECKING:
+    from moe_comm.layers.data_parallel.lending import CallPlan
 
 
 class SharedStacks:
@@ -291,18 +294,15 @@ class ExpertCopies:
             return False
         return self._due or self._versions != self._present_versions()
 
-    def materialize(self, call: Any = None) -> None:
-        """Publish if a shared stack does not contain the current weights of this layer. Publishing is collective.
-
-        call: for ``LentExperts`` only.
-        """
+    def materialize(self, plan: CallPlan | None = None) -> None:
+        """Publish if a shared stack does not contain the current weights of this layer. Publishing is collective."""
         if self._shared is not None and (self._due or not self._filled):
             self.publish()
 
-    def materialize_in_backward(self, result: Tensor, call: Any = None) -> None:
+    def materialize_in_backward(self, result: Tensor, plan: CallPlan | None = None) -> None:
         """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
-        if self._shared is not None and result.requires_grad:
-            result.register_hook(lambda _: self.materialize())
+        if result.requires_grad and (self._shared is not None or (plan is not None and plan.place)):
+            result.register_hook(lambda _: self.materialize(plan))
 
     @torch.no_grad()
     def publish(self) -> int:

@@ -14,8 +14,10 @@ once. The home reads them where they are in shared memory. After backward the gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -24,13 +26,84 @@ from torch import Tensor, nn
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, new_block, share_blocks
 from moe_comm.errors import ConfigError, RankMismatch
-from moe_comm.layers.data_parallel.copies import ExpertCopies, Partials, entered
+from moe_comm.kernels.expert_mlp import Apart
+from moe_comm.kernels.native import core
+from moe_comm.layers.data_parallel.copies import ExpertCopies, Partials, Values, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
-from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall, choose_rows
 from moe_comm.topology import Placement
-from moe_comm.topology.balance import Balance, Lent, rows_of_ranks
+from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
 
 EMPTY = -1
+Orient = Callable[[Values], Sequence[Tensor | None]]
+"""Returns the tensors of an ``ExpertMLP`` for those of parameters; None for missing ones."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallPlan:
+    """The plan of one call; equal on all ranks except ``counts``.
+
+    Attributes:
+        lent: (expert, rank, rows).
+        place: position of the weights of each of ``lent`` in its rank's buffers; () if they are read in place.
+        digest: hash of ``lent``; 0 if it is empty.
+        rows: rows of each rank.
+        counts: rows of each expert, and of them those of the ranks before this one, and of this rank.
+    """
+
+    lent: tuple[Lent, ...]
+    place: tuple[int, ...]
+    digest: int
+    rows: tuple[int, ...]
+    counts: tuple[list[int], list[int], list[int]]
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the positions in ``lent`` of the experts that ``rank`` computes, in the order of their slots."""
+        return [at for at, one in enumerate(self.lent) if one.rank == rank]
+
+
+@dataclass(eq=False, slots=True)
+class LentCall:
+    """A call with its plan, and the tensors that its experts compute with.
+
+    Attributes:
+        plan: the plan.
+        homes: number of experts of this rank.
+        params: the parameters; {} if no expert is lent.
+        borrowed: for each expert of another rank that this rank computes its weights, [1, ...].
+        lends: rows of the experts that this rank lends, if their gradients need more precision.
+        partials: gradients of both.
+    """
+
+    plan: CallPlan
+    homes: int
+    params: Values
+    borrowed: list[Values]
+    lends: tuple[int, ...]
+    partials: Partials | None
+
+    @property
+    def slots(self) -> int:
+        """Slots that the plan uses on this rank: its experts, then those that are lent to it."""
+        return self.homes + len(self.borrowed)
+
+    def apart(self, weights: Orient, gradients: Orient, b2_columns: slice | None = None) -> dict[int, Apart]:
+        """Return the experts whose weights or gradients are not in those of ``params``.
+
+        Args:
+            weights, gradients: as the experts need them. Gradients are views.
+            b2_columns: columns of the last bias that the parameter has.
+        """
+        partials = self.partials
+
+        def outputs(borrowed: bool, at: int) -> Sequence[Tensor | None]:
+            if partials is None:
+                return (None,) * 4
+            return gradients(partials.copies(slice(at, at + 1)) if borrowed else partials.home(at))
+
+        result = {row: Apart(None, partial(outputs, False, row), b2_columns) for row in self.lends}
+        for at, values in enumerate(self.borrowed):
+            result[self.homes + at] = Apart(tuple(weights(values)), partial(outputs, True, at), b2_columns)
+        return result
 
 
 class LentExperts(ExpertCopies):
@@ -213,7 +286,7 @@ class LentExperts(ExpertCopies):
         """
         plan, ep = self.plan(ids_TK, torch.is_grad_enabled()), self._shards.place["ep"]
         call = LentCall(plan, self.placement.homes_per_rank[ep], {}, [], (), None)
-        self.materialize(call)
+        self.materialize(plan)
         if not plan.lent:
             return call
         call.borrowed = [self._weights_of(plan, at) for at in plan.of_rank(ep)]
@@ -255,14 +328,13 @@ class LentExperts(ExpertCopies):
                 return memory.view(wide).view(count, -1)[:, :width], whole
         return torch.empty(count, width, dtype=wide, device="cpu"), None
 
-    def materialize(self, call: LentCall | None = None) -> None:
-        """Send the weights of lent experts that are not in their buffers yet. Collective if there are any.
+    def materialize(self, plan: CallPlan | None = None) -> None:
+        """Send the weights of lent experts that are not in their slots yet. Collective if there are any.
 
         Args:
-            call: the call whose experts run next.
+            plan: that of the call whose experts run next.
         """
-        assert call is not None
-        plan = call.plan
+        assert plan is not None
         fresh = [
             one for one in zip(plan.lent, plan.place, strict=False) if self._held[one[0].rank][one[1]] != one[0].expert
         ]
@@ -275,12 +347,6 @@ class LentExperts(ExpertCopies):
         self._send(copies, f"lending experts of layer {self._label!r}")
         self._seen = self._present()  # the first call moves the parameters into stacks with slots for copies
 
-    def materialize_in_backward(self, result: Tensor, call: LentCall | None = None) -> None:
-        """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
-        if call is not None and call.plan.place and result.requires_grad:
-            again = LentCall(call.plan, call.homes, {}, [], (), None)  # ``call`` would keep its own graph alive
-            result.register_hook(lambda _: self.materialize(again))
-
     def return_gradients(self, plan: CallPlan, partials: Partials, grads: list[Tensor]) -> list[Tensor]:
         """Add the gradients of lent experts to those of their homes. Collective. Return the gradients.
 
@@ -292,3 +358,15 @@ class LentExperts(ExpertCopies):
         sent = self._add(copies, partials, grads, f"returning the gradients of experts of layer {self._label!r}")
         self.published_bytes += sent
         return grads
+
+
+def choose_rows(
+    loads_E: Sequence[int], placement: Placement, limits: Limits, residents: Iterable[tuple[int, int]]
+) -> tuple[tuple[Lent, ...], int]:
+    """Return the plan of the native core, or of the reference if it is not built, and its digest."""
+    native = core()
+    if native is None:
+        lent = plan_rows(loads_E, placement.homes, placement.world, limits, residents)
+        return lent, digest(lent)
+    triples, hashed = native.plan_rows(loads_E, placement.homes, placement.world, limits, list(residents))
+    return tuple(Lent(*one) for one in triples), hashed

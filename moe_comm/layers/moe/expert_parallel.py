@@ -35,7 +35,7 @@ from moe_comm.topology.balance import intervals, share_rows
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
-    from moe_comm.layers.data_parallel.lent_call import CallPlan, LentCall
+    from moe_comm.layers.data_parallel.lending import CallPlan, LentCall
     from moe_comm.overlap.options import Overlap
 
 
@@ -371,7 +371,7 @@ class ExpertParallel(ParallelModule):
         """
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         if copies is not None and (call.lent is not None or self._uses_copies(call)):
-            copies.materialize(call.lent)
+            copies.materialize(None if call.lent is None else call.lent.plan)
         counts = call.handle.rows_per_expert
         homes = self.placement.homes_per_rank[self.place["ep"]]
         if call.lent is not None:
@@ -385,7 +385,7 @@ class ExpertParallel(ParallelModule):
             self._call_in_backward(out_RD)
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         if copies is not None and self._uses_copies(call):  # after the hook, in which other layers may use the memory
-            copies.materialize_in_backward(out_RD, call.lent)
+            copies.materialize_in_backward(out_RD, None if call.lent is None else call.lent.plan)
 
     def _call_in_backward(self, rows: Tensor) -> None:
         """Call ``in_flight_hook`` in backward before the operator that returned ``rows``."""

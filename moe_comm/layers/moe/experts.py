@@ -22,7 +22,7 @@ from moe_comm.topology import Placement, Sharding, Split
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import ExpertCopies
-    from moe_comm.layers.data_parallel.lent_call import LentCall
+    from moe_comm.layers.data_parallel.lending import LentCall
 
 
 _PARAMETERS = "w13", "w2", "b13", "b2"

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, share_blocks
+from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, send_blocks, share_blocks
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
@@ -172,17 +172,21 @@ class RowMoves:
         Raises:
             PeerDied, PeerTimeout: a rank died, or did not take part in time. The tensors are unchanged.
         """
-        crosses = any(size for a, of in enumerate(self.sizes) for b, size in enumerate(of) if a != b)
-        if group is not None and crosses:
-            channel = channel_of(group)
-            if channel.uses_shared_memory(self._like) and _through_memory(self, channel, what):
-                return
-        block = warm_rows(1, sum(self.sizes[self.rank]), torch.uint8, self._like.device).view(-1)
-        self.pack(block)
-        if group is not None and crosses:
-            _through_backend(self, channel, block, what)
-        else:
+        if group is None or not any(size for a, of in enumerate(self.sizes) for b, size in enumerate(of) if a != b):
+            block = warm_rows(1, sum(self.sizes[self.rank]), torch.uint8, self._like.device).view(-1)
+            self.pack(block)
             self.apply(lambda source, first, size: block[first:])
+            return
+        channel = channel_of(group)
+        if channel.uses_shared_memory(self._like) and _through_memory(self, channel, what):
+            return
+
+        def use(read: Read) -> None:
+            ready = torch.ones(1, device=channel.control_device, dtype=torch.float32)
+            Channel(channel.comm, channel.timeout_s).all_gather(ready, f"{what}: all ranks have their rows")
+            self.apply(read)
+
+        send_blocks(channel, self._like.device, (self.sizes, self.pack, use), what)
 
     def pack(self, block: Tensor) -> None:
         """Copy what moves from this rank into its block."""
@@ -224,21 +228,6 @@ def _through_memory(moves: RowMoves, channel: SharedChannel, what: str) -> bool:
         raise
     finally:
         own.clear()  # a traceback references this frame
-
-
-def _through_backend(moves: RowMoves, channel: SharedChannel, block: Tensor, what: str) -> None:
-    """Send this rank's block with one all-to-all."""
-    sizes, rank = moves.sizes, moves.rank
-    receive = [of_source[rank] for of_source in sizes]
-    # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
-    backend = Channel(channel.comm, channel.timeout_s)
-    received = backend.all_to_all(block, sizes[rank], receive, what)
-    backend.all_gather(
-        torch.ones(1, device=channel.control_device, dtype=torch.float32), f"{what}: all ranks have their rows"
-    )
-    # start of each source's block in ``received``, which has only this rank's part of the block
-    starts = [sum(receive[:source]) - sum(of_source[:rank]) for source, of_source in enumerate(sizes)]
-    moves.apply(lambda source, first, size: received[starts[source] + first :])
 
 
 def _by_expert(boxes_by_rank: Sequence[Sequence[Box]]) -> dict[int, list[tuple[int, Box]]]:
