@@ -63,7 +63,7 @@ def transfer_rows(
     receive: Receive,
     what: str,
     memory: Tensor | None = None,
-) -> None:
+) -> int:
     """Send rows of ``tensors``. Collective; nothing happens if there are no transfers.
 
     Args:
@@ -74,11 +74,15 @@ def transfer_rows(
         what: description of the transfer, for errors.
         memory: the second result of ``new_block``, if the rows of this rank are in the first, in the order of
             ``transfers`` and at multiples of ``BLOCK_ALIGN``. None: elsewhere.
+
+    Returns:
+        Bytes of the rows that this rank sent.
     """
     if not transfers:
-        return
+        return 0
     counts, dtype = [tensor.shape[1:].numel() for tensor in tensors], tensors[0].dtype
     size, rank = sum(counts) * dtype.itemsize, channel.rank
+    sent = sum(one.source == rank for one in transfers) * size
 
     def blocks(once: bool) -> tuple[list[list[int]], Pack, Use]:
         """Return the sizes of blocks and the functions of ``send_blocks``. once: a block has each row once. Otherwise
@@ -113,8 +117,9 @@ def transfer_rows(
         sizes, pack, use = blocks(once=True)
         shared = SharedBlocks(sum(sizes[rank]), len(transfers) * size, pack, use, memory)
         if share_blocks(channel, shared, what):
-            return
+            return sent
     send_blocks(channel, tensors[0].device, blocks(once=False), what)
+    return sent
 
 
 def send_blocks(

@@ -57,37 +57,27 @@ class Assignment:
             busy = max(range(len(self.totals)), key=lambda rank: (self.totals[rank], -rank))
             if self.totals[busy] <= enough:
                 return
-            candidates = (min(find(busy), default=None) for find in (self._single, self._double))
+            candidates = (min(self._exchanges(busy, count), default=None) for count in (1, 2))
             best = next((one for one in candidates if one is not None), None)
             if best is None:
                 return
             for ours, theirs in zip(best[1], best[2], strict=True):
                 self._exchange(ours, theirs)
 
-    def _single(self, busy: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Yield (rows of the busier rank afterwards, our expert, the other expert) of exchanges that reduce them."""
+    def _exchanges(self, busy: int, count: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Yield (rows of the busier rank afterwards, our experts, the others) of exchanges of ``count`` experts of the
+        busiest rank that reduce them; none if there are too many pairs."""
         high, loads_E = self.totals[busy], self.loads_E
-        for rank, low in enumerate(self.totals):
-            for ours in self.experts[busy] if low < high else ():
-                most = loads_E[ours]
-                for theirs in self.experts[rank]:
-                    less = most - loads_E[theirs]
-                    if 0 < less < high - low:
-                        yield max(high - less, low + less), (ours,), (theirs,)
-
-    def _double(self, busy: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Yield exchanges of two experts for two, in the form of ``_single``; none if there are too many."""
-        high, loads_E = self.totals[busy], self.loads_E
-        ours = [(loads_E[a] + loads_E[b], (a, b)) for a, b in combinations(self.experts[busy], 2)]
-        if len(ours) ** 2 * len(self.totals) > PAIRS:
+        ours = [(sum(map(loads_E.__getitem__, some)), some) for some in combinations(self.experts[busy], count)]
+        if count > 1 and len(ours) ** 2 * len(self.totals) > PAIRS:
             return
         for rank, low in enumerate(self.totals):
-            for theirs in combinations(self.experts[rank], 2) if low < high else ():
-                rows = loads_E[theirs[0]] + loads_E[theirs[1]]
-                for most, pair in ours:
+            for theirs in combinations(self.experts[rank], count) if low < high else ():
+                rows = sum(map(loads_E.__getitem__, theirs))
+                for most, some in ours:
                     less = most - rows
                     if 0 < less < high - low:
-                        yield max(high - less, low + less), pair, theirs
+                        yield max(high - less, low + less), some, theirs
 
     def _exchange(self, a: int, b: int) -> None:
         ranks = self.home_E[a], self.home_E[b]

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.comm.sparse_rows import Receive, RowTransfer, into, transfer_rows
+from moe_comm.comm.sparse_rows import RowTransfer, into, transfer_rows
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
@@ -40,7 +40,7 @@ from moe_comm.layers.data_parallel.optimizers import watch_copies
 from moe_comm.topology import Placement
 
 if TYPE_CHECKING:
-    from moe_comm.layers.data_parallel.lending import CallPlan
+    from moe_comm.layers.data_parallel.lending import CallPlan, LentCall
 
 
 class SharedStacks:
@@ -294,6 +294,10 @@ class ExpertCopies:
             return False
         return self._due or self._versions != self._present_versions()
 
+    def begin(self, ids_TK: Tensor | None) -> LentCall | None:
+        """Return the experts that are lent in the next call; None: the placement has all copies."""
+        return None
+
     def materialize(self, plan: CallPlan | None = None) -> None:
         """Publish if a shared stack does not contain the current weights of this layer. Publishing is collective."""
         if self._shared is not None and (self._due or not self._filled):
@@ -324,7 +328,8 @@ class ExpertCopies:
     def _send(self, copies: Iterable[tuple[int, int, int]], what: str) -> int:
         """Send weights to slots, given as (expert, rank, slot). Collective. Return the bytes that this rank sent."""
         stacks = [self._stack(name) for name in self._params()]
-        sent = self._transfer([self._transfer_of(*one) for one in copies], stacks, into(stacks), what)
+        transfers = [self._transfer_of(*one) for one in copies]
+        sent = transfer_rows(channel_of(self._shards.group), transfers, stacks, into(stacks), what)
         self.published_bytes += sent
         return sent
 
@@ -351,26 +356,14 @@ class ExpertCopies:
             for total, part in zip(sums[at], partials.values(row_X.unsqueeze(0)).values(), strict=True):
                 total += part
 
-        sent = self._transfer([self._transfer_of(*one).reversed() for one in copies], [rows_NX], receive, what, block)
+        transfers = [self._transfer_of(*one).reversed() for one in copies]
+        sent = transfer_rows(channel_of(self._shards.group), transfers, [rows_NX], receive, what, block)
         partials.release()
         for at, totals in sums.items():
             for grad, total in zip(grads, totals, strict=True):
                 if total.dtype != grad.dtype:
                     grad[at : at + 1] = total
         return sent
-
-    def _transfer(
-        self,
-        transfers: Sequence[RowTransfer],
-        tensors: Sequence[Tensor],
-        receive: Receive,
-        what: str,
-        block: Tensor | None = None,
-    ) -> int:
-        """Call ``transfer_rows``, and return the bytes that this rank sent."""
-        transfer_rows(channel_of(self._shards.group), transfers, tensors, receive, what, block)
-        rank = self._shards.group.rank()
-        return sum(one.source == rank for one in transfers) * _row_bytes(tensors)
 
     def _transfer_of(self, expert: int, rank: int, row: int) -> RowTransfer:
         """Return the transfer of an expert to ``row`` of ``rank``. Ranks hold equal slices of an expert if their
@@ -450,7 +443,3 @@ class ExpertCopies:
                 param.data = rows_SX[:homes]
         self._stacks[name] = rows_SX
         return rows_SX
-
-
-def _row_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)

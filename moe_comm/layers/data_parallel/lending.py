@@ -127,7 +127,6 @@ class LentExperts(ExpertCopies):
         label: str = "",
     ) -> None:
         self.balance, self._in_place = balance, in_place
-        self._shared: Any = None
         self._memory: list[Tensor] = []  # this rank's parameters in shared memory
         self._peers: list[dict[str, Tensor]] = []  # parameters of all ranks of the group, [homes, ...] by name
         super().__init__(experts, shards, placement, label)
@@ -185,8 +184,8 @@ class LentExperts(ExpertCopies):
         experts, rank = placement.num_experts, channel.rank
         params = self.parameters
         moved = self._in_place and [param.data_ptr() for param in params] != [one.data_ptr() for one in self._memory]
-        seen, before = self._present(), self._seen
-        changed, self._seen = seen != before, seen
+        seen = self._present()
+        changed, self._seen = seen != self._seen, seen
         weights, size = sum(param.shape[1:].numel() for param in params), params[0].element_size()
         costs = self.balance.costs(weights, size, len(set(channel.comm.hosts)))
         settings = (*self.balance.words(), *costs)
@@ -240,39 +239,35 @@ class LentExperts(ExpertCopies):
     def _share_parameters(self) -> None:
         """Move the parameters into shared memory, where other ranks read them. Collective."""
         params, channel, parts = self._params(), channel_of(self._shards.group), self._shards.sizes["etp"]
-        sizes = {name: param.shape[1:].numel() * param.element_size() for name, param in params.items()}
+        homes_W = [self.placement.homes_per_rank[rank // parts] for rank in range(channel.world)]
+        size_P = [param.shape[1:].numel() * param.element_size() for param in params.values()]
         own: dict[str, Tensor] = {}
 
+        def sizes(homes: int) -> list[int]:
+            return [aligned_bytes(homes * size) for size in size_P]
+
         def place(block: Tensor, homes: int) -> dict[str, Tensor]:
-            end, placed = 0, {}
-            for name, param in params.items():
-                first, end = end, end + aligned_bytes(homes * sizes[name])
-                rows = block[first : first + homes * sizes[name]]
-                placed[name] = rows.view(param.dtype).view(homes, *param.shape[1:])
-            return placed
+            rows = [part[: homes * size] for part, size in zip(block.split(sizes(homes)), size_P, strict=True)]
+            return {
+                name: part.view(param.dtype).view(homes, *param.shape[1:])
+                for part, (name, param) in zip(rows, params.items(), strict=True)
+            }
 
         def fill(block: Tensor) -> None:
-            own.update(place(block, len(next(iter(params.values())))))
+            own.update(place(block, homes_W[channel.rank]))
             for name, rows_HX in own.items():
                 rows_HX.copy_(params[name])
 
         def use(read: Read) -> None:
-            peers = []
-            for rank in range(channel.world):
-                homes = self.placement.homes_per_rank[rank // parts]
-                size = sum(aligned_bytes(homes * one) for one in sizes.values())
-                peers.append(own if rank == channel.rank else place(read(rank, 0, size), homes))
-            self._peers = peers
+            self._peers = [
+                own if rank == channel.rank else place(read(rank, 0, sum(sizes(homes))), homes)
+                for rank, homes in enumerate(homes_W)
+            ]
 
-        homes = len(next(iter(params.values())))
-        size = sum(aligned_bytes(homes * one) for one in sizes.values())
         with torch.inference_mode(False), torch.no_grad():
-            blocks, what = (
-                SharedBlocks(size, sum(sizes.values()), fill, use),
-                f"sharing the experts of layer {self._label!r}",
-            )
+            blocks = SharedBlocks(sum(sizes(homes_W[channel.rank])), sum(size_P), fill, use)
             shared = channel.uses_shared_memory(next(iter(params.values())))
-            self._in_place = shared and share_blocks(channel, blocks, what)
+            self._in_place = shared and share_blocks(channel, blocks, f"sharing the experts of layer {self._label!r}")
             if self._in_place:
                 for name, param in params.items():
                     param.data = own[name]
@@ -284,6 +279,8 @@ class LentExperts(ExpertCopies):
         ids_TK and errors are those of ``plan``. The parameters enter the autograd graph before the dispatch, so
         their backward, which returns gradients, follows that of the dispatch: no rows are in flight then.
         """
+        if ids_TK is not None and ids_TK.device.type != "cpu":
+            raise ConfigError(f"balance supports experts on the CPU only; got tokens on {ids_TK.device}")
         plan, ep = self.plan(ids_TK, torch.is_grad_enabled()), self._shards.place["ep"]
         call = LentCall(plan, self.placement.homes_per_rank[ep], {}, [], (), None)
         self.materialize(plan)
@@ -342,10 +339,11 @@ class LentExperts(ExpertCopies):
             return
         for one, place in fresh:
             self._held[one.rank][place] = one.expert
-        homes = self.placement.homes_per_rank
+        homes, unchanged = self.placement.homes_per_rank, self._seen == self._present()
         copies = [(one.expert, one.rank, homes[one.rank] + place) for one, place in fresh]
         self._send(copies, f"lending experts of layer {self._label!r}")
-        self._seen = self._present()  # the first call moves the parameters into stacks with slots for copies
+        if unchanged:
+            self._seen = self._present()  # the first call moves the parameters into stacks
 
     def return_gradients(self, plan: CallPlan, partials: Partials, grads: list[Tensor]) -> list[Tensor]:
         """Add the gradients of lent experts to those of their homes. Collective. Return the gradients.

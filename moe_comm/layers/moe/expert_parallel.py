@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall, serial_call, uncounted_call
 from moe_comm.dispatch.types import OnDevice
-from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.errors import MoeCommError
 from moe_comm.layers.data_parallel.attach import attach_experts
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.gradients import adapter_fault
@@ -248,13 +248,10 @@ class ExpertParallel(ParallelModule):
         Returns:
             The call; None without ``balance``.
         """
-        copies: Any = getattr(experts, "copies", None)
-        if self.dispatcher.options.balance is None or copies is None:
-            return None
-        if ids_TK is not None and ids_TK.device.type != "cpu":
-            raise ConfigError(f"balance supports experts on the CPU only; got tokens on {ids_TK.device}")
-        lent: LentCall = copies.begin(ids_TK)
-        self.last_plan = lent.plan
+        copies: ExpertCopies | None = getattr(experts, "copies", None)
+        lent = None if copies is None else copies.begin(ids_TK)
+        if lent is not None:
+            self.last_plan = lent.plan
         return lent
 
     def _refuse(self, experts: Any, fault: MoeCommError) -> NoReturn:
