@@ -25,8 +25,9 @@ since, it remains filled:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,7 @@ from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
 from moe_comm.layers.data_parallel.optimizers import watch_copies
 from moe_comm.topology import Placement
-
-if TYPE_CHECKING:
-    from moe_comm.layers.data_parallel.lending import CallPlan, LentCall
+from moe_comm.topology.balance import Lent
 
 
 class SharedStacks:
@@ -98,6 +97,29 @@ def entered(
 
 Values = Mapping[str, Tensor]
 """Tensors by name of a parameter."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallPlan:
+    """The plan of one call; equal on all ranks except ``counts``.
+
+    Attributes:
+        lent: (expert, rank, rows).
+        place: position of the weights of each of ``lent`` in its rank's buffers; () if they are read in place.
+        digest: hash of ``lent``; 0 if it is empty.
+        rows: rows of each rank.
+        counts: rows of each expert, and of them those of the ranks before this one, and of this rank.
+    """
+
+    lent: tuple[Lent, ...]
+    place: tuple[int, ...]
+    digest: int
+    rows: tuple[int, ...]
+    counts: tuple[list[int], list[int], list[int]]
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the positions in ``lent`` of the experts that ``rank`` computes, in the order of their slots."""
+        return [at for at, one in enumerate(self.lent) if one.rank == rank]
 
 
 class Partials:
@@ -294,8 +316,8 @@ class ExpertCopies:
             return False
         return self._due or self._versions != self._present_versions()
 
-    def begin(self, ids_TK: Tensor | None) -> LentCall | None:
-        """Return the experts that are lent in the next call; None: the placement has all copies."""
+    def begin(self, ids_TK: Tensor | None) -> Any:
+        """Return the ``LentCall`` of the next call; None: the placement has all copies."""
         return None
 
     def materialize(self, plan: CallPlan | None = None) -> None:

@@ -28,7 +28,7 @@ from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, new_blo
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.kernels.expert_mlp import Apart
 from moe_comm.kernels.native import core
-from moe_comm.layers.data_parallel.copies import ExpertCopies, Partials, Values, entered
+from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, Partials, Values, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
@@ -36,29 +36,6 @@ from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, 
 EMPTY = -1
 Orient = Callable[[Values], Sequence[Tensor | None]]
 """Returns the tensors of an ``ExpertMLP`` for those of parameters; None for missing ones."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class CallPlan:
-    """The plan of one call; equal on all ranks except ``counts``.
-
-    Attributes:
-        lent: (expert, rank, rows).
-        place: position of the weights of each of ``lent`` in its rank's buffers; () if they are read in place.
-        digest: hash of ``lent``; 0 if it is empty.
-        rows: rows of each rank.
-        counts: rows of each expert, and of them those of the ranks before this one, and of this rank.
-    """
-
-    lent: tuple[Lent, ...]
-    place: tuple[int, ...]
-    digest: int
-    rows: tuple[int, ...]
-    counts: tuple[list[int], list[int], list[int]]
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the positions in ``lent`` of the experts that ``rank`` computes, in the order of their slots."""
-        return [at for at, one in enumerate(self.lent) if one.rank == rank]
 
 
 @dataclass(eq=False, slots=True)

@@ -34,8 +34,8 @@ from moe_comm.topology import ExpertPlacement, Placement, Sharding
 from moe_comm.topology.balance import intervals, share_rows
 
 if TYPE_CHECKING:
-    from moe_comm.layers.data_parallel.copies import ExpertCopies
-    from moe_comm.layers.data_parallel.lending import CallPlan, LentCall
+    from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies
+    from moe_comm.layers.data_parallel.lending import LentCall
     from moe_comm.overlap.options import Overlap
 
 
