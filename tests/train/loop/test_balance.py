@@ -41,6 +41,7 @@ def train_lending(rank: int, world: int, settings: list[str]) -> tuple[Trained, 
         ["parallel.sharding=zero1", "parallel.overlap_chunks=2"],
         ["parallel.sharding=replicate", "parallel.interleave=true", "parallel.overlap_chunks=2"],
         ["parallel.sharding=fsdp", "model.recompute=full"],
+        ["parallel.sharding=fsdp", "parallel.backend=all_to_all", "data.micro_batches=2"],  # sends weights to slots
     ],
 )
 def test_a_run_that_lends_experts_trains_the_same_model(
