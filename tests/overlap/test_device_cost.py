@@ -29,7 +29,7 @@ def rates(draw: st.DrawFn) -> DeviceRates:
 
 works = st.builds(
     DeviceWork, st.integers(0, 1 << 20), st.integers(1, 8192), st.integers(1, 8192), st.just(2), st.integers(1, 64),
-    st.integers(0, 64), st.booleans(), st.booleans(),
+    st.integers(0, 64), st.booleans(),
 )  # fmt: skip
 
 
@@ -61,11 +61,10 @@ def test_costs_of_the_device_executor_make_it_lose() -> None:
     assert forecast(WORK, replace(RATES, processors=8)).device_s == {}
 
 
-def test_measured_constants_choose_by_rows_and_by_the_order_of_rows() -> None:
+def test_measured_constants_choose_by_the_number_of_rows() -> None:
     work = replace(WORK, experts=32, gradients=True)
     assert forecast(work, H100).blocks is not None
     assert forecast(replace(work, rows=512), H100).blocks is None, "reading the weights takes longer than the rows"
-    assert forecast(replace(work, by_expert=False), H100).blocks is None, "tiles are ready when push ends"
     assert forecast(replace(work, world=1), H100).blocks is None, "nothing is sent over a link"
 
 

@@ -206,7 +206,7 @@ def _forecast(
     """Return the prediction for 16-bit rows, their number rounded to a power of two. widths: D and F."""
     experts = -(-dispatcher.num_experts // dispatcher.world)
     rows = 1 << round(math.log2(rows)) if rows else 0
-    work = DeviceWork(rows, *widths, 2, dispatcher.world, experts, gradients, dispatcher.send_by_expert)
+    work = DeviceWork(rows, *widths, 2, dispatcher.world, experts, gradients)
     return _predicted(work, rates)
 
 

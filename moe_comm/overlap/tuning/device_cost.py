@@ -8,8 +8,8 @@
 
 Forward, the first GEMM is w13 and the last one w2; backward, the other way round, and weight gradients follow. A budget
 of few blocks may send below the rate of the link; many blocks take processors from the GEMM. The model knows both, and
-the arrival curve: by expert (``csrc/cuda/order.h``), tiles are ready in proportion to the rows that are sent; by token,
-nearly all of them at the end. All functions are pure arithmetic: equal constants give equal choices on all ranks.
+the arrival curve: rows are sent by expert (``csrc/cuda/order.h``), so tiles are ready in proportion to the rows sent.
+All functions are pure arithmetic: equal constants give equal choices on all ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class DeviceWork:
 
     rows: that a rank receives, and sends, on average. hidden, ffn: D, F. itemsize: bytes of an element. world: ranks.
     experts: of this rank, with two or three matrices that a GEMM reads once; 0: their bytes do not count. gradients:
-    whether a backward pass follows. by_expert: the order in which rows are sent.
+    whether a backward pass follows.
     """
 
     rows: int
@@ -96,7 +96,6 @@ class DeviceWork:
     world: int
     experts: int = 0
     gradients: bool = False
-    by_expert: bool = True
 
     @property
     def row_bytes(self) -> int:
@@ -145,17 +144,11 @@ class DeviceForecast:
         return [*text, f"choice: device with {self.blocks} blocks"]
 
 
-def ready_shares(rows: int, blocks: int, flag_rows: float = 0.0) -> list[float]:
+def ready_shares(rows: int, blocks: int) -> list[float]:
     """Return the arrival curve: the share of push after which each of ``STEPS`` equal groups of tiles is ready.
 
-    By expert, a tile is ready once the rows before it are sent, and those that all blocks send at the same time.
-
-    Args:
-        flag_rows: rows of a rank for an expert if rows are sent by token, 0 by expert. A flag is then raised after the
-            last one of so many rows at random positions.
+    A tile is ready once the rows before it are sent, and those that all blocks send at the same time.
     """
-    if flag_rows:
-        return [((step + 0.5) / STEPS) ** (1 / flag_rows) for step in range(STEPS)]
     in_flight = min(1.0, blocks * TILE_ROWS / max(rows, 1))
     return [min(1.0, (step + 1) / STEPS + in_flight) for step in range(STEPS)]
 
@@ -188,9 +181,8 @@ def _device_s(work: DeviceWork, rates: DeviceRates, blocks: int, gemms: tuple[in
     unit_s = work.unit_s(rates, rates.waiting)
     first, last, weights = gemms[0] * unit_s, gemms[1] * unit_s, gemms[2] * work.unit_s(rates)
     slowed = rates.processors / (rates.processors - blocks)
-    flag_rows = 0.0 if work.by_expert else max(1.0, work.rows / (max(work.experts, 1) * work.world))
     end_s = 0.0
-    for share in ready_shares(work.rows, blocks, flag_rows):
+    for share in ready_shares(work.rows, blocks):
         end_s = _after(max(end_s, share * push_s), first / STEPS, push_s, slowed)
     # Slices of the last GEMM, and the sum of each on the processors that it leaves free, at most at the link's rate.
     sum_s = rates.send_s(work.row_bytes, work.world, blocks) / MAX_SLICES
