@@ -65,12 +65,11 @@ class RowChunk:
 class ChunkPlan:
     """All chunks of one rank, and the rows that stay on it.
 
-    experts: the rows of each local expert that has rows. own: this rank's own rows for its experts.
+    own: this rank's own rows for its experts.
     own_slots: the own rows' slots, in the slots sorted by expert. own_R: their positions among the experts' rows.
     """
 
     chunks: tuple[RowChunk, ...]
-    experts: tuple[RowRange, ...]
     own: tuple[RowRange, ...]
     own_slots: slice
     own_R: Tensor
@@ -115,7 +114,6 @@ class ChunkPlan:
         own_slots = slice(int(cuts_CW[0, rank]), int(cuts_CW[-1, rank]))
         return cls(
             chunks=tuple(plan),
-            experts=_row_ranges(start_LW[:, :1], rows_WL.sum(0)[:, None]),
             own=_row_ranges(start_LW[:, rank, None], own_L1),
             own_slots=own_slots,
             own_R=_indices(start_LW[:, rank], own_L1[:, 0], device),

@@ -38,7 +38,7 @@ from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import device_fault
 from moe_comm.overlap.executors.pipelined import pipelined_combine, pipelined_dispatch
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
-from moe_comm.overlap.executors.transport import RowDispatch
+from moe_comm.overlap.executors.transport import RowDispatch, pipelined_fault
 from moe_comm.overlap.options import TRITON, Overlap
 from moe_comm.runtime.memory import as_tensors
 
@@ -78,8 +78,7 @@ def dispatch_matmul(
     x_TD, ids_TK, w_EGD = dispatcher.readable(label, x=x_TD, ids=ids_TK, w=w_EGD)
     overlap, experts = overlap or Overlap(), ExpertLinear((w_EGD,))
     fault: MoeCommError | None = _weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")
-    if overlap.backend == TRITON:
-        fault = fault or device_fault(dispatcher, x_TD)
+    fault = fault or (device_fault(dispatcher, x_TD) if overlap.backend == TRITON else pipelined_fault(dispatcher))
     if fault is not None:
         dispatcher.refuse(fault, x_TD, label=label)
     width = w_EGD.shape[1]

@@ -195,7 +195,7 @@ def test_a_dispatcher_that_cannot_overlap_is_refused(rank: int, world: int) -> N
     group = dist.group.WORLD
     assert group is not None
     dispatcher = AllGatherDispatcher(ExpertPlacement.of(4, world), group, rank)
-    with pytest.raises(ConfigError, match="only the dispatcher all_to_all sends rows in chunks"):
+    with pytest.raises(ConfigError, match="needs the dispatcher all_to_all, shared_memory or peer_to_peer"):
         dispatch_matmul(dispatcher, torch.zeros(3, D), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, F, D))
 
 

@@ -16,10 +16,11 @@ from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.native import TRITON_DEVICES
-from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
+from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import DeviceCall, device_fault, fp8_fault
 from moe_comm.overlap.executors.pipelined import PipelinedCall
-from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
+from moe_comm.overlap.executors.shared_rows import SharedDispatch
+from moe_comm.overlap.executors.transport import pipelined_fault
 from moe_comm.overlap.options import CHUNKED, Overlap
 from moe_comm.overlap.tuning.choose import choose, device_rates, rates_of
 from moe_comm.overlap.tuning.cost import CHUNKS, DIRECTIONS, MARGIN, OperatorWork, predict
@@ -94,20 +95,21 @@ def dispatch_rows(
     x_TD, ids_TK, weights_TK = dispatcher.readable(label, x=x_TD, ids=ids_TK, weights=weights_TK)
     if choice is not None and (blocks := choice.blocks(x_TD, ids_TK, width)) is not None:
         overlap = replace(overlap, executor="device", programs=overlap.programs or blocks)
-    use_kernels = overlap.uses_kernels
-    pipelined_requested = overlap.executor == "pipelined"
-    if use_kernels or pipelined_requested:
-        fault: MoeCommError | None = pipelined_fault(dispatcher)
-        if use_kernels:
-            fault = fp8_fault() if scaled else device_fault(dispatcher, x_TD)
-        if fault is not None:
-            dispatcher.refuse(fault, x_TD, label=label)
-    if use_kernels:
+    fault: MoeCommError | None = pipelined_fault(dispatcher)
+    if overlap.uses_kernels:
+        fault = fp8_fault() if scaled else device_fault(dispatcher, x_TD)
+    requested = overlap.uses_kernels or overlap.executor == "pipelined"
+    if fault is not None and requested:
+        dispatcher.refuse(fault, x_TD, label=label)
+    if not requested and (
+        fault is not None or (isinstance(dispatcher, PendingDispatcher) and overlap.chunks == "auto")
+    ):
+        return serial()
+    _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
+    if overlap.uses_kernels:
         assert isinstance(dispatcher, OverlappedPrimitives)
-        _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         return DeviceCall(dispatcher, x_TD, ids_TK, weights_TK, overlap, label)
-    if isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
-        _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
+    if isinstance(dispatcher, AllToAllDispatcher):
         weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad
         dispatch = ChunkedDispatch.open(
             dispatcher,
@@ -121,19 +123,15 @@ def dispatch_rows(
             label=label,
             scaled=scaled,
         )
-        if dispatch.small and not pipelined_requested:
+        if dispatch.small and not requested:
             return call_of(dispatcher, dispatch.dispatch_at_once(x_TD), x_TD, ids_TK, weights_TK, observed)
         return PipelinedCall(dispatch, dispatch.send(x_TD.detach()), x_TD, weights_TK, scaled)
-    if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
-        if overlap.chunks == "auto" and not pipelined_requested:
-            return serial()
-        _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
-        shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, scaled=scaled)
-        if shared.chunks == 1 and not pipelined_requested:
-            at_once = shared.dispatch_at_once(send, x_TD, scaled)
-            return call_of(dispatcher, at_once, x_TD, ids_TK, weights_TK, observed)
-        return PipelinedCall(shared, send, x_TD, weights_TK, scaled)
-    return serial()
+    assert isinstance(dispatcher, PendingDispatcher)
+    shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label, scaled=scaled)
+    if shared.chunks == 1 and not requested:
+        at_once = shared.dispatch_at_once(send, x_TD, scaled)
+        return call_of(dispatcher, at_once, x_TD, ids_TK, weights_TK, observed)
+    return PipelinedCall(shared, send, x_TD, weights_TK, scaled)
 
 
 AUTO_DTYPES = (torch.bfloat16, torch.float16)
@@ -211,19 +209,6 @@ def _forecast(
 
 
 _predicted = lru_cache(maxsize=1024)(forecast)
-
-
-def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
-    """Return the error if the pipelined executor does not support ``dispatcher``, else None."""
-    if isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
-        return None
-    if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
-        return None
-    return ConfigError(
-        "the pipelined executor needs the dispatcher all_to_all, shared_memory or peer_to_peer, and wire dtypes with "
-        f"scales for each row; got {dispatcher.name} with {dispatcher.options.wire_dtypes}. Use executor='auto' to run "
-        "serially instead"
-    )
 
 
 def explain_overlap(

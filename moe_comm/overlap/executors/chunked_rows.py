@@ -23,12 +23,11 @@ from moe_comm.comm.channel import PendingTensor
 from moe_comm.comm.header import describe
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes, to_slots
 from moe_comm.dispatch.checksums import SentChecksums
-from moe_comm.dispatch.dispatcher import Dispatcher
 from moe_comm.dispatch.operation import KINDS, Operation
 from moe_comm.dispatch.slots.sums import weighted_sum
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import bytes_per_row, pack, unpack, unpack_scaled
-from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.errors import MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.kernels.row_weights import scale_
 from moe_comm.overlap.chunk_plan import ChunkPlan, RowRange, RowSegments, max_sent_rows
@@ -88,12 +87,6 @@ class ChunkedDispatch(RowDispatch):
             weights_grad: Whether the backward pass will send gradients of routing weights; compared between ranks.
             scaled: The experts have fp8 GEMMs.
         """
-        if not sends_chunks(dispatcher):
-            raise ConfigError(
-                f"only the dispatcher all_to_all sends rows in chunks (dispatch_matmul and matmul_combine also take "
-                f"shared_memory), with wire dtypes that have scales for each row; got {dispatcher.name} with "
-                f"{dispatcher.options.wire_dtypes}"
-            )
         operation = dispatcher.dispatch_operation(x_TD, ids_TK, label, scaled=scaled)
         operation.weights_grad = weights_grad
         with dispatcher.report(operation), dispatcher.running(operation):
@@ -407,8 +400,3 @@ def _span(dispatch: ChunkedDispatch, operation: Operation) -> Open:
     handle, dispatcher = dispatch.handle, dispatch.dispatcher
     nbytes, group = dispatcher.sent_bytes(operation.op, handle), group_of(dispatcher.group)
     return EVENTS.span(KINDS[operation.op], operation.op, layer=handle.label, group=group, nbytes=nbytes)
-
-
-def sends_chunks(dispatcher: Dispatcher) -> bool:
-    """Return whether rows can be sent in chunks: ``all_to_all``, and a wire dtype with scales for each row."""
-    return type(dispatcher) is AllToAllDispatcher and dispatcher.options.wire_dtypes.invariant

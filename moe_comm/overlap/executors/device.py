@@ -20,7 +20,7 @@ from moe_comm.dispatch.peer_to_peer.overlapped import OverlappedPrimitives
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap.executors.pipelined import PipelinedCall
-from moe_comm.overlap.executors.shared_rows import can_pipeline
+from moe_comm.overlap.executors.transport import pipelined_fault
 from moe_comm.overlap.options import Overlap
 
 
@@ -31,9 +31,8 @@ def device_fault(dispatcher: Dispatcher, x_TD: Tensor) -> MoeCommError | None:
             f"the Triton kernels of experts need the dispatcher peer_to_peer; got {dispatcher.name}. Use "
             "Overlap(executor='pipelined') or Overlap(backend='chunked') with it"
         )
-    if not can_pipeline(dispatcher):
-        wire_dtypes = dispatcher.options.wire_dtypes
-        return ConfigError(f"overlap needs wire dtypes with scales for each row; got {wire_dtypes}")
+    if (fault := pipelined_fault(dispatcher)) is not None:
+        return fault
     try:
         from moe_comm.overlap.triton.arrived_mm import rows_fault  # needs Triton
     except MissingDependency as error:

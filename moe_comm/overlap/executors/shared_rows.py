@@ -37,7 +37,7 @@ from torch import Tensor
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import WireDtype, quantized, rounded
-from moe_comm.errors import ConfigError, HeapError, MoeCommError
+from moe_comm.errors import HeapError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import RowRange, RowSegments, max_sent_rows, ranges_by_source
 from moe_comm.overlap.executors.chunked_rows import EXPERT_CHUNK_FACTOR
@@ -86,9 +86,6 @@ class SharedDispatch(RowDispatch):
             start: Starts the dispatch; None: ``dispatcher.start_dispatch``.
             scaled: The experts have fp8 GEMMs.
         """
-        if not can_pipeline(dispatcher):
-            wire_dtypes = dispatcher.options.wire_dtypes
-            raise ConfigError(f"overlap needs wire dtypes with scales for each row; got {wire_dtypes}")
         operation = dispatcher.dispatch_operation(x_TD, ids_TK, label, scaled=scaled)
         with operation:
             incoming = (start or dispatcher.start_dispatch)(x_TD.detach(), ids_TK)
@@ -348,8 +345,3 @@ def _started(incoming: IncomingRows | None) -> IncomingRows:
 
 def _wait_span(kind: Kind, label: str) -> communication_span:
     return communication_span(kind, "rows of others" if kind is Kind.DISPATCH else "results of others", layer=label)
-
-
-def can_pipeline(dispatcher: PendingDispatcher) -> bool:
-    """Return whether the dispatcher's wire dtypes have scales for each row."""
-    return dispatcher.options.wire_dtypes.invariant

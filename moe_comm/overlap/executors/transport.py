@@ -23,9 +23,11 @@ from typing import ClassVar, NoReturn, Self
 import torch
 from torch import Tensor
 
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.dispatcher import Dispatcher
+from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle
-from moe_comm.errors import MoeCommError
+from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import RowRange, RowSegments
 
@@ -180,3 +182,15 @@ class SentGradients(RowSend):
             dots_R: The gradient of ``weights_R``, if the experts compute it. If not, it is that of the results given to
                 ``start``; the call returns None without any.
         """
+
+
+def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
+    """Return the error if there is no transport for the rows of ``dispatcher``, else None; the same on every rank."""
+    known = type(dispatcher) is AllToAllDispatcher or isinstance(dispatcher, PendingDispatcher)
+    if known and dispatcher.options.wire_dtypes.invariant:
+        return None
+    return ConfigError(
+        "the pipelined executor needs the dispatcher all_to_all, shared_memory or peer_to_peer, and wire dtypes with "
+        f"scales for each row; got {dispatcher.name} with {dispatcher.options.wire_dtypes}. Use executor='auto' to run "
+        "serially instead"
+    )
