@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import ConfigError
@@ -49,8 +50,16 @@ def _train(rank: int, world: int, settings: Sequence[str]) -> tuple[list[Any], l
             losses.append([(step.loss, step.grad_norm) for step in steps])
             owned = active.trainer.train_state.data_parallel.owned()
             weights.append({item.name: item.value.detach().clone() for item in owned})
+            assert _offloads(active.trainer.train_state.stages) == {bool(options)}
     expected, actual = weights
     return losses, [name for name, value in expected.items() if not torch.equal(value, actual[name])]
+
+
+def _offloads(stages: Sequence[nn.Module]) -> set[bool]:
+    """Return whether the units of FSDP offload. On CPU ranks only FSDP's private state shows it."""
+    units: list[Any] = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    return {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups if group is not None}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,7 +100,7 @@ def _memory(rank: int, world: int, settings: Sequence[str]) -> tuple[int, int]:
 
 
 def _live_storages() -> dict[int, int]:
-    tensors = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # isinstance fails on dead proxies
     local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
     plain = [one.untyped_storage() for one in local if one.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in plain}
