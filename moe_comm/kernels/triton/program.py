@@ -53,11 +53,12 @@ class _OtherOperators(TorchDispatchMode):
 
 
 class _Plan(NamedTuple):
-    """Recorded launches. outputs: shape and dtype of each result, or None. workspace: bytes of all other buffers.
-    record: takes the addresses of inputs, results and the workspace, and then the numbers of the call."""
+    """Recorded launches. outputs: shape, dtype and strides (None: contiguous) of each result, or None. workspace: bytes
+    of all other buffers. record: takes the addresses of inputs, results and the workspace, and then the numbers of the
+    call."""
 
     record: _C.GpuRecord
-    outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
+    outputs: list[tuple[tuple[int, ...], torch.dtype, tuple[int, ...] | None] | None]
     workspace: int
 
     def run(self, inputs: tuple[Tensor | None, ...], numbers: tuple[int, ...]) -> Results:
@@ -67,7 +68,13 @@ class _Plan(NamedTuple):
         for t in inputs:  # loops: comprehensions are functions of their own
             bases.append(0 if t is None else t.data_ptr())
         for output in self.outputs:
-            result = None if output is None else torch.empty(output[0], dtype=output[1], device=device)
+            result = None
+            if output is not None:
+                shape, dtype, strides = output
+                if strides is None:
+                    result = torch.empty(shape, dtype=dtype, device=device)
+                else:
+                    result = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             results.append(result)
             bases.append(0 if result is None else result.data_ptr())
         workspace = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
@@ -78,7 +85,8 @@ class _Plan(NamedTuple):
 
 
 class Program:
-    """A function that launches kernels. Inputs and results are tensors; results are contiguous, and not views.
+    """A function that launches kernels. Inputs and results are tensors; results are dense, in any order of
+    dimensions, and not views.
 
     Args:
         body: takes the inputs, hashable constants, and then numbers, and returns the results. The values of constants
@@ -135,8 +143,7 @@ def _record(
     used = sorted(bound for bound in bounds if bound is not None)
     separate = all(before[1] <= after[0] for before, after in pairwise(used)) and all(a < b for a, b in used)
     whole = all(
-        t is None or (t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size())
-        for t in results
+        t is None or (_is_dense(t) and t.untyped_storage().nbytes() == t.numel() * t.element_size()) for t in results
     )
     if sum(step.operators for step in steps) != operators:
         return results, None
@@ -178,7 +185,16 @@ def _record(
     for step, args in zip(steps, arguments, strict=True):
         if step.add is None or not step.add(record, step.grid, args):
             return results, None
-    return results, _Plan(record, [None if t is None else (tuple(t.shape), t.dtype) for t in results], size)
+    outputs = [
+        None if t is None else (tuple(t.shape), t.dtype, None if t.is_contiguous() else t.stride()) for t in results
+    ]
+    return results, _Plan(record, outputs, size)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Return whether a tensor is contiguous after a permutation, as gradients of transposed weights are."""
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    return t.permute(order).is_contiguous()
 
 
 def _bounds(t: Tensor) -> tuple[int, int]:

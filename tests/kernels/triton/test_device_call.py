@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -432,6 +433,7 @@ WHOLE: dict[str, Callable[[MoELayer], Any]] = {
     "plain": lambda built: None,
     "evaluated": lambda built: built.eval(),
     "hooks of the layer": lambda built: hooked(built),
+    "shards of FSDP2": lambda built: fully_shard(built),
     "recomputed activations": lambda built: setattr(built.experts, "recompute", True),
     "correction bias": lambda built: setattr(built.router, "correction_bias", torch.arange(EXPERTS) * 0.1),
 }
