@@ -7,6 +7,7 @@ An operation of all ranks (a ``turn`` in csrc/cuda) begins with a handshake, in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -192,6 +193,7 @@ class RowFlags(NamedTuple):
     timeout_ns: int
 
 
+@lru_cache
 def chunk_of(tokens: int, top_k: int) -> int:
     """Return the number of slots per chunk: all slots of whole tokens, for about ``COUNT_BLOCKS`` chunks.
 

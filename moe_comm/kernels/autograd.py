@@ -29,9 +29,11 @@ def once_differentiable(backward: Backward) -> Backward:
     def wrapped(ctx: Any, *grads: Any) -> Any:
         if torch.compiler.is_compiling():  # it can trace torch's decorator, but not the dispatch keys of tensors
             return torch_once_differentiable(backward)(ctx, *grads)
-        grads = tuple(materialized(grad) if isinstance(grad, Tensor) else grad for grad in grads)
+        values = []
+        for grad in grads:  # a generator is slower
+            values.append(materialized(grad) if isinstance(grad, Tensor) else grad)
         with torch.no_grad():
-            results = backward(ctx, *grads)
+            results = backward(ctx, *values)
         if not torch.is_grad_enabled():  # no create_graph
             return results
         if isinstance(results, tuple):

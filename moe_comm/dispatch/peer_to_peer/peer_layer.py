@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -234,6 +235,7 @@ class _PeerCall(WholeCall):
         return grads
 
 
+@lru_cache
 def _operators_of_backward(recomputes: bool, needs: tuple[bool, ...]) -> int:
     """Return the number of operators of ``PeerLayer._backward`` without those of the routing."""
     needs_x, needs_weights, _, needs_w13, needs_w2, needs_b13, needs_b2 = needs

@@ -125,9 +125,8 @@ class ExpertGradients:
         for bit, name in enumerate(self.shards.shardings):
             bits |= (getattr(experts, name).requires_grad or name in self.frozen_by_fsdp) << bit
         for parameter, index in _ADAPTERS.items():
-            adapted = getattr(experts, "adapters", {}).get(parameter, ())
-            trained = any(one.a_ELI.requires_grad or one.b_ELO.requires_grad for one in adapted)
-            bits |= trained << TRAINED.index(index)
+            for one in getattr(experts, "adapters", {}).get(parameter, ()):  # every call runs this, mostly without any
+                bits |= (one.a_ELI.requires_grad or one.b_ELO.requires_grad) << TRAINED.index(index)
         router = self.replicated()
         return bits | (router is not None and router.requires_grad) << TRAINED.index("router")
 
