@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <tuple>
 
 #include "cpu/kernels.h"
-#include "cuda/order.h"
-#include "cuda/shared.h"
+#include "cuda/combine.h"
 #include "layout.h"
 
 namespace moe_comm::test {
@@ -90,6 +90,9 @@ std::vector<int64_t> random_offsets(Random& random, int world) {
   std::vector<int64_t> offsets = {0};
   for (int r = 0; r < world; ++r) offsets.push_back(offsets.back() + random.below(5));
   if (offsets.back() == 0) offsets.back() = 2;
+  if (random.chance(0.4) && offsets.back() <= kScanExperts) {  // two blocks of scan
+    offsets.back() = random.between(kScanExperts + 1, P2pRanks::kMostExperts);
+  }
   return offsets;
 }
 
@@ -111,6 +114,7 @@ P2pCase random_case(Random& random, const std::vector<int64_t>& offsets) {
   for (int r = 0; r < c.world; ++r) c.tokens.push_back(random.chance(0.2) ? 0 : random.below(12));
   if (random.chance(0.4)) c.room = random.chance(0.5) ? 400 : random.below(20);
   c.merged = random.chance(0.5);
+  c.at_once = c.merged && random.chance(0.3);
   fill_case(random, c);
   return c;
 }
@@ -166,7 +170,23 @@ Args P2pRanks::slot_args(int rank, const P2pCase& c) {
   return a;
 }
 
-void P2pRanks::count(int rank, const P2pCase& c) {
+// Run the blocks of a kernel, each in a thread if `at_once`: any of them may end last.
+template <class Args>
+void run_blocks(const char* name, void (*kernel)(Machine&, const Args&), int64_t blocks, const Args& a, bool at_once) {
+  if (!at_once) return run_p2p(name, blocks, a);
+  std::vector<std::thread> threads;
+  for (int64_t block = 0; block < blocks; ++block) {
+    threads.emplace_back([&, block] {
+      const int64_t bytes = shared_bytes(a, host_threads);
+      std::vector<Words16> memory(at_index(bytes / 16 + 1));
+      Machine m(block, blocks, reinterpret_cast<char*>(memory.data()), bytes, host_threads);
+      kernel(m, a);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+bool P2pRanks::count(int rank, const P2pCase& c, const std::vector<int64_t>& offer) {
   Rank& me = of(rank);
   const int64_t chunks = slot_args<CountArgs>(rank, c).chunks;
   me.counts.assign(at_index(chunks * c.experts()), -7);
@@ -174,16 +194,22 @@ void P2pRanks::count(int rank, const P2pCase& c) {
   me.expert_rows.assign(at_index(c.experts()), -7);
   me.place.assign(c.ids[at_index(rank)].size(), -9);
   run_p2p("count", chunks, slot_args<CountArgs>(rank, c));
-  run_p2p("scan", (c.experts() + kScanExperts - 1) / kScanExperts, slot_args<ScanArgs>(rank, c));
+  const bool meets = c.merged && !c.by_expert && c.push_blocks % 2 == 0;  // no kernel sends by the order
+  ScanArgs scans = meets ? meet_args<ScanArgs>(rank, c, true, offer) : slot_args<ScanArgs>(rank, c);
+  scans.meets = meets;
+  run_blocks("scan", scan<Machine>, (c.experts() + kScanExperts - 1) / kScanExperts, scans, c.at_once);
+  if (meets) return me.state.fault == kNone;
   OrderArgs order = slot_args<OrderArgs>(rank, c);
   me.order.assign(at_index(order_words(order.tokens * order.top_k, c.experts())), -7);
   order.order_at = reinterpret_cast<int64_t>(me.order.data());
   run_p2p("order", chunks, order);
+  return meet(rank, c, true, offer);
 }
 
-bool P2pRanks::meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer) {
+template <class Args>
+Args P2pRanks::meet_args(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer) {
   Rank& me = of(rank);
-  MeetArgs a = slot_args<MeetArgs>(rank, c);
+  Args a = slot_args<Args>(rank, c);
   a.with_counts = with_counts;
   a.header_at = reinterpret_cast<int64_t>(me.header.data());
   a.offer_0 = offer[0];
@@ -203,8 +229,12 @@ bool P2pRanks::meet(int rank, const P2pCase& c, bool with_counts, const std::vec
   a.all_counts_at = reinterpret_cast<int64_t>(me.all_counts.data());
   a.host_counts_at = reinterpret_cast<int64_t>(me.host_counts.data());
   a.summary_at = reinterpret_cast<int64_t>(me.summary.data());
-  run_p2p("meet", 1, a);
-  return me.state.fault == kNone;
+  return a;
+}
+
+bool P2pRanks::meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer) {
+  run_p2p("meet", 1, meet_args<MeetArgs>(rank, c, with_counts, offer));
+  return of(rank).state.fault == kNone;
 }
 
 std::vector<int64_t> P2pRanks::dispatch_offer(int rank, const P2pCase& c) {
@@ -277,7 +307,7 @@ void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y, float* wo
     const bool last = slice + 1 == slices;
     a.words_at = last ? reinterpret_cast<int64_t>(words) : 0;
     a.ends = c.merged && last;
-    run_p2p("sum", 2, a);
+    run_blocks("sum", p2p::sum<Machine>, 3, a, a.ends && c.at_once);
   }
 }
 
@@ -320,7 +350,8 @@ void P2pRanks::sum_reduced(int rank, const P2pCase& c, char* y) {
 }
 
 template <class Args>
-void P2pRanks::spread_rows(const char* kernel, int rank, const P2pCase& c, float* dots) {
+void P2pRanks::spread_rows(const char* name, void (*kernel)(Machine&, const Args&), int rank, const P2pCase& c,
+                           float* dots) {
   Args a = args<Args>(rank, c);
   a.hidden = c.hidden;
   a.dtype = c.dtype;
@@ -335,19 +366,29 @@ void P2pRanks::spread_rows(const char* kernel, int rank, const P2pCase& c, float
   a.order_at = reinterpret_cast<int64_t>(of(rank).order.data());
   a.words_at = a.weights_at;
   a.ends = c.merged;
-  run_p2p(kernel, a.tokens > 0 ? 2 : 0, a);
+  run_blocks(name, kernel, a.tokens > 0 ? 3 : 0, a, c.at_once && c.push_blocks % 2 == 0);
 }
 
 void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
   if (c.push_blocks % 2 == 0) {
-    spread_rows<SpreadArgs>("spread", rank, c, dots);
+    spread_rows("spread", p2p::spread<Machine>, rank, c, dots);
   } else {
-    spread_rows<SpreadTilesArgs>("spread_tiles", rank, c, dots);
+    spread_rows("spread_tiles", p2p::spread_tiles<Machine>, rank, c, dots);
     arrive(rank, c);
   }
 }
 
 void P2pRanks::done(int rank, const P2pCase& c) { run_p2p("done", 1, args<DoneArgs>(rank, c)); }
+
+void P2pRanks::end(int rank, const P2pCase& c, bool ended) {
+  if (!ended) return done(rank, c);
+  const p2p::Control control{c.world, c.experts(), c.local_experts()};
+  const int64_t* words = reinterpret_cast<const int64_t*>(data(rank, 0));
+  for (int from = 0; from < c.world; ++from) {
+    CHECK(__atomic_load_n(words + control.done(from), __ATOMIC_ACQUIRE) >= of(rank).state.turn);
+  }
+  CHECK_EQ(of(rank).state.ended, int64_t{0});
+}
 
 float e4m3_value(int byte) {
   const int exponent = (byte >> 3) & 15, fraction = byte & 7;
@@ -444,8 +485,7 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
   Rank& me = of(rank);
   const size_t r = at_index(rank);
   const int64_t bytes = c.hidden * c.element(), tokens = c.tokens[r];
-  count(rank, c);
-  CHECK(meet(rank, c, true, dispatch_offer(rank, c)));
+  CHECK(count(rank, c, dispatch_offer(rank, c)));
   push(rank, c);
   arrive(rank, c);
   if (c.relay) fan_out(rank, c);
@@ -475,7 +515,7 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
     Bytes y(at_index(tokens * bytes) + 16, 'y'), expected = y;
     // y is 16-byte aligned if the rows are; otherwise it need not be.
     sum(rank, c, weighted, y.data());
-    done(rank, c);
+    end(rank, c, c.merged);
     kernels().sum(loop, 0, tokens, expected.data(), bytes, weighted ? c.weights[r].data() : nullptr);
     CHECK(y == expected);
   }
@@ -488,7 +528,7 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
   CHECK(meet(rank, c, false, {region(rank, c, 4), region(rank, c, 1), region(rank, c, 2), 0, -1}));
   std::vector<float> dots(c.ids[r].size(), 7.0f), expected_dots = dots;
   spread(rank, c, dots.data());
-  done(rank, c);
+  end(rank, c, c.merged && c.push_blocks % 2 == 0 && tokens > 0);
   std::vector<Bytes> grad_rows = c.out;
   std::vector<char*> grad_bases;
   for (Bytes& of_owner : grad_rows) grad_bases.push_back(of_owner.data());
@@ -513,7 +553,7 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
   std::vector<float> returned(c.ids[r].size(), 7.0f);
   Bytes y(at_index(tokens * bytes) + 16, 'y');
   sum(rank, c, false, y.data(), returned.data());
-  done(rank, c);
+  end(rank, c, c.merged);
   for (size_t i = 0; i < returned.size(); ++i) {
     CHECK(!with_words || returned[i] == (c.places[r][i] == kDropped ? 0.0f : c.weights[r][i]));
   }

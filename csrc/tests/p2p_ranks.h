@@ -17,7 +17,8 @@ struct P2pCase {
   int world = 1, dtype = 0;
   int64_t hidden = 8, top_k = 1, chunk = 1, format = 0, room = -1, push_blocks = 2;
   bool power_of_two = false, relay = false, bulk = false, by_expert = false;
-  bool merged = false;  // the last block of a kernel runs the next one
+  bool merged = false;   // the last block of a kernel runs the next one
+  bool at_once = false;  // the blocks of such kernels run in threads
   std::vector<int64_t> offsets, tokens;
   std::vector<std::vector<int64_t>> ids;
   std::vector<Bytes> x, g, out;  // [T, hidden], [T, hidden] by rank; [R, hidden] by owner
@@ -72,16 +73,21 @@ class P2pRanks {
   // Also the words of slots.
   template <class Args>
   Args slot_args(int rank, const P2pCase& c);
+  // Also the words of meet.
+  template <class Args>
+  Args meet_args(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer);
   template <class Args>
   void push_rows(const char* kernel, int rank, const P2pCase& c);
   template <class Args>
-  void spread_rows(const char* kernel, int rank, const P2pCase& c, float* dots);
+  void spread_rows(const char* name, void (*kernel)(p2p::Machine&, const Args&), int rank, const P2pCase& c,
+                   float* dots);
   // Byte offset of a region in this rank's block: 0 rows, 1 gradients, 2 scales, 3 links, 4 results.
   int64_t region(int rank, const P2pCase& c, int which) const;
   char* data(int rank, int64_t offset) { return peers_[static_cast<size_t>(rank)] + offset; }
   Rank& of(int rank) { return ranks_[static_cast<size_t>(rank)]; }
 
-  void count(int rank, const P2pCase& c);  // also scan, and order
+  // Counts, scans, lists slots by expert, and meets with counts. Returns false if the turn failed.
+  bool count(int rank, const P2pCase& c, const std::vector<int64_t>& offer);
   // offer: the regions of this rank. Returns false if the turn failed.
   bool meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer);
   std::vector<int64_t> dispatch_offer(int rank, const P2pCase& c);
@@ -93,6 +99,8 @@ class P2pRanks {
   void sum_reduced(int rank, const P2pCase& c, char* y);
   void spread(int rank, const P2pCase& c, float* dots);
   void done(int rank, const P2pCase& c);
+  // Runs done, or checks that the last block of the kernel before it ran it.
+  void end(int rank, const P2pCase& c, bool ended);
 
   // Run dispatch, combine and backward, and check the results.
   void run_and_check(int rank, const P2pCase& c);

@@ -39,8 +39,7 @@ P2pCase small_case(Random& random, int world, int64_t tokens = 5) {
 }
 
 void counts_and_offers(P2pRanks& ranks, int rank, const P2pCase& c) {
-  ranks.count(rank, c);
-  ranks.meet(rank, c, true, ranks.dispatch_offer(rank, c));
+  ranks.count(rank, c, ranks.dispatch_offer(rank, c));
 }
 
 }  // namespace
