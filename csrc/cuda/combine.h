@@ -290,7 +290,7 @@ MOE_BLOCK void spread_pieces(M& m, const Args& a, const Blocks& blocks) {
   if (by_expert) order.read_group();
   // Without an order, a batch is the next slots; its `tile` is their number in units of a batch.
   const int all = by_expert ? order.tiles() : static_cast<int>((slots + batch - 1) / batch);
-  if (with_dots && by_expert) {  // slots without an expert are in no tile
+  if (with_dots && by_expert) {  // dropped slots, some of which are in no tile
     const int64_t per = (slots + m.blocks() - 1) / m.blocks(), from_slot = m.block() * per;
     const int64_t left = slots - from_slot;
     m.each(static_cast<int>(left < per ? left : per), [&](int i) {
@@ -354,6 +354,7 @@ MOE_BLOCK void spread_pieces(M& m, const Args& a, const Blocks& blocks) {
     if constexpr (with_dots) {
       m.sync();
       m.each(n, [&](int s) {
+        if (by_expert && to[s] == nullptr) return;  // dropped: set to 0 above
         float* lane = sums + s * (lanes + 1);
         for (int half = lanes / 2; half > 0; half /= 2) {
           for (int l = 0; l < half; ++l) lane[l] = plus(lane[l], lane[l + half]);

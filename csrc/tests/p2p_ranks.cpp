@@ -366,7 +366,7 @@ void P2pRanks::spread_rows(const char* name, void (*kernel)(Machine&, const Args
   a.order_at = reinterpret_cast<int64_t>(of(rank).order.data());
   a.words_at = a.weights_at;
   a.ends = c.merged;
-  run_blocks(name, kernel, a.tokens > 0 ? 3 : 0, a, c.at_once && c.push_blocks % 2 == 0);
+  run_blocks(name, kernel, a.tokens > 0 ? 3 : 0, a, c.at_once);
 }
 
 void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
