@@ -31,7 +31,7 @@ from moe_comm.gpu.blocks import round_up
 from moe_comm.gpu.gemm import GpuGemm, ListedTiles, RanksRows
 from moe_comm.gpu.protocol import TILE_ROWS
 from moe_comm.kernels.tensor_cores import current_stream, listed_launcher, setting
-from moe_comm.kernels.triton.launch import DTYPES, options
+from moe_comm.kernels.triton.launch import DTYPES, on_device_of, options
 from moe_comm.overlap.chunked import exact_mm
 from moe_comm.overlap.triton.memory import KernelTurn, Names, SymmetricMemory, memory_of
 from moe_comm.overlap.triton.programs import (
@@ -82,10 +82,26 @@ class LinearKernels:
 
     def forward(self, operator: str, x: Tensor, w: Tensor) -> Tensor:
         """Return the result of ``operator``."""
-        if operator == "gather_matmul":
-            y_WSN, _ = self._gathered(x.contiguous(), w.t(), f"gather_matmul of {tuple(x.shape)}", None)
-            return y_WSN.flatten(0, 1)
-        x_TK, world, columns = x.contiguous(), self.memory.world, w.shape[0]
+        with on_device_of(x):
+            if operator == "gather_matmul":
+                y_WSN, _ = self._gathered(x.contiguous(), w.t(), f"gather_matmul of {tuple(x.shape)}", None)
+                return y_WSN.flatten(0, 1)
+            return self._scattered(x.contiguous(), w)
+
+    def gradients(self, operator: str, x: Tensor, w: Tensor, grad: Tensor, needs_x: bool, needs_w: bool) -> Gradients:
+        """Return the gradients of x and the weight for ``grad`` of the result."""
+        if not (needs_x or needs_w):
+            return None, None
+        with on_device_of(x):
+            if operator == "gather_matmul":
+                return self._gather_gradients(x.contiguous(), w, grad.contiguous(), needs_x, needs_w)
+            description = f"matmul_scatter backward of {tuple(x.shape)}"
+            b_NK = w if needs_x else w[:, :0]
+            grad_WSK, grad_w = self._gathered(grad.contiguous(), b_NK, description, x if needs_w else None)
+            return grad_WSK.flatten(0, 1) if needs_x else None, grad_w
+
+    def _scattered(self, x_TK: Tensor, w: Tensor) -> Tensor:
+        world, columns = self.memory.world, w.shape[0]
         rows = x_TK.shape[0] // world
         y_SN = x_TK.new_zeros(rows, columns) if not x_TK.numel() else x_TK.new_empty(rows, columns)
         if x_TK.numel() and columns:
@@ -94,17 +110,6 @@ class LinearKernels:
             self._multiply_and_sum(turn, x_TK.unflatten(0, (world, rows)), w.t(), y_SN)
             self.memory.finish(turn)
         return y_SN
-
-    def gradients(self, operator: str, x: Tensor, w: Tensor, grad: Tensor, needs_x: bool, needs_w: bool) -> Gradients:
-        """Return the gradients of x and the weight for ``grad`` of the result."""
-        if not (needs_x or needs_w):
-            return None, None
-        if operator == "gather_matmul":
-            return self._gather_gradients(x.contiguous(), w, grad.contiguous(), needs_x, needs_w)
-        description = f"matmul_scatter backward of {tuple(x.shape)}"
-        b_NK = w if needs_x else w[:, :0]
-        grad_WSK, grad_w = self._gathered(grad.contiguous(), b_NK, description, x if needs_w else None)
-        return grad_WSK.flatten(0, 1) if needs_x else None, grad_w
 
     def _gather_gradients(self, x_SD: Tensor, w_ND: Tensor, grad_TN: Tensor, needs_x: bool, needs_w: bool) -> Gradients:
         if not x_SD.numel():

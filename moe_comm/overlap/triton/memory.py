@@ -189,7 +189,7 @@ class SymmetricMemory:
         report = torch.empty(FAULT_WORDS, dtype=torch.int64, pin_memory=True, device="cpu")
         report.copy_(self.fault, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # the device need not be the current one
         self._launched.append((event, report, turn))
 
     def check(self, wait: bool = False) -> None:
