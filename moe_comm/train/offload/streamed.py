@@ -163,7 +163,7 @@ class StreamedState(ResidentState):
         self.report = OffloadReport(total, self._budget.total, 0)
 
     def _stored(self, item: OwnedParameter) -> Stored:
-        fields = (*((MASTERS,) if item.weights is not None else ()), *self.tensors[item.name])
+        fields = (*((MASTERS,) if item.param is not None else ()), *self.tensors[item.name])
         self._items.append(item)
         self._fields.append(fields)
         return Stored(len(self._items) - 1, item.value.numel(), item.value.element_size(), fields)
@@ -182,7 +182,7 @@ class StreamedState(ResidentState):
             yield chunk.group, pieces
             if self._error is None:
                 for piece in pieces:
-                    if piece.item.weights is not None:
+                    if piece.item.param is not None:
                         _write(piece.item, 0 if piece.part is None else piece.part.start, piece.value)
                 self._store.release(key, dirty=True, keep=len(keys) - number <= order.kept)
         self._update_s += time.perf_counter() - began
@@ -316,14 +316,15 @@ def _field(memory: Tensor, part: Part, offset: int, dtype: torch.dtype) -> Tenso
 
 def _write(item: OwnedParameter, start: int, values: Tensor) -> None:
     """Copy masters from element ``start`` on to the weights that the model computes with."""
-    assert item.weights is not None
+    weights = item.weights
+    assert weights is not None
     dim = item.shard.dim if item.shard is not None else 0
     values = values.detach().reshape(-1)
     # Rows of the parameter that are contiguous in the shard: a shard of columns has gaps.
-    if not item.weights.dim():
-        item.weights.copy_(values[0])
+    if not weights.dim():
+        weights.copy_(values[0])
         return
-    rows_RL = item.weights.flatten(dim)
+    rows_RL = weights.flatten(dim)
     rows_RL = rows_RL.flatten(0, dim - 1) if dim else rows_RL.unsqueeze(0)
     length = rows_RL.shape[1]
     while values.numel():

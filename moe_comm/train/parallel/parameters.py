@@ -25,8 +25,7 @@ class OwnedParameter:
         owner_axes: mesh axes over which the local parameter is sharded, fastest first; () if ``shard`` is None.
         even: the ``even`` argument of ``shard_slice``.
         replicas: number of blocks into which the ranks of ``owner_axes`` are divided. Each block stores all shards.
-        weights: what ``value`` is the master of: this rank's shard of the parameter that the model computes with, a
-            view. None: the model computes with ``value`` itself, or gathers it.
+        param: the parameter that the model computes with, if ``value`` is a separate master of its shard.
         offloaded: ``value`` is not in memory between updates, which also write ``weights``.
         counted: False for the second copy of a tied parameter, which the norm excludes.
     """
@@ -39,8 +38,20 @@ class OwnedParameter:
     even: bool = False
     replicas: int = 1
     counted: bool = True
-    weights: Tensor | None = None
+    param: nn.Parameter | None = None
     offloaded: bool = False
+
+    @property
+    def weights(self) -> Tensor | None:
+        """What ``value`` is the master of: this rank's shard of ``param``, a view. None: the model computes with
+        ``value`` itself, or gathers it.
+
+        A new view each time, because copies of experts move a parameter to other memory.
+        """
+        if self.param is None:
+            return None
+        complete = self.param.detach()
+        return complete if self.shard is None else self.shard.of(complete)
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:

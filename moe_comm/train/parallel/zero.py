@@ -101,8 +101,7 @@ class ReplicatedParameters:
         for item in trained:
             master = compute_in(item.param, item.dtype)
             value = item.param if master is None else nn.Parameter(master)
-            weights = None if master is None else item.param.detach()
-            owned = OwnedParameter(item.name, value, item.sharding, weights=weights)
+            owned = OwnedParameter(item.name, value, item.sharding, param=None if master is None else item.param)
             replica = _Replica(item, owned, master is not None)
             self._replicas.append(replica)
             families.setdefault((mesh.ranks(*item.sharding.sum_axes), value.dtype), []).append(replica)
@@ -204,7 +203,7 @@ class ZeroBucket:
                 item.sharding,
                 shard,
                 item.sharding.sum_axes,
-                weights=shard.of(param.detach()),
+                param=param,
             )
             self.entries.append(_BucketEntry(item, owned, shard, block, offset))
             offset += math.prod(block)
@@ -236,8 +235,7 @@ class ZeroBucket:
             row_N = first.value.detach().as_strided((self.width,), (1,), 0).to(self.dtype, copy=self.gaps)
         for item in self.entries:
             if item.owned.offloaded:
-                assert item.owned.weights is not None
-                item.local(row_N).copy_(item.owned.weights)
+                item.local(row_N).copy_(item.shard.of(item.trained.param))
             elif item.gaps:
                 item.local(row_N).copy_(item.owned.value)
         return row_N

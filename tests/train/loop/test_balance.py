@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moe_comm.errors import ConfigError
@@ -57,6 +59,17 @@ def test_a_run_that_lends_experts_trains_the_same_model(
         assert_floats(trained.norms, wanted.norms, 3e-5)
         assert_floats([trained.validation], [wanted.validation])
     assert_close(whole([one.parts for one, _ in results]), whole([one.parts for one in expected]), 3e-4)
+
+
+def test_masters_in_files_train_experts_that_moved_to_shared_memory(
+    shared_settings: list[str], pool2: RankPool, tmp_path: Path
+) -> None:
+    settings = [*shared_settings, "parallel.ep=2", *SGD, LEND, "model.dtype=bfloat16"]
+    offload = ["offload.optimizer=file", "offload.budget=256KiB", f"offload.path={tmp_path}"]
+    expected, offloaded = (pool2.run(train_lending, one, timeout=60) for one in (settings, [*settings, *offload]))
+    for (wanted, _), (trained, lent) in zip(expected, offloaded, strict=True):
+        assert min(lent) > 0
+        assert (trained.losses, trained.validation) == (wanted.losses, wanted.validation)
 
 
 def test_settings_that_balance_does_not_support_are_refused() -> None:
