@@ -88,6 +88,10 @@ class TrainConfig(Section):
                 'offload.weights = "host" requires parallel.sharding = "fsdp", which copies the weights of a layer to '
                 f'the device before they are used; got "{self.parallel.sharding}"'
             )
+        if self.offload.weights == "host" and self.placement.balance is not None:
+            raise ValueError(
+                'offload.weights = "host" does not support placement.balance: FSDP does not shard the experts'
+            )
         for key in ("optimizer", "activations", "weights"):
             if (tier := getattr(self.offload, key)) != "none" and self.placement.kind != "fixed":
                 raise ValueError(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.agree import compare
 from moe_comm.comm.communicator import find_communicator
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.errors import ConfigError
@@ -243,17 +244,22 @@ class DataParallel:
         return self._units is not None and fits(item) and not self._units[item.sharding.expert].replicated
 
     def _check_offload(self, trained: Sequence[LocalParameter], sharded: Sequence[LocalParameter]) -> None:
-        """Raise ConfigError unless FSDP shards all parameters with elements."""
+        """Raise ConfigError on all ranks unless FSDP shards all parameters with elements. Collective."""
         stores = "offload.weights = 'host' stores the shards of FSDP on the host"
         if self._units is None:
             raise ConfigError(f"{stores}: set parallel.sharding = 'fsdp', and start a process group, also for one rank")
         in_units = {item for item in sharded if self._in_unit(item)}
         others = [item.name for item in trained if item.param.numel() and item not in in_units]
+        fault: ConfigError | None = None
         if others:
-            raise ConfigError(
+            fault = ConfigError(
                 f"{stores}, and FSDP does not shard {others[0]}: parallel.dp_replicate must be less than cp x dp (for "
-                "experts: than edp, unless that is 1), and placement.kind 'fixed'"
+                "experts: than edp, unless that is 1), and placement.kind 'fixed' without balance"
             )
+        if self.mesh.world_group is not None:  # other stages may have no such parameter
+            compare(channel_of(self.mesh.world_group), "offload.weights", {}, fault=fault)
+        elif fault is not None:
+            raise fault
 
     def _in_unit(self, item: LocalParameter) -> bool:
         """Return whether FSDP may shard the parameter. The weights of copies are sent from complete parameters."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from moe_comm.train import run
 from moe_comm.train.optim import make_optimizer
+from moe_comm.train.parallel import DataParallel
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.sections import OptimizerOptions
 from tests.pool import RankPool
@@ -130,11 +133,24 @@ def test_the_update_of_weights_on_the_host_mixes_no_devices(kind: Any) -> None:
         assert all(item.value.device.type == "cpu" for item in (matrix, vector, experts))
 
 
+def _refused_on_one_rank(rank: int, world: int, settings: list[str]) -> str:
+    replicated = mock.patch.object(DataParallel, "_in_unit", return_value=False) if rank == 1 else nullcontext()
+    with replicated, pytest.raises(ConfigError) as caught, session(settings):
+        pass
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_weights_that_one_rank_does_not_shard(pool2: RankPool, shared_settings: list[str]) -> None:
+    for message in pool2.run(_refused_on_one_rank, [*shared_settings, *FSDP, WEIGHTS], timeout=60):
+        assert "FSDP does not shard" in message
+
+
 def test_settings_that_do_not_fit_are_refused(shared_settings: list[str]) -> None:
     for settings, message in (
         ((WEIGHTS,), "requires parallel.sharding"),
         ((WEIGHTS, "parallel.sharding=zero1"), "requires parallel.sharding"),
         ((WEIGHTS, *FSDP, "placement.kind=relocate"), "placement.kind"),
+        ((WEIGHTS, *FSDP, "placement.balance={rows = 1.0}"), "placement.balance"),
         ((WEIGHTS, *FSDP, "offload.optimizer=host", "offload.budget=1MiB"), "set optimizer = 'none'"),
     ):
         with pytest.raises(ConfigError, match=message):
