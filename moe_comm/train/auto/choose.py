@@ -28,8 +28,10 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.parallel import ShardingMode
+from moe_comm.topology.pipeline import find_schedule
 from moe_comm.train.auto.rates import DTYPES, measure_cluster, rates_text
 from moe_comm.train.config import CHOSEN, TrainConfig
+from moe_comm.train.pipeline.stage import SPLITS_BACKWARD
 from moe_comm.train.plan_config import DTYPES as DTYPE_NAMES, parallel_settings
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.sections import ParallelSection
@@ -239,6 +241,9 @@ def search_space(config: TrainConfig) -> SearchSpace:
     if backend != "auto":  # backends that access peers' memory are modelled as all_to_all
         dispatchers = (backend,) if backend in dispatchers else ("all_to_all",)
     more: dict[str, Any] = {"schedule": (given["schedule"],)} if "schedule" in given else {}
+    split = config.placement.balance is None and (SPLITS_BACKWARD or config.model.recompute == "full")
+    if not more and not split:
+        more["schedule"] = tuple(name for name in SearchSpace.schedule if not find_schedule(name).splits_backward)
     more |= {"virtual": (given["virtual"],)} if "virtual" in given else {}
     return SearchSpace(
         overlap=overlap,

@@ -174,6 +174,16 @@ def test_the_link_between_hosts_decides_whether_shards_are_replicated() -> None:
         assert search_space(given).replicas == (1 if kind == "relocate" else None)
 
 
+def test_schedules_that_split_backward_are_not_chosen_where_runs_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "zbv" in search_space(config_of("comm")).schedule
+    unsplit = ("1f1b", "interleaved_1f1b")
+    assert search_space(config_of("comm", "placement.balance={rows = 1.0}")).schedule == unsplit
+    monkeypatch.setattr("moe_comm.train.auto.choose.SPLITS_BACKWARD", False)  # torch 2.11
+    assert search_space(config_of("comm")).schedule == unsplit
+    assert "zbv" in search_space(config_of("comm", "model.recompute=full")).schedule
+    assert search_space(config_of("comm", "parallel.schedule=zbv")).schedule == ("zbv",)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_given_replicas_are_kept(replicas: int) -> None:
     link = GBIT if replicas == 1 else FAST
