@@ -190,7 +190,8 @@ class StepDigest:
     @torch.no_grad()
     def of(cls, loss: float, gradients: Iterable[Tensor]) -> StepDigest:
         sums = list(map(_gradient_checksum, gradients))
-        values = torch.stack(sums).tolist() if sums else []
+        # Gradients of offloaded weights are on the host, and others may not be.
+        values = torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
         return cls(struct.pack("<d", loss), tuple(values))
 
     def changed(self, other: StepDigest) -> int:
