@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
 from moe_comm.dispatch.peer_to_peer import primitives, repeated
@@ -219,6 +220,13 @@ def test_unusual_calls_have_the_same_bits(rank: int) -> None:
             )  # the operator runs the whole call
             calls[0] = 0
             assert all(map(torch.equal, passes(compiled, x_TD), passes(counted, x_TD))) and calls[0] == 1
+            calls[0], results = 0, []
+            for capacity in (None, 50):
+                data_parallel = DistributedDataParallel(moe_comm.prepare_ddp(build(dist.group.WORLD, capacity)))
+                y_TD = data_parallel(x_TD)
+                y_TD.backward(drawn(*y_TD.shape, dtype=y_TD.dtype))
+                results.append([y_TD, *(p.grad for p in data_parallel.parameters())])
+            assert all(map(torch.equal, *results)) and calls[0] == 1
             calls[0] = 0
             for of_x, of_weights in ((True, True), (False, True), (True, False)):
                 weights_TK = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(rank))
