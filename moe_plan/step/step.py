@@ -154,20 +154,17 @@ class StepModel:
         causes["gradients and weights"], hidden_tail = self._exposed_tail(rank)
         causes["optimizer"] = self.weights.optimizer_seconds(rank)
         mapping, policy = self.placed.mapping, self._policy
-        overlapped = self.span  # transfers overlap with the passes
-        for cause, moved in (
-            (
-                "offloaded activations",
-                activations_moved(self.shape, mapping, self.load, self.global_batch, policy, rank),
-            ),
-            ("offloaded weights", self.weights.host_copies(rank)),
+        activations = activations_moved(self.shape, mapping, self.load, self.global_batch, policy, rank)
+        left = self.span  # seconds of the passes, with which transfers overlap
+        for cause, moved, overlaps in (
+            ("offloaded activations", activations, True),
+            ("offloaded weights", self.weights.host_copies(rank), mapping.parallel.world > 1),  # else no prefetch
         ):
             seconds = moved / policy.offload_rate
-            if cause == "offloaded weights" and mapping.parallel.world == 1:
-                overlapped = 0.0  # FSDP prefetches with several ranks only
-            if seconds > overlapped:
-                causes[cause] = seconds - overlapped
-            overlapped = max(0.0, overlapped - seconds)
+            during = min(seconds, left) if overlaps else 0.0
+            left -= during
+            if seconds > during:
+                causes[cause] = seconds - during
         tokens = self.global_batch * self.load.seq_len
         return StepPrediction(
             seconds=sum(causes.values()),
