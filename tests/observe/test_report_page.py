@@ -59,6 +59,7 @@ def page(browser: Any, pages: dict[str, Path]) -> Any:
     def show(name: str) -> Any:
         opened.append(pages[name].as_uri())
         browser.get(opened[-1])
+        wait_until_drawn(browser)
         return browser
 
     yield show
@@ -106,7 +107,6 @@ def marks(browser: Any, name: str) -> int:
 
 def check_panels(browser: Any) -> None:
     """Check that every panel is drawn and labelled."""
-    wait_until_drawn(browser)
     for panel in PANELS:
         assert marks(browser, panel.name), f"{panel.name} is empty"
         box = run_in(browser, f"return document.getElementById('chart-{panel.name}').getBoundingClientRect().toJSON()")
