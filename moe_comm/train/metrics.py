@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_comm.layers.moe.expert_parallel import LENT_COUNTS
 from moe_comm.layers.moe.load import LayerLoad, load_statistics
 from moe_comm.observe.records import LineWriter, LoadLine, PlacementLine, cut_after
 from moe_comm.runtime.safe_files import make_folders
@@ -19,7 +21,8 @@ from moe_comm.train.offload.resident import OffloadReport
 SERIES = 200
 """Default maximum number of per-layer values that a sink writes for a step: a dashboard cannot show 61 layers with 256
 experts each, so metrics are written for the worst layers only, and their quantiles over all layers always."""
-LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
+LENT_METRICS = ("rows_fixed", "rows_lent", "lent_experts", "copied_bytes")
+LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance", *LENT_METRICS)
 LOW_IS_BAD = frozenset({"least", "diversity"})
 """Metrics for which low values are bad."""
 
@@ -60,6 +63,11 @@ class ExpertLoad:
         mean: mean slots per expert.
         dead_share: fraction of experts without tokens.
         diversity: exp(entropy) of the load distribution over the number of experts; 1 for a perfectly even router.
+        rows_fixed: rows of the busiest rank over the mean, if each expert had been computed at its home. This and the
+            next two are () unless experts are lent to other ranks.
+        rows_lent: the same as computed.
+        lent_experts: experts that were lent, mean over the calls of the layer.
+        copied_bytes: bytes that all ranks sent for copies and lent experts: weights and gradients. () if none can.
         names: names of the layers.
         slots_LE: [L, E] slots of each expert. Not part of stored reports.
     """
@@ -72,6 +80,10 @@ class ExpertLoad:
     mean: tuple[float, ...] = ()
     dead_share: tuple[float, ...] = ()
     diversity: tuple[float, ...] = ()
+    rows_fixed: tuple[float, ...] = ()
+    rows_lent: tuple[float, ...] = ()
+    lent_experts: tuple[float, ...] = ()
+    copied_bytes: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     slots_LE: Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -92,6 +104,7 @@ class ExpertLoad:
             mean=tuple(stats.mean),
             dead_share=tuple(dead / experts for dead in stats.dead),
             diversity=tuple(stats.diversity),
+            **_lent_metrics([dict(zip(LENT_COUNTS, one.lent.tolist(), strict=True)) for one in loads.values()]),
             names=tuple(loads),
             slots_LE=slots_LE,
         )
@@ -108,6 +121,18 @@ class ExpertLoad:
     def metrics(self) -> dict[str, tuple[float, ...]]:
         """Return the available per-layer metrics by name."""
         return {name: values for name in LAYER_METRICS if len(values := getattr(self, name)) == len(self.imbalance)}
+
+
+def _lent_metrics(layers: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Return ``LENT_METRICS`` of ``LENT_COUNTS`` by layer; those that no layer has are left out."""
+    found: dict[str, Any] = {}
+    if any(one["bytes"] for one in layers):
+        found["copied_bytes"] = tuple(one["bytes"] for one in layers)
+    if any(one["calls"] for one in layers):
+        found["rows_fixed"] = tuple(one["fixed"] / one["rows"] if one["rows"] else 1.0 for one in layers)
+        found["rows_lent"] = tuple(one["busiest"] / one["rows"] if one["rows"] else 1.0 for one in layers)
+        found["lent_experts"] = tuple(one["experts"] / max(one["calls"], 1) for one in layers)
+    return found
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from moe_comm.layers.data_parallel.gradients import adapter_fault
 from moe_comm.layers.moe.experts import ExpertSlice
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.topology import ExpertPlacement, Placement, Sharding
-from moe_comm.topology.balance import intervals, share_rows
+from moe_comm.topology.balance import intervals, rows_of_ranks, share_rows
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies
@@ -121,6 +121,10 @@ class SlotTable:
             yield expert, slots[expert], lengths
 
 
+LENT_COUNTS = ("rows", "fixed", "busiest", "calls", "experts", "bytes")
+"""Counts of a layer that lends experts, in training. Over all calls: rows of all ranks; rows of the busiest rank, times
+the number of ranks, with all experts at home and as computed; calls; lent experts. Then the bytes that this rank sent
+for copies. Recomputed calls count, so compare sums of calls only with each other."""
 _layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
 _numbers = count()
 
@@ -169,6 +173,7 @@ class ExpertParallel(ParallelModule):
         self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
         self._use_placement(dispatcher.expert_placement or Placement.of_layout(layout))
         self.last_plan: CallPlan | None = None
+        self._lent_counts, self._sent_bytes = [0] * (len(LENT_COUNTS) - 1), 0
         self.in_flight_hook: Callable[[], None] | None = None
         self._number()
 
@@ -251,8 +256,20 @@ class ExpertParallel(ParallelModule):
         copies: ExpertCopies | None = getattr(experts, "copies", None)
         lent = None if copies is None else copies.begin(ids_TK)
         if lent is not None:
-            self.last_plan = lent.plan
+            self.last_plan = plan = lent.plan
+            if self.training:
+                loads_E, world = plan.counts[0], self.placement.world
+                fixed = max(rows_of_ranks(loads_E, self.placement.homes, world, ()))
+                counts = (sum(loads_E), fixed * world, max(plan.rows) * world, 1, len(plan.lent))
+                self._lent_counts = [a + b for a, b in zip(self._lent_counts, counts, strict=True)]
         return lent
+
+    def take_lent(self, copies: ExpertCopies | None) -> Tensor:
+        """Return ``LENT_COUNTS`` since the last call, int64 on the CPU. copies: those of the experts."""
+        sent = 0 if copies is None else copies.published_bytes
+        counts = [*self._lent_counts, sent - self._sent_bytes]
+        self._lent_counts, self._sent_bytes = [0] * len(self._lent_counts), sent
+        return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
     def _refuse(self, experts: Any, fault: MoeCommError) -> NoReturn:
         """Raise ``fault`` of this rank on every rank, in place of the next dispatch."""

@@ -11,13 +11,14 @@ message.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError
+from moe_comm.layers.moe.expert_parallel import LENT_COUNTS
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.collectives import gather_values
 from moe_comm.layers.parallel.module import state_key
@@ -30,10 +31,12 @@ class LayerLoad:
     Attributes:
         load_E: [E] int64 slots per expert before any drop, including zero-computation experts.
         dropped: slots that the capacity dropped, a scalar tensor.
+        lent: ``LENT_COUNTS`` of the experts that were lent to other ranks.
     """
 
     load_E: Tensor
     dropped: Tensor
+    lent: Tensor = field(default_factory=lambda: torch.zeros(len(LENT_COUNTS), dtype=torch.int64, device="cpu"))
 
     @property
     def imbalance(self) -> float:
@@ -134,13 +137,17 @@ def take_loads(module: nn.Module, group: ProcessGroup | None = None) -> dict[str
     layers = list(moe_layers(module))
     if not layers:
         return {}
-    local_counts = torch.cat([torch.cat([m.router.load_E, m.dropped_total.view(1)]) for _, m in layers])
-    totals = gather_values(local_counts, group, "counting the load of experts").sum(0)
-    loads = {}
-    for (name, layer), part in zip(layers, totals.split([m.router.load_E.numel() + 1 for _, m in layers]), strict=True):
+    counts = [
+        (layer.router.load_E, layer.dropped_total.view(1), layer.take_lent(layer.copies).to(layer.router.load_E.device))
+        for _, layer in layers
+    ]
+    sizes = [part.numel() for parts in counts for part in parts]
+    totals = gather_values(torch.cat([torch.cat(one) for one in counts]), group, "counting the load of experts").sum(0)
+    parts, loads = iter(totals.split(sizes)), {}
+    for name, layer in layers:
         layer.router.load_E.zero_()
         layer.dropped_total.zero_()
-        loads[name] = LayerLoad(part[:-1], part[-1])
+        loads[name] = LayerLoad(next(parts), next(parts)[0], next(parts))
     return loads
 
 

@@ -57,6 +57,10 @@ PANELS = (
             ("diversity", "routing entropy"),
             ("dropped", "dropped slots"),
             ("balance", "balance loss"),
+            ("rows_fixed", "busiest rank, experts at home"),
+            ("rows_lent", "busiest rank, as computed"),
+            ("lent_experts", "lent experts"),
+            ("copied_bytes", "bytes of copies"),
         ),
     ),
     Panel(

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch.checksums import row_sums
 from moe_comm.errors import CheckpointError, CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep
+from moe_comm.layers.moe.expert_parallel import LENT_COUNTS
 from moe_comm.layers.moe.load import LayerLoad, moe_layers, take_loads
 from moe_comm.observe.records import FaultRecord
 from moe_comm.train.metrics import ExpertLoad
@@ -92,15 +93,16 @@ class Agreement:
             self._local_loads().flatten(),
         ]
         sums = torch.split(self._ranks.sum(torch.cat(parts)), [part.numel() for part in parts])
-        loads_LE = sums[4].view(-1, self._num_experts + 2)
+        loads_LX = sums[4].view(len(self._names), self._num_experts + 2 + len(LENT_COUNTS))
         loads = {
-            name: LayerLoad(row[:-2].long(), row[-2].long()) for name, row in zip(self._names, loads_LE, strict=True)
+            name: LayerLoad(load_E.long(), dropped.long(), lent.long())
+            for name, (load_E, dropped, lent, _) in zip(self._names, map(self._split, loads_LX), strict=True)
         }
         # ``loss`` was already summed over micro-batches; here it is summed over ranks.
         return StepSummary(
             loss=float(sums[0]),
             loads=loads,
-            balance=tuple(loads_LE[:, -1].tolist()),
+            balance=tuple(loads_LX[:, -1].tolist()),
             bad=tuple(sums[1].nonzero().flatten().tolist()),
             damaged={rank: int(count) for rank, count in enumerate(sums[2].tolist()) if count},
             stops=tuple(flag > 0 for flag in sums[3].tolist()),
@@ -119,16 +121,22 @@ class Agreement:
         return sum(layer.dispatcher.corruption.take() for _, layer in self._layers)
 
     def _local_loads(self) -> Tensor:
-        """Return [MoE layers, E + 2]: slots per expert, dropped slots, balance loss; zeros for other stages."""
-        loads = torch.zeros(len(self._names), self._num_experts + 2, dtype=torch.float64, device="cpu")
+        """Return [MoE layers, X], the values of ``_split`` of this rank; zeros for other stages."""
+        width = self._num_experts + 2 + len(LENT_COUNTS)
+        loads = torch.zeros(len(self._names), width, dtype=torch.float64, device="cpu")
         for stage in self._stages:
             for name, load in take_loads(stage).items():
-                row = loads[self._names.index(name)]
-                row[:-2] = load.load_E
-                row[-2] = load.dropped
+                parts = self._split(loads[self._names.index(name)])
+                for part, values in zip(parts, (load.load_E, load.dropped, load.lent), strict=False):
+                    part.copy_(values)
         for name, layer in self._layers:  # the balance loss is that of the last micro-batch
             loads[self._names.index(name), -1] = float(layer.router.losses.get("balance", 0.0))
         return loads
+
+    def _split(self, row: Tensor) -> Sequence[Tensor]:
+        """Return views of the values of a layer: slots per expert, dropped slots, ``LENT_COUNTS``, balance loss."""
+        load_E, dropped, lent, balance = row.split([self._num_experts, 1, len(LENT_COUNTS), 1])
+        return load_E, dropped[0], lent, balance
 
 
 DAMAGED_TRIES = 3

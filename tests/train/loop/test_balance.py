@@ -9,6 +9,7 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.train.config import load
+from moe_comm.train.metrics import StepReport
 from tests.pool import RankPool
 from tests.train.common import SGD, Trained, assert_close, assert_floats, session, whole
 
@@ -21,7 +22,11 @@ def train_lending(rank: int, world: int, settings: list[str]) -> tuple[Trained, 
     with session(settings) as active:
         layers = [layer for _, layer in moe_layers(active.stages[0])]
 
-        def count(report: object) -> None:
+        def count(report: StepReport) -> None:
+            if any(lends := [layer.last_plan is not None for layer in layers]):
+                load = report.load
+                assert all(lends) and max(load.rows_lent) <= 1.02 < max(load.rows_fixed)  # the mean is rounded up
+                assert max(load.lent_experts) > 0 and max(load.copied_bytes) > 0
             lent.append(sum(len(layer.last_plan.lent) for layer in layers if layer.last_plan is not None))
 
         status = active.trainer.fit(count)
