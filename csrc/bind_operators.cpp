@@ -203,10 +203,10 @@ void bind_operators(py::module_& m) {
         const auto [rows, memory, row_ns, copy_ns, copies] = limits;
         std::vector<Resident> present;
         for (const auto& [expert, rank] : residents) present.push_back({expert, rank});
-        const std::vector<Lent> lent = plan_rows(loads, home, world, {rows, memory, row_ns, copy_ns, copies}, present);
+        const LentRows plan = plan_rows(loads, home, world, {rows, memory, row_ns, copy_ns, copies}, present);
         std::vector<std::array<int64_t, 3>> result;
-        for (const Lent& one : lent) result.push_back({one.expert, one.rank, one.rows});
-        return std::pair(result, plan_digest(lent));
+        for (const Lent& one : plan.lent) result.push_back({one.expert, one.rank, one.rows});
+        return std::pair(result, plan.digest);
       },
       py::arg("loads"), py::arg("home"), py::arg("world"), py::arg("limits"), py::arg("residents"),
       "See cpu/balance.h. limits: those of BalanceLimits. Returns (expert, rank, rows) of each lent expert, and the "

@@ -18,6 +18,7 @@
 #include "bind_tensor.h"
 #include "cuda/args.h"
 #include "cuda/launch.h"
+#include "cuda/lend.h"
 #include "cuda/order.h"
 #include "cuda/plan.h"
 #include "cuda/record.h"
@@ -409,6 +410,15 @@ void bind_p2p(py::module_& m) {
         return p2p::shared_bytes(checked_number(kernel, args), args.data(), threads);
       },
       py::arg("kernel"), py::arg("threads"), py::arg("args"), "Return the bytes of shared memory that a block needs.");
+  m.def(
+      "p2p_lend_words",
+      [](int64_t world, int64_t experts, int64_t residents, int64_t copies) {
+        const int64_t teams = p2p::usual_threads(p2p::k_lend) / 32;
+        return std::make_pair(p2p::LendPlan::words(world, experts, copies),
+                              p2p::LendWork::words(world, experts, residents, teams));
+      },
+      py::arg("world"), py::arg("experts"), py::arg("residents"), py::arg("copies"),
+      "Return the int64 words of a plan, and of the memory that the kernel lend needs.");
   m.def(
       "p2p_threads",
       [] {

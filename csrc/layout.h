@@ -22,8 +22,10 @@ using uint8_t = unsigned char;
 
 #if defined(__CUDACC__)
 #define MOE_HD __host__ __device__
+#define MOE_BLOCK __device__ __forceinline__  // code that all threads of a block run
 #else
 #define MOE_HD
+#define MOE_BLOCK inline
 #endif
 
 namespace moe_comm {
@@ -52,6 +54,21 @@ MOE_HD inline void first_rows(const int64_t* expert_offsets, int world, int sour
       }
     }
   }
+}
+
+// Called by all lanes of m. Inclusive prefix sum of `values`; `other` is scratch memory of the same size. Returns the
+// buffer that holds the result.
+template <class M>
+MOE_BLOCK int64_t* running_sums(const M& m, int64_t* values, int64_t* other, int n) {
+  for (int reach = 1; reach < n; reach *= 2) {
+    m.sync();
+    m.each(n, [&](int i) { other[i] = i >= reach ? values[i] + values[i - reach] : values[i]; });
+    int64_t* swap = values;
+    values = other;
+    other = swap;
+  }
+  m.sync();
+  return values;
 }
 
 }  // namespace moe_comm

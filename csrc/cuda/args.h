@@ -418,6 +418,23 @@ struct Report {
   X(top_k)                  \
   X(place_at)
 
+// lend: one block, after a meet with the counts of experts. Writes a plan of the rows that ranks compute for others.
+// Slots are what `experts` counts: each rank's experts, and then its slots for copies.
+#define MOE_P2P_LEND(X)                                                                                       \
+  MOE_P2P_GROUP(X)                                                                                            \
+  X(routed)   /* E, the number of experts */                                                                  \
+  X(homes_at) /* [E] home of each expert, [E] the experts by home and id, [W + 1] the first of each rank */   \
+  X(rows)     /* the most that a rank should have, in thousandths of the mean */                              \
+  X(memory)   /* the most that it may have, in thousandths of the slots of the rank with most; 0: no limit */ \
+  X(row_ns)                                                                                                   \
+  X(copy_ns)                                                                                                  \
+  X(copies) /* slots of each rank for copies */                                                               \
+  X(all_counts_at)                                                                                            \
+  X(residents_at) /* [residents] (expert, rank) of copies whose weights are present */                        \
+  X(residents)                                                                                                \
+  X(work_at) /* memory; see LendWork */                                                                       \
+  X(plan_at) /* LendPlan */
+
 // All kernels p2p_<name>: name, argument struct, words.
 #define MOE_P2P_KERNELS(K)                         \
   K(count, CountArgs, MOE_P2P_COUNT)               \
@@ -440,7 +457,8 @@ struct Report {
   K(done, DoneArgs, MOE_P2P_DONE)                  \
   K(ll_send, LlSendArgs, MOE_P2P_LL_SEND)          \
   K(ll_arrive, LlArriveArgs, MOE_P2P_LL_ARRIVE)    \
-  K(ll_ready, LlReadyArgs, MOE_P2P_LL_READY)
+  K(ll_ready, LlReadyArgs, MOE_P2P_LL_READY)       \
+  K(lend, LendArgs, MOE_P2P_LEND)
 
 #define MOE_P2P_WORD(name) int64_t name;
 struct Group {

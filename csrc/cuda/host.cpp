@@ -5,6 +5,7 @@
 #include "cuda/combine.h"
 #include "cuda/few.h"
 #include "cuda/launch.h"
+#include "cuda/lend.h"
 #include "cuda/meet.h"
 #include "cuda/push.h"
 
@@ -45,6 +46,7 @@ constexpr int64_t threads_of(Kernel kernel) {
     case k_spread:
     case k_spread_tiles:
     case k_ll_send:
+    case k_lend:
       return 512;
     default:
       return 1024;

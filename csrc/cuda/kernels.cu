@@ -1,6 +1,7 @@
 // The kernels of peer_to_peer dispatch: cuda/*.h instantiated for the GPU. Compiled by nvcc for the wheel, or by NVRTC.
 #include "cuda/combine.h"
 #include "cuda/few.h"
+#include "cuda/lend.h"
 #include "cuda/meet.h"
 #include "cuda/push.h"
 
@@ -33,6 +34,7 @@ MOE_P2P_KERNEL(done, DoneArgs, 1024, 1)
 MOE_P2P_KERNEL(ll_send, LlSendArgs, 512, 2)
 MOE_P2P_KERNEL(ll_arrive, LlArriveArgs, 1024, 1)
 MOE_P2P_KERNEL(ll_ready, LlReadyArgs, 1024, 1)
+MOE_P2P_KERNEL(lend, LendArgs, 512, 1)
 
 #if !defined(__CUDACC_RTC__)
 #include <cuda_runtime_api.h>

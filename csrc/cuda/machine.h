@@ -5,9 +5,9 @@
 #pragma once
 
 #include "cuda/args.h"
+#include "planner.h"
 
 #if defined(__CUDACC__)
-#define MOE_BLOCK __device__ __forceinline__
 #define MOE_PRAGMA(text) _Pragma(#text)
 #define MOE_UNROLL MOE_PRAGMA(unroll)
 #define MOE_UNROLL_BY(n) MOE_PRAGMA(unroll n)
@@ -17,7 +17,6 @@
 
 #include <chrono>
 #include <cstring>
-#define MOE_BLOCK inline
 #define MOE_UNROLL
 #define MOE_UNROLL_BY(n)
 #endif
@@ -93,6 +92,17 @@ class Machine {
   }
   MOE_BLOCK float from_lane(float v, int lane) const { return __shfl_sync(~0u, v, lane); }
   MOE_BLOCK void sync() const { __syncthreads(); }
+
+  // The lanes of this warp, and the warps of the block, as teams.
+  struct Warp {
+    static constexpr int kLanes = Machine::kLanes;
+    MOE_BLOCK int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+    MOE_BLOCK int64_t team() const { return threadIdx.x / kLanes; }
+    MOE_BLOCK int64_t teams() const { return blockDim.x / kLanes; }
+    MOE_BLOCK void sync() const { __syncwarp(); }
+    MOE_BLOCK int64_t from(int64_t v, int lane) const { return __shfl_sync(~0u, v, lane); }
+  };
+  using WarpTeam = Team<Warp>;
 
   // Allocate shared memory of the block, in call order. cuda/shared.h computes the total size.
   template <class T>
@@ -197,6 +207,7 @@ class Machine {
     return v;
   }
   void sync() const {}
+  using WarpTeam = Team<OneLane>;
 
   template <class T>
   T* shared(int64_t count) {
@@ -356,21 +367,6 @@ MOE_BLOCK bool is_last_block(M& m, const Args& a) {
   });
   m.sync();
   return *last != 0;
-}
-
-// Called by the whole block. Inclusive prefix sum of `values`; `other` is scratch memory of the same size. Returns the
-// buffer that holds the result.
-template <class M>
-MOE_BLOCK int64_t* running_sums(M& m, int64_t* values, int64_t* other, int n) {
-  for (int reach = 1; reach < n; reach *= 2) {
-    m.sync();
-    m.each(n, [&](int i) { other[i] = i >= reach ? values[i] + values[i - reach] : values[i]; });
-    int64_t* swap = values;
-    values = other;
-    other = swap;
-  }
-  m.sync();
-  return values;
 }
 
 }  // namespace p2p

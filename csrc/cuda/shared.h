@@ -127,6 +127,7 @@ MOE_HD inline int64_t shared_bytes(const LlSendArgs& a, int64_t threads) {
 }
 MOE_HD inline int64_t shared_bytes(const LlArriveArgs&, int64_t) { return Pieces().add(1, 8).add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const LlReadyArgs& a, int64_t) { return Pieces().add(a.world, 4).add(1, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const LendArgs&, int64_t) { return 0; }
 
 }  // namespace p2p
 }  // namespace moe_comm

@@ -6,7 +6,7 @@
 
 Rows of an expert are ordered by (source rank, token, slot) and cut into consecutive intervals: the home's first, then
 those of the other ranks in ascending order. Integers only, so all ranks compute the same plan from the same counts. The
-native core has the same function (csrc/cpu/balance.h); this module is its reference.
+native core and the GPU kernels have the same function (csrc/planner.h); this module is its reference.
 """
 
 from __future__ import annotations
@@ -231,12 +231,14 @@ def intervals(
 
 def digest(lent: Iterable[Lent]) -> int:
     """Return a 64-bit hash of a plan; 0 for the empty plan."""
-    value = 0
+    total = 0
     for one in lent:
+        value = 0
         for word in one:
             value = (value ^ word + 1) * _ODD & _MASK
             value ^= value >> 32
-    return value
+        total += value
+    return total & _MASK
 
 
 def rows_of_ranks(loads_E: Sequence[int], home_E: Sequence[int], world: int, lent: Iterable[Lent]) -> list[int]:
