@@ -1,11 +1,12 @@
 """Step time of balanced and static lengths: documents of log-normal lengths, with one that fills a sequence.
 
-    python -m benchmarks.lengths [--seq-len 4096] [--machine MACHINE] [--steps 6]
+    python -m benchmarks.lengths [--seq-len 4096] [--machine MACHINE] [--link-gbit RATE] [--steps 6] [KEY=VALUE ...]
 
 Four ranks with half a core each (root, and a cgroup controller of CPU time) train the same model on the same documents.
 The settings take turns, a step each. A table shows the median step, the idle share of the ranks, and the work of the
 slowest rank over the mean. With ``--machine``, such as the description that ``moe-comm plan --calibrate`` writes, a
-further run distributes documents by time instead of FLOPs. The last two rows are documents of equal lengths.
+further run distributes documents by time instead of FLOPs. The last rows are documents of equal lengths. With
+``--link-gbit``, each rank is on a simulated host of its own, and the table has the bytes that a host sends in a step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from statistics import mean, median
 import torch
 import torch.distributed as dist
 
-from moe_comm.bench.common.ranks import on_ranks
+from moe_comm.bench.common.ranks import on_hosts, on_ranks
+from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.bench.parity.training import Session, session
 from moe_comm.train.config import load
 
@@ -35,22 +37,28 @@ MODEL = (
     *("parallel.ep=4", "parallel.context=ring"),
 )
 Settings = dict[str, list[str]]
+Work = tuple[Settings, int, bool]
+"""Settings by name, steps, and whether each rank is on a host of its own."""
 
 
 @dataclass
 class Rates:
-    """Steps of one setting: seconds, seconds of computation by rank, and work of the slowest rank over the mean."""
+    """Steps of one setting: seconds, seconds of computation by rank, work of the slowest rank over the mean, and bytes
+    that the host of rank 0 sends."""
 
     seconds: list[float]
     compute: list[float]
     imbalance: list[float]
+    sent: list[int]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--machine")
+    parser.add_argument("--link-gbit", type=float)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all settings")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         texts = {"log-normal": _log_normal(args.seq_len), "equal": ["c" * (args.seq_len // 8 - 1)] * 320}
@@ -58,26 +66,32 @@ def main() -> None:
             lines = (json.dumps({"text": text}) + "\n" for text in documents)
             (Path(folder) / f"{kind}.jsonl").write_text("".join(lines))
             data = (f"data.seq_len={args.seq_len}", f"data.cache={folder}/{kind}", f"data.source={folder}/{kind}.jsonl")
-            settings = {"static, dp 4": ["parallel.dp=4"], "balanced": ["parallel.cp=4", "parallel.lengths=balanced"]}
-            if kind == "log-normal":
-                settings["static, cp 4"] = ["parallel.cp=4"]
-                if args.machine:
-                    settings["balanced by time"] = [*settings["balanced"], f"parallel.machine={args.machine}"]
-            work = {name: [*MODEL, *data, *overrides] for name, overrides in settings.items()}
-            rates = on_ranks(measure, (work, args.steps), RANKS, "cpu", CORES_PER_RANK)
+            settings = {
+                "static, dp 4": ["parallel.dp=4"],
+                "static, cp 4": ["parallel.cp=4"],
+                "balanced": ["parallel.cp=4", "parallel.lengths=balanced"],
+            }
+            if kind == "log-normal" and args.machine:
+                settings["balanced by time"] = [*settings["balanced"], f"parallel.machine={args.machine}"]
+            runs = {name: [*MODEL, *data, *own, *args.overrides] for name, own in settings.items()}
+            work: Work = runs, args.steps, args.link_gbit is not None
+            if args.link_gbit is None:
+                rates = on_ranks(measure, work, RANKS, "cpu", CORES_PER_RANK)
+            else:
+                rates, _ = on_hosts(measure, work, RANKS, 1, args.link_gbit, CORES_PER_RANK)
             if rates is not None:
                 _print(kind, rates)
 
 
-def measure(argument: tuple[Settings, int], threads: int) -> dict[str, Rates]:
+def measure(argument: Work, threads: int) -> dict[str, Rates]:
     """Measure on this rank. Returns the rates by setting."""
-    settings, steps = argument
-    rates = {name: Rates([], [], []) for name in settings}
+    settings, steps, hosts = argument
+    rates = {name: Rates([], [], [], []) for name in settings}
     with contextlib.ExitStack() as stack:
         active = {name: stack.enter_context(session(load(None, overrides))) for name, overrides in settings.items()}
         for step in range(steps + 1):
             for name, run in active.items():
-                _step(run, step, rates[name] if step else None)
+                _step(run, step, rates[name] if step else None, hosts)
     for rate in rates.values():
         compute = torch.tensor([mean(rate.compute)], dtype=torch.float64, device="cpu")
         by_rank = [torch.empty_like(compute) for _ in range(dist.get_world_size())]
@@ -86,14 +100,16 @@ def measure(argument: tuple[Settings, int], threads: int) -> dict[str, Rates]:
     return rates
 
 
-def _step(run: Session, step: int, rates: Rates | None) -> None:
+def _step(run: Session, step: int, rates: Rates | None, hosts: bool) -> None:
     dist.barrier()
+    sent = interface_bytes().sent if hosts else 0
     began = time.perf_counter()
     report = run.trainer.train_step(step)
     dist.barrier()
     if rates is not None:
         rates.seconds.append(time.perf_counter() - began)
         rates.compute.append(report.times.compute)
+        rates.sent.append(interface_bytes().sent - sent if hosts else 0)
         if report.lengths is not None:
             rates.imbalance.append(max(report.lengths.balanced))
 
@@ -104,6 +120,7 @@ def _print(kind: str, rates: dict[str, Rates]) -> None:
         middle = median(rate.seconds)
         idle = 1 - mean(rate.compute) / max(rate.compute)
         slowest = f", slowest rank {mean(rate.imbalance):.3f} times the mean work" if rate.imbalance else ""
+        slowest += f", {mean(rate.sent) / 1e6:.1f} MB sent" if any(rate.sent) else ""
         print(
             f"{kind:10} {name:16} {1e3 * middle:6.0f} ms a step (mean {1e3 * mean(rate.seconds):.0f}), "
             f"{first / middle:.2f}x the speed of static dp, idle share {idle:.1%}{slowest}",

@@ -17,6 +17,7 @@ from moe_comm.observe.records import LineWriter, LoadLine, PlacementLine, cut_af
 from moe_comm.runtime.safe_files import make_folders
 from moe_comm.train.feed import LengthLoads
 from moe_comm.train.offload.resident import OffloadReport
+from moe_comm.train.parallel.parameters import WeightsReport
 
 SERIES = 200
 """Default maximum number of per-layer values that a sink writes for a step: a dashboard cannot show 61 layers with 256
@@ -186,8 +187,8 @@ class PlacementReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Metrics of one training step, identical on all ranks except for ``times``, ``memory_bytes``, ``offload`` and
-    ``activations``.
+    """Metrics of one training step, identical on all ranks except for ``times``, ``memory_bytes``, ``offload``,
+    ``activations`` and ``weights``.
 
     Attributes:
         step: number of the step, from 1.
@@ -202,6 +203,8 @@ class StepReport:
         placement: decisions on the placement of experts after the step; None without any.
         offload: transfers of offloaded state of this rank in the last update; None if it is in memory.
         activations: transfers of offloaded activations of this rank in the last pass; None if they are in memory.
+        weights: bytes of offloaded weights that this rank copied in the step, and in a validation before it; None if
+            they are on the device.
         lengths: work of the ranks of dp and cp, if lengths are balanced.
     """
 
@@ -220,6 +223,7 @@ class StepReport:
     placement: PlacementReport | None = None
     offload: OffloadReport | None = None
     activations: OffloadReport | None = None
+    weights: WeightsReport | None = None
     lengths: LengthLoads | None = None
 
     @property
@@ -351,6 +355,8 @@ class TensorBoardSink(MetricsSink):
         for name, tier in (("offload", report.offload), ("activations", report.activations)):
             if tier is not None:
                 values |= {f"{name}/waited_s": tier.waited_s, f"{name}/overlap": tier.overlap}
+        if report.weights is not None:
+            values |= {f"weights/{name}_gib": value / 2**30 for name, value in asdict(report.weights).items()}
         metrics = load.metrics()
         for name, (median, worst) in across_layers(metrics).items():
             values |= {f"router/{name}_p50": median, f"router/{name}_p95": worst}

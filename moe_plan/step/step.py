@@ -156,15 +156,14 @@ class StepModel:
         mapping, policy = self.placed.mapping, self._policy
         activations = activations_moved(self.shape, mapping, self.load, self.global_batch, policy, rank)
         left = self.span  # seconds of the passes, with which transfers overlap
-        for cause, moved, overlaps in (
-            ("offloaded activations", activations, True),
-            ("offloaded weights", self.weights.host_copies(rank), mapping.parallel.world > 1),  # else no prefetch
+        for cause, moved, alone in (
+            ("offloaded activations", activations, 0.0),
+            ("offloaded weights", *self.weights.host_copies(rank)),
         ):
-            seconds = moved / policy.offload_rate
-            during = min(seconds, left) if overlaps else 0.0
+            during = min(moved / policy.offload_rate, left)
             left -= during
-            if seconds > during:
-                causes[cause] = seconds - during
+            if waits := (moved + alone) / policy.offload_rate - during:
+                causes[cause] = waits
         tokens = self.global_batch * self.load.seq_len
         return StepPrediction(
             seconds=sum(causes.values()),

@@ -206,21 +206,24 @@ class StageWeights:
             if count
         ]
 
-    def host_copies(self, rank: int) -> float:
-        """Return the bytes of offloaded weights and gradients that a rank copies in a step.
+    def host_copies(self, rank: int) -> tuple[float, float]:
+        """Return the bytes of offloaded weights and gradients that a rank copies in a step: during passes, and alone.
 
         fp32 shards are copied before each gather, and gradients once. Layers are gathered before each pass, the
-        embedding and the head once for each micro-batch, and the stages of a pipeline once.
+        embedding and the head once for each micro-batch, and the stages of a pipeline once. FSDP does not prefetch a
+        unit of one rank.
         """
         if not self.policy.weights:
-            return 0.0
-        p, (dense, experts) = self.placed.mapping.parallel, self.elements(rank)
-        span, expert_span = (one.ranks for one in self.shard_spans)
-        shards = dense / span + experts / expert_span
-        if p.pp > 1:
-            return 2 * MASTER * shards
-        root = (self.shape.embedding_block.params + self.shape.head_block.params) / p.tp / span
-        return MASTER * (self.micro_batches * (2 * shards - root) + shards)
+            return 0.0, 0.0
+        p, passes = self.placed.mapping.parallel, 2 * self.micro_batches
+        spans = [span.ranks for span in self.shard_spans]
+        shards = [count / span for count, span in zip(self.elements(rank), spans, strict=True)]
+        gathered = [shard * (1 if p.pp > 1 else passes) for shard in shards]
+        if p.pp == 1:
+            root = self.shape.embedding_block.params + self.shape.head_block.params
+            gathered[0] -= root / p.tp / spans[0] * self.micro_batches
+        alone = sum(count for count, span in zip(gathered, spans, strict=True) if span == 1)
+        return MASTER * (sum(gathered) - alone + sum(shards)), MASTER * alone
 
     def optimizer_seconds(self, rank: int) -> float:
         """Return the seconds of the optimizer of a pipeline position. fp32 weights are their own masters.

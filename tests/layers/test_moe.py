@@ -213,6 +213,27 @@ def test_bad_input_raises_typed_errors() -> None:
         layer(x)
 
 
+def test_after_invalid_tokens_the_router_runs_on_the_device_of_the_layer() -> None:
+    """Offloaded weights are on the host between passes. Here the device is "meta", that of the buffers."""
+    layer = MoELayer.build(MoEConfig(16, 12, RouterConfig(6, 2)), seed=0)
+    layer.dropped_total = layer.dropped_total.to("meta")
+    host, device = layer.router.weight, nn.Parameter(layer.router.weight.detach().to("meta"))
+    devices: list[torch.device] = []
+
+    def gather(router: nn.Module, args: tuple[Tensor]) -> None:
+        router.weight = device
+        devices.append(args[0].device)
+
+    layer.router.register_forward_pre_hook(gather)
+    layer.router.register_forward_hook(lambda router, *_: setattr(router, "weight", host))
+    with pytest.raises(InputError, match="hidden size is 16"):
+        layer(draw(3, 15))
+    unreadable = Routing([[0, 1]], [[0.5, 0.5]])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="weights: expected a tensor"):
+        layer(draw(1, 16), routing=unreadable)
+    assert [one.type for one in devices] == ["meta"]
+
+
 def test_a_call_in_steps_computes_what_forward_does_and_has_one_result() -> None:
     layer = MoELayer.build(SMALL, seed=0)
     call = layer.begin(draw(5, 16))

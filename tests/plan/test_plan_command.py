@@ -243,12 +243,16 @@ def test_offloaded_weights_free_the_device_and_cost_their_copies_and_the_update(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "plan.toml"
-    fixed: dict[str, str | None] = {**SMALL, "mapping": "ep=8", "recompute": "full", "micro_batch": "1"}
+    fixed: dict[str, str | None] = {**SMALL, "mapping": "ep=4", "recompute": "full", "micro_batch": "1"}
     fixed |= {"dispatcher": "all_to_all", "overlap": "none"}
     resident = run_json(capsys, **fixed, sharding="fsdp")
-    slow, fast = (
-        run_json(capsys, "--config", str(config), "--offload-weights", **fixed, offload_rate=rate)
-        for rate in ("1", "1000000")
+    slow, fast, alone = (
+        run_json(capsys, "--config", str(config), "--offload-weights", **fixed | changes)
+        for changes in (
+            {"offload_rate": "1"},
+            {"offload_rate": "1000000"},
+            {"offload_rate": "1000000", "mapping": "ep=8"},
+        )
     )
     memory, before = slow["memory"], resident["memory"]
     assert memory["optimizer_gb"] == 0 and memory["weights_gb"] == before["weights_gb"] and before["host_gb"] == 0
@@ -256,6 +260,8 @@ def test_offloaded_weights_free_the_device_and_cost_their_copies_and_the_update(
     assert fast["step_s"] < resident["step_s"] < slow["step_s"]
     assert slow["breakdown"]["optimizer"] == pytest.approx(1e6 * fast["breakdown"]["optimizer"])
     assert "offloaded weights" in slow["breakdown"] and "offloaded weights" not in fast["breakdown"]
+    # An expert is on one rank then, and FSDP does not prefetch units of one rank.
+    assert alone["breakdown"]["offloaded weights"] > 0
     written = tomllib.loads(config.read_text())
     assert written["offload"] == {"weights": "host"} and written["parallel"]["sharding"] == "fsdp"
     # A search considers fsdp only.

@@ -40,6 +40,7 @@ from moe_comm.topology import ParallelConfig
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, decide
 from moe_comm.train.offload.resident import OffloadReport
+from moe_comm.train.parallel.parameters import WeightsReport
 from tests.support.synthetic_spans import Step, spans_of
 
 Floats = NDArray[np.float64]
@@ -291,6 +292,7 @@ def _write_metrics(
                 report = OffloadReport(1 << 30, 1 << 28, 1 << 28, read, read, update_s=0.3, waited_s=0.2, busy_s=0.25)
                 values["lengths"] = {"static": [1.5, 0.5], "balanced": [1.0, 1.0]}
                 values |= {"offload": asdict(report), "activations": asdict(report)}
+                values["weights"] = asdict(WeightsReport(1 << 30, read, read // 2))
             file.write(to_json(values) + "\n")
 
 

@@ -709,7 +709,7 @@ class MoELayer(ExpertParallel):
         fault = fault or unusable
         if fault is not None:
             if given and routing is None:  # it cannot be read, and the other ranks do not call the router
-                weights_TK = x.new_empty(0, 1, dtype=torch.float32, device=self.router.weight.device)
+                weights_TK = torch.empty(0, 1, dtype=torch.float32, device=self.dropped_total.device)
                 routing = Routing(weights_TK.long(), weights_TK)
             with suppress(InputError):  # caused by the same fault, such as different numbers of sequences
                 self._exchange_without_tokens(routing, token_index, x.shape[0] if x.dim() == 3 else 1)
@@ -747,8 +747,9 @@ class MoELayer(ExpertParallel):
     def _exchange_without_tokens(self, routing: Routing | None, token_index: Tensor | None, sequences: int) -> None:
         """Take part in the exchanges before dispatch without tokens, so that all ranks reach the failing dispatch."""
         if routing is None:
-            weight = self.router.weight
-            x_TD = torch.zeros(0, self.router.hidden, dtype=weight.dtype, device=weight.device)
+            # Weights may be on the host until the router's pass; buffers are not offloaded.
+            dtype, device = self.router.weight.dtype, self.dropped_total.device
+            x_TD = torch.zeros(0, self.router.hidden, dtype=dtype, device=device)
             routing = self.router(x_TD, sequences)
         empty = routing._replace(ids_TK=routing.ids_TK[:0], weights_TK=routing.weights_TK[:0])
         self._select_slots(empty, None if token_index is None else token_index.reshape(-1)[:0])

@@ -255,7 +255,8 @@ function tiers({ runs, state }) {
   const view = state.view.tiers || "time";
   const tier = (prefix, name, of) => ({ time: [["update_s", name], ["waited_s", `waits in the ${name}`], ["busy_s", `transfers of ${of}`]],
     moved: [["read", `${of} read`], ["written", `${of} written`]], stored: [["stored", `${of} stored`], ["peak", `most ${of} in memory`]] }[view]).map(([key, label]) => [`${prefix}_${key}`, label]);
-  const lines = [...tier("offload", "update", "state"), ...tier("activations", "passes", "activations")];
+  const weights = { time: [], moved: [["weights_read", "weights copied to the GPU"], ["weights_written", "gradients copied to the host"]], stored: [["weights_stored", "weights on the host"]] }[view];
+  const lines = [...tier("offload", "update", "state"), ...tier("activations", "passes", "activations"), ...weights];
   const scale = view === "time" ? 1 : 1 / 2 ** 20, traces = [];
   lines.forEach(([key, label], number) => overlay(runs, state, key, { scale, band: false }).forEach((one) =>
     traces.push({ ...one, name: runs.length > 1 ? `${one.name}: ${label}` : label, legendgroup: undefined, line: { ...one.line, color: state.colors[number] }, marker: { color: state.colors[number] }, showlegend: true })));

@@ -100,10 +100,10 @@ PANELS = (
     Panel("memory", "Memory"),
     Panel(
         "tiers",
-        "Offloaded state and activations",
+        "Offloaded state, activations and weights",
         "Rank 0. The update and the passes wait when no chunk is in memory; transfers may also continue after them.",
         (("time", "seconds of a step"), ("moved", "bytes of a step"), ("stored", "bytes stored and in memory")),
-        empty="Nothing was offloaded (offload.optimizer, offload.activations).",
+        empty="Nothing was offloaded (offload.optimizer, offload.activations, offload.weights).",
     ),
     Panel(
         "lengths",

@@ -33,13 +33,11 @@ MOST_LAYER_STEPS, MOST_LAYERS, MOST_LOADS = 600, 512, 400_000
 SMALL_FILE = 4 << 20
 PARTS = ("compute", "communication", "data", "checkpoint", "loop")
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "total", *PARTS, "memory_bytes")
-TIERS = ("offload", "activations")
-"""Objects in metrics.jsonl with the transfers of offloaded state and of offloaded activations."""
-OFFLOAD = tuple(
-    f"{tier}_{name}"
-    for tier in TIERS
-    for name in ("update_s", "waited_s", "busy_s", "read", "written", "stored", "peak")
-)
+_BYTES = ("read", "written", "stored")
+_TRANSFERS = ("update_s", "waited_s", "busy_s", *_BYTES, "peak")
+TIERS = {"offload": _TRANSFERS, "activations": _TRANSFERS, "weights": _BYTES}
+"""Objects in metrics.jsonl with the transfers of offloaded state, activations and weights, and their values."""
+OFFLOAD = tuple(f"{tier}_{name}" for tier, names in TIERS.items() for name in names)
 """Curves of their values."""
 LENGTHS = ("static_most", "static_least", "balanced_most", "balanced_least")
 """Work of the slowest and the idlest rank relative to the mean, as curves with the prefix ``lengths_``."""

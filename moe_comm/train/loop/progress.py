@@ -97,10 +97,12 @@ def make_progress(first: bool, every: int) -> Progress:
 
 def _numbers(report: StepReport, tokens_per_s: float, seconds_left: float) -> str:
     remaining = time.strftime("%H:%M:%S" if seconds_left >= 3600 else "%M:%S", time.gmtime(seconds_left))
+    weights = report.weights
     waits = [tier.waited_s for tier in (report.offload, report.activations) if tier is not None]
     return (
         f"loss {report.loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
         f"{'' if report.mfu is None else f'MFU {report.mfu:.0%}  '}"
         f"{f'offload waits {sum(waits) / report.seconds:.0%}  ' if waits else ''}"
+        f"{'' if weights is None else f'weights copied {(weights.read + weights.written) / 2**30:.3g} GiB  '}"
         f"load imbalance {report.load.worst_imbalance:.2f}  {remaining} left"
     )

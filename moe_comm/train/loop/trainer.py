@@ -211,6 +211,7 @@ class Trainer:
             offload=train_state.optimizer.memory.report,
             lengths=batch.lengths,
             activations=None if train_state.activations is None else train_state.activations.report,
+            weights=train_state.data_parallel.take_copies(),
         )
 
     def _check_weights(self) -> None:

@@ -29,17 +29,17 @@ after they are reduced:
     host    shards ──copy──┐                                      ┌──▶ gradients, optimizer, new shards
     GPU                    └──▶ all-gather ─▶ passes ─▶ reduce ───┘ copy
 
-On the CPU, FSDP waits for each collective, because it overlaps them with streams of a GPU. With overlap, the gathers
-that FSDP prefetches run in the threads of the backend, and gradients are reduced in the transfer thread:
+The copies of a layer run during the passes of the layer before (``gathers``). On the CPU, FSDP waits for each
+collective, because it overlaps them with streams of a GPU. With overlap, the gathers that FSDP prefetches run in the
+threads of the backend, and gradients are reduced in the transfer thread:
 
-    main thread       block 1, forward │ experts 1 │ ..  backward: experts 1       │ block 1       │ experts 0 │ .. wait
-    backend           [experts 1]      │ [block 2] │     [block 1]                 │ [experts 0]   │ [block 0] │
-    transfer thread                    │           │                [sum experts 1]│ [sum block 1] │           │
+    main thread     block 1, forward     │ experts 1 │ .. backward: experts 1       │ block 1       │ experts 0 │ wait
+    backend         [experts 1][block 2] │           │    [block 1]                 │ [experts 0]   │ [block 0] │
+    transfer thread                      │           │               [sum experts 1]│ [sum block 1] │           │
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
 
@@ -69,6 +68,7 @@ from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.groups import group_of
 from moe_comm.topology import ParallelMesh, shard_slice
 from moe_comm.train.parallel.bucket_schedule import Lane, Transfer, Transfers, blocks_of
+from moe_comm.train.parallel.gathers import WeightCopies, gather_by_block, prefetch
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype, named_parameters
 from moe_comm.train.parallel.zero import compute_in
 
@@ -126,7 +126,7 @@ class UnitCollectives:
             module.set_custom_reduce_scatter(_RankOrderReduceScatter(self))  # type: ignore[arg-type]
         else:
             module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
-        if duplicates is not None:
+        if duplicates is not None and not offload:  # copies from the host need the streams of FSDP
             module._set_unshard_async_op(True)
 
     def wait(self) -> None:
@@ -268,6 +268,7 @@ class FSDPParameters:
         self._mesh, self._transfers, self._ignored, self._ranks = mesh, transfers, ignored, units
         self._reshard, self._offload = reshard_after_forward, offload
         self._units: list[UnitCollectives] = []
+        self.copies = WeightCopies() if offload else None
         self.roots = list(modules)
         _check_disjoint(self.roots)
         self._shapes = {item.name: tuple(item.param.shape) for item in trained}
@@ -287,10 +288,10 @@ class FSDPParameters:
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)
         for root in self.roots:
             self._shard(root, default)
-            if transfers.lanes[0].duplicates:
-                _prefetch(root)
+            if offload or transfers.lanes[0].duplicates:
+                prefetch(root, layer_ahead=offload)
             if interleave:
-                _gather_by_block(root)
+                gather_by_block(root)
         self._bind(trained)
 
     def _shard(self, root: nn.Module, default: torch.dtype | None) -> None:
@@ -332,6 +333,8 @@ class FSDPParameters:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         self._units.append(UnitCollectives(module, ranks, self._transfers.lanes[0], self._offload))
+        if self.copies is not None:
+            self.copies.count(module)
         # Backward can reach different parameters on different ranks (experts without rows), but the collectives must
         # match. Older versions of torch need a zero gradient for such parameters, which MoELayer provides.
         if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -368,6 +371,8 @@ class FSDPParameters:
         for param, owned in zip(self._params, self.owned, strict=True):
             self._check_storage(param, owned)
             grad = torch.zeros_like(owned.value) if param.grad is None else _local(param.grad)
+            if self.copies is not None and param.grad is not None:
+                self.copies.written += grad.nbytes
             families.setdefault(owned.replicated_axes, []).append((owned, grad.to(owned.value.dtype)))
         for axes, family in families.items():
             group = self._mesh.group(*axes)
@@ -409,50 +414,6 @@ def fits(trained: LocalParameter) -> bool:
 
 def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _prefetch(root: nn.Module) -> None:
-    """Make each unit of ``root`` gather the next one: experts during attention, the next block during experts.
-
-    Units are gathered in the order of ``modules()``, which is that of the forward pass. Backward prefetches in the
-    reverse order by itself.
-    """
-    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    for unit, following in itertools.pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
-
-
-def _gather_by_block(root: nn.Module) -> None:
-    """For interleaved micro-batches, gather and reduce all units of a block with the block.
-
-    The hooks of ``root`` also run for ``forward_in_turns``.
-    """
-    for block in blocks_of(root):
-        for unit in block.modules():
-            if isinstance(unit, FSDPModule) and unit is not block:
-                state = unit._get_fsdp_state()
-                state._pre_forward_hook_handle.remove()
-                state._post_forward_hook_handle.remove()
-                block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
-                block.register_forward_hook(state._post_forward)
-        block.register_forward_pre_hook(_allow_fp32_sums)
-    if hasattr(root, "forward_in_turns"):
-        model: Any = root
-        forward = model.forward_in_turns
-
-        def forward_in_turns(*args: Any) -> Any:
-            _allow_fp32_sums(root)
-            return forward(*args)
-
-        model.forward_in_turns = forward_in_turns
-        register_fsdp_forward_method(root, "forward_in_turns")
-
-
-def _allow_fp32_sums(module: nn.Module, *_: object) -> None:
-    """Allow fp32 gradients on bf16 weights, to sum micro-batches in fp32. Weights that FSDP ignores have them."""
-    for param in module.parameters():
-        if not isinstance(param, DTensor) and master_dtype(param) not in (param.dtype, param.grad_dtype):
-            param.grad_dtype = None
 
 
 def _check_axes(trained: LocalParameter) -> None:

@@ -95,6 +95,21 @@ class OwnedParameter:
         return index, ranks // self.replicas
 
 
+@dataclass(frozen=True)
+class WeightsReport:
+    """Bytes of this rank's weights on the host.
+
+    Attributes:
+        stored: shards on the host, with FSDP's padding.
+        read: shards that were copied to the device since the previous report.
+        written: reduced gradients that were copied to the host.
+    """
+
+    stored: int
+    read: int
+    written: int
+
+
 @dataclass(frozen=True, eq=False)
 class LocalParameter:
     """A trained parameter of this rank's modules, and its compute dtype."""

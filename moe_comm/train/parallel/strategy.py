@@ -35,7 +35,7 @@ from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Lane, Transfer, Transfers, TransferThread
 from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitRanks, fits
-from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
+from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, WeightsReport, local_parameters
 from moe_comm.train.parallel.zero import ReplicatedParameters, ZeroParameters
 from moe_comm.train.sections import DataParallelOptions
 
@@ -135,6 +135,10 @@ class DataParallel:
         transfers = self._transfers
         parts = [reducer.traffic for reducer in (transfers.reducer, *(lane.reducer for lane in transfers.lanes))]
         return GradientTraffic(sum(part.reduced for part in parts), sum(part.published for part in parts))
+
+    def take_copies(self) -> WeightsReport | None:
+        """Return the bytes of weights and gradients copied since the last call; None if weights are on the device."""
+        return None if self._fsdp is None or self._fsdp.copies is None else self._fsdp.copies.take()
 
     def owned(self) -> list[OwnedParameter]:
         """Return the shards that this rank's optimizer updates, in the same order on all ranks of the stage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -14,11 +15,13 @@ import psutil
 import pytest
 import torch
 
-from moe_comm.errors import ConfigError, CorruptFile, StoreFull, StoreIOError
+from moe_comm.bench.common.ranks import memory_limit
+from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, StoreFull, StoreIOError
 from moe_comm.observe.report.figures import panels
 from moe_comm.observe.report.read import read_run
 from moe_comm.runtime.offload import files
 from moe_comm.train import run
+from moe_comm.train.loop.saver import RunSaver
 from tests.pool import RankPool
 from tests.train.common import session
 from tests.train.loop.test_resume import AUTO, _run_until, folder_of, losses_of, state_of
@@ -75,6 +78,23 @@ def test_offloaded_runs_have_the_bits_of_resident_ones(
     assert "offload_stored" not in panels(read_run(folder_of(resident)))["curves"]["values"]
 
 
+def test_steps_that_are_run_again_have_the_same_bits(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path
+) -> None:
+    common = [*shared_settings, *SIZE, *ZERO1, "model.dtype=bfloat16", "run.steps=5", "run.nonfinite=rerun"]
+    plain, faulty = ([*common, f"run.folder={tmp_path / name}"] for name in ("plain", "faulty"))
+    faulty += offload(tmp_path, "200KiB")
+    faulty += ["offload.activations=file", "offload.activation_budget=256KiB"]
+    faulty += ['faults.plan=["nan_loss:rank=1,step=2", "nan_grad:rank=0,step=3"]']
+    for settings in (plain, faulty):
+        pool2.run(_run_until, (settings, None), timeout=90)
+    lines = [json.loads(line) for line in (folder_of(faulty) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reruns"] for line in lines if "loss" in line] == [0, 1, 1, 0, 0]
+    assert losses_of(folder_of(faulty)) == losses_of(folder_of(plain))
+    actual, expected = state_of(folder_of(faulty)), state_of(folder_of(plain))
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
 def _updates(rank: int, world: int, settings: list[str]) -> list[Any]:
     with session(settings) as active:
         reports = []
@@ -102,13 +122,22 @@ def test_a_sweep_moves_only_what_did_not_stay_in_memory(shared_settings: list[st
 def _fail(rank: int, world: int, arg: tuple[list[str], str]) -> str:
     """Train with a fault of rank 1's file, and return the class of the error that this rank raises."""
     settings, fault = arg
-    calls = 0
+    fault, _, in_save = fault.partition(" in ")
+    calls, saving, ended = 0, False, threading.Event()
+    save = RunSaver.save
+
+    def begin(saver: RunSaver, step: int) -> None:
+        nonlocal saving
+        saving = True
+        save(saver, step)
 
     def faulty(original: Any) -> Any:
         def call(file: int, view: memoryview, offset: int) -> int:
             nonlocal calls
             calls += 1
-            if rank == 1 and calls > 60:
+            if rank == 1 and (saving if in_save else calls > 60):
+                if fault == "stall":
+                    ended.wait()
                 if fault == "flip":
                     count = original(file, view, offset)
                     view[5] ^= 4
@@ -124,16 +153,26 @@ def _fail(rank: int, world: int, arg: tuple[list[str], str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         name = "write_block" if fault == "ENOSPC" else "read_block"
         patch.setattr(files, name, faulty(getattr(files, name)))
+        patch.setattr(RunSaver, "save", begin)
         try:
-            with session(settings) as active:
-                active.trainer.fit()
+            run(None, settings)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        finally:
+            ended.set()
     return "none"
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [("EIO", StoreIOError), ("ENOSPC", StoreIOError), ("flip", CorruptFile), ("end", CorruptFile)]
+    ("fault", "kind"),
+    [
+        ("EIO", StoreIOError),
+        ("ENOSPC", StoreIOError),
+        ("flip", CorruptFile),
+        ("end", CorruptFile),
+        ("stall", StoreIOError),
+        ("flip in a save", CheckpointError),
+    ],
 )
 def test_an_error_of_one_rank_is_raised_on_every_rank(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, fault: str, kind: type[Exception]
@@ -141,9 +180,12 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(
     kinds = {"EIO": "optimizer.kind=muon", "flip": "optimizer.kind=lamb"}  # they communicate in the update
     settings = [*shared_settings, *SIZE, *ZERO1, *offload(tmp_path, "2MiB"), kinds.get(fault, "optimizer.kind=adamw")]
     settings += ["offload.budget=200KiB"] if "adamw" in settings[-1] else []
+    settings += [f"run.folder={tmp_path / 'runs'}", "checkpoint.every=2", "checkpoint.background=false"]
+    settings += ["offload.deadline_s=0.5"] if fault == "stall" else []
     for text in pool2.run(_fail, (settings, fault), timeout=90):
         assert text.startswith(kind.__name__), text
-        assert fault in text or fault in ("flip", "end")
+        causes = {"EIO": "EIO", "ENOSPC": "ENOSPC", "end": "ends before", "stall": "deadline_s = 0.5"}
+        assert causes.get(fault, "fails its checksum") in text
 
 
 def test_parameters_without_stored_state_are_updated(shared_settings: list[str], tmp_path: Path) -> None:
@@ -222,23 +264,28 @@ def test_twenty_steps_have_the_bits_of_a_resident_run_and_a_save_reads_the_state
 LARGE = ("model.hidden=256", "model.ffn=256", "model.experts=16")
 
 
-def _memory(rank: int, world: int, settings: list[str]) -> tuple[int, int]:
-    """Return the bytes of this process after two steps, and those of offloaded state."""
-    with session(settings) as active:
+def _memory(rank: int, world: int, arg: tuple[list[str], float]) -> tuple[int, int]:
+    """Return the bytes that this process adds in two steps, within a limit in MiB, and those of offloaded state."""
+    settings, limit = arg
+    before = psutil.Process().memory_info().rss
+    with memory_limit(limit), session(settings) as active:
         for step in range(2):
             active.trainer.train_step(step)
         report = active.trainer.train_state.optimizer.memory.report
-        return psutil.Process().memory_info().rss, 0 if report is None else report.stored
+        return psutil.Process().memory_info().rss - before, 0 if report is None else report.stored
 
 
 def test_the_process_holds_the_budget_and_not_the_state(shared_settings: list[str], tmp_path: Path) -> None:
-    measured = []
-    for options in ([], offload(tmp_path, "2MiB")):
+    def measure(options: list[str], limit: float) -> tuple[int, int]:
         with RankPool(1) as pool:  # a fresh process
-            measured += pool.run(_memory, [*shared_settings, *LARGE, *options], timeout=60)
-    (resident, _), (offloaded, stored) = measured
+            return pool.run(_memory, ([*shared_settings, *LARGE, *options], limit), timeout=60)[0]  # type: ignore[no-any-return]
+
+    resident, _ = measure([], 0)
+    offloaded, stored = measure(offload(tmp_path, "2MiB"), 0)
     assert stored > 16 * (2 << 20)
     assert resident - offloaded > 0.8 * stored
+    with contextlib.suppress(ConfigError):  # no cgroup here
+        measure(offload(tmp_path, "2MiB"), (resident - stored / 2) / 2**20)  # else the process is killed
 
 
 def _killed(rank: int, world: int, settings: list[str]) -> str:

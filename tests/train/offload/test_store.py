@@ -187,6 +187,19 @@ def test_a_file_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         os.close(handle)
 
 
+def test_two_files_in_a_folder_are_separate(tmp_path: Path) -> None:
+    """As of two jobs, or of the state and the activations of one."""
+    first, second = (LocalFile(tmp_path, 4 * BLOCK, True) for _ in range(2))
+    sources = [torch.full((BLOCK,), value, dtype=torch.uint8) for value in (1, 2)]
+    memory = aligned_bytes(BLOCK, CPU)
+    for file, source in zip((first, second), sources, strict=True):
+        file.write(2 * BLOCK, memory.copy_(source))
+    first.close()
+    second.read(2 * BLOCK, memory)
+    assert torch.equal(memory, sources[1])
+    second.close()
+
+
 def test_layouts_cover_each_element_once() -> None:
     items = [Stored(n, size, 4, ("master", "a", "b")) for n, size in enumerate((5000, 1, 0, 64, 9000, 63))]
     items.append(Stored(6, 5000, 4, ()))

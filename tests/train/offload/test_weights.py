@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import ConfigError
+from moe_comm.observe.report.figures import panels
+from moe_comm.observe.report.read import read_run
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from moe_comm.train import run
+from moe_comm.train.dry_run import examine
+from moe_comm.train.loop.progress import LineProgress
+from moe_comm.train.metrics import TensorBoardSink
 from moe_comm.train.optim import make_optimizer
 from moe_comm.train.parallel import DataParallel
-from moe_comm.train.parallel.parameters import OwnedParameter
+from moe_comm.train.parallel.parameters import OwnedParameter, WeightsReport
 from moe_comm.train.sections import OptimizerOptions
 from tests.pool import RankPool
 from tests.train.common import config_of, session
@@ -88,6 +94,10 @@ def test_runs_resume_with_and_without_weights_on_the_host(
     actual, expected = state_of(folder_of(mixed)), state_of(folder_of(resident))
     assert actual.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    shown = panels(read_run(folder_of(mixed)))["curves"]["values"]
+    for name in ("read", "written", "stored"):
+        assert [value is not None for value in shown[f"weights_{name}"]] == [True, True, False, False, True, True]
+    assert not any("weights" in name for name in panels(read_run(folder_of(resident)))["curves"]["values"])
 
 
 def _memory(rank: int, world: int, settings: Sequence[str]) -> tuple[int, int]:
@@ -157,3 +167,83 @@ def test_settings_that_do_not_fit_are_refused(shared_settings: list[str]) -> Non
             config_of([*shared_settings, *settings])
     with pytest.raises(ConfigError, match="start a process group, also for one rank"):
         run(None, [*shared_settings, *FSDP, WEIGHTS])
+
+
+def _copies(rank: int, world: int, settings: Sequence[str]) -> tuple[WeightsReport, int]:
+    """Return the copies of the second step, and the bytes of this rank's shards."""
+    with session([*settings, WEIGHTS]) as active:
+        reports = [active.trainer.train_step(step).weights for step in range(2)]
+        assert reports[1] is not None
+        return reports[1], sum(item.value.nbytes for item in active.trainer.train_state.data_parallel.owned())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("parallel.ep=1", "data.micro_batches=2"),
+        ("parallel.ep=2", "data.micro_batches=1", "model.recompute=full"),  # the experts are units of one rank
+        ("parallel.ep=1", "model.dtype=bfloat16", "model.recompute=full", "parallel.overlap_gradients=on"),
+        ("parallel.pp=2", "data.micro_batches=2"),
+    ],
+)
+def test_copied_bytes_are_those_of_the_dry_run(
+    pool2: RankPool, shared_settings: list[str], changes: tuple[str, ...]
+) -> None:
+    settings = (*shared_settings, *FSDP, *changes, "parallel.ranks=2")
+    positions = examine(config_of([*settings, WEIGHTS])).positions
+    expected = [rank.copied for position in positions for rank in position.ranks]
+    reports, shards = zip(*pool2.run(_copies, settings, timeout=60), strict=True)
+    assert [report.read + report.stored for report in reports] == expected  # gradients are as large as shards
+    assert [report.written for report in reports] == list(shards)
+    assert all(report.written <= report.stored < 1.01 * report.written for report in reports)
+
+
+def _gathers(rank: int, world: int, settings: Sequence[str]) -> list[str]:
+    """Return the units that gather weights in a step, in order, with the pass that they precede or "prefetch"."""
+    with session(settings) as active:
+        active.trainer.train_step(0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            active.trainer.train_step(1)
+    gathered = [event for event in profile.events() if event.name.startswith("FSDP::all_gather (")]
+    names = []
+    for event in sorted(gathered, key=lambda event: event.time_range.start):
+        parent = event.cpu_parent
+        prefetched = parent is not None and "_prefetch for" in parent.name
+        names.append(event.name[len("FSDP::all_gather (layers.") : -1] + " ahead" * prefetched)
+    return names
+
+
+@pytest.mark.parametrize("settings", [(), ("model.recompute=full",), ("parallel.overlap_gradients=on",)])
+def test_weights_on_the_host_are_gathered_a_layer_ahead(
+    pool2: RankPool, shared_settings: list[str], settings: tuple[str, ...]
+) -> None:
+    common = (*shared_settings, *FSDP, "parallel.ep=1", "model.layers=3", "data.micro_batches=1", *settings)
+    layers = [[f"{layer} ahead", f"{layer}.moe.experts ahead"] for layer in range(3)]
+    forward = [unit for layer in layers for unit in layer]
+    backward = [unit for layer in reversed(layers) for unit in layer]
+    for gathered in pool2.run(_gathers, (*common, WEIGHTS), timeout=60):
+        assert gathered == forward + backward
+    if "parallel.overlap_gradients=on" in settings:
+        for gathered in pool2.run(_gathers, (*common, "model.recompute=full"), timeout=60):
+            assert gathered == forward + backward  # recomputation does not gather the next layer again
+
+
+def test_events_and_progress_have_the_copied_bytes(
+    shared_settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard", reason="needs the train extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with session(shared_settings) as active:
+        report = replace(active.trainer.train_step(0), weights=WeightsReport(1 << 30, 3 << 29, 1 << 29))
+    events, progress = TensorBoardSink(tmp_path), LineProgress(1)
+    events.write(report)
+    events.close()
+    result = EventAccumulator(str(tmp_path)).Reload()
+    values = {name: result.Scalars(f"weights/{name}_gib")[0].value for name in ("stored", "read", "written")}
+    assert values == {"stored": 1.0, "read": 1.5, "written": 0.5}
+    progress.start(2)
+    progress.update(report)
+    progress.update(replace(report, weights=None))
+    first, second = capsys.readouterr().out.splitlines()
+    assert "weights copied 2 GiB" in first and "weights" not in second
