@@ -128,7 +128,8 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
         ),
         _spec(
             "gradient of biases", biases.sum_rows_kernel, dtype,
-            {**element, "WEIGHTED": True, "BLOCK_E": 128, "GROUP": biases.GROUP, "COLUMNS": biases.COLUMNS}, exact=True,
+            {**element, "OUT": DTYPES[dtype], "WEIGHTED": True, "BLOCK_E": 128, "GROUP": biases.GROUP,
+             "COLUMNS": biases.COLUMNS}, exact=True,
         ),
         _spec(
             "dot products with biases", biases.add_bias_dots_kernel, dtype,

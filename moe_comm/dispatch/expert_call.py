@@ -44,7 +44,7 @@ from moe_comm.kernels.row_weights import RowWeights
 from moe_comm.kernels.token_rows import Rows
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.memory import warm_like, warm_rows
+from moe_comm.runtime.memory import warm_rows
 
 Guard = Callable[[], AbstractContextManager[None]]
 """Returns the context of a backward pass, e.g. ``Dispatcher.abort_on_error``."""
@@ -142,8 +142,7 @@ class _Grouped(torch.autograd.Function):
                 dots_R = torch.empty_like(weights_R)
             grad_rows = call.alloc(rows, width, rows_RD.dtype, rows_RD.device) if needs_rows else None
             if call.counts_E is None:
-                needed = zip(tensors, needs, strict=True)
-                grads = [warm_like(t) if t is not None and need else None for t, need in needed]
+                grads = experts.new_gradients(needs)
                 inputs = BackwardInputs(
                     rows_RD,
                     saved_RG,
@@ -157,6 +156,7 @@ class _Grouped(torch.autograd.Function):
                     dots_R=dots_R,
                 )
                 experts.backward(inputs).all_rows(grads)
+                grads = experts.for_autograd(grads)
             else:
                 assert isinstance(experts, ExpertMLP)
                 from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU

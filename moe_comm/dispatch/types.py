@@ -80,7 +80,7 @@ class DispatchOptions:
         checksums: compare dispatched rows with checksums from the sender; see ``checksums.py``. Costs one pass over
             tokens and rows, and an exchange of 16 bytes per expert.
         balance: layers lend experts to other ranks in passes in which their homes have too many rows; see ``Balance``.
-            Only for the CPU. None: never.
+            It has not run on a GPU. None: never.
     """
 
     timeout_s: float = 300.0

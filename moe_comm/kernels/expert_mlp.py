@@ -15,7 +15,7 @@ h_RG, the activation and out_RD are in the dtype of the rows. Weights are quanti
 launch per GEMM on a GPU. Backward uses the dequantized rows and the weights before quantization, in the dtype of the
 rows, so rounding to e4m3 has the gradient of the identity.
 
-Weights of experts of other ranks are not in the stacks (``Apart``): each of them is multiplied by itself.
+Experts of other ranks that are read in place are not in the stacks (``others``): each of them is multiplied by itself.
 
 In suffixes, R is all rows of this rank and r the rows of one range. ``ExpertMLP`` is two GEMMs and the activation;
 ``ExpertLinear`` is one GEMM. Both save ``rows_RD`` for backward and, without recompute, ``h_RG``.
@@ -24,8 +24,8 @@ In suffixes, R is all rows of this rank and r the rows of one range. ``ExpertMLP
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from typing import Any, ClassVar, NamedTuple, Self
@@ -48,12 +48,15 @@ from moe_comm.kernels.fp8 import (
 from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.row_weights import lane_dot, scale, scale_
 from moe_comm.kernels.token_rows import Rows, TokenRows
+from moe_comm.runtime.memory import warm_like
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
 Saved = tuple[Rows, Tensor | None, Tensor | None]
 """Rows of a forward pass, or their e4m3 values and scales; and h_RG, or None."""
+Gradients = Sequence[Tensor | None]
+"""Of each of ``LocalExperts.tensors``, [E, ...]; None for those that are not needed."""
 BATCH_ROWS = 256
 """Experts with up to this many rows together are computed at once."""
 
@@ -204,6 +207,15 @@ class LocalExperts(ABC):
         """Device of the rows that the experts take."""
         return self.tensors[0].device  # type: ignore[no-any-return]
 
+    def new_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return outputs for the gradients of ``tensors``; None for those that are not needed."""
+        pairs = zip(self.tensors, needed, strict=True)
+        return [warm_like(t) if t is not None and is_needed else None for t, is_needed in pairs]
+
+    def for_autograd(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return what autograd gets of the results of ``new_gradients``."""
+        return list(grads)
+
     @abstractmethod
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         """Return a forward pass from ``rows``, which may still be in flight, to ``out_RD``. keep: save h_RG for
@@ -221,50 +233,49 @@ class LocalExperts(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Apart:
-    """An expert whose weights, or only their gradients, are not in the stacks of ``ExpertMLP``.
-
-    tensors: [1, ...] of each of ``ExpertMLP.tensors``. None: the weights are in the stacks.
-    gradients: returns the outputs for their gradients, which may be fp32, [1, ...]; None for those that are not needed.
-    b2_columns: columns of b2 whose gradient is needed; None: all.
-    """
-
-    tensors: tuple[Tensor | None, ...] | None
-    gradients: Callable[[], Sequence[Tensor | None]]
-    b2_columns: slice | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class ExpertMLP(LocalExperts):
     """activation(rows @ w13[e].T + b13[e]) @ w2[e].T + b2[e].
 
     tensors: w13 [E, G, D], w2 [E, D, F], b13 [E, G] or None, b2 [E, D] or None.
     recompute: save only the rows for backward, which then needs one more GEMM.
     gemm_dtype: operands of the forward GEMMs.
-    apart: experts E, E + 1, ... with their own tensors, and experts of the stacks whose gradients are not in stacks.
+    others: tensors [1, ...] of the experts E, E + 1, ..., which are not in the stacks; on the CPU only.
+    wide: returns outputs for the gradients of the stacks and of ``others``, in the dtype of the weights or a wider one.
+        None: gradients are results of autograd, and there are no ``others`` that need them.
+    b2_columns: columns of b2 that ``wide`` has; None: all.
     """
 
     activation: Activation
     recompute: bool = False
     gemm_dtype: GemmDtype = "same"
-    apart: Mapping[int, Apart] = field(default_factory=dict)
+    others: tuple[tuple[Tensor | None, ...], ...] = ()
+    wide: Callable[[], tuple[Gradients, Gradients]] | None = None
+    b2_columns: slice | None = None
 
     @property
     def num_experts(self) -> int:
-        own = int(self.tensors[0].shape[0])
-        return own + len(self._others()) if self.apart else own
+        return int(self.tensors[0].shape[0]) + len(self.others)
 
     def weights(self) -> tuple[ExpertWeights, ExpertWeights]:
         """Return w13 and w2 with their biases."""
         w13, w2, b13, b2 = self.tensors
-        if not self.apart:
+        if not self.others:
             return ExpertWeights(w13, b13), ExpertWeights(w2, b2)
-        others = self._others()
-        more = [tuple(one[index] for one in others) for index in range(4)]
+        more = [tuple(one[index] for one in self.others) for index in range(4)]
         return ExpertWeights(w13, b13, more[0], more[2]), ExpertWeights(w2, b2, more[1], more[3])
 
-    def _others(self) -> list[tuple[Tensor | None, ...]]:
-        return [one.tensors for _, one in sorted(self.apart.items()) if one.tensors is not None]
+    @property
+    def alone(self) -> range:
+        """The experts that are multiplied by themselves."""
+        return range(self.num_experts - len(self.others), self.num_experts)
+
+    def new_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        if self.wide is None:
+            return super().new_gradients(needed)
+        return [out if is_needed else None for out, is_needed in zip(self.wide()[0], needed, strict=True)]
+
+    def for_autograd(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return list(grads) if self.wide is None else [None] * len(grads)
 
     @property
     def columns(self) -> int:
@@ -339,7 +350,7 @@ class MLPForward(ExpertForward):
     """Whether a subclass extends the GEMMs."""
 
     def __init__(self, mlp: ExpertMLP, rows_RD: Rows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> None:
-        super().__init__(sizes, alone=mlp.apart)
+        super().__init__(sizes, alone=mlp.alone)
         w13_EGD, w2_EDF, _, _ = mlp.tensors
         dtype, device, rows = rows_RD.dtype, rows_RD.device, self._most_rows
         self._activation, self._rows_RD, self._out_RD, self._keep = mlp.activation, rows_RD, out_RD, keep
@@ -375,7 +386,7 @@ class MLPForward(ExpertForward):
 
 def _swiglu_experts(mlp: ExpertMLP, w13: ExpertWeights, w2: ExpertWeights) -> SwigluExperts | None:
     """Return what computes the experts in native calls; None if GEMMs and activation are separate calls."""
-    if not isinstance(mlp.activation, SwiGLU) or mlp.apart:
+    if not isinstance(mlp.activation, SwiGLU) or mlp.others:
         return None
     experts = SwigluExperts(w13, w2)
     return experts if experts.is_native else None
@@ -441,7 +452,7 @@ class MLPBackward(ExpertBackward):
     """Whether a subclass extends the GEMMs."""
 
     def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
-        super().__init__(inputs.sizes, alone=mlp.apart)
+        super().__init__(inputs.sizes, alone=mlp.alone)
         w13_EGD, w2_EDF, _, self._b2_ED = mlp.tensors
         rows_RD, alloc = inputs.rows_RD, inputs.alloc
         dtype, device = rows_RD.dtype, rows_RD.device
@@ -463,7 +474,7 @@ class MLPBackward(ExpertBackward):
             self._grad_act_RF = alloc(self._most_rows, w2_EDF.shape[2], dtype, device)
         self._grad_of: tuple[slice, Tensor] | None = None
         self._grad_h_RG = alloc(buffer_rows, w13_EGD.shape[1], dtype, device)
-        self._apart = mlp.apart
+        self._mlp = mlp
 
     def all_rows(self, grads: Sequence[Tensor | None]) -> None:
         outputs = grads[0], grads[1]
@@ -533,9 +544,10 @@ class MLPBackward(ExpertBackward):
         if self._dots_R is not None:
             assert dots_r is not None
             if self._b2_ED is not None:
-                other = self._apart.get(part.expert)
-                of_other = None if other is None or other.tensors is None else other.tensors[3]
-                biases = (self._b2_ED[part.experts] if of_other is None else of_other).unbind(0)
+                other = part.expert - self._b2_ED.shape[0]
+                b2_eD = self._b2_ED[part.experts] if other < 0 else self._mlp.others[other][3]
+                assert b2_eD is not None
+                biases = b2_eD.unbind(0)
                 of_experts = zip(grad_rD.split(part.sizes), biases, strict=True)
                 dots_r += torch.cat([lane_dot(grad, bias_D) for grad, bias_D in of_experts])
             self._dots_R[part.rows] = dots_r
@@ -559,20 +571,19 @@ class MLPBackward(ExpertBackward):
         self._w13_back.multiply(grad_h_rG, grad_rows_rD, part.sizes, part.expert)
 
     def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
-        local, sizes, other = self._local(part.rows), part.sizes, self._apart.get(part.expert)
-        if other is None:
-            w13, w2, b13, b2 = (None if grad is None else grad[part.experts] for grad in grads)
-        else:
-            w13, w2, b13, b2 = (
-                None if grad is None else out for grad, out in zip(grads, other.gradients(), strict=True)
-            )
+        local, sizes, experts = self._local(part.rows), part.sizes, part.experts
+        wide, stacked = self._mlp.wide, self._mlp.alone.start
+        if wide is not None and part.expert >= stacked:
+            experts = slice(experts.start - stacked, experts.stop - stacked)
+            grads = [None if grad is None else out for grad, out in zip(grads, wide()[1], strict=True)]
+        w13, w2, b13, b2 = (None if grad is None else grad[experts] for grad in grads)
         if w2 is not None:
             weight_gradients(self._grad(part.rows), self._act_RF[local], w2, sizes)
         if b2 is not None:
             grad = self._grad(part.rows)
             if self._weights_R is not None:
                 grad = scale(grad, self._weights_R[part.rows])
-            columns = None if other is None else other.b2_columns
+            columns = self._mlp.b2_columns
             _bias_gradients(grad if columns is None else grad[:, columns], b2, sizes)
         if w13 is not None:
             weight_gradients(self._grad_h_RG[local], self._rows_RD[part.rows], w13, sizes)

@@ -6,6 +6,7 @@
 
 Each line is one or two launches for any number of experts. None of them copies the row counts to the CPU. If w13 or w2
 is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/grouped_mm.py``).
+Gradients of experts with ``ExpertMLP.wide`` are written there.
 
 Biases are added in the GEMMs. Their gradients are sums over the rows of an expert (``kernels/triton/biases.py``).
 
@@ -43,7 +44,7 @@ def takes(mlp: ExpertMLP, rows_RD: Tensor) -> bool:
     if type(mlp) is not ExpertMLP:
         return False
     w13_EGD, w2_EDF, *biases = mlp.tensors
-    if rows_RD.dtype not in DTYPES or mlp.apart:
+    if rows_RD.dtype not in DTYPES or mlp.others:
         return False
     if any(bias is not None and bias.stride(1) != 1 for bias in biases):
         return False
@@ -214,6 +215,7 @@ def backward_by(
     (w13_EGD, w2_EDF, b13_EG, b2_ED), (first, last) = mlp.tensors, products
     needs_w13, needs_w2, needs_b13, needs_b2 = (*needs, False, False)[:4]
     grad_w13 = grad_w2 = grad_b13 = grad_b2 = None
+    out_w13, out_w2, out_b13, out_b2 = mlp.new_gradients(needs) if mlp.wide is not None else (None,) * 4
     if h_RG is None:
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
         grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG, bias_EN=b13_EG)
@@ -233,14 +235,15 @@ def backward_by(
     elif needs_w2:
         weighted_activation(mlp.activation, h_RG, act_RF, weights)
     if needs_w2:
-        grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
+        grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E, out_w2)
     if needs_b2 and b2_ED is not None:
         weights_R = None if weights is None else _of_rows(weights, grad_RD.shape[0])
-        grad_b2 = bias_grad(b2_ED, grad_RD, counts_E, weights_R)
+        of_slice_RD = grad_RD if mlp.b2_columns is None else grad_RD[:, mlp.b2_columns]
+        grad_b2 = bias_grad(b2_ED, of_slice_RD, counts_E, weights_R, out_b2)
     if grad_h_RG is not None and needs_w13:
-        grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
+        grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E, out_w13)
     if grad_h_RG is not None and needs_b13 and b13_EG is not None:
-        grad_b13 = bias_grad(b13_EG, grad_h_RG, counts_E)
+        grad_b13 = bias_grad(b13_EG, grad_h_RG, counts_E, out_EN=out_b13)
     return grad_w13, grad_w2, grad_b13, grad_b2
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_comm
-from moe_comm.dispatch import DispatchOptions, make_dispatcher
+from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.layers import Experts, MoEConfig, MoELayer, Router, RouterConfig
@@ -24,7 +24,7 @@ from moe_comm.layers.moe.config import MoEGroups
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance
-from tests.layers.reference import draw
+from tests.layers.reference import draw, loop_over_experts, silu_glu
 from tests.pool import RankPool, on_ranks
 
 HIDDEN, FFN, EXPERTS, TOP_K = 24, 8, 8, 2
@@ -44,6 +44,7 @@ class Run:
     recompute: bool = False
     checkpointed: bool = False
     balance: Balance | None = None
+    device: str = "cpu"
 
 
 CALLS = 2
@@ -51,7 +52,8 @@ CALLS = 2
 
 def build(balance: Balance | None, run: Run = Run(), **settings: Any) -> MoELayer:
     config = replace(CONFIG, recompute=run.recompute, **settings)
-    options, group = DispatchOptions(timeout_s=60, balance=balance), dist.group.WORLD
+    peers = PeerToPeerOptions(emulate=run.device == "cpu")
+    options, group = DispatchOptions(timeout_s=60, balance=balance, peer_to_peer=peers), dist.group.WORLD
     if run.backend == "hierarchical":  # as if the ranks were on two hosts
         rank, world = dist.get_rank(), dist.get_world_size()
         placement = Placement.contiguous(EXPERTS, world)
@@ -71,7 +73,12 @@ def build(balance: Balance | None, run: Run = Run(), **settings: Any) -> MoELaye
             overlap=run.overlap,
             seed=3,
             dtype=run.dtype,
+            device=run.device,
         )
+    return with_biases(layer)
+
+
+def with_biases(layer: MoELayer) -> MoELayer:
     with torch.no_grad():
         for bias in (layer.experts.b13, layer.experts.b2):
             assert bias is not None
@@ -82,10 +89,11 @@ def build(balance: Balance | None, run: Run = Run(), **settings: Any) -> MoELaye
 def routed(layer: MoELayer, run: Run, rank: int, call: int) -> tuple[Tensor, Any]:
     """Return tokens and their routing. Each call has other experts with many rows."""
     count = 0 if run.tokens == "none on rank 1" and rank == 1 else 16 + 8 * rank
-    x = draw(count, HIDDEN, seed=rank + 10 * call, dtype=run.dtype).requires_grad_()
+    x = draw(count, HIDDEN, seed=rank + 10 * call, dtype=run.dtype).to(run.device).requires_grad_()
     routing = layer.router(x, 1)
-    hot = torch.arange(count) % 4 != 0
-    ids = torch.where(hot[:, None], torch.tensor([(2 * call) % EXPERTS, (2 * call + 1) % EXPERTS]), routing.ids_TK)
+    hot = torch.arange(count, device=run.device) % 4 != 0
+    pair = torch.tensor([(2 * call) % EXPERTS, (2 * call + 1) % EXPERTS], device=run.device)
+    ids = torch.where(hot[:, None], pair, routing.ids_TK)
     if run.tokens == "all to one expert":
         ids = torch.full_like(ids, -1)
         ids[:, 0] = 5
@@ -115,7 +123,7 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
         ]
         assert (layer.copies.published_bytes > 0) is (bool(sent) and run.backend != "shared_memory")
     for call, (x, weights, y) in enumerate(calls):
-        y.backward(draw(*y.shape, seed=50 + rank + 10 * call, dtype=run.dtype))
+        y.backward(gradient(y, rank, call))
         result |= {f"y{call}": y.detach(), f"x{call}": x.grad, f"weights{call}": weights.grad}
     moe_comm.sync_gradients(layer, dist.group.WORLD)
     shards = layer.experts.expert_gradients.shards
@@ -124,6 +132,26 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
         result[f"grad {name}"] = shards.gather(name, plain(param.grad))
     layer.dispatcher.close()
     return result
+
+
+def gradient(y: Tensor, rank: int, call: int) -> Tensor:
+    return draw(*y.shape, seed=50 + rank + 10 * call, dtype=y.dtype).to(y.device)
+
+
+def exact_gradients(run: Run, world: int) -> dict[str, Tensor]:
+    """Return the gradients of all experts in float64."""
+    layer = with_biases(MoELayer.build(CONFIG, MoEGroups(None), seed=3))
+    experts = layer.experts
+    tensors = [one.detach().double().requires_grad_() for one in (experts.w13, experts.w2, experts.b13, experts.b2)]
+    for call in range(CALLS):
+        given = [routed(layer, run, rank, call) for rank in range(world)]
+        x, ids, weights = (
+            torch.cat(parts) for parts in zip(*((x, one.ids_TK, one.weights_TK) for x, one in given), strict=True)
+        )
+        grad = torch.cat([gradient(x, rank, call) for rank, (x, _) in enumerate(given)])
+        y = loop_over_experts(x.detach().double(), ids, weights.double(), *tensors[:2], silu_glu, *tensors[2:])
+        y.backward(grad.double())
+    return {f"grad {name}": one.grad for name, one in zip(("w13", "w2", "b13", "b2"), tensors, strict=True)}
 
 
 PIPELINED = Overlap(2, 1, executor="pipelined")
@@ -145,9 +173,13 @@ def test_lent_experts_keep_the_bits_and_no_rank_has_more_rows_than_the_mean(
 ) -> None:
     if run.backend == "shared_memory":
         pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    expected, first, again = (
-        pools[world].run(run_layer, replace(run, balance=one), timeout=120) for one in (None, ALWAYS, ALWAYS)
-    )
+    compare(pools[world], run_layer, world, run)
+
+
+def compare(pool: RankPool, work: Any, world: int, run: Run) -> None:
+    """Compare layers that lend experts with one that does not, and with float64. work: calls ``run_layer``."""
+    expected, first, again = (pool.run(work, replace(run, balance=one), timeout=120) for one in (None, ALWAYS, ALWAYS))
+    exact = exact_gradients(run, world) if run.dtype is torch.float32 else {}
     even = [-(-sum(one["counts"][call] for one in first) // (world // run.etp)) for call in range(CALLS)]
     for rank, (wanted, got, repeated) in enumerate(zip(expected, first, again, strict=True)):
         for call in range(CALLS):
@@ -155,10 +187,11 @@ def test_lent_experts_keep_the_bits_and_no_rank_has_more_rows_than_the_mean(
             assert lent and got["rows"][call] == rows[rank // run.etp] <= even[call] == max(rows)
         for name, value in wanted.items():
             if name.startswith("grad"):
-                tolerance = 1e-6 if run.dtype is torch.float32 else 2**-7
-                torch.testing.assert_close(got[name], value, rtol=10 * tolerance, atol=tolerance)
-                # The gradients of all ranks are added before they are rounded to bf16.
-                assert run.dtype is torch.float32 or (got[name] == value).float().mean() > 0.98
+                if exact:
+                    assert (got[name] - exact[name]).abs().max() <= 1e-6 * exact[name].abs().max(), name
+                else:  # the gradients of all ranks are added before they are rounded to 16 bits
+                    torch.testing.assert_close(got[name], value, rtol=2**-7, atol=2**-7)
+                    assert (got[name] == value).float().mean() > 0.98
                 assert torch.equal(got[name], repeated[name]), f"{name} differs between two runs"
             elif isinstance(value, Tensor):
                 assert torch.equal(got[name], value), f"{name} of rank {rank}"

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
@@ -260,14 +259,14 @@ class EPExperts(ExpertParallel):
                 lent, dtype = call.lent, call.rows.dtype
                 weights: Any = self
                 if lent is not None:
-                    weights = SimpleNamespace(**lent.params) if lent.params else self
+                    weights = SimpleNamespace(**lent.values) if lent.values else self
                 elif copies is not None and len(rows_per_expert) == copies.num_slots:
                     weights = SimpleNamespace(**copies.stacked())
                 mlp = expert_mlp(self.layout, weights, dtype, self.gemm_dtype)
-                if lent is not None and lent.params:
+                if lent is not None:
                     cast = partial(expert_mlp, self.layout, dtype=dtype)
-                    apart = lent.apart(lambda one: cast(SimpleNamespace(**one)).tensors, partial(oriented, self.layout))
-                    mlp = replace(mlp, apart=apart)
+                    orient = partial(oriented, self.layout)
+                    mlp = lent.experts(mlp, lambda one: cast(SimpleNamespace(**one)).tensors, orient)
                 if self.offloaded is not None:
                     mlp = self.offloaded.mlp(mlp)
                 elif self.adapters:

@@ -28,9 +28,11 @@ def sum_rows_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,  # [E] int64 rows of each expert
     out_ptr,  # [E, columns]
     out_stride, experts, columns,
-    ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    ELEMENT: tl.constexpr, OUT: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of COLUMNS columns of an expert. WEIGHTED: of rows times their weights, rounded to ELEMENT."""
+    """Write the sums of COLUMNS columns of an expert, rounded to OUT. WEIGHTED: of rows times their weights, rounded to
+    ELEMENT."""
     expert = int64(tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     other = tl.arange(0, BLOCK_E)
@@ -47,7 +49,7 @@ def sum_rows_kernel(  # type: ignore[no-untyped-def]
             grad = rounded(grad * weight[None, :], ELEMENT).to(tl.float32)
         sums += grad
     total = sum_of_lanes(sums, COLUMNS)
-    tl.store(out_ptr + expert * out_stride + column, rounded(total, ELEMENT), mask=column < columns)
+    tl.store(out_ptr + expert * out_stride + column, rounded(total, OUT), mask=column < columns)
 
 
 @triton.jit
@@ -85,11 +87,19 @@ def add_bias_dots_kernel(  # type: ignore[no-untyped-def]
     tl.store(dots_ptr + slot, before + sum_of_lanes(lanes, SLOTS), mask=live)
 
 
-def bias_grad(bias_EN: Tensor, grad_RN: Tensor, counts_E: Tensor, weights_R: Tensor | None = None) -> Tensor:
+def bias_grad(
+    bias_EN: Tensor,
+    grad_RN: Tensor,
+    counts_E: Tensor,
+    weights_R: Tensor | None = None,
+    out_EN: Tensor | None = None,
+) -> Tensor | None:
     """Return the gradient of ``bias_EN``: the sum of ``grad_RN``, times ``weights_R``, over the rows of each expert.
 
+    With ``out_EN``, [E, N] of the same dtype or fp32, it is written there, and the result is None.
+
     Args:
-        bias_EN: [E, N] fp32, bf16 or fp16.
+        bias_EN: [E, N] fp32, bf16 or fp16; not read.
         grad_RN: [R, N] of the same dtype, dense rows; those beyond the sum of ``counts_E`` are not read.
         counts_E: [E] int64 rows of each expert, on the device.
         weights_R: [R] fp32, contiguous.
@@ -97,17 +107,17 @@ def bias_grad(bias_EN: Tensor, grad_RN: Tensor, counts_E: Tensor, weights_R: Ten
     check_tensors("bias_grad", bias_EN, grad_RN, counts_E, weights_R)
     check_rows("bias_grad", "gradients", grad_RN)
     check_index("bias_grad", "counts", counts_E, bias_EN.shape[:1])
-    out_EN = torch.empty_like(bias_EN, memory_format=torch.contiguous_format)
-    experts, columns = bias_EN.shape
-    if out_EN.numel():
+    to_EN = torch.empty_like(bias_EN, memory_format=torch.contiguous_format) if out_EN is None else out_EN
+    experts, columns = to_EN.shape
+    if to_EN.numel():
         launch(
             sum_rows_kernel, (experts, -(-columns // COLUMNS)), grad_RN,
             (grad_RN, grad_RN.stride(0), grad_RN if weights_R is None else weights_R, counts_E,
-             out_EN, out_EN.stride(0), experts, columns),
-            ELEMENT=DTYPES[grad_RN.dtype], WEIGHTED=weights_R is not None, BLOCK_E=power_of_two(experts), GROUP=GROUP,
-            COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
+             to_EN, to_EN.stride(0), experts, columns),
+            ELEMENT=DTYPES[grad_RN.dtype], OUT=DTYPES[to_EN.dtype], WEIGHTED=weights_R is not None,
+            BLOCK_E=power_of_two(experts), GROUP=GROUP, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return out_EN
+    return to_EN if out_EN is None else None
 
 
 def add_bias_dots(weights: Weights, grad_RN: Tensor, bias_EN: Tensor, counts_E: Tensor) -> None:

@@ -441,8 +441,11 @@ def main_grad_of(w_END: Tensor) -> Tensor | None:
     return main if main.shape == w_END.shape and main.device == w_END.device else None
 
 
-def weight_grad(w_END: Tensor, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor) -> Tensor | None:
-    """Return the gradient of ``w_END``, or add it to ``w_END.main_grad`` if the parameter has one.
+def weight_grad(
+    w_END: Tensor, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor | None = None
+) -> Tensor | None:
+    """Return the gradient of ``w_END``, or add it to ``w_END.main_grad`` if the parameter has one, or write it into
+    ``out_END`` and return None.
 
     In the second case the result is None: autograd then accumulates nothing, and its hooks run without a gradient. If
     the parameter has an attribute ``grad_added_to_main_grad``, which Megatron's data parallelism sets to False, the
@@ -451,6 +454,9 @@ def weight_grad(w_END: Tensor, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tenso
 
     Arguments and errors are those of ``grouped_weight_grad_into``.
     """
+    if out_END is not None:
+        grouped_weight_grad_into(grad_RN, rows_RD, counts_E, out_END)
+        return None
     main_END = main_grad_of(w_END)
     if main_END is None:
         grad_END = torch.empty_like(w_END)

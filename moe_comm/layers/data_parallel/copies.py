@@ -66,27 +66,28 @@ class SharedStacks:
 
 class _Entered(torch.autograd.Function):
     """Return tensors that experts compute with in place of parameters. Backward passes their gradients to ``take``,
-    which returns those of the parameters. They are not accumulated in leaves, because a split backward pass computes
-    the gradients of module parameters only.
+    None for those that experts have written elsewhere. It returns those of the parameters. They are not accumulated in
+    leaves, because a split backward pass computes the gradients of module parameters only.
     """
 
     @staticmethod
-    def forward(ctx: Any, take: Callable[[list[Tensor]], list[Tensor]], values: list[Tensor], *params: Tensor) -> Any:
+    def forward(ctx: Any, take: Callable[[list[Any]], list[Tensor]], values: list[Tensor], *params: Tensor) -> Any:
         ctx.save_for_backward(*params)  # backward raises if one has changed
+        ctx.set_materialize_grads(False)
         ctx.take = take
         return tuple(values)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        return None, None, *ctx.take([grad.contiguous() for grad in grads])
+        return None, None, *ctx.take([None if grad is None else grad.contiguous() for grad in grads])
 
 
 def entered(
     values: Mapping[str, Tensor],
     params: Mapping[str, nn.Parameter],
-    take: Callable[[list[str], list[Tensor]], list[Tensor]],
+    take: Callable[[list[str], list[Any]], list[Tensor]],
 ) -> dict[str, Tensor]:
     """Return ``values``, those of ``params`` in the autograd graph. ``take``: see ``_Entered``; with names."""
     if not params:
@@ -105,7 +106,7 @@ class CallPlan:
 
     Attributes:
         lent: (expert, rank, rows).
-        place: position of the weights of each of ``lent`` in its rank's buffers; () if they are read in place.
+        place: position of each of ``lent`` among the slots for copies of its rank.
         digest: hash of ``lent``; 0 if it is empty.
         rows: rows of each rank.
         counts: rows of each expert, and of them those of the ranks before this one, and of this rank.
@@ -117,60 +118,10 @@ class CallPlan:
     rows: tuple[int, ...]
     counts: tuple[list[int], list[int], list[int]]
 
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the positions in ``lent`` of the experts that ``rank`` computes, in the order of their slots."""
-        return [at for at, one in enumerate(self.lent) if one.rank == rank]
-
-
-class Partials:
-    """Gradients of experts that this rank adds up before they are added to those of the homes: a row for each expert,
-    with those of all parameters. Allocated when backward asks for them.
-
-    Args:
-        params: the trained parameters.
-        count: number of experts of other ranks.
-        allocate: returns [count, width] from count and width, and the shared memory that has them.
-    """
-
-    def __init__(
-        self, params: Values, count: int, allocate: Callable[[int, int], tuple[Tensor, Tensor | None]]
-    ) -> None:
-        self.shapes = {name: param.shape[1:] for name, param in params.items()}
-        self._width = sum(shape.numel() for shape in self.shapes.values())
-        self._count, self._allocate = count, allocate
-        self._rows: tuple[Tensor, Tensor | None] | None = None
-        self._home: dict[int, Tensor] = {}
-
-    def rows(self) -> tuple[Tensor, Tensor | None]:
-        """Return [count, width] gradients of the experts of other ranks, and the shared memory that has them."""
-        if self._rows is None:
-            self._rows = self._allocate(self._count, self._width)
-        return self._rows
-
-    def values(self, rows_NX: Tensor) -> dict[str, Tensor]:
-        """Return the gradients in ``rows_NX``, [N, ...] by name of the parameter. They are views."""
-        parts = rows_NX.split([shape.numel() for shape in self.shapes.values()], 1)
-        return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-
-    def copies(self, rows: slice = slice(None)) -> dict[str, Tensor]:
-        """Return the gradients of experts of other ranks."""
-        return self.values(self.rows()[0][rows])
-
-    def home(self, row: int) -> dict[str, Tensor]:
-        """Return the gradients of the expert at ``row`` of the parameters, if they need more precision than these."""
-        if row not in self._home:
-            self._home[row] = self._allocate(0, self._width)[0].new_empty(1, self._width)
-        return self.values(self._home[row])
-
-    def totals(self, row: int, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the gradients of others are added to for ``row`` of ``grads``: in fp32, or a wider dtype."""
-        if row in self._home:
-            return list(self.home(row).values())
-        return [grad[row : row + 1].to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-
-    def release(self) -> None:
-        """Release the memory."""
-        self._rows, self._home = None, {}
+    def of_rank(self, rank: int) -> dict[int, int]:
+        """Return the experts that are lent to ``rank``, by place."""
+        places = zip(self.place, self.lent, strict=True)
+        return {place: one.expert for place, one in places if one.rank == rank}
 
 
 class ExpertCopies:
@@ -189,8 +140,7 @@ class ExpertCopies:
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
         self._experts, self._shards, self._label = experts, shards, label
         self._stacks: dict[str, Tensor] = {}  # all slots of each parameter, [S, ...]
-        self._gradients: dict[str, Tensor] = {}  # gradients of copies, [C, ...], in ``_partials``
-        self._partials: Partials | None = None
+        self._gradients: dict[str, Tensor] = {}  # gradients of copies, [C, ...]
         self._tasks: dict[str, int] = {}  # autograd's number of the last backward pass
         self._shared: SharedStacks | None = None
         self._fill = 0
@@ -235,7 +185,7 @@ class ExpertCopies:
 
     def clear(self) -> None:
         """Drop the gradients of copies."""
-        self.unreduced, self._partials = False, None
+        self.unreduced = False
         self._gradients.clear()
 
     @property
@@ -276,16 +226,9 @@ class ExpertCopies:
             if name in self._gradients:
                 self._gradients[name] += grad_SX[homes:]
             else:
-                if self._partials is None:
-                    self._partials = Partials(self._trained(), self.num_slots - homes, self._new_rows)
-                self._gradients[name] = self._partials.copies()[name].copy_(grad_SX[homes:])
+                self._gradients[name] = grad_SX[homes:].to(param_HX.grad_dtype or param_HX.dtype, copy=True)
             own.append(grad_SX[:homes])
         return own
-
-    def _new_rows(self, count: int, width: int) -> tuple[Tensor, Tensor | None]:
-        """Return [count, width] for gradients, and the shared memory that has them."""
-        param = next(iter(self._trained().values()))
-        return torch.zeros(count, width, dtype=param.grad_dtype or param.dtype, device=param.device), None
 
     def publish_if_due(self, *, later: bool = False) -> ConfigError | None:
         """Publish if all ranks know that weights may have changed, or that another layer uses the stack. Publishing is
@@ -327,7 +270,7 @@ class ExpertCopies:
 
     def materialize_in_backward(self, result: Tensor, plan: CallPlan | None = None) -> None:
         """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
-        if result.requires_grad and (self._shared is not None or (plan is not None and plan.place)):
+        if result.requires_grad and (self._shared is not None or plan is not None):
             result.register_hook(lambda _: self.materialize(plan))
 
     @torch.no_grad()
@@ -357,34 +300,39 @@ class ExpertCopies:
 
     @torch.no_grad()
     def _add(
-        self, copies: Iterable[tuple[int, int, int]], partials: Partials, grads: Sequence[Tensor], what: str
+        self,
+        copies: Iterable[tuple[int, int, int]],
+        partials: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        what: str,
+        memory: Tensor | None = None,
     ) -> int:
         """Add the gradients of copies, given as (expert, rank, row of ``partials``), to those of the homes in this
         order. Collective.
 
         Args:
-            grads: of the parameters of ``partials``. Changed in place.
+            partials: gradients of experts of other ranks, [N, ...] for each parameter.
+            grads: of the parameters. Changed in place: sums are fp32, or of a wider dtype, and are rounded once.
+            memory: see ``transfer_rows``.
 
         Returns:
             Bytes that this rank sent.
         """
-        rows_NX, block = partials.rows()
         sums: dict[int, list[Tensor]] = {}
 
         def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
-            at, (row_X,) = one.destination_row, rows
+            at = one.destination_row
             if at not in sums:
-                sums[at] = partials.totals(at, grads)
-            for total, part in zip(sums[at], partials.values(row_X.unsqueeze(0)).values(), strict=True):
-                total += part
+                sums[at] = [grad[at].to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+            for total, row in zip(sums[at], rows, strict=True):
+                total += row
 
         transfers = [self._transfer_of(*one).reversed() for one in copies]
-        sent = transfer_rows(channel_of(self._shards.group), transfers, [rows_NX], receive, what, block)
-        partials.release()
+        sent = transfer_rows(channel_of(self._shards.group), transfers, partials, receive, what, memory)
         for at, totals in sums.items():
             for grad, total in zip(grads, totals, strict=True):
                 if total.dtype != grad.dtype:
-                    grad[at : at + 1] = total
+                    grad[at] = total
         return sent
 
     def _transfer_of(self, expert: int, rank: int, row: int) -> RowTransfer:
@@ -416,16 +364,17 @@ class ExpertCopies:
         Returns:
             Bytes of gradients that this rank sent.
         """
-        partials, grads = self._partials, list[Tensor]()
-        if partials is None:
+        if not self._gradients:
             return 0
-        for param in map(self.parameter, partials.shapes):
+        names, grads = [name for name in self._params() if name in self._gradients], list[Tensor]()
+        for param in map(self.parameter, names):
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
             grads.append(plain(param.grad))
-        homes = self.placement.homes_per_rank  # rows of ``partials`` are those of slots after the homes
+        homes = self.placement.homes_per_rank  # the first row of ``_gradients`` is that of the slot after the homes
         copies = [(expert, rank, slot - homes[rank]) for expert, rank, slot in self._copied]
-        sent = self._add(copies, partials, grads, f"reducing the gradients of copies of layer {self._label!r}")
+        partials, what = [self._gradients[name] for name in names], f"copies of experts of layer {self._label!r}"
+        sent = self._add(copies, partials, grads, f"reducing the gradients of {what}")
         self.clear()
         self.weights_changed()
         return sent

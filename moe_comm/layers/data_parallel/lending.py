@@ -4,19 +4,21 @@
     backward   experts ─▶ gradients in fp32: rank of the plan ─▶ home
 
 Ranks that dispatch through shared memory have their parameters there, and read the weights of other ranks where they
-are. Otherwise the home sends them into buffers, and again in backward if another call has used these. Weights that are
-in a buffer already are not sent again: in the other micro-batches of a step, and in inference, where the plan also
-prefers them.
+are. Otherwise the home sends them into the slots for copies of the stacks of ``ExpertCopies``, and again in backward if
+another call has used these. Experts then compute with one tensor of each parameter, on any device. Weights that are in
+a slot already are not sent again: in the other micro-batches of a step, and in inference, where the plan also prefers
+them.
 
 The gradient of a lent expert is that of its home, then those of the other ranks in order, added in fp32 and rounded
-once. The home reads them where they are in shared memory. After backward the gradient of the parameter is complete.
+once. So the experts write all gradients of a call that lends in fp32, and not as results of autograd. The home reads
+those of other ranks where they are in shared memory. After backward the gradients of the parameters are complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -24,12 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
+from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, new_block, share_blocks
 from moe_comm.errors import ConfigError, RankMismatch
-from moe_comm.kernels.expert_mlp import Apart
+from moe_comm.kernels.expert_mlp import ExpertMLP, Gradients
 from moe_comm.kernels.native import core
-from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, Partials, Values, entered
+from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, Values, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
 
@@ -38,49 +42,88 @@ Orient = Callable[[Values], Sequence[Tensor | None]]
 """Returns the tensors of an ``ExpertMLP`` for those of parameters; None for missing ones."""
 
 
+class LentGradients:
+    """The gradients of the experts of a call, in fp32 or a wider dtype. Allocated when backward asks for them.
+
+    Args:
+        params: the trained parameters, of one dtype.
+        slots: number of experts in the stacks: this rank's, and those lent to it whose weights have been sent.
+        others: number of experts whose weights are read in place. None: ranks do not read weights in place.
+        channel: where gradients of ``others`` are shared, if there is room.
+
+    Attributes:
+        stacks: [slots, ...] by name of the parameter.
+        others: [others, ...] by name; {} if weights are not read in place.
+        memory: the shared memory that has ``others``; None: elsewhere.
+    """
+
+    def __init__(self, params: Values, slots: int, others: int | None, channel: SharedChannel) -> None:
+        self._params, self._slots, self._count, self._channel = params, slots, others, channel
+        self.stacks: dict[str, Tensor] = {}
+        self.others: dict[str, Tensor] = {}
+        self.memory: Tensor | None = None
+
+    def release(self) -> None:
+        """Release the memory."""
+        self.stacks, self.others, self.memory = {}, {}, None
+
+    def outputs(self, orient: Orient) -> tuple[Gradients, Gradients]:
+        """Return ``stacks`` and ``others`` as the experts write them. orient: returns views."""
+        if not self.stacks:
+            self._allocate()
+        return orient(self.stacks), orient(self.others)
+
+    def _allocate(self) -> None:
+        shapes = {name: param.shape[1:] for name, param in self._params.items()}
+        param = next(iter(self._params.values()))
+        wide, device = torch.promote_types(param.dtype, torch.float32), param.device
+        for name, shape in shapes.items():
+            self.stacks[name] = warm_rows(self._slots, shape.numel(), wide, device).view(self._slots, *shape)
+        if (count := self._count) is None:
+            return
+        width = sum(shape.numel() for shape in shapes.values())
+        stride = aligned_bytes(width * wide.itemsize)
+        if count and (block := new_block(self._channel, count * stride)) is not None:
+            bytes_, self.memory = block
+            rows_NX = bytes_.view(wide).view(count, -1)[:, :width]
+        else:
+            rows_NX = torch.empty(count, width, dtype=wide, device=device)
+        parts = rows_NX.split([shape.numel() for shape in shapes.values()], 1)
+        self.others = {
+            name: part.unflatten(1, shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+
+
 @dataclass(eq=False, slots=True)
 class LentCall:
-    """A call with its plan, and the tensors that its experts compute with.
+    """A call with its plan, and what its experts compute with.
 
     Attributes:
         plan: the plan.
-        homes: number of experts of this rank.
-        params: the parameters; {} if no expert is lent.
-        borrowed: for each expert of another rank that this rank computes its weights, [1, ...].
-        lends: rows of the experts that this rank lends, if their gradients need more precision.
-        partials: gradients of both.
+        slots: slots with rows on this rank, or empty ones before them: its experts, then those that are lent to it.
+        values: the parameters, or their stacks; {} if no expert is lent.
+        others: for each expert whose weights are read in place, [1, ...] by name of the parameter.
+        gradients: of all these experts; None without a backward pass.
     """
 
     plan: CallPlan
-    homes: int
-    params: Values
-    borrowed: list[Values]
-    lends: tuple[int, ...]
-    partials: Partials | None
+    slots: int
+    values: Values = field(default_factory=dict)
+    others: Sequence[Values] = ()
+    gradients: LentGradients | None = None
 
-    @property
-    def slots(self) -> int:
-        """Slots that the plan uses on this rank: its experts, then those that are lent to it."""
-        return self.homes + len(self.borrowed)
-
-    def apart(self, weights: Orient, gradients: Orient, b2_columns: slice | None = None) -> dict[int, Apart]:
-        """Return the experts whose weights or gradients are not in those of ``params``.
+    def experts(self, mlp: ExpertMLP, weights: Orient, gradients: Orient, b2_columns: slice | None = None) -> ExpertMLP:
+        """Return ``mlp``, which has the tensors of ``values``, with the other experts, and outputs for gradients.
 
         Args:
-            weights, gradients: as the experts need them. Gradients are views.
-            b2_columns: columns of the last bias that the parameter has.
+            weights, gradients: as ``mlp`` needs them. Gradients are views.
+            b2_columns: columns of the last bias that the parameter has; None: all.
         """
-        partials = self.partials
-
-        def outputs(borrowed: bool, at: int) -> Sequence[Tensor | None]:
-            if partials is None:
-                return (None,) * 4
-            return gradients(partials.copies(slice(at, at + 1)) if borrowed else partials.home(at))
-
-        result = {row: Apart(None, partial(outputs, False, row), b2_columns) for row in self.lends}
-        for at, values in enumerate(self.borrowed):
-            result[self.homes + at] = Apart(tuple(weights(values)), partial(outputs, True, at), b2_columns)
-        return result
+        if not self.values:
+            return mlp
+        others = tuple(tuple(weights(one)) for one in self.others)
+        wide = None if self.gradients is None else partial(self.gradients.outputs, gradients)
+        return replace(mlp, others=others, wide=wide, b2_columns=b2_columns)
 
 
 class LentExperts(ExpertCopies):
@@ -171,7 +214,7 @@ class LentExperts(ExpertCopies):
             ids_N = ids_TK.reshape(-1)
             own[:experts] = torch.bincount(ids_N[(ids_N >= 0) & (ids_N < experts)], minlength=experts)
         own[experts:] = torch.tensor((changed, trains, moved, *settings), dtype=torch.int64, device="cpu")
-        words_WX = channel.all_gather(own, f"the row counts of layer {self._label!r}")
+        words_WX = channel.all_gather(own.to(channel.control_device), f"the row counts of layer {self._label!r}").cpu()
         if (words_WX[:, experts + 3 :] != own[experts + 3 :]).any():
             of_ranks = [tuple(one) for one in words_WX[:, experts + 3 :].tolist()]
             raise RankMismatch(f"ranks balance layer {self._label!r} with other settings: {of_ranks}")
@@ -192,14 +235,14 @@ class LentExperts(ExpertCopies):
         lent, hashed = choose_rows(loads_E, placement, limits, residents)
         counts = loads_E, counts_WE[:rank].sum(0).tolist(), counts_WE[rank].tolist()
         rows = tuple(rows_of_ranks(loads_E, placement.homes, world, lent))
-        return CallPlan(lent, () if self._in_place else self._places(lent), hashed, rows, counts)
+        return CallPlan(lent, self._places(lent), hashed, rows, counts)
 
     def _present(self) -> list[tuple[int, int]]:
         """Return memory and version of each parameter."""
         return list(zip([param.data_ptr() for param in self.parameters], self._present_versions(), strict=True))
 
     def _places(self, lent: Sequence[Lent]) -> tuple[int, ...]:
-        """Return the buffer of each lent expert: the one that has its weights, or else the first that is not used."""
+        """Return the slot of each lent expert: the one that has its weights, or else the first that is not used."""
         place, used = [], {(one.rank, self._held[one.rank].index(one.expert)) for one in lent if self._has(one)}
         for one in lent:
             held = self._held[one.rank]
@@ -256,51 +299,30 @@ class LentExperts(ExpertCopies):
         ids_TK and errors are those of ``plan``. The parameters enter the autograd graph before the dispatch, so
         their backward, which returns gradients, follows that of the dispatch: no rows are in flight then.
         """
-        if ids_TK is not None and ids_TK.device.type != "cpu":
-            raise ConfigError(f"balance supports experts on the CPU only; got tokens on {ids_TK.device}")
         plan, ep = self.plan(ids_TK, torch.is_grad_enabled()), self._shards.place["ep"]
-        call = LentCall(plan, self.placement.homes_per_rank[ep], {}, [], (), None)
+        homes, own = self.placement.homes_per_rank[ep], plan.of_rank(ep)
+        slots = homes + max(own, default=-1) + 1
         self.materialize(plan)
         if not plan.lent:
-            return call
-        call.borrowed = [self._weights_of(plan, at) for at in plan.of_rank(ep)]
-        params = self._params()
-        call.params, trained = params, self._trained()
-        if torch.is_grad_enabled() and trained:
-            partials = call.partials = Partials(trained, len(call.borrowed), self._new_rows)
-            if next(iter(trained.values())).dtype != self._wide:
-                call.lends = tuple(sorted({self._row[one.expert] for one in plan.lent if self._home(one) == ep}))
-            values = {name: param.detach() for name, param in params.items()}
-            call.params = entered(values, trained, lambda _, grads: self.return_gradients(plan, partials, grads))
-        return call
+            return LentCall(plan, slots)
+        others = [self._peer(expert) for expert in own.values()] if self._in_place else []
+        stacks = {
+            name: param.detach() if self._in_place else self._stack(name)[:slots].data
+            for name, param in self._params().items()
+        }
+        trained = self._trained() if torch.is_grad_enabled() else {}
+        if not trained:
+            return LentCall(plan, slots, stacks, others)
+        count, channel = homes if self._in_place else slots, channel_of(self._shards.group)
+        gradients = LentGradients(trained, count, len(others) if self._in_place else None, channel)
+        values = entered(stacks, trained, lambda names, _: self.return_gradients(plan, gradients, names))
+        return LentCall(plan, slots, values, others, gradients)
 
-    @property
-    def _wide(self) -> torch.dtype:
-        """The dtype in which gradients are added."""
-        return torch.promote_types(next(iter(self._params().values())).dtype, torch.float32)
-
-    def _home(self, one: Lent) -> int:
-        return self.placement.homes[one.expert]
-
-    def _weights_of(self, plan: CallPlan, at: int) -> dict[str, Tensor]:
-        """Return the weights of the expert ``plan.lent[at]``, which this rank has been lent, [1, ...] by name."""
-        one, shards = plan.lent[at], self._shards
-        if plan.place:
-            row = self.placement.homes_per_rank[one.rank] + plan.place[at]
-            return {name: self._stack(name)[row : row + 1] for name in self._params()}
-        peer, row = self._peers[self._home(one) * shards.sizes["etp"] + shards.place["etp"]], self._row[one.expert]
+    def _peer(self, expert: int) -> dict[str, Tensor]:
+        """Return the weights of an expert of another rank in shared memory, [1, ...] by name."""
+        home, row = self.placement.homes[expert], self._row[expert]
+        peer = self._peers[home * self._shards.sizes["etp"] + self._shards.place["etp"]]
         return {name: rows[row : row + 1] for name, rows in peer.items()}
-
-    def _new_rows(self, count: int, width: int) -> tuple[Tensor, Tensor | None]:
-        """Return [count, width] in shared memory if it is used, and the block."""
-        wide = self._wide
-        stride = aligned_bytes(width * wide.itemsize)
-        if self._in_place and count:
-            block = new_block(channel_of(self._shards.group), count * stride)
-            if block is not None:
-                memory, whole = block
-                return memory.view(wide).view(count, -1)[:, :width], whole
-        return torch.empty(count, width, dtype=wide, device="cpu"), None
 
     def materialize(self, plan: CallPlan | None = None) -> None:
         """Send the weights of lent experts that are not in their slots yet. Collective if there are any.
@@ -309,8 +331,10 @@ class LentExperts(ExpertCopies):
             plan: that of the call whose experts run next.
         """
         assert plan is not None
+        if self._in_place:
+            return
         fresh = [
-            one for one in zip(plan.lent, plan.place, strict=False) if self._held[one[0].rank][one[1]] != one[0].expert
+            one for one in zip(plan.lent, plan.place, strict=True) if self._held[one[0].rank][one[1]] != one[0].expert
         ]
         if not fresh:
             return
@@ -322,17 +346,26 @@ class LentExperts(ExpertCopies):
         if unchanged:
             self._seen = self._present()  # the first call moves the parameters into stacks
 
-    def return_gradients(self, plan: CallPlan, partials: Partials, grads: list[Tensor]) -> list[Tensor]:
-        """Add the gradients of lent experts to those of their homes. Collective. Return the gradients.
+    def return_gradients(self, plan: CallPlan, gradients: LentGradients, names: Sequence[str]) -> list[Tensor]:
+        """Add the gradients of lent experts to those of their homes. Collective.
 
-        Args:
-            grads: of the trained parameters. Changed in place.
+        Returns:
+            The gradients of the parameters ``names``.
         """
-        positions = [plan.of_rank(rank) for rank in range(self.placement.world)]
-        copies = [(one.expert, one.rank, positions[one.rank].index(at)) for at, one in enumerate(plan.lent)]
-        sent = self._add(copies, partials, grads, f"returning the gradients of experts of layer {self._label!r}")
-        self.published_bytes += sent
-        return grads
+        homes, ep = self.placement.homes_per_rank, self._shards.place["ep"]
+        first = [0] * len(homes) if gradients.others else homes  # row of the first lent expert of each rank
+        partials = list((gradients.others or gradients.stacks).values())
+        copies = [
+            (one.expert, one.rank, first[one.rank] + place) for one, place in zip(plan.lent, plan.place, strict=True)
+        ]
+        own = [stack[: homes[ep]] for stack in gradients.stacks.values()]
+        what = f"returning the gradients of experts of layer {self._label!r}"
+        self.published_bytes += self._add(copies, partials, own, what, gradients.memory)
+        # A view would keep the memory of lent experts.
+        copied = gradients.stacks[names[0]].shape[0] > homes[ep]
+        params = map(self.parameter, names)
+        gradients.release()
+        return [grad.to(param.grad_dtype or param.dtype, copy=copied) for grad, param in zip(own, params, strict=True)]
 
 
 def choose_rows(

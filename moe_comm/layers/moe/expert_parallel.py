@@ -108,15 +108,12 @@ class SlotTable:
             lent, counts = share_rows(own_E, placement), (own_E, [0] * experts, own_E)
         else:
             return
-        # A plan uses the slots of a rank after those of its homes.
-        free_W = [a + b for a, b in zip(placement.layout.offsets, placement.homes_per_rank, strict=False)]
+        first_W = [a + b for a, b in zip(placement.layout.offsets, placement.homes_per_rank, strict=False)]
         slots: dict[int, list[int]] = {}
-        for expert, rank, _ in lent:
+        for at, (expert, rank, _) in enumerate(lent):
             held = self._owner_slots[expert]
-            slots.setdefault(expert, held[:1]).append(
-                free_W[rank] if plan is not None else held[placement.owners[expert].index(rank)]
-            )
-            free_W[rank] += 1
+            copy = held[placement.owners[expert].index(rank)] if plan is None else first_W[rank] + plan.place[at]
+            slots.setdefault(expert, held[:1]).append(copy)
         for expert, lengths in intervals(lent, *counts).items():
             yield expert, slots[expert], lengths
 

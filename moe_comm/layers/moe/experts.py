@@ -15,7 +15,7 @@ from moe_comm.dispatch.types import OnDevice
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, Composed, activation_of
 from moe_comm.kernels.autograd import cast_parameter
-from moe_comm.kernels.expert_mlp import Apart, ExpertMLP
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.topology import Placement, Sharding, Split
@@ -246,15 +246,8 @@ class Experts(nn.Module):
             lent: the experts that are lent in this call.
         """
         values: Mapping[str, Tensor | None] = {"w13": self.w13, "w2": self.w2, "b13": self.b13, "b2": self.b2}
-        apart: Mapping[int, Apart] = {}
-        if lent is not None and lent.params:
-            values = lent.params
-            width = self.hidden // self.part.count
-            apart = lent.apart(
-                lambda one: self._padded(self._oriented(self._cast(one, rows))),
-                self._oriented,
-                slice(self.part.index * width, (self.part.index + 1) * width),
-            )
+        if lent is not None and lent.values:
+            values = lent.values
         elif self.copies is not None and slots in (0, self.copies.num_slots):
             values = self.copies.stacked()
         # Every layer runs this before its first kernel, so it enters no function that has nothing to do.
@@ -263,7 +256,14 @@ class Experts(nn.Module):
         tensors = self._oriented(values) if self.transposed else tuple(map(values.get, _PARAMETERS))
         if self.part.count > 1:
             tensors = self._padded(tensors)
-        return ExpertMLP(tensors, self.activation, self.recompute, self.gemm_dtype, apart)
+        mlp = ExpertMLP(tensors, self.activation, self.recompute, self.gemm_dtype)
+        if lent is None:
+            return mlp
+        width = self.hidden // self.part.count
+        columns = slice(self.part.index * width, (self.part.index + 1) * width)
+        return lent.experts(
+            mlp, lambda one: self._padded(self._oriented(self._cast(one, rows))), self._oriented, columns
+        )
 
     def _cast(self, values: Mapping[str, Tensor | None], rows: Tensor) -> Mapping[str, Tensor | None]:
         if not torch.is_autocast_enabled(rows.device.type):

@@ -114,7 +114,7 @@ def given_call(
     # The casts allocate memory. The other ranks would wait for a rank that raises.
     with parallel.dispatcher.abort_on_error(parallel.label):
         of_experts = mlp()
-        if of_experts.apart or of_experts.gemm_dtype != "same":
+        if of_experts.gemm_dtype != "same":
             return None
         tensors = *of_experts.tensors, ids_TK, weights_TK
         if not _takes(parallel, experts, tensors, of_experts.activation, x_TD, on_device):

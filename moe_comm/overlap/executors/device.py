@@ -33,6 +33,11 @@ def device_fault(dispatcher: Dispatcher, x_TD: Tensor) -> MoeCommError | None:
         )
     if (fault := pipelined_fault(dispatcher)) is not None:
         return fault
+    if dispatcher.options.balance is not None:
+        return ConfigError(
+            "the device executor does not run experts that other ranks have lent (balance); use "
+            "Overlap(executor='pipelined')"
+        )
     try:
         from moe_comm.overlap.triton.arrived_mm import rows_fault  # needs Triton
     except MissingDependency as error:
@@ -69,11 +74,8 @@ class DeviceCall(PipelinedCall):
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         """As the base class."""
-        if type(mlp) is not ExpertMLP or mlp.apart:
-            raise ConfigError(
-                "the device executor runs experts without adapters, and not those that other ranks have lent; use "
-                "Overlap(executor='pipelined')"
-            )
+        if type(mlp) is not ExpertMLP:
+            raise ConfigError("the device executor runs experts without adapters; use Overlap(executor='pipelined')")
         if mlp.gemm_dtype == "fp8":
             raise fp8_fault()
         biases = [b if b is None or b.stride(1) == 1 else b.contiguous() for b in mlp.tensors[2:]]

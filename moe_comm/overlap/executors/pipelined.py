@@ -43,7 +43,7 @@ from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertML
 from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
-from moe_comm.runtime.memory import as_tensors, warm_like, warm_rows
+from moe_comm.runtime.memory import as_tensors, warm_rows
 
 Sums = Callable[[Tensor | None], Tensor]
 """Returns [T, D], the sums of the results, times weights [T, K] if given; ``RowReturn.result``."""
@@ -262,7 +262,7 @@ class _Backward:
         run.gradients = None
         needs = tuple(ctx.needs_input_grad[5:])
         experts = ctx.settings.with_tensors(tensors)
-        self._tensors, self._sizes = tensors, _sizes(dispatch, experts)
+        self._experts, self._sizes = experts, _sizes(dispatch, experts)
         self._grads: list[Tensor | None] = [None] * len(tensors)
         self.grad_rows_RD: Tensor | None = None
         try:
@@ -319,12 +319,14 @@ class _Backward:
                 self._allocate(missing)
             while self._next_expert():
                 pass
-        return [grad if is_needed else None for is_needed, grad in zip(needed, self._grads, strict=True)]
+        grads = [grad if is_needed else None for is_needed, grad in zip(needed, self._grads, strict=True)]
+        returned: list[Tensor | None] = self._experts.for_autograd(grads)
+        return returned
 
     def _allocate(self, needed: Sequence[bool]) -> None:
-        for index, (t, is_needed) in enumerate(zip(self._tensors, needed, strict=True)):
-            if t is not None and is_needed:
-                self._grads[index] = warm_like(t)
+        for index, grad in enumerate(self._experts.new_gradients(needed)):
+            if grad is not None:
+                self._grads[index] = grad
         self._outputs = [grad if is_needed else None for grad, is_needed in zip(self._grads, needed, strict=True)]
 
     def _compute(self, row_range: RowRange, send: RowSend | None) -> None:
