@@ -216,7 +216,10 @@ def _config(path: str | PathLike[str], settings: dict[str, Any], hub: dict[str, 
         try:
             config, unused = auto.from_pretrained(source, return_unused_kwargs=True, **hub, **trusted, **others)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"the configuration in {source} cannot be read: {error}") from error
+            where = (
+                "" if Path(source).exists() else ", which is neither a folder nor a model that the hub has provided,"
+            )
+            raise ConfigError(f"the configuration in {source}{where} cannot be read: {error}") from error
     unused = {name: value for name, value in unused.items() if name not in (*hub, "trust_remote_code")}
     if unused:
         name = next(iter(unused))

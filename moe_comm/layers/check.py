@@ -12,6 +12,7 @@ in plain torch:
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -349,8 +350,10 @@ def check_grads(
         The same report on all ranks. ``report.ok`` is the result; ``print(report)`` shows a table.
 
     Raises:
-        ConfigError: an unknown case.
+        ConfigError: an unknown case, or a tolerance that is negative, NaN or infinite.
     """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ConfigError(f"tolerance must be a finite number of at least 0; got {tolerance}")
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(CASES)}")
     layer = layer if isinstance(layer, MoELayer) else layer()

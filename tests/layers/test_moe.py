@@ -211,6 +211,17 @@ def test_bad_input_raises_typed_errors() -> None:
     x[2, 0] = float("nan")
     with pytest.raises(RoutingError, match="token 2"):
         layer(x)
+    x = draw(4, 16)
+    with pytest.raises(InputError, match=r"must be bool \(4,\), True for"):
+        layer(x, mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(InputError, match=r"must be bool \(2, 2\) or \(4,\), True for"):
+        layer(x.view(2, 2, 16), mask=torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("tolerance", [-1e-5, float("nan"), float("inf")])
+def test_check_grads_refuses_a_tolerance_that_decides_nothing(tolerance: float) -> None:
+    with pytest.raises(ConfigError, match=r"tolerance must be .*; got (-1e-05|nan|inf)"):
+        moe_comm.check_grads(MoELayer.build(SMALL, seed=0), tolerance=tolerance)
 
 
 def test_after_invalid_tokens_the_router_runs_on_the_device_of_the_layer() -> None:

@@ -522,6 +522,7 @@ class SharedMemoryDispatcher(NativeDispatcher, PendingDispatcher):
             return None  # fast path; the native core checks the range of ids when it counts slots
         if not x_TD.is_cpu or x_TD.dtype not in DTYPE_CODES:
             return InputError(
-                f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on {x_TD.device}"
+                f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on "
+                f"{x_TD.device}. For others, pass backend='all_to_all'"
             )
         return super()._fault(x_TD, ids_TK)

@@ -527,7 +527,7 @@ def save_pretrained(
     Raises:
         ConfigError: the files would contain only the experts of this rank.
     """
-    wrong = ["there is no state_dict"] if state_dict is None else []
+    wrong = ["it got no state_dict"] if state_dict is None else []
     if state_dict is not None and is_main_process:
         wrong = _incomplete_experts(model, state_dict)
     if wrong:

@@ -33,10 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_comm.comm.communicator import registry
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.comm.header import TRAINED
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, plain
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 from moe_comm.layers.parallel.collectives import gather_values, sum_values
+from moe_comm.runtime.versions import require
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.audit import Audit, SyncWarning
@@ -295,10 +296,15 @@ class ExpertGradients:
             self.audit.group = group
 
 
-def adapter_fault(experts: nn.Module, label: str) -> ConfigError | None:
+def adapter_fault(experts: nn.Module, label: str) -> ConfigError | MissingDependency | None:
     """Return the error if adapters (LoRA of PEFT) or parametrizations compute parameters of ``experts``, else None."""
     if not experts._modules or not {"parametrizations", "base_layer"} & experts._modules.keys():
         return None
+    if any(type(module).__module__.startswith("peft.") for module in experts.modules()):
+        try:  # versions of PEFT that the integration does not support
+            require("peft", "LoRA on experts")
+        except (ConfigError, MissingDependency) as fault:
+            return fault
     return ConfigError(
         f"layer {label!r} has adapters (LoRA) or parametrizations of its experts, which are distributed over ranks. "
         "They are not supported yet: each rank would have adapters of its own experts only, but train and save them as "

@@ -56,9 +56,10 @@ class RealTokens:
 def mask_fault(mask: Any, x: Tensor, routing: Routing | None) -> InputError | None:
     """Return the error of a mask that does not fit the tokens ``x`` [..., D] or their routing."""
     shape, tokens = tuple(x.shape[:-1]), math.prod(x.shape[:-1])
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in (shape, (tokens,)):
+    shapes = dict.fromkeys((shape, (tokens,)))  # equal for x [T, D]
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
         given = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        return InputError(f"the mask must be bool {shape} or ({tokens},), True for real tokens; got {given}")
+        return InputError(f"the mask must be bool {' or '.join(map(str, shapes))}, True for real tokens; got {given}")
     if mask.device != x.device:
         return InputError(f"the mask must be on the device of x, {x.device}; got {mask.device}")
     if routing is not None and routing.ids_TK.shape[:1] != (tokens,):

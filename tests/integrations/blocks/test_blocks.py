@@ -150,7 +150,7 @@ def test_save_pretrained_takes_a_state_dict_of_all_experts_only(rank: int, group
     for state, reason in (
         ({key: value for key, value in full.items() if key != name}, f"{name} is missing"),
         (full | {name: full[name][:1]}, f"{name} has shape"),
-        (None, "there is no state_dict"),
+        (None, "it got no state_dict"),
     ):
         with pytest.raises(ConfigError, match=reason):
             model.save_pretrained("folder", state_dict=state)

@@ -631,6 +631,8 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], words: str, folde
         moe_comm.from_pretrained(folder_of("mixtral"), **settings)
     with pytest.raises(ConfigError, match=r"config"):
         moe_comm.from_pretrained("nobody/no-such-model")
+    with pytest.raises(ConfigError, match=r"/no/such/folder, which is neither a folder nor"):
+        moe_comm.from_pretrained("/no/such/folder")
 
 
 def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
