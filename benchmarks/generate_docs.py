@@ -17,7 +17,7 @@ import types
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
@@ -107,6 +107,10 @@ def allowed(kind: Any) -> str:
         return ", ".join(f"`{toml(value)}`" for value in get_args(kind))
     if origin in (Union, types.UnionType):
         return ", ".join(allowed(one) for one in get_args(kind))
+    if origin is Annotated:
+        return ", ".join(filter(None, (allowed(kind.__origin__), bounds(kind.__metadata__))))
+    if hasattr(kind, "model_fields"):
+        return "table"
     if origin in (list, tuple):
         inner = [one for one in get_args(kind) if one is not Ellipsis]
         return f"list of {', '.join(dict.fromkeys(allowed(one) for one in inner))}"
@@ -126,10 +130,11 @@ def toml(value: Any) -> str:
     return str(value)
 
 
-def bounds(metadata: list[Any]) -> str:
+def bounds(metadata: Sequence[Any]) -> str:
     """Return the limits of a number or a length, such as ``≥ 1, < 2147483648``."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    shown = [f"{sign} {getattr(one, name)}" for one in metadata for name, sign in signs.items() if hasattr(one, name)]
+    limits = [limit for one in metadata for limit in getattr(one, "metadata", [one])]  # those of Field(...), or one
+    shown = [f"{sign} {getattr(one, name)}" for one in limits for name, sign in signs.items() if hasattr(one, name)]
     return ", ".join(shown)
 
 
@@ -138,17 +143,24 @@ def configuration() -> str:
     config: Any = importlib.import_module("moe_comm.train.config").TrainConfig
     parts = []
     for section, field in config.model_fields.items():
-        kind = field.annotation
-        fields = kind.model_fields
-        meanings = described(kind.__doc__, list(fields))
-        rows = []
-        for name, one in fields.items():
-            values = ", ".join(filter(None, (allowed(one.annotation), bounds(one.metadata))))
-            default = toml(one.get_default(call_default_factory=True))
-            rows.append((f"`{section}.{name}`", f"`{default}`", cell(values), cell(meanings.get(name, ""))))
-        summary = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
+        summary = inspect.cleandoc(field.annotation.__doc__ or "").split("\n\n")[0]
+        rows = keys_of(section, field.annotation)
         parts += [f"## {section}", cell(summary), table(("key", "default", "values", "meaning"), rows)]
     return "\n\n".join(parts)
+
+
+def keys_of(section: str, kind: Any) -> list[tuple[str, ...]]:
+    """Return a row for each key of a section, and after it those of the section that is its value."""
+    rows: list[tuple[str, ...]] = []
+    docs = [inspect.cleandoc(base.__doc__ or "") for base in kind.__mro__ if hasattr(base, "model_fields")]
+    meanings = described("\n\n".join(docs), list(kind.model_fields))
+    for name, one in kind.model_fields.items():
+        values = ", ".join(filter(None, (allowed(one.annotation), bounds(one.metadata))))
+        default = toml(one.get_default(call_default_factory=True))
+        rows.append((f"`{section}.{name}`", f"`{default}`", cell(values), cell(meanings[name])))
+        for inner in get_args(one.annotation):
+            rows += keys_of(f"{section}.{name}", inner) if hasattr(inner, "model_fields") else []
+    return rows
 
 
 def load(path: str) -> Any:

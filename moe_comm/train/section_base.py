@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -69,7 +69,7 @@ class Section(BaseModel):
         keys: list[str] = []
         for name, info in cls.model_fields.items():
             keys.append(prefix + name)
-            section = info.annotation
-            if isinstance(section, type) and issubclass(section, Section):
-                keys += section._dotted_keys(f"{prefix}{name}.")
+            for section in get_args(info.annotation) or (info.annotation,):  # ``BalanceSection | None``
+                if isinstance(section, type) and issubclass(section, Section):
+                    keys += section._dotted_keys(f"{prefix}{name}.")
         return keys

@@ -91,6 +91,7 @@ def test_parallel_auto_leaves_the_mapping_to_the_planner(tmp_path: Path) -> None
         ("run.steps.x=3", "run.steps:"),
         ("run.stepz=5", "did you mean 'run.steps'?"),
         ("model.lr=1.0", "did you mean 'optimizer.lr'?"),
+        ("placement.balance.rws=2.0", "did you mean 'placement.balance.rows'?"),
         ("zzz.hidden=64", "known: run, data, model, optimizer, parallel, placement, payload"),
         ("model.zzz=64", "known: model.family, model.pretrained"),
         ("optimizer.betas=[0.9, nan]", "optimizer.betas.1:"),

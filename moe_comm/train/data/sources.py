@@ -176,7 +176,8 @@ def _find(spec: SourceSpec) -> tuple[list[Path], list[Path], bool]:
     elif glob.has_magic(spec.path):
         inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
     else:
-        raise ConfigError(f"data source {spec.name!r}: cannot read {spec.path!r}: No such file or directory")
+        reason = "it is neither a file nor a folder" if path.exists() else "No such file or directory"
+        raise ConfigError(f"data source {spec.name!r}: cannot read {spec.path!r}: {reason}")
     files = sorted((p for p in inside if p.is_file()), key=lambda p: p.as_posix())
     paths = [p for p in files if p not in hidden]
     if not paths:

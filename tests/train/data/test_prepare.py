@@ -85,6 +85,14 @@ def test_parquet_faults_are_config_errors(tmp_path: Path) -> None:
         prepare(SourceSpec(str(tmp_path / "e.parquet")), BYTES, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"), [("/dev/zero", "it is neither a file nor a folder"), ("/no/such", "No such file or directory")]
+)
+def test_a_source_that_is_not_a_file_raises_with_the_reason(path: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        prepare(SourceSpec(path), BYTES, tmp_path / "cache")
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
