@@ -87,11 +87,16 @@ class Batching:
     kv_tokens: int
     batch_tokens: int
 
+    @property
+    def pages(self) -> int:
+        """Pages of the KV cache."""
+        return -(-self.kv_tokens // PAGE)
+
     def options(self) -> dict[str, Any]:
         """Return the options of ``transformers serve``."""
         return {
             "continuous_batching": True,
-            "cb_num_blocks": -(-self.kv_tokens // PAGE),
+            "cb_num_blocks": self.pages,
             "cb_max_batch_tokens": self.batch_tokens,
         }
 
@@ -187,18 +192,19 @@ def _serve(model: Any, config: ServeConfig, sockets: list[socket.socket], ports:
         MoeCommError: the server ended by itself.
     """
     settings = config.batching.options() if config.batching else {}
+    longest = config.batching.pages // config.micro_batches * PAGE if config.batching else None
     rounds: Any = next(iter(swapped_experts(model).values())).rounds
     with ExitStack() as stack:
         if len(sockets) == 2:
             stack.enter_context(closing(Balancer(sockets[0], ports)))
-        server = stack.enter_context(closing(ModelServer(model, config.model, sockets[-1], settings)))
+        server = stack.enter_context(closing(ModelServer(model, config.model, sockets[-1], settings, longest)))
         host, port, *_ = sockets[0].getsockname()
         if sockets[0] is not sockets[-1] or config.attention == 1:
             print(f"Serving {config.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         while not stopped and not server.ended and (rounds is None or rounds.error is None):
             time.sleep(LOOK_S)
-        if server.ended and not stopped:
-            raise MoeCommError("the server of transformers has ended by itself; its log has the reason")
+        if not stopped and (reason := server.ended):
+            raise MoeCommError(reason)
 
 
 class Balancer:

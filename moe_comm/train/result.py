@@ -13,7 +13,7 @@ class RunResult:
     Attributes:
         status: "finished", "interrupted" or "time limit".
         first_loss: training loss of ``first_step``.
-        last_loss: mean training loss of the last ``LAST_STEPS`` steps.
+        last_loss: mean training loss of the last ``LAST_STEPS`` steps, without those before ``first_step``.
         validation_loss: loss after the last step; None if the run was interrupted.
         unigram_entropy: entropy of the text's unigram distribution.
         sample: generated text; "" on ranks other than 0.

@@ -22,6 +22,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import psutil
@@ -38,6 +39,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from moe_comm import cli
+from moe_comm.integrations.hugging_face.server import ModelServer
 from moe_comm.integrations.serve_ranks import Balancer, serve_rank
 from tests.integrations.models import VOCAB, load, save_model
 from tests.pool import start_server
@@ -179,6 +181,8 @@ def test_one_attention_rank_answers_curl_and_the_openai_client_and_goes_on_witho
             with pytest.raises(openai.BadRequestError) as raised:
                 client.completions.create(model="another", prompt="w1")
             assert folder in raised.value.response.text
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            server.complete(folder, "", 4)
         assert server.survives(1, folder, PROMPTS[2], 150) == expected(PROMPTS[2], 150)
         endless = server.complete(folder, PROMPTS[0], 50_000, stream=True)
         assert endless.readline().startswith(b"data: ")
@@ -230,7 +234,15 @@ def test_requests_are_balanced_and_end_at_an_interrupt(folder: str, expected: Ca
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(lambda prompt: server.complete(folder, prompt, 12), PROMPTS))
         assert answers == [expected(prompt, 12) for prompt in PROMPTS]
-        endless = server.complete(folder, PROMPTS[0], 50_000, stream=True)
+        # A micro-batch has 2048 tokens.
+        for prompt, length, words in (("", 4, "no tokens"), ("w1", 2048, "space for 2048"), ("w5 " * 2048, 1, "2048")):
+            for stream in (False, True):
+                with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+                    server.complete(folder, prompt, length, stream=stream)
+                assert words in json.load(refused.value)["detail"]
+        assert len(server.complete(folder, "w5 " * 2046, 2).split()) == 2
+        assert server.complete(folder, PROMPTS[0], 12) == answers[0]
+        endless = server.complete(folder, PROMPTS[0], 2000, stream=True)
         assert endless.readline().startswith(b"data: ")
         code, output = server.end(signal.SIGINT)
         assert code == 128 + signal.SIGINT, output
@@ -277,6 +289,12 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     assert cli.run(["serve", folder]) == 2
     assert "'.[serve]'" in capsys.readouterr().err
+
+
+def test_a_manager_that_has_failed_ends_the_server_with_its_error() -> None:
+    server = object.__new__(ModelServer)  # only the servers of a model have managers, which requests cannot break
+    server._managers = [SimpleNamespace(background_thread_status=SimpleNamespace(fatal_error=OSError("no cache")))]
+    assert server.ended.endswith("OSError: no cache")
 
 
 def test_transformers_has_what_the_server_uses() -> None:

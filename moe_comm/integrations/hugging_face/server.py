@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from socket import socket
@@ -44,12 +44,15 @@ class ModelServer:
         name: its name in requests, and the folder, or the name on the hub, of its tokenizer.
         listening: a socket that listens; the server closes it.
         settings: further options of ``transformers.cli.serve.Serve``.
+        longest: tokens for which the KV cache of batched requests has space.
     """
 
-    def __init__(self, model: Any, name: str, listening: socket, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: Any, name: str, listening: socket, settings: Mapping[str, Any], longest: int | None = None
+    ) -> None:
         from transformers import AutoProcessor
 
-        self._model, self._stopping = model, threading.Event()
+        self._model, self._stopping, self._longest = model, threading.Event(), longest
         self._managers: list[Any] = []
         processor = AutoProcessor.from_pretrained(name)
         self._before = {one: vars(model).get(one) for one in ("generate", "init_continuous_batching")}
@@ -58,9 +61,12 @@ class ModelServer:
         self._serve = _build(model, processor, name, listening, settings)
 
     @property
-    def ended(self) -> bool:
-        """Whether the server has ended by itself."""
-        return not self._serve._thread.is_alive()
+    def ended(self) -> str:
+        """Why the server, or its continuous batching, has ended by itself; "" if it runs."""
+        for manager in self._managers:
+            if (error := manager.background_thread_status.fatal_error) is not None:
+                return f"the continuous batching of transformers has ended with {type(error).__name__}: {error}"
+        return "" if self._serve._thread.is_alive() else "the server of transformers has ended by itself; see its log"
 
     def close(self) -> None:
         """End the server. Requests end with the tokens that they have so far, or with an error if they are batched."""
@@ -80,14 +86,42 @@ class ModelServer:
     def _make_manager(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace ``init_continuous_batching`` of the model: remember the manager, which the server does not stop."""
         manager = make(*args, **kwargs)
+        manager.add_request = partial(self._add_request, manager, manager.add_request)
         self._managers.append(manager)
         return manager
 
+    def _add_request(
+        self, manager: Any, add: Callable[..., Any], input_ids: Sequence[int], request_id: str, **options: Any
+    ) -> Any:
+        """Replace ``add_request`` of a manager: refuse a request that its cache cannot hold, which would end it."""
+        prompt, new = len(input_ids), options.get("max_new_tokens") or 0
+        if prompt > 0 and (self._longest is None or prompt + new <= self._longest):
+            return add(input_ids, request_id, **options)
+        manager.output_router.result_handlers.pop(request_id, None)  # transformers has added one
+        if prompt == 0:
+            raise _refused("the prompt has no tokens")
+        raise _refused(
+            f"the prompt has {prompt} tokens and max_tokens is {new}, but the KV cache has space for {self._longest}. "
+            "Shorten the prompt, lower max_tokens, or start the server with more --kv-tokens"
+        )
+
+
+def _refused(detail: str) -> Exception:
+    from fastapi import HTTPException
+
+    return HTTPException(status_code=400, detail=detail)
+
 
 def _generate(generate: Callable[..., Any], stopping: threading.Event, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``generate`` of the model: end it between two forward passes when the server ends."""
+    """Replace ``generate`` of the model: end it between two forward passes when the server ends.
+
+    Raises:
+        HTTPException: the prompt is empty. The model would raise, and an exception of a model ends all ranks.
+    """
     if stopping.is_set():
         raise RuntimeError("the server ends")
+    if kwargs["input_ids"].shape[1] == 0:
+        raise _refused("the prompt has no tokens")
 
     def stop(ids_BS: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.full((ids_BS.shape[0],), stopping.is_set(), dtype=torch.bool, device=ids_BS.device)

@@ -448,7 +448,7 @@ def summary_text(result: RunResult, statistics: Statistics) -> str:
     first = "loss, first step" if result.first_step == 1 else f"loss, step {result.first_step} (resumed)"
     rows = [
         (first, result.first_loss),
-        (f"loss, last {min(LAST_STEPS, result.steps)} steps", result.last_loss),
+        (f"loss, last {min(LAST_STEPS, result.steps - result.first_step + 1)} steps", result.last_loss),
         *([] if result.validation_loss is None else [("loss, validation text", result.validation_loss)]),
         ("unigram entropy of the text", result.unigram_entropy),
     ]
