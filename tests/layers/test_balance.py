@@ -131,7 +131,7 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
         assert param.grad is not None
         result[f"grad {name}"] = shards.gather(name, plain(param.grad))
     layer.dispatcher.close()
-    return result
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in result.items()}
 
 
 def gradient(y: Tensor, rank: int, call: int) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions
 from moe_comm.errors import ConfigError
 from moe_comm.kernels import native
@@ -33,10 +34,13 @@ CASES = [
 def on_devices(rank: int, world: int, run: Run) -> dict[str, Any]:
     kernels("device")
     native.TRITON_DEVICES.add("cpu")
+    channel = channel_of(dist.group.WORLD)
+    channel.shared_memory = run.backend != "all_to_all"  # as on devices, whose channels use the backend of the group
     try:
         result, launched = needed_kernels(lambda: run_layer(rank, world, run))
     finally:
         native.TRITON_DEVICES.discard("cpu")
+        channel.shared_memory = True
     grouped = run.dtype is not torch.float32 and run.overlap != PIPELINED
     assert launched.count("grouped_weight_grad_kernel") == (2 * CALLS if grouped else 0)
     return result

@@ -106,6 +106,38 @@ def test_programs_of_grouped_products_share_the_tiles_of_all_experts(environment
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+_PRODUCTS = """
+import re, sys
+from benchmarks.triton_resources import compiled
+from benchmarks.triton_specs import LOCAL_KERNELS
+target, found = int(sys.argv[1]), []
+wanted = re.compile("grouped_mm, .*(forward|few rows|gradient of rows), bfloat16")
+for spec in LOCAL_KERNELS:
+    if wanted.fullmatch(spec.name) and target in spec.targets:
+        ptx = compiled(spec, target).asm["ptx"]
+        products = re.findall(r"(?:wgmma|tcgen05)\\.mma[\\w.:]*|mma\\.sync[\\w.]*", ptx)
+        steps = {re.sub("m64n[0-9]+", "", one) for one in products}
+        assert len(steps) == 1 and not re.search(r"(add|fma)[\\w.]*\\.f32", ptx), (spec.name, steps)
+        found.append(steps)
+assert len(found) >= 3 and all(steps == found[0] for steps in found), found
+"""
+
+
+@pytest.mark.parametrize(
+    "target", ["90", pytest.param("80", marks=pytest.mark.slow), pytest.param("100", marks=pytest.mark.slow)]
+)
+def test_tiles_for_few_and_for_many_rows_add_products_in_the_same_steps(
+    environment: dict[str, str], target: str
+) -> None:
+    """A rank chooses the tile by its own rows, and must not change the bits of a row. Instructions differ in the number
+    of columns only, and no other instruction adds to their sums."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PRODUCTS, target],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_all_kernel_variants_compile_within_recorded_resources(tmp_path: Path, environment: dict[str, str]) -> None:
     for table in _compile(tmp_path, environment, dict.fromkeys(SHARED_BYTES, ())):
