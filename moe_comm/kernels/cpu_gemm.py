@@ -32,8 +32,7 @@ class ExpertWeights:
 
     transposed: the weights as [E, K, N], without biases.
     is_native: whether the native core multiplies by them.
-    others: weights [1, N, K] of the experts E, E + 1, ..., and biases [1, N]. Only these are multiplied with ``first``
-        of at least E, one expert in a call.
+    others: weights [1, N, K] of the experts E, E + 1, ..., and biases [1, N]. A call with one of these has no other.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ExpertWeights:
                 self._others.append(ExpertWeights(w, None if bias_EN is None else bias))
         self._w_ENK, self._bias_EN = materialized(w_ENK), None if bias_EN is None else materialized(bias_EN)
         self.dtype = w_ENK.dtype
-        self.is_native = is_native(self._w_ENK)
+        self.is_native: bool = is_native(self._w_ENK) and all(one.is_native for one in self._others)
         if self.is_native:
             self._at = _stack(self._w_ENK)
             if self._bias_EN is not None and self._bias_EN.stride(1) != 1:
@@ -64,13 +63,22 @@ class ExpertWeights:
 
     def stack_from(self, first: int) -> tuple[int, int, int, int]:
         """Return the address of expert ``first``, and strides in bytes; the weights must be native."""
+        if self._others and (other := self._other(first)):
+            return other.stack_from(0)
         at, expert, row, element = self._at
         return at + first * expert, expert, row, element
 
     def bias_from(self, first: int) -> tuple[int, int, int, int]:
         """Return address and strides of the biases, or zeros."""
+        if self._others and (other := self._other(first)):
+            return other.bias_from(0)
         at, expert = self._bias
         return (at + first * expert, expert, 0, 0) if at else (0, 0, 0, 0)
+
+    def _other(self, first: int) -> ExpertWeights | None:
+        """Return the weights of expert ``first`` if they are not in the stack."""
+        other = first - self._w_ENK.shape[0]
+        return self._others[other] if other >= 0 else None
 
     def multiply(self, x_RK: Tensor | TokenRows, out_RN: Tensor, sizes: Sequence[int], first: int = 0) -> None:
         """Write out[r] = x[r] @ w[e].T + bias[e]. No autograd.
@@ -80,8 +88,8 @@ class ExpertWeights:
             out_RN: dense rows, with any stride between them.
             sizes: number of rows of each of these experts.
         """
-        if self._others and first >= self._w_ENK.shape[0]:
-            self._others[first - self._w_ENK.shape[0]].multiply(x_RK, out_RN, sizes)
+        if self._others and (other := self._other(first)):
+            other.multiply(x_RK, out_RN, sizes)
             return
         if self.is_native:
             self._run(x_RK, out_RN, sizes, first, self.bias_from(first)[:2], False)
@@ -166,7 +174,7 @@ class SwigluExperts:
         buffers: tuple[Tensor, bool, Tensor],
         out_RD: Tensor,
     ) -> None:
-        """Write the outputs of experts ``first``, ``first + 1``, ...
+        """Write the outputs of experts ``first``, ``first + 1``, ..., or of one that is not in the stacks.
 
         Args:
             buffers: h_RG, whether it is of all rows (otherwise of a batch of experts), and act_RF of a batch.
@@ -193,7 +201,7 @@ class SwigluExperts:
         buffers: GradientBuffers,
         grads: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        """Write the gradients of experts ``first``, ``first + 1``, ...
+        """Write the gradients of experts ``first``, ``first + 1``, ..., or of one that is not in the stacks.
 
         Args:
             rows: those of forward, and the gradients of its outputs.

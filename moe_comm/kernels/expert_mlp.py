@@ -82,18 +82,19 @@ class _Pass(ABC):
     """The rows of a pass, sorted by expert."""
 
     def __init__(self, sizes: Sizes, batch_rows: float = BATCH_ROWS, alone: Collection[int] = ()) -> None:
-        self._sizes, self._starts = sizes, [0, *accumulate(sizes)]
-        first, self._batches = 0, []
-        for expert in range(1, len(sizes) + 1):
-            full = expert == len(sizes) or self._starts[expert + 1] - self._starts[first] > batch_rows
-            if full or expert in alone or first in alone:
-                self._batches.append(self._part(slice(first, expert)))
-                first = expert
+        self._sizes, self._starts, self._alone = sizes, [0, *accumulate(sizes)], alone
+        self._batches = self._split(batch_rows)
         self._most_rows = max((part.rows.stop - part.rows.start for part in self._batches), default=0)
 
-    @property
-    def _all(self) -> Part:
-        return self._part(slice(0, len(self._sizes)))
+    def _split(self, most_rows: float = inf) -> list[Part]:
+        """Return parts of one expert, or of at most ``most_rows``. Experts that are ``alone`` have their own part."""
+        first, parts, sizes, alone = 0, list[Part](), self._sizes, self._alone
+        for expert in range(1, len(sizes) + 1):
+            full = expert == len(sizes) or self._starts[expert + 1] - self._starts[first] > most_rows
+            if full or expert in alone or first in alone:
+                parts.append(self._part(slice(first, expert)))
+                first = expert
+        return parts
 
     def _part(self, experts: slice) -> Part:
         rows = slice(self._starts[experts.start], self._starts[experts.stop])
@@ -364,7 +365,8 @@ class MLPForward(ExpertForward):
         if self._swiglu is None:
             super().all_rows()
         else:
-            self._compute(self._all)
+            for part in self._split():
+                self._compute(part)
 
     def _compute(self, part: Part) -> None:
         rows, count = part.rows, part.rows.stop - part.rows.start
@@ -386,7 +388,7 @@ class MLPForward(ExpertForward):
 
 def _swiglu_experts(mlp: ExpertMLP, w13: ExpertWeights, w2: ExpertWeights) -> SwigluExperts | None:
     """Return what computes the experts in native calls; None if GEMMs and activation are separate calls."""
-    if not isinstance(mlp.activation, SwiGLU) or mlp.others:
+    if not isinstance(mlp.activation, SwiGLU):
         return None
     experts = SwigluExperts(w13, w2)
     return experts if experts.is_native else None
@@ -480,8 +482,10 @@ class MLPBackward(ExpertBackward):
         outputs = grads[0], grads[1]
         if self._swiglu is None or any(grad is not None and 1 not in grad.stride()[1:] for grad in outputs):
             super().all_rows(grads)
-        else:
-            self._in_native_call(self._swiglu, self._all, outputs)
+            return
+        for part in self._split():
+            w13, w2, *_ = self._outputs(part, grads)
+            self._in_native_call(self._swiglu, part, (w13, w2))
 
     def _in_native_call(
         self, experts: SwigluExperts, part: Part, grads: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -570,13 +574,17 @@ class MLPBackward(ExpertBackward):
     def _back_up(self, part: Part, grad_h_rG: Tensor, grad_rows_rD: Tensor, local: slice) -> None:
         self._w13_back.multiply(grad_h_rG, grad_rows_rD, part.sizes, part.expert)
 
-    def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
-        local, sizes, experts = self._local(part.rows), part.sizes, part.experts
-        wide, stacked = self._mlp.wide, self._mlp.alone.start
+    def _outputs(self, part: Part, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the outputs for the gradients of the tensors of the experts of ``part``."""
+        experts, wide, stacked = part.experts, self._mlp.wide, self._mlp.alone.start
         if wide is not None and part.expert >= stacked:
             experts = slice(experts.start - stacked, experts.stop - stacked)
             grads = [None if grad is None else out for grad, out in zip(grads, wide()[1], strict=True)]
-        w13, w2, b13, b2 = (None if grad is None else grad[experts] for grad in grads)
+        return [None if grad is None else grad[experts] for grad in grads]
+
+    def _weights(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        local, sizes = self._local(part.rows), part.sizes
+        w13, w2, b13, b2 = self._outputs(part, grads)
         if w2 is not None:
             weight_gradients(self._grad(part.rows), self._act_RF[local], w2, sizes)
         if b2 is not None:

@@ -232,7 +232,7 @@ class Placement:
         """Number of experts, each counted once."""
         return len(self.owners)
 
-    @property
+    @cached_property
     def homes(self) -> tuple[int, ...]:
         """The home of each expert."""
         return tuple(ranks[0] for ranks in self.owners)

@@ -226,6 +226,33 @@ def test_passes_of_swiglu_experts_have_the_bits_of_their_steps(hidden: int, ffn:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_experts_apart_from_the_stacks_have_the_bits_of_those_in_stacks(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, hidden, ffn = (5, 0, 270, 1, 33), 40, 64
+    w13, w2 = draw(5, 2 * ffn, hidden, dtype=dtype), draw(5, hidden, ffn, dtype=dtype)
+    rows, grad = (draw(sum(sizes), hidden + more, dtype=dtype)[:, more:] for more in (0, 1))
+    settings = draw(sum(sizes), dtype=torch.float32), True, True, dtype
+    expected = Passes(ExpertMLP((w13, w2, None, None), activation_of("swiglu")), rows, grad, *settings).run(sizes, True)
+    others = tuple((w13[e : e + 1].clone(), w2[e : e + 1].clone(), None, None) for e in (3, 4))
+    grads = [torch.empty_like(w[:2], dtype=torch.float32) for w in (w13, w2)]
+    mlp = ExpertMLP(
+        (w13[:3], w2[:3], None, None),
+        activation_of("swiglu"),
+        others=others,
+        wide=lambda: ((), (*grads, None, None)),
+    )
+    for at_once in (False, True):
+        if at_once:  # each pass is one native call for the stacks, and one for each other expert
+            monkeypatch.setattr(ExpertWeights, "multiply", None)
+        *got, grad_w13, grad_w2 = Passes(mlp, rows, grad, *settings).run(sizes, at_once)
+        assert all(map(torch.equal, got, expected))
+        for stack, other, whole in zip((grad_w13, grad_w2), grads, expected[3:], strict=True):
+            assert torch.equal(torch.cat([stack, other.to(dtype)]), whole)
+            other.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_outputs_of_swiglu_experts_with_biases_and_denormals_have_the_bits_of_their_steps(dtype: torch.dtype) -> None:
     sizes, hidden, ffn = (3, 45), 40, 48
     w13, w2 = draw(2, 2 * ffn, hidden, dtype=dtype), draw(2, hidden, ffn, dtype=dtype)
