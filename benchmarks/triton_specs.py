@@ -250,18 +250,22 @@ def _grouped_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             constants = {**element, **tiling.blocks, "WHOLE": True, "BIASED": False, unit_stride: 1}
             kernel = grouped_mm.grouped_mm_kernel
             specs.append(_spec(name, kernel, dtype, constants, tiling.warps, tiling.stages, targets=targets))
-        for name, add in (("gradient of weights", False), ("gradient of weights, added in float32", True)):
-            if add and dtype == FP32:
+        for name, add, wide in (
+            ("gradient of weights", False, False),
+            ("gradient of weights, in float32", False, True),
+            ("gradient of weights, added in float32", True, True),
+        ):
+            if wide and dtype == FP32:
                 continue
             weights = grouped_mm.tiling_for(dtype, targets[0], 1000, "added" if add else "weights")
             constants = {**element, **weights.blocks, "ADD": add, "out_stride_inner": 1}
-            if add:
+            if wide:
                 constants["ELEMENT"] = DTYPES[FP32]
             spec = _spec(
                 f"grouped_mm, {name}", grouped_mm.grouped_weight_grad_kernel, dtype, constants, weights.warps,
                 weights.stages, targets=targets,
             )  # fmt: skip
-            specs.append(replace(spec, types={**spec.types, "out_ptr": POINTERS[FP32]}) if add else spec)
+            specs.append(replace(spec, types={**spec.types, "out_ptr": POINTERS[FP32]}) if wide else spec)
     return tuple(specs)
 
 

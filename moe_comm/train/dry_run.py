@@ -268,14 +268,14 @@ class _ParameterStorage:
         self.micro_batches = config.data.micro_batches
         self.pipeline = mapping.pp > 1
         self.slots = config.placement.slots_of(config.model.experts, mapping.ep)  # for experts of other ranks
-        self.rematerialize = config.placement.rematerialize
+        self.rematerialize, self.lends = config.placement.rematerialize, config.placement.balance is not None
         self.budget = config.offload.limit
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
         """Return the parameter, gradient and optimizer memory of the rank with coordinates ``place``."""
         total = FixedMemory()
         gathered: dict[str, int] = {}
-        shared: set[str] = set()  # parameters that share the memory for copies with another layer
+        shared: set[str] = set()  # parameters that share memory for copies with another layer
         partial = self.strategy == "fsdp" and self.micro_batches == 1 and not self.pipeline
         for name, sharding in shardings.items():
             strategy = self._strategy_of(sharding)
@@ -283,14 +283,15 @@ class _ParameterStorage:
             total += memory
             if sharding.expert and self.slots:
                 homes, *expert = sharding.local_shape(place, sizes)
-                rows, in_expert = self.slots, name.rpartition(".")[2]
-                if self.rematerialize:
-                    rows = 0 if in_expert in shared else homes + self.slots
-                    shared.add(in_expert)
+                in_expert = name.rpartition(".")[2]
+                of_one_layer = 0 if in_expert in shared else homes + self.slots
+                shared.add(in_expert)
+                rows = of_one_layer if self.rematerialize else self.slots
+                gradients = of_one_layer if self.lends else self.slots  # a call returns those of lent experts
                 size = math.prod(expert)
                 weights = self.itemsize * rows * size
                 resident = weights if self.strategy == "fsdp" else 0
-                total += FixedMemory(0, weights, MASTER * self.slots * size, resident=resident)
+                total += FixedMemory(0, weights, MASTER * gradients * size, resident=resident)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
             gathered[unit] = gathered.get(unit, 0) + memory.weights - memory.resident
         if self.strategy == "fsdp" and not self.pipeline:

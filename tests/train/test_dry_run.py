@@ -113,6 +113,20 @@ def test_the_parameters_of_the_ranks_add_up_to_the_model_times_its_replicas(sett
     assert total == run.shape.params + tied
 
 
+def test_lent_experts_take_slots_in_each_layer_and_the_gradients_of_one() -> None:
+    settings = ("parallel.ranks=2", "parallel.ep=2", "model.experts=6", "model.dtype=bfloat16", "data.batch=16")
+    found = []
+    for layers in (2, 4):
+        run, lends = (
+            dry_run(*settings, f"model.layers={layers}", *more) for more in ((), ("placement.balance={copies = 1}",))
+        )
+        fixed = [one.positions[0].ranks[0].fixed for one in (run, lends)]
+        found.append((fixed[1].weights - fixed[0].weights, fixed[1].gradients - fixed[0].gradients))
+    model = run.architecture
+    expert = 3 * model.hidden * model.moe.ffn
+    assert found == [(2 * layers * expert, 4 * (3 + 1) * expert) for layers in (2, 4)]
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_sharded_state_is_stored_once(strategy: str) -> None:
     even = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")
