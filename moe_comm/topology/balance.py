@@ -25,8 +25,9 @@ LIMITS = 8
 """A plan is chosen from those of this many limits."""
 PASSES = 16
 """Passes of ``share_rows``, after which the differences have become small."""
-HOST_BYTES_PER_S, LINK_BYTES_PER_S = 5e9, 125e6
-"""Assumed rates of weights: in the memory of a host, and over 1 Gbit/s between hosts."""
+RATES = {"cpu": (5e10, 5e9, 125e6), "cuda": (6e14, 4.5e11, 5e10)}
+"""Assumed FLOP/s of a rank in GEMMs, and bytes/s of weights on one host and between hosts, by type of device: a core
+and 1 Gbit/s; GEMMs of 16 bits on an H100, NVLink and 400 Gbit/s."""
 COPY_NS = 50_000
 """Assumed time of the transfers of a copy and of its gradient, without their bytes."""
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -72,8 +73,9 @@ class Balance:
             has, which are enough for any routing. With fewer, steps may exceed ``rows``.
         worth: rows of the busiest rank that each copy must save: the cost of sending an expert's weights and gradient,
             divided by that of a row. None: from the size of an expert, ``flops`` and ``bytes_per_s``.
-        flops: FLOP/s of a rank in the GEMMs of its experts.
-        bytes_per_s: rate at which a rank receives weights. None: 5e9 on one host, 1.25e8 between hosts.
+        flops: FLOP/s of a rank in the GEMMs of its experts. None: 5e10 on a CPU, 6e14 on a GPU.
+        bytes_per_s: rate at which a rank receives weights. None: 5e9 on one host, 1.25e8 between hosts; for GPUs 4.5e11
+            and 5e10.
 
     Raises:
         ConfigError: a value is out of range.
@@ -83,7 +85,7 @@ class Balance:
     memory: float | None = None
     copies: int | None = None
     worth: int | None = None
-    flops: float = 5e10
+    flops: float | None = None
     bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -120,18 +122,19 @@ class Balance:
             raise ConfigError("balance chooses the copies of experts; pass a placement without copies and slots")
         return replace(homes, slots=slots)
 
-    def costs(self, weights: int, size: int, hosts: int) -> tuple[int, int]:
+    def costs(self, weights: int, size: int, hosts: int, device: str = "cpu") -> tuple[int, int]:
         """Return the nanoseconds of a row and of a copy in forward and backward.
 
         A copy receives its weights in both passes, and returns its gradient in fp32.
 
         Args:
-            weights: elements of an expert. size: bytes of each. hosts: number of hosts of the ranks.
+            weights: elements of an expert. size: bytes of each. hosts: number of hosts of the ranks. device: its type.
         """
         if self.worth is not None:
             return 1, self.worth
-        rate = self.bytes_per_s or (HOST_BYTES_PER_S if hosts == 1 else LINK_BYTES_PER_S)
-        row = min(max(1, round(6e9 * weights / self.flops)), 2**31)
+        flops, on_host, between_hosts = RATES.get(device, RATES["cpu"])
+        rate = self.bytes_per_s or (on_host if hosts == 1 else between_hosts)
+        row = min(max(1, round(6e9 * weights / (self.flops or flops))), 2**31)
         return row, min(COPY_NS + round((2 * size + 4) * 1e9 * weights / rate), 2**48)
 
     def limits(self, rows: int, slots: int, world: int, copies: int, costs: tuple[int, int]) -> Limits:

@@ -327,15 +327,16 @@ class BalanceSection(Section):
         memory: maximum rows of a rank, as a multiple of the rows of the largest batch of a rank. None: no such limit.
         copies: slots for experts of other ranks on each rank, in each layer. None: as many as its experts.
         worth: rows of the busiest rank that each copy must save. None: from the size of an expert and the next two.
-        flops: FLOP/s of a rank in the GEMMs of its experts.
-        bytes_per_s: rate at which a rank receives weights. None: 5e9 on one host, 1.25e8 between hosts.
+        flops: FLOP/s of a rank in the GEMMs of its experts. None: 5e10 on a CPU, 6e14 on a GPU.
+        bytes_per_s: rate at which a rank receives weights. None: 5e9 on one host, 1.25e8 between hosts; for GPUs 4.5e11
+            and 5e10.
     """
 
     rows: float = Field(default=1.125, ge=1, le=MOST_RANKS)
     memory: float | None = Field(default=None, ge=1, le=MOST_RANKS)
     copies: int | None = Field(default=None, ge=1, le=MOST_EXPERTS)
     worth: int | None = Field(default=None, ge=0, le=MOST)
-    flops: float = Field(default=5e10, ge=1e6, le=1e18)
+    flops: float | None = Field(default=None, ge=1e6, le=1e18)
     bytes_per_s: float | None = Field(default=None, ge=1e6, le=1e18)
 
     def settings(self) -> Balance:

@@ -95,6 +95,8 @@ def test_a_copy_costs_its_bytes_and_a_row_its_flops() -> None:
     assert Balance().costs(10**6, 4, hosts=2) == (120_000, 50_000 + 96_000_000)
     assert Balance(flops=1e12, bytes_per_s=1e10).costs(10**6, 4, hosts=2) == (6_000, 50_000 + 1_200_000)
     assert Balance(worth=7).costs(10**6, 4, hosts=1) == (1, 7)
+    row, copy = Balance().costs(25_000_000, 2, hosts=1, device="cuda")
+    assert (row, copy) == (250, 50_000 + 444_444)  # 1778 rows and the launches
     # 200 rows of 120 us pay for weights that another process of the host has, but not for those of another host.
     for hosts, lent in ((1, (Lent(0, 1, 200),)), (2, ())):
         limits = Balance(1.0).limits(400, 200, 2, 2, Balance().costs(10**6, 4, hosts))

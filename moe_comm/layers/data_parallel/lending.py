@@ -207,7 +207,7 @@ class LentExperts(ExpertCopies):
         seen = self._present()
         changed, self._seen = seen != self._seen, seen
         weights, size = sum(param.shape[1:].numel() for param in params), params[0].element_size()
-        costs = self.balance.costs(weights, size, len(set(channel.comm.hosts)))
+        costs = self.balance.costs(weights, size, len(set(channel.comm.hosts)), params[0].device.type)
         settings = (*self.balance.words(), *costs)
         own = torch.zeros(experts + 3 + len(settings), dtype=torch.int64, device="cpu")
         if ids_TK is not None and not ids_TK.is_floating_point():
