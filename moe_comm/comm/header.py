@@ -56,8 +56,6 @@ FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
 TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
-_CUT = "…".encode()
-"""Ends a text that is too long for the header."""
 SHIFT = 32
 """Words with two fields have the second one above this bit."""
 PLACEMENT_SHIFT = 6
@@ -208,9 +206,7 @@ class Header:
         if self.fault is not None:
             text = str(self.fault)
         if text:
-            raw = text.encode()
-            if len(raw) > TEXT_WORDS * 8:
-                raw = raw[: TEXT_WORDS * 8 - len(_CUT)] + _CUT
+            raw = text.encode()[: TEXT_WORDS * 8]
             words[TEXT_START:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
         return words
 

@@ -53,16 +53,6 @@ def test_a_fault_on_one_rank_raises_its_class_and_text_on_every_rank(kind: type[
     assert raised[0][0] is kind and raised[0][1].startswith("rank 1: 7 is not 8")
 
 
-def test_a_text_that_is_too_long_ends_with_an_ellipsis_on_other_ranks() -> None:
-    long = "ä" * header_module.TEXT_WORDS * 8
-    raised = error_texts(
-        [GOOD, replace(GOOD, fault=errors.PeerRaised(long)), replace(GOOD, fault=errors.PeerRaised("short"))]
-    )
-    start, ellipsis, _ = raised[0][1].partition("…")
-    assert ellipsis and set(start.removeprefix("rank 1: ")) <= {"ä", "\N{REPLACEMENT CHARACTER}"}
-    assert "…" not in raised[2][1]
-
-
 def test_a_fault_is_raised_instead_of_the_differences_it_causes() -> None:
     bad = replace(GOOD, hidden=0, fault=errors.InputError("x has one dimension"))
     assert [kind for kind, _ in error_texts([GOOD, bad])] == [errors.InputError] * 2
