@@ -179,6 +179,8 @@ def _with_copies(rank: int, world: int, folder: str) -> None:
         moe_comm.from_pretrained(folder, ep_group(2), placement=placement, overlap=None),
         moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), ep_group(2), placement=placement),
     ):
+        for tensor in model.parameters():  # the bits of matrix products may depend on the alignment of a mapped file
+            tensor.data = tensor.data.clone()
         results.append(model(batch()[rank]).logits)
     assert torch.equal(*results)
 
