@@ -24,6 +24,7 @@ def test_a_compiled_swapped_model_is_one_graph_with_the_bits_of_eager(recompute:
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=4,
+        attn_implementation="eager",  # the gradients of sdpa with fewer keys than queries differ on some CPUs
     )
     model = moe_comm.swap_moe(transformers.MixtralForCausalLM(config)).train()
     if recompute:
