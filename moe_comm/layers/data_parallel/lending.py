@@ -243,18 +243,10 @@ class LentExperts(ExpertCopies):
 
     def _places(self, lent: Sequence[Lent]) -> tuple[int, ...]:
         """Return the slot of each lent expert: the one that has its weights, or else the first that is not used."""
-        place, used = [], {(one.rank, self._held[one.rank].index(one.expert)) for one in lent if self._has(one)}
-        for one in lent:
-            held = self._held[one.rank]
-            if self._has(one):
-                place.append(held.index(one.expert))
-            else:
-                place.append(next(slot for slot in range(len(held)) if (one.rank, slot) not in used))
-                used.add((one.rank, place[-1]))
-        return tuple(place)
-
-    def _has(self, one: Lent) -> bool:
-        return one.expert in self._held[one.rank]
+        used = {(one.rank, one.expert) for one in lent}
+        free = [[at for at, e in enumerate(held) if (rank, e) not in used] for rank, held in enumerate(self._held)]
+        held = self._held
+        return tuple(held[rank].index(e) if e in held[rank] else free[rank].pop(0) for e, rank, _ in lent)
 
     def _share_parameters(self) -> None:
         """Move the parameters into shared memory, where other ranks read them. Collective."""
