@@ -24,6 +24,7 @@ from statistics import mean, median
 import torch
 import torch.distributed as dist
 
+from benchmarks import lengths  # of a module, not of __main__
 from moe_comm.bench.common.ranks import on_hosts, on_ranks
 from moe_comm.bench.hosts.namespaces import interface_bytes
 from moe_comm.bench.parity.training import Session, session
@@ -76,9 +77,9 @@ def main() -> None:
             runs = {name: [*MODEL, *data, *own, *args.overrides] for name, own in settings.items()}
             work: Work = runs, args.steps, args.link_gbit is not None
             if args.link_gbit is None:
-                rates = on_ranks(measure, work, RANKS, "cpu", CORES_PER_RANK)
+                rates = on_ranks(lengths.measure, work, RANKS, "cpu", CORES_PER_RANK)
             else:
-                rates, _ = on_hosts(measure, work, RANKS, 1, args.link_gbit, CORES_PER_RANK)
+                rates, _ = on_hosts(lengths.measure, work, RANKS, 1, args.link_gbit, CORES_PER_RANK)
             if rates is not None:
                 _print(kind, rates)
 

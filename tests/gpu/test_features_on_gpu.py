@@ -89,9 +89,9 @@ def test_experts_implementation_computes_what_transformers_computes(family: str)
     assert_same(results(model), expected)
 
 
-def train(folder: Path, *overrides: str, device: str = "cuda") -> list[float]:
+def train(folder: Path, *overrides: str, device: str = "cuda", launcher: tuple[str, ...] = ()) -> list[float]:
     """Return the losses of a run of ``moe-comm train`` with one rank."""
-    command = [sys.executable, "-m", "moe_comm", "train", "tiny", *TINY, f"run.folder={folder}",
+    command = [sys.executable, *launcher, "-m", "moe_comm", "train", "tiny", *TINY, f"run.folder={folder}",
                f"data.cache={folder}/data", *overrides]  # fmt: skip
     hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=os.environ | hidden)
@@ -122,3 +122,28 @@ def test_training_on_a_gpu_has_the_losses_of_a_cpu(what: str, tmp_path: Path) ->
     actual = train(tmp_path / "cuda", *RUNS[what])
     assert len(actual) == len(expected) > 0
     assert actual == pytest.approx(expected, rel=2e-2 if "bf16" in what or "fp8" in what else 5e-3)
+
+
+OFFLOADED = {
+    "state on the host": ("offload.optimizer=host", "offload.budget=1MiB"),
+    "state in a file": ("offload.optimizer=file", "offload.budget=1MiB", "model.dtype=bfloat16"),
+    "activations on the host": ("offload.activations=host", "offload.activation_budget=1MiB"),
+    "activations in a file": ("offload.activations=file", "offload.activation_budget=1MiB", "model.recompute=full"),
+    "weights on the host": ("offload.weights=host", "model.recompute=full", "data.micro_batches=2"),
+    "weights on the host, bf16": ("offload.weights=host", "model.dtype=bfloat16"),
+}
+GROUP = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+"""FSDP needs a process group."""
+
+
+@pytest.mark.parametrize("what", OFFLOADED)
+def test_offload_on_a_gpu_keeps_the_losses(what: str, tmp_path: Path) -> None:
+    offload, settings = OFFLOADED[what][0], OFFLOADED[what][1:]
+    launcher = GROUP if "weights" in what else ()
+    common = ["parallel.sharding=fsdp"] if launcher else []
+    common += [setting for setting in settings if not setting.startswith("offload")]
+    expected = train(tmp_path / "resident", *common, launcher=launcher)
+    actual = train(tmp_path / "offloaded", *common, *settings, offload, f"offload.path={tmp_path}", launcher=launcher)
+    assert len(actual) == len(expected) > 0
+    # The CPU updates weights that are on the host.
+    assert actual == pytest.approx(expected, rel=2e-2 if "bf16" in what else 5e-3 if launcher else 1e-4)

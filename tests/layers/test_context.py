@@ -402,6 +402,33 @@ def test_the_bytes_of_the_ring_are_those_of_the_keys_that_other_ranks_attend_to(
         assert cut == window == (3 * 2, 3 * neighbours * 2 * key_bytes)
 
 
+@on_ranks(4)
+def test_documents_on_one_rank_send_nothing_and_others_their_keys(rank: int, world: int) -> None:
+    """A document of 16 tokens on ranks 0 and 1, in chunks of 4: rank 1 needs chunk 0, and rank 0 chunks 1 and 2."""
+    group: Any = dist.group
+    key_bytes, sent = 2 * 2 * 4 * 4, list[int]()
+    send_receive = Channel.send_receive
+
+    def count(channel: Any, tensor: Tensor, *args: Any) -> PendingTensor:
+        sent.append(tensor.nbytes)
+        return send_receive(channel, tensor, *args)
+
+    alone: list[tuple[int, ...]] = [(0,), (1,), (2,), (3,), (1,)]
+    for lengths, ranks, expected in (
+        ([9, 8, 7, 6, 1], alone, [0] * 4),
+        ([9, 8, 7, 6, 1, 16], [*alone, (0, 1)], [2 * 4 + 8, 2 * 8 + 4, 0, 0]),
+    ):
+        documents = DocumentPlacement.of(lengths, ranks, world).documents("cpu")
+        tokens = sum(chunk.size for chunk in documents.chunks[rank])
+        q, k, v = (torch.randn(1, 2, tokens, 4, requires_grad=True) for _ in range(3))
+        sent.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Channel, "send_receive", count)
+            ring_attention(q, k, v, ContextSpec(group.WORLD, "ring", 0.5, None, documents)).sum().backward()
+        assert sum(sent) == expected[rank] * key_bytes  # keys forward and backward, and the received ones' gradients
+        assert bool(sent) == any(expected)
+
+
 def test_the_token_ring_skips_ranks_whose_keys_no_query_needs(pool4: RankPool) -> None:
     for whole, aligned, cut, window in pool4.run(count_bytes, "token_ring"):
         assert (whole[0], aligned[0]) == (2 * (3 + 3), 0)
