@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_comm.layers.transformer.shape import ModelShape
@@ -20,9 +21,11 @@ class LengthCost:
         pair: work per query and key.
         token: work per token at its own rank. Experts are not included if their rows go to other ranks.
         document: work per document.
-        pairs_window: (window, share of layers without it in 1/1024); None: all layers attend to all previous tokens.
+        window: tokens that a query attends to in the other layers than ``full_layers`` of ``layers``; None: all layers
+            attend to all previous tokens.
         key_bytes: bytes per token that one rank receives and returns for attention: keys and values forward and
             backward, and their gradients, over all layers.
+        transfers: (ranks, work per token of a document whose keys that many ranks exchange). ``measured_cost`` sets it.
     """
 
     pair: int
@@ -32,6 +35,7 @@ class LengthCost:
     full_layers: int = 0
     layers: int = 1
     key_bytes: int = 0
+    transfers: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, shape: ModelShape, experts_stay: bool, itemsize: int = 4) -> LengthCost:
@@ -62,9 +66,30 @@ class LengthCost:
 
     def work(self, length: int) -> int:
         """Return the work of a document of ``length`` tokens."""
+        return self.pair * self._pairs(length) + self.token * length + self.document
+
+    def exposed(self, lengths: Sequence[int], ranks: int) -> list[int]:
+        """Return for documents on ``ranks`` ranks the work of each in transfers that its attention does not hide."""
+        transfer = dict(self.transfers).get(ranks, 0)
+        if not transfer:
+            return [0] * len(lengths)
+        return [
+            max(0, transfer * self._received(length, ranks) - self.pair * self._pairs(length) // ranks)
+            for length in lengths
+        ]
+
+    def _received(self, length: int, ranks: int) -> int:
+        """Return the tokens of a document on ``ranks`` ranks whose keys are needed, as a mean over the layers."""
+        if self.window is None:
+            return length
+        narrow = min(length, 2 * self.window * ranks // (ranks - 1))  # before both chunks of a rank
+        return narrow + (length - narrow) * self.full_layers // self.layers
+
+    def _pairs(self, length: int) -> int:
+        """Return the queries and keys of a document, as a mean over the layers."""
         pairs = full = length * (length + 1) // 2
         window = self.window
         if window is not None and window < length:
             narrow = window * (window + 1) // 2 + (length - window) * window
             pairs = narrow + (full - narrow) * self.full_layers // self.layers
-        return self.pair * pairs + self.token * length + self.document
+        return pairs

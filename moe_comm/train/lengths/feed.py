@@ -157,8 +157,8 @@ def cost_of(config: TrainConfig, architecture: TransformerConfig, mapping: Paral
     Raises:
         ConfigError: the machine is unknown, or its description is invalid.
     """
-    shape, stay, half = ModelShape.of(architecture), mapping.ep == 1, config.model.dtype == "bfloat16"
-    cost = LengthCost.of(shape, stay, 2 if half else 4)
+    shape, half = ModelShape.of(architecture), config.model.dtype == "bfloat16"
+    cost = LengthCost.of(shape, mapping.ep == 1, 2 if half else 4)
     if config.parallel.machine is None:
         return cost
     # The planner is not imported without a machine.
@@ -166,8 +166,8 @@ def cost_of(config: TrainConfig, architecture: TransformerConfig, mapping: Paral
     from moe_plan.machine.hardware_table import cluster_named
 
     tokens = config.data.batch // config.data.micro_batches * config.data.seq_len // (mapping.dp * mapping.cp)
-    cluster = cluster_named(config.parallel.machine)
-    return measured_cost(cost, shape, cluster, "bf16" if half else "fp32", max(tokens, 1), stay)
+    cluster = cluster_named(config.parallel.machine, mapping.world)
+    return measured_cost(cost, shape, cluster, "bf16" if half else "fp32", max(tokens, 1), mapping)
 
 
 def check_model(architecture: TransformerConfig) -> None:

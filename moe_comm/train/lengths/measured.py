@@ -12,6 +12,7 @@ from dataclasses import replace
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.lengths.cost import SCORES_BACKWARD, LengthCost
+from moe_comm.train.lengths.solve import group_sizes
 from moe_plan.machine.hardware import Cluster
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping, PlacedMapping
@@ -22,15 +23,15 @@ UNIT_S = 1e-15
 
 
 def measured_cost(
-    flops: LengthCost, shape: ModelShape, cluster: Cluster, dtype: str, tokens: int, experts_stay: bool
+    flops: LengthCost, shape: ModelShape, cluster: Cluster, dtype: str, tokens: int, mapping: ParallelConfig
 ) -> LengthCost:
-    """Return the cost ``flops`` in units of ``UNIT_S`` on an accelerator of ``cluster``.
+    """Return the cost ``flops`` in units of ``UNIT_S`` on accelerators of ``cluster``.
 
     Args:
         dtype: of the planner, "fp32" or "bf16".
         tokens: tokens of a rank in a micro-batch.
-        experts_stay: as for ``LengthCost.of``.
     """
+    experts_stay = mapping.ep == 1
     alone = Cluster(cluster.accelerator, 1, 1, cluster.inside, cluster.between)
     placed = PlacedMapping(Mapping(ParallelConfig(), micro_batch=1), alone)
     operators = Operators(shape, placed, Workload(tokens, dtype))
@@ -49,8 +50,15 @@ def measured_cost(
         forward = [operation for operation in block.forward if operation.name == "scores"]
         score_flops += times * sum(operation.flops for operation in forward) * (1 + SCORES_BACKWARD)
         attentions += times * len(forward)
+    world = mapping.cp * mapping.dp
+    transfers = []
+    for size in group_sizes(world)[1:]:
+        group = cluster.span(range(0, size * mapping.tp, mapping.tp))
+        cost = cluster.all_gather(flops.key_bytes * tokens * world, group)  # of many tokens: latencies are in document
+        transfers.append((size, round((cost.seconds - cost.latency_s) / (tokens * world) / UNIT_S)))
     return replace(
         flops,
+        transfers=tuple(transfers),
         pair=max(1, round(flops.pair * scores_s / score_flops / UNIT_S)),
         token=round(token_s / tokens / UNIT_S),
         document=round(2 * attentions * cluster.accelerator.launch_s / UNIT_S),

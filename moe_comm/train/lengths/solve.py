@@ -21,7 +21,7 @@ CLOSE_PERCENT = 2
 SHARES = (1, 2, 4)
 """Attempts: a document gets so many ranks that each has at most 1, 1/2, 1/4 of the mean work."""
 MOVES, CANDIDATES = 12000, 12
-"""Moves that the search tries, times the ranks; and documents of the slowest rank that it tries to move."""
+"""Moves that the search tries, times the ranks; and documents that it considers: the longest of the slowest rank."""
 CAPACITY = 1.5
 """Maximum tokens of a rank, relative to an even distribution."""
 
@@ -32,7 +32,7 @@ class Assignment:
 
     Attributes:
         ranks: ranks of each document.
-        loads: work of each rank.
+        loads: work of each rank, without transfers.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -72,15 +72,23 @@ class _Problem:
         self.lengths, self.world, self.capacity = lengths, world, capacity
         self.sizes = group_sizes(world)
         self.groups = [tuple(range(at, at + size)) for size in self.sizes for at in range(0, world - size + 1, size)]
-        self.work = [cost.work(length) for length in lengths]
-        self.mean = max(sum(self.work) // world, 1)
-        self.order = sorted(range(len(lengths)), key=lambda document: (-self.work[document], document))
+        self.work = work = [cost.work(length) for length in lengths]
+        # Work of each rank of a document with transfers, by number of ranks and document.
+        self.shared = {
+            size: [-(-alone // size) + extra for alone, extra in zip(work, cost.exposed(lengths, size), strict=True)]
+            for size in self.sizes
+        }
+        self.mean = max(sum(work) // world, 1)
+        self.order = sorted(range(len(lengths)), key=lambda document: (-work[document], document))
         self.budget = MOVES // world
 
     def search(self) -> Assignment:
         best: _Placement | None = None
+        # With transfers, a document on any number of ranks can take longer than the mean.
+        least = max((self._least(document)[0] for document in self.order[:CANDIDATES]), default=0)
         for share in SHARES:
-            placement = self._place([self._size(document, share) for document in range(len(self.lengths))])
+            limit = max(self.mean, least) if share == 1 else self.mean // share
+            placement = self._place([self._size(document, limit) for document in range(len(self.lengths))])
             if placement is not None:
                 self._improve(placement)
                 if best is None or max(placement.loads) < max(best.loads):
@@ -91,15 +99,26 @@ class _Problem:
             best = _Placement(self)
             for document in self.order:
                 best.put(document, self.groups[-1])
-        return Assignment(tuple(best.ranks), tuple(best.loads))
+        return Assignment(tuple(best.ranks), tuple(self._loads(best.ranks)))
 
-    def _size(self, document: int, share: int) -> int:
-        """Return the smallest number of ranks with at most 1 / ``share`` of the mean work on each."""
-        work, length = self.work[document], self.lengths[document]
+    def _loads(self, ranks: Sequence[tuple[int, ...]]) -> list[int]:
+        loads = [0] * self.world
+        for work, own in zip(self.work, ranks, strict=True):
+            for rank in own:
+                loads[rank] -= -work // len(own)
+        return loads
+
+    def _least(self, document: int) -> tuple[int, int]:
+        """Return the least work of a document on each of its ranks, and their number."""
+        fitting = [size for size in self.sizes if self.lengths[document] <= self.capacity * size] or self.sizes[-1:]
+        return min((self.shared[size][document], size) for size in fitting)
+
+    def _size(self, document: int, limit: int) -> int:
+        """Return the smallest number of ranks that have at most the work ``limit`` each, or the least."""
         for size in self.sizes:
-            if work * share <= self.mean * size and length <= self.capacity * size:
+            if self.shared[size][document] <= limit and self.lengths[document] <= self.capacity * size:
                 return size
-        return self.world
+        return self._least(document)[1]
 
     def _place(self, sizes: Sequence[int]) -> _Placement | None:
         """Place documents, longest first, on the ranks with the least resulting work; None if they do not fit."""
@@ -168,7 +187,7 @@ class _Placement:
 
     def put(self, document: int, ranks: tuple[int, ...], sign: int = 1) -> None:
         """Add a document, or remove it (sign -1)."""
-        work = sign * -(-self._problem.work[document] // len(ranks))
+        work = sign * self._problem.shared[len(ranks)][document]
         held = sign * -(-self._problem.lengths[document] // len(ranks))
         self.ranks[document] = ranks
         for rank in ranks:

@@ -247,6 +247,10 @@ def test_work_on_a_described_machine_is_the_time_of_the_planner(ep: int) -> None
     seconds = step.seconds - step.breakdown["optimizer"]
     work = 2 * (timed.work(512) - timed.document) * UNIT_S
     assert tokens == 1024
+    # Keys through links at their rate, to 4 ranks of a host.
+    gathered = cluster_named("h100", 4).all_gather(timed.key_bytes * 1e6, range(4))
+    assert dict(timed.transfers)[4] * 1e6 * UNIT_S == pytest.approx(gathered.seconds - gathered.latency_s, rel=0.01)
+    assert flops.transfers == ()
     assert work == pytest.approx(seconds, rel=0.02) if ep == 1 else work < seconds
 
 
