@@ -6,7 +6,7 @@ Four ranks with half a core each (root, and a cgroup controller of CPU time) tra
 The settings take turns, a step each. A table shows the median step, the idle share of the ranks, and the work of the
 slowest rank over the mean. With ``--machine``, such as the description that ``moe-comm plan --calibrate`` writes, a
 further run distributes documents by time instead of FLOPs. The last rows are documents of equal lengths. With
-``--link-gbit``, each rank is on a simulated host of its own, and the table has the bytes that a host sends in a step.
+``--link-gbit``, each rank is on a separate simulated host, and the table has the bytes that a host sends in a step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODEL = (
 )
 Settings = dict[str, list[str]]
 Work = tuple[Settings, int, bool]
-"""Settings by name, steps, and whether each rank is on a host of its own."""
+"""Settings by name, steps, and whether each rank is on a separate host."""
 
 
 @dataclass
