@@ -134,7 +134,7 @@ class ExpertCopies:
 
     Attributes:
         unreduced: the gradients of copies have not been added to those of the homes.
-        published_bytes: bytes of this rank's experts that other ranks have received so far.
+        published_bytes: bytes that this rank has sent so far: weights, and the gradients of lent experts.
     """
 
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:

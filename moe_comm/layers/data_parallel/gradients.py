@@ -244,7 +244,9 @@ class ExpertGradients:
                 self.audit.group = ddp.process_group
             watch_steps(expert, self.audit)
 
-    def _on_delivered(self, name: str, grad: Tensor) -> Tensor | None:
+    def _on_delivered(self, name: str, grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # added to ``main_grad``
+            return None
         if self.audit is not None and self._audited == name:
             self.audit.expert_delivered(grad)
         return None if self._scale == 1.0 else grad * self._scale

@@ -120,7 +120,8 @@ class LentCall:
             b2_columns: columns of the last bias that the parameter has; None: all.
         """
         if not self.values:
-            return mlp
+            # Not the parameters: their gradients would go to ``main_grad``, and those of calls that lend to ``grad``.
+            return mlp.with_tensors([None if one is None else one.view_as(one) for one in mlp.tensors])
         others = tuple(tuple(weights(one)) for one in self.others)
         wide = None if self.gradients is None else partial(self.gradients.outputs, gradients)
         return replace(mlp, others=others, wide=wide, b2_columns=b2_columns)

@@ -12,9 +12,10 @@ from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions
 from moe_comm.errors import ConfigError
 from moe_comm.kernels import native
+from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.overlap.options import Overlap
 from tests.kernels.triton.common import drawn, kernels, needed_kernels
-from tests.layers.test_balance import ALWAYS, CALLS, PIPELINED, Run, build, compare, routed, run_layer
+from tests.layers.test_balance import ALWAYS, CALLS, EXPERTS, PIPELINED, Run, build, compare, routed, run_layer
 from tests.overlap.triton.common import needs_triton
 from tests.pool import RankPool, on_ranks
 
@@ -49,6 +50,34 @@ def on_devices(rank: int, world: int, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(("world", "run"), CASES)
 def test_lent_experts_keep_the_bits_on_devices(pools: dict[int, RankPool], world: int, run: Run) -> None:
     compare(pools[world], on_devices, world, run)
+
+
+@on_ranks(2)
+def test_main_grad_has_the_gradients_of_all_calls_or_of_none(rank: int) -> None:
+    kernels("device")
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        layers = [build(balance, Run("peer_to_peer", dtype=BF16)) for balance in (None, None, ALWAYS)]
+        for layer in layers[1:]:
+            for weight in (layer.experts.w13, layer.experts.w2):
+                weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device="cpu")
+        for layer in layers:
+            for even in (True, False):
+                x, routing = routed(layer, Run(dtype=BF16), rank, 0)
+                if even:
+                    ids = (torch.arange(x.shape[0], device="cpu").unsqueeze(1) + torch.tensor([0, 4])) % EXPERTS
+                    routing = routing._replace(ids_TK=ids)
+                layer(x, routing).square().sum().backward()
+                assert layer.last_plan is None or bool(layer.last_plan.lent) is not even
+        for name in ("w13", "w2"):
+            expected, fixed, lent = (getattr(layer.experts, name) for layer in layers)
+            assert fixed.grad is None and not lent.main_grad.any()
+            for got in (fixed.main_grad, lent.grad.float()):
+                torch.testing.assert_close(got, plain(expected.grad).float(), rtol=2**-6, atol=2**-6)
+        for layer in layers:
+            layer.dispatcher.close()
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
 
 
 @on_ranks(2)
