@@ -34,7 +34,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
 SGD = partial(torch.optim.SGD, lr=0.1)
 # With the default eps, rounding of gradients near zero changes steps of the size of the learning rate.
-ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 
 
 def small_model(family: str = "mixtral", **changes: Any) -> Any:
