@@ -161,9 +161,16 @@ py::list list_of(const std::vector<int64_t>& numbers) {
   return list;
 }
 
-p2p::Sending sending_of(const std::array<int64_t, 9>& how) {
-  return {how[0], how[1], how[2], how[3], how[4], how[5], how[6], how[7], how[8]};
+using SendingWords = std::array<int64_t, 10>;
+
+p2p::Sending sending_of(const SendingWords& how) {
+  return {how[0], how[1], how[2], how[3], how[4], how[5], how[6], how[7], how[8], how[9]};
 }
+
+using Buffers4 = std::array<int64_t, 4>;
+using Buffers5 = std::array<int64_t, 5>;
+
+p2p::Lending lending_of(const Buffers4& words) { return {words[0], words[1], words[2], words[3]}; }
 
 // Words of a header (comm/header.py): its number, and the number of the dispatch above kCallShift.
 constexpr size_t kSeqWord = 1, kOriginWord = 7;
@@ -190,29 +197,26 @@ void record_operation(p2p::Record& record, std::shared_ptr<p2p::Plan> plan, cons
   });
 }
 
-using Buffers4 = std::array<int64_t, 4>;
-using Buffers5 = std::array<int64_t, 5>;
-
 // of: tokens, top_k, hidden, dtype. at: buffers of tensors.
 void bind_recorded(py::class_<p2p::Plan, std::shared_ptr<p2p::Plan>>& plan) {
   using p2p::Plan;
   using p2p::Record;
-  plan.def("record_dispatch",
-           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header,
-              const std::array<int64_t, 4>& numbers, const Buffers4& of, const Buffers5& at,
-              const std::array<int64_t, 3>& sizes, const std::array<int64_t, 9>& sending) {
-             record_operation(record, std::move(self), header, numbers,
-                              [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
-                                const auto& [rows, ids, place, x, counts] = at;
-                                const auto& [room, chunk, stride] = sizes;
-                                input.offer[p2p::kRowsAt] = address(rows) - block;
-                                input.offer[p2p::kRoom] = room;
-                                p2p::Sending how = sending_of(sending);
-                                how.own_counts_at = address(counts);
-                                p.dispatch(input, {{of[0], of[1]}, address(ids), address(place), chunk},
-                                           {address(x), stride, of[2], of[3]}, how, {});
-                              });
-           })
+  plan.def(
+          "record_dispatch",
+          [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header, const std::array<int64_t, 4>& numbers,
+             const Buffers4& of, const Buffers5& at, const std::array<int64_t, 3>& sizes, const SendingWords& sending) {
+            record_operation(record, std::move(self), header, numbers,
+                             [=](Plan& p, p2p::MeetInput& input, const auto& address, int64_t block) {
+                               const auto& [rows, ids, place, x, counts] = at;
+                               const auto& [room, chunk, stride] = sizes;
+                               input.offer[p2p::kRowsAt] = address(rows) - block;
+                               input.offer[p2p::kRoom] = room;
+                               p2p::Sending how = sending_of(sending);
+                               how.own_counts_at = address(counts);
+                               p.dispatch(input, {{of[0], of[1]}, address(ids), address(place), chunk},
+                                          {address(x), stride, of[2], of[3]}, how, {});
+                             });
+          })
       .def(
           "record_sum",
           [](std::shared_ptr<Plan> self, Record& record, const py::bytes& header, const std::array<int64_t, 4>& numbers,
@@ -266,7 +270,7 @@ void bind_plan(py::module_& m) {
       .def("dispatch",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t tokens, int64_t top_k,
               int64_t ids_at, int64_t place_at, int64_t chunk, int64_t x_at, int64_t stride, int64_t hidden,
-              int64_t dtype, const std::array<int64_t, 9>& how, const std::array<int64_t, 5>& links) {
+              int64_t dtype, const SendingWords& how, const std::array<int64_t, 5>& links) {
              const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.dispatch(t, {{tokens, top_k}, ids_at, place_at, chunk}, {x_at, stride, hidden, dtype}, sending_of(how),
@@ -297,6 +301,27 @@ void bind_plan(py::module_& m) {
           },
           py::call_guard<Release>())
       .def("done", &Plan::done, py::call_guard<Release>())
+      .def("lend",
+           [](Plan& p, const py::bytes& header, int64_t slot, int64_t tokens, int64_t top_k, int64_t ids_at,
+              int64_t place_at, int64_t chunk, const Buffers4& lending, const std::array<int64_t, 6>& settings) {
+             const p2p::MeetInput t = meet_args(header, slot, {0, 0, 0, 0, -1});
+             const auto& [rows, memory, row_ns, copy_ns, work_at, tally_at] = settings;
+             const p2p::LendSettings how = {rows, memory, row_ns, copy_ns, work_at, tally_at};
+             Release release;
+             p.lend(t, {{tokens, top_k}, ids_at, place_at, chunk}, lending_of(lending), how);
+           })
+      .def(
+          "pull",
+          [](Plan& p, const Buffers4& lending, const Buffers4& sizes, int64_t stacks_at, int64_t element,
+             int64_t blocks) { p.pull(lending_of(lending), sizes, stacks_at, element, blocks); },
+          py::call_guard<Release>())
+      .def("collect",
+           [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, const Buffers4& lending,
+              const Buffers4& sizes, const Buffers4& out_at, int64_t dtype, int64_t blocks) {
+             const p2p::MeetInput t = meet_args(header, slot, offer);
+             Release release;
+             p.collect(t, lending_of(lending), sizes, out_at, dtype, blocks);
+           })
       .def("sum_reduced",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at,

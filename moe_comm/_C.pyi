@@ -579,6 +579,34 @@ class P2pPlan:
         /,
     ) -> None: ...
     def done(self) -> None: ...
+    def lend(
+        self,
+        header: bytes,
+        slot: int,
+        tokens: int,
+        top_k: int,
+        ids_at: int,
+        place_at: int,
+        chunk: int,
+        lending: Sequence[int],
+        settings: Sequence[int],
+        /,
+    ) -> None: ...
+    def pull(
+        self, lending: Sequence[int], sizes: Sequence[int], stacks_at: int, element: int, blocks: int, /
+    ) -> None: ...
+    def collect(
+        self,
+        header: bytes,
+        slot: int,
+        offer: Sequence[int],
+        lending: Sequence[int],
+        sizes: Sequence[int],
+        out_at: Sequence[int],
+        dtype: int,
+        blocks: int,
+        /,
+    ) -> None: ...
     def sum_reduced(
         self,
         header: bytes,

@@ -22,6 +22,10 @@
 // The last block of a kernel can run the kernel that follows: scan runs meet, and sum and spread done.
 // Then these are no launches of their own.
 //
+//   lending    count ▸ scan ▸ meet (counts) ▸ lend ▸ assign ▸ pull      a turn before the dispatch to slots
+//              pull                                                     before the backward of the experts
+//              meet (offers) ▸ collect ▸ done                           gradients of lent experts
+//
 //   overlapped meet (offers) ▸ [ready ▸ sum] for each slice ▸ done      combine of results that are still computed
 //              meet (offers) ▸ spread_tiles ▸ done                      backward of combine, for a GEMM that waits
 //   reduced    meet (offers) ▸ weigh ▸ stage ▸ reduce ▸ stage ▸ sum_reduced ▸ done      combine, see below
@@ -77,14 +81,17 @@ namespace p2p {
 
 constexpr int64_t kHeaderWords = 49;   // packed by comm/header.py
 constexpr int64_t kComparedWords = 8;  // the first kComparedWords words must be equal on all ranks
-constexpr int64_t kFaultWord = 8;      // 0; 1 + the kind of error in this rank's input; or kBadIdsWord
-constexpr int64_t kBadIdsWord = -1;    // bad expert ids; words 9, 10, 11: first bad slot, its id, number of bad ids
+constexpr int64_t kDigestWord = 6;     // digest of the placement, above kDigestShift bits
+constexpr int kDigestShift = 22;
+constexpr int64_t kFaultWord = 8;    // 0; 1 + the kind of error in this rank's input; or kBadIdsWord
+constexpr int64_t kBadIdsWord = -1;  // bad expert ids; words 9, 10, 11: first bad slot, its id, number of bad ids
 constexpr int64_t kOfferWords = 5;
 constexpr int64_t kNowhere = -1;        // offered by a rank that could not allocate
 constexpr int64_t kMaxParts = 4;        // maximum number of ll_send blocks per expert
 constexpr int64_t kMaxSlices = 4;       // maximum number of column slices of an overlapped combine
 constexpr int64_t kSliceColumns = 256;  // the first column of a slice is a multiple of it
 constexpr int64_t kTileRows = 128;      // approximate number of rows of a tile with a flag
+constexpr int64_t kStackAlign = 256;    // alignment in bytes of the tensors of a stack
 constexpr int64_t kTileFlags = 16;      // maximum number of tiles, and flags, of one (expert, source rank)
 
 // Words of an offer. The first four are byte offsets from the start of the offering rank's block. The last is the
@@ -230,7 +237,10 @@ struct Report {
   X(dtype)
 
 // count: [chunks] blocks. Counts the slots per expert in each chunk.
-#define MOE_P2P_COUNT(X) MOE_P2P_GROUP(X) MOE_P2P_SLOTS(X)
+#define MOE_P2P_COUNT(X) \
+  MOE_P2P_GROUP(X)       \
+  MOE_P2P_SLOTS(X)       \
+  X(ids) /* valid ids are below it; at most E */
 
 // order: [chunks] blocks, between scan and meet. Lists this rank's slots by expert, and their tiles in the order in
 // which push and spread send them; see order.h.
@@ -258,6 +268,7 @@ struct Report {
   X(all_headers_at) /* [W, 49] in host memory, or 0 */                                                         \
   X(all_counts_at)  /* [W, E] int64 on the device: slots of each rank for each expert; written with counts */  \
   X(host_counts_at) /* the same in host memory, or 0 */                                                        \
+  X(digest_at)      /* int64 on the device that is added to the header's digest of the placement, or 0 */      \
   X(summary_at)     /* [L + 1] int64 on the device: first row of each of this rank's experts, then the end;    \
                        never beyond this rank's room */                                                        \
   X(own_counts_at)  /* int64 rows of each of this rank's experts in this room, on the device, or 0 */
@@ -418,22 +429,60 @@ struct Report {
   X(top_k)                  \
   X(place_at)
 
-// lend: one block, after a meet with the counts of experts. Writes a plan of the rows that ranks compute for others.
-// Slots are what `experts` counts: each rank's experts, and then its slots for copies.
+// Lending: ids name E experts, which `experts` does not count, but slots: each rank's experts, and then its slots for
+// copies of others. homes_at: [E] home of each expert; [E] the experts by home, then by id; [W + 1] the first of each
+// rank among these; [E] the slot of each expert at its home. plan_at: LendPlan in lend.h.
+#define MOE_P2P_HOMES(X)                        \
+  X(routed) /* E */                             \
+  X(homes_at)                                   \
+  X(copies) /* slots of each rank for copies */ \
+  X(plan_at)
+
+// lend: one block, after a meet with the counts of experts. Writes the plan of the rows that ranks compute for others.
 #define MOE_P2P_LEND(X)                                                                                       \
   MOE_P2P_GROUP(X)                                                                                            \
-  X(routed)   /* E, the number of experts */                                                                  \
-  X(homes_at) /* [E] home of each expert, [E] the experts by home and id, [W + 1] the first of each rank */   \
-  X(rows)     /* the most that a rank should have, in thousandths of the mean */                              \
-  X(memory)   /* the most that it may have, in thousandths of the slots of the rank with most; 0: no limit */ \
+  MOE_P2P_HOMES(X)                                                                                            \
+  X(rows)   /* the most that a rank should have, in thousandths of the mean */                                \
+  X(memory) /* the most that it may have, in thousandths of the slots of the rank with most; 0: no limit */   \
   X(row_ns)                                                                                                   \
   X(copy_ns)                                                                                                  \
-  X(copies) /* slots of each rank for copies */                                                               \
   X(all_counts_at)                                                                                            \
   X(residents_at) /* [residents] (expert, rank) of copies whose weights are present */                        \
   X(residents)                                                                                                \
-  X(work_at) /* memory; see LendWork */                                                                       \
-  X(plan_at) /* LendPlan */
+  X(work_at)  /* memory; see LendWork */                                                                      \
+  X(tally_at) /* [6] int64 to which the counts of the call are added, or 0: rows; ranks times the rows of the \
+                 busiest one without lending, and with it; 1; experts lent, and of these by this rank */
+
+// assign: [chunks] blocks, between lend and the count of the dispatch. Replaces place_at, as count wrote it for ids of
+// experts, by ids of slots, or -1: the rows of an expert are cut in the order of (source rank, token, slot).
+#define MOE_P2P_ASSIGN(X) MOE_P2P_GROUP(X) MOE_P2P_SLOTS(X) MOE_P2P_HOMES(X)
+
+// A stack has up to four tensors [slots, size], one after the other, each aligned to kStackAlign bytes. Sizes are equal
+// on all ranks; `slots` is local_experts.
+#define MOE_P2P_STACK(X) X(size_0) X(size_1) X(size_2) X(size_3)
+
+// pull: any number of blocks. Copies the weights of the experts that this rank is lent from the stacks of their homes.
+#define MOE_P2P_PULL(X)                             \
+  MOE_P2P_GROUP(X)                                  \
+  MOE_P2P_HOMES(X)                                  \
+  MOE_P2P_STACK(X)                                  \
+  X(stacks_at) /* W addresses: the ranks' stacks */ \
+  X(element)   /* bytes */
+
+// collect: any number of blocks, after a meet in which ranks offer stacks of fp32 gradients (offer word 0). Adds the
+// gradients of each of this rank's experts: its own, then those of the ranks that it is lent to, in order. The sums are
+// rounded once.
+#define MOE_P2P_COLLECT(X)                             \
+  MOE_P2P_GROUP(X)                                     \
+  MOE_P2P_HOMES(X)                                     \
+  MOE_P2P_STACK(X)                                     \
+  X(offers_at)                                         \
+  X(dtype)                                             \
+  X(out_0) /* addresses of [homes, size] of `dtype` */ \
+  X(out_1)                                             \
+  X(out_2)                                             \
+  X(out_3)                                             \
+  X(ends) /* whether the last block then runs done */
 
 // All kernels p2p_<name>: name, argument struct, words.
 #define MOE_P2P_KERNELS(K)                         \
@@ -458,7 +507,10 @@ struct Report {
   K(ll_send, LlSendArgs, MOE_P2P_LL_SEND)          \
   K(ll_arrive, LlArriveArgs, MOE_P2P_LL_ARRIVE)    \
   K(ll_ready, LlReadyArgs, MOE_P2P_LL_READY)       \
-  K(lend, LendArgs, MOE_P2P_LEND)
+  K(lend, LendArgs, MOE_P2P_LEND)                  \
+  K(assign, AssignArgs, MOE_P2P_ASSIGN)            \
+  K(pull, PullArgs, MOE_P2P_PULL)                  \
+  K(collect, CollectArgs, MOE_P2P_COLLECT)
 
 #define MOE_P2P_WORD(name) int64_t name;
 struct Group {

@@ -34,6 +34,7 @@ constexpr int64_t threads_of(Kernel kernel) {
   switch (kernel) {
     case k_count:
     case k_order:
+    case k_assign:
       return 256;
     case k_push:
     case k_push_tiles:
@@ -47,6 +48,8 @@ constexpr int64_t threads_of(Kernel kernel) {
     case k_spread_tiles:
     case k_ll_send:
     case k_lend:
+    case k_pull:
+    case k_collect:
       return 512;
     default:
       return 1024;

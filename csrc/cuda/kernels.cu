@@ -35,6 +35,9 @@ MOE_P2P_KERNEL(ll_send, LlSendArgs, 512, 2)
 MOE_P2P_KERNEL(ll_arrive, LlArriveArgs, 1024, 1)
 MOE_P2P_KERNEL(ll_ready, LlReadyArgs, 1024, 1)
 MOE_P2P_KERNEL(lend, LendArgs, 512, 1)
+MOE_P2P_KERNEL(assign, AssignArgs, 256, 1)
+MOE_P2P_KERNEL(pull, PullArgs, 512, 2)
+MOE_P2P_KERNEL(collect, CollectArgs, 512, 1)
 
 #if !defined(__CUDACC_RTC__)
 #include <cuda_runtime_api.h>

@@ -56,9 +56,9 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
   m.sync();
   m.each(n, [&](int i) {
     const int64_t id = given[i];
-    ids[i] = id >= 0 && id < a.experts ? static_cast<int32_t>(id) : -1;
+    ids[i] = id >= 0 && id < a.ids ? static_cast<int32_t>(id) : -1;
     if (id == kDropped) m.add(&totals[0], 1);
-    if (id < kDropped || id >= a.experts) {
+    if (id < kDropped || id >= a.ids) {
       m.add(&totals[1], 1);
       m.lowest(&totals[2], i);
     }
@@ -236,6 +236,10 @@ MOE_BLOCK void meet_ranks(M& m, const Args& a) {
   if (state.fault != kNone) return;
   m.sync();
   if (a.with_counts) {
+    m.each(a.digest_at != 0, [&](int) {
+      const auto digest = static_cast<uint64_t>(*at<const int64_t>(a.digest_at));
+      x.header[kDigestWord] ^= static_cast<int64_t>(digest >> 24 << kDigestShift);
+    });
     x.own = m.template shared<int64_t>(a.experts);
     x.earlier = m.template shared<int64_t>(a.experts);
     x.sums = m.template shared<int64_t>(a.experts + 1);

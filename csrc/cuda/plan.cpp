@@ -68,14 +68,18 @@ Args Plan::push_args(const Slots& slots, const Rows& x, const Sending& how, cons
   return push;
 }
 
-void Plan::dispatch(const MeetInput& input, const Slotted& s, const Rows& x, const Sending& how, const Links& links) {
+Slots Plan::slots_of(const Slotted& s) const {
   const int64_t chunks = (s.of.tokens * s.of.top_k + s.chunk - 1) / s.chunk;
-  const Slots slots = {s.of.tokens, s.of.top_k,         s.ids_at,        s.chunk,
-                       chunks,      scratch_.counts_at, scratch_.bad_at, scratch_.expert_rows_at,
-                       s.place_at};
+  return {s.of.tokens, s.of.top_k,         s.ids_at,        s.chunk,
+          chunks,      scratch_.counts_at, scratch_.bad_at, scratch_.expert_rows_at,
+          s.place_at};
+}
+
+void Plan::count_and_meet(const MeetInput& input, const Slots& slots, const Sending& how, int64_t ids) {
   CountArgs count{};
   set_slots(count, slots);
-  start(k_count, chunks, count);
+  count.ids = ids;
+  start(k_count, slots.chunks, count);
   auto scan = meet_args<ScanArgs>(input, &slots, &how);
   scan.meets = how.order_at == 0;
   start(k_scan, (constants_.group.experts + kScanExperts - 1) / kScanExperts, scan);
@@ -83,12 +87,17 @@ void Plan::dispatch(const MeetInput& input, const Slotted& s, const Rows& x, con
     OrderArgs order{};
     set_slots(order, slots);
     order.order_at = how.order_at;
-    start(k_order, chunks, order);
+    start(k_order, slots.chunks, order);
     auto a = meet_args<MeetArgs>(input, &slots, &how);
     start(k_meet, 1, a);
   }
   counted_one();
-  const int64_t blocks = how.blocks < chunks ? how.blocks : chunks;
+}
+
+void Plan::dispatch(const MeetInput& input, const Slotted& s, const Rows& x, const Sending& how, const Links& links) {
+  const Slots slots = slots_of(s);
+  count_and_meet(input, slots, how, constants_.group.experts);
+  const int64_t blocks = how.blocks < slots.chunks ? how.blocks : slots.chunks;
   if (how.format == kSame && how.by_expert && links.blocks == 0) {
     auto push = push_args<PushTilesArgs>(slots, x, how, links);
     start(k_push_tiles, blocks, push);
@@ -156,6 +165,7 @@ Args Plan::meet_args(const MeetInput& input, const Slots* slots, const Sending* 
     a.with_counts = 1;
     a.strict = how->strict;
     a.own_counts_at = how->own_counts_at;
+    a.digest_at = how->digest_at;
     a.all_counts_at = scratch_.all_counts_at;
     a.host_counts_at = constants_.host_counts_at;
     a.summary_at = scratch_.summary_at;
@@ -271,6 +281,70 @@ void Plan::send(const MeetInput& input, int64_t blocks, const Tokens& t, const R
 void Plan::done() {
   DoneArgs a{};
   start(k_done, 1, a);
+}
+
+namespace {
+
+template <class Args>
+void set_homes(Args& args, const Lending& homes) {
+  args.routed = homes.routed;
+  args.homes_at = homes.homes_at;
+  args.copies = homes.copies;
+  args.plan_at = homes.plan_at;
+}
+
+template <class Args>
+void set_sizes(Args& args, const StackSizes& sizes) {
+  args.size_0 = sizes[0];
+  args.size_1 = sizes[1];
+  args.size_2 = sizes[2];
+  args.size_3 = sizes[3];
+}
+
+}  // namespace
+
+void Plan::lend(const MeetInput& input, const Slotted& s, const Lending& homes, const LendSettings& settings) {
+  const Slots slots = slots_of(s);
+  count_and_meet(input, slots, {}, homes.routed);
+  LendArgs lend{};
+  set_homes(lend, homes);
+  lend.rows = settings.rows;
+  lend.memory = settings.memory;
+  lend.row_ns = settings.row_ns;
+  lend.copy_ns = settings.copy_ns;
+  lend.all_counts_at = scratch_.all_counts_at;
+  lend.work_at = settings.work_at;
+  lend.tally_at = settings.tally_at;
+  start(k_lend, 1, lend);
+  AssignArgs assign{};
+  set_slots(assign, slots);
+  set_homes(assign, homes);
+  start(k_assign, slots.chunks, assign);
+}
+
+void Plan::pull(const Lending& homes, const StackSizes& sizes, int64_t stacks_at, int64_t element, int64_t blocks) {
+  PullArgs a{};
+  set_homes(a, homes);
+  set_sizes(a, sizes);
+  a.stacks_at = stacks_at;
+  a.element = element;
+  start(k_pull, blocks, a);
+}
+
+void Plan::collect(const MeetInput& input, const Lending& homes, const StackSizes& sizes, const StackSizes& out_at,
+                   int64_t dtype, int64_t blocks) {
+  meet(input);
+  CollectArgs a{};
+  set_homes(a, homes);
+  set_sizes(a, sizes);
+  a.offers_at = scratch_.offers_at;
+  a.dtype = dtype;
+  a.out_0 = out_at[0];
+  a.out_1 = out_at[1];
+  a.out_2 = out_at[2];
+  a.out_3 = out_at[3];
+  a.ends = 1;
+  start(k_collect, blocks, a);
 }
 
 void Plan::send_few(LlSendArgs args) { start(k_ll_send, constants_.group.experts * args.parts, args); }

@@ -4,6 +4,7 @@
 // Python and waits for the device only in `wait`.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,11 +60,24 @@ struct Slotted {
 
 // How push sends rows, on at most `blocks` blocks; see PushArgs. wait: also launch the kernels that wait for the rows
 // of all ranks; otherwise the caller launches `arrive`. order_at: where to list the slots by expert, or 0; by_expert:
-// push walks this list, unless it converts or relays rows. strict, own_counts_at: see MeetArgs.
+// push walks this list, unless it converts or relays rows. strict, own_counts_at, digest_at: see MeetArgs.
 struct Sending {
   int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0, wait = 1, order_at = 0, by_expert = 0, strict = 0,
-          own_counts_at = 0;
+          own_counts_at = 0, digest_at = 0;
 };
+
+// The homes of experts, and the memory of a plan; see MOE_P2P_HOMES.
+struct Lending {
+  int64_t routed = 0, homes_at = 0, copies = 0, plan_at = 0;
+};
+
+// Settings and memory of lend; see LendArgs.
+struct LendSettings {
+  int64_t rows = 0, memory = 0, row_ns = 0, copy_ns = 0, work_at = 0, tally_at = 0;
+};
+
+// Sizes of the tensors of a stack; see MOE_P2P_STACK.
+using StackSizes = std::array<int64_t, 4>;
 
 // Buffers of relayed rows; rows == 0: no relay.
 struct Links {
@@ -108,6 +122,14 @@ class Plan {
   // End a turn.
   void done();
 
+  // Lending; see cuda/lend.h. A turn before the dispatch: replaces the places of `slots` by ids of slots.
+  void lend(const MeetInput& input, const Slotted& slots, const Lending& homes, const LendSettings& settings);
+  // Launch the copies of weights from stacks of elements of `element` bytes.
+  void pull(const Lending& homes, const StackSizes& sizes, int64_t stacks_at, int64_t element, int64_t blocks);
+  // A turn: the sums of offered gradients, as elements of `dtype`.
+  void collect(const MeetInput& input, const Lending& homes, const StackSizes& sizes, const StackSizes& out_at,
+               int64_t dtype, int64_t blocks);
+
   // Low latency; see dispatch/peer_to_peer/low_latency.py.
   void send_few(LlSendArgs args);
   void receive_few(int64_t parts, int64_t counts_at);
@@ -130,6 +152,9 @@ class Plan {
   Args push_args(const Slots& slots, const Rows& x, const Sending& how, const Links& links) const;
   template <class Args>
   Args meet_args(const MeetInput& input, const Slots* slots, const Sending* how) const;
+  Slots slots_of(const Slotted& s) const;
+  // Count slots whose ids are below `ids`, and meet with the counts.
+  void count_and_meet(const MeetInput& input, const Slots& slots, const Sending& how, int64_t ids);
   // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet. ends: also run done.
   void sum(int64_t blocks, const Tokens& t, const Rows& y, const SlotData& slots, int64_t offers_at, bool ends);
   template <class Args>

@@ -128,6 +128,13 @@ MOE_HD inline int64_t shared_bytes(const LlSendArgs& a, int64_t threads) {
 MOE_HD inline int64_t shared_bytes(const LlArriveArgs&, int64_t) { return Pieces().add(1, 8).add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const LlReadyArgs& a, int64_t) { return Pieces().add(a.world, 4).add(1, 8).bytes; }
 MOE_HD inline int64_t shared_bytes(const LendArgs&, int64_t) { return 0; }
+MOE_HD inline int64_t shared_bytes(const AssignArgs&, int64_t) { return 0; }
+MOE_HD inline int64_t shared_bytes(const PullArgs&, int64_t) { return 0; }
+MOE_HD inline int64_t shared_bytes(const CollectArgs& a, int64_t) {
+  Pieces p;
+  add_last_block(p, a.ends);
+  return p.bytes;
+}
 
 }  // namespace p2p
 }  // namespace moe_comm

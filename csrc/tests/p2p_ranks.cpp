@@ -44,14 +44,14 @@ int64_t P2pCase::kept(int64_t owner) const {
 
 void fill_case(Random& random, P2pCase& c) {
   const double skew = random.unit(), drop = random.chance(0.3) ? 0.4 : 0.0;
-  const int64_t hot_expert = random.below(c.experts());
+  const int64_t hot_expert = random.below(c.ids_below());
   c.rows.assign(at_index(c.world), {});
   for (int s = 0; s < c.world; ++s) {
     const int64_t tokens = c.tokens[at_index(s)];
     std::vector<int64_t> ids;
     std::vector<float> weights;
     for (int64_t i = 0; i < tokens * c.top_k; ++i) {
-      ids.push_back(random.chance(drop) ? -1 : random.chance(skew) ? hot_expert : random.below(c.experts()));
+      ids.push_back(random.chance(drop) ? -1 : random.chance(skew) ? hot_expert : random.below(c.ids_below()));
       weights.push_back(static_cast<float>(random.unit()));
     }
     c.ids.push_back(ids);
@@ -154,38 +154,6 @@ int64_t P2pRanks::region(int rank, const P2pCase& c, int which) const {
   return largest.bytes() + which * kRegionBytes + shift;
 }
 
-template <class Args>
-Args P2pRanks::slot_args(int rank, const P2pCase& c) {
-  Rank& me = of(rank);
-  Args a = args<Args>(rank, c);
-  a.tokens = c.tokens[at_index(rank)];
-  a.top_k = c.top_k;
-  a.ids_at = reinterpret_cast<int64_t>(c.ids[at_index(rank)].data());
-  a.chunk = c.chunk;
-  a.chunks = (a.tokens * a.top_k + a.chunk - 1) / a.chunk;
-  a.counts_at = reinterpret_cast<int64_t>(me.counts.data());
-  a.bad_at = reinterpret_cast<int64_t>(me.bad.data());
-  a.expert_rows_at = reinterpret_cast<int64_t>(me.expert_rows.data());
-  a.place_at = reinterpret_cast<int64_t>(me.place.data());
-  return a;
-}
-
-// Run the blocks of a kernel, each in a thread if `at_once`: any of them may end last.
-template <class Args>
-void run_blocks(const char* name, void (*kernel)(Machine&, const Args&), int64_t blocks, const Args& a, bool at_once) {
-  if (!at_once) return run_p2p(name, blocks, a);
-  std::vector<std::thread> threads;
-  for (int64_t block = 0; block < blocks; ++block) {
-    threads.emplace_back([&, block] {
-      const int64_t bytes = shared_bytes(a, host_threads);
-      std::vector<Words16> memory(at_index(bytes / 16 + 1));
-      Machine m(block, blocks, reinterpret_cast<char*>(memory.data()), bytes, host_threads);
-      kernel(m, a);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
 bool P2pRanks::count(int rank, const P2pCase& c, const std::vector<int64_t>& offer) {
   Rank& me = of(rank);
   const int64_t chunks = slot_args<CountArgs>(rank, c).chunks;
@@ -193,7 +161,9 @@ bool P2pRanks::count(int rank, const P2pCase& c, const std::vector<int64_t>& off
   me.bad.assign(at_index(chunks * 4), -7);
   me.expert_rows.assign(at_index(c.experts()), -7);
   me.place.assign(c.ids[at_index(rank)].size(), -9);
-  run_p2p("count", chunks, slot_args<CountArgs>(rank, c));
+  auto counts = slot_args<CountArgs>(rank, c);
+  counts.ids = c.ids_below();
+  run_p2p("count", chunks, counts);
   const bool meets = c.merged && !c.by_expert && c.push_blocks % 2 == 0;  // no kernel sends by the order
   ScanArgs scans = meets ? meet_args<ScanArgs>(rank, c, true, offer) : slot_args<ScanArgs>(rank, c);
   scans.meets = meets;
@@ -225,6 +195,7 @@ Args P2pRanks::meet_args(int rank, const P2pCase& c, bool with_counts, const std
     me.all_counts.assign(at_index(world_ * c.experts()), -9);
     me.host_counts.assign(at_index(world_ * c.experts()), -9);
     me.summary.assign(at_index(c.local_experts() + 1), -9);
+    a.digest_at = reinterpret_cast<int64_t>(&me.digest);
   }
   a.all_counts_at = reinterpret_cast<int64_t>(me.all_counts.data());
   a.host_counts_at = reinterpret_cast<int64_t>(me.host_counts.data());

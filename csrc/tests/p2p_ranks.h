@@ -3,11 +3,14 @@
 
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
 #include "cuda/args.h"
+#include "cuda/launch.h"
 #include "cuda/machine.h"
+#include "cuda/shared.h"
 #include "reference.h"
 
 namespace moe_comm::test {
@@ -31,7 +34,10 @@ struct P2pCase {
   std::vector<std::vector<int64_t>> places;
   std::vector<int64_t> dropped, overflow;
 
+  int64_t routed = 0;  // ids are below it; 0: below experts()
+
   int64_t experts() const { return offsets.back(); }
+  int64_t ids_below() const { return routed > 0 ? routed : experts(); }
   int64_t local_experts() const;
   int64_t element() const { return dtype == 0 ? 4 : 2; }
   int64_t kept(int64_t owner) const;  // number of an owner's rows within capacity
@@ -54,7 +60,7 @@ class P2pRanks {
   struct Rank {
     p2p::State state{};
     p2p::Report report{};
-    int64_t abort = 0;
+    int64_t abort = 0, digest = 0;
     std::vector<int64_t> header, offers, all_headers, all_counts, host_counts, summary, left, counts, bad, expert_rows,
         place, order;
   };
@@ -121,19 +127,48 @@ class P2pRanks {
 inline int host_threads = 1;
 
 template <class Args>
-void run_p2p(const char* name, int64_t blocks, const Args& a);
+void run_p2p(const char* name, int64_t blocks, const Args& a) {
+  const int kernel = p2p::kernel_number(name);
+  if (p2p::argument_bytes(kernel) != static_cast<int64_t>(sizeof a)) fail(name, 0, "wrong arguments");
+  p2p::run_on_host(kernel, blocks, &a, host_threads);
+}
+
+// Run the blocks of a kernel, each in a thread if `at_once`: any of them may end last.
+template <class Args>
+void run_blocks(const char* name, void (*kernel)(p2p::Machine&, const Args&), int64_t blocks, const Args& a,
+                bool at_once) {
+  if (!at_once) return run_p2p(name, blocks, a);
+  std::vector<std::thread> threads;
+  for (int64_t block = 0; block < blocks; ++block) {
+    threads.emplace_back([&, block] {
+      const int64_t bytes = p2p::shared_bytes(a, host_threads);
+      std::vector<p2p::Words16> memory(static_cast<size_t>(bytes / 16 + 1));
+      p2p::Machine m(block, blocks, reinterpret_cast<char*>(memory.data()), bytes, host_threads);
+      kernel(m, a);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+template <class Args>
+Args P2pRanks::slot_args(int rank, const P2pCase& c) {
+  const auto at = static_cast<size_t>(rank);
+  Rank& me = of(rank);
+  Args a = args<Args>(rank, c);
+  a.tokens = c.tokens[at];
+  a.top_k = c.top_k;
+  a.ids_at = reinterpret_cast<int64_t>(c.ids[at].data());
+  a.chunk = c.chunk;
+  a.chunks = (a.tokens * a.top_k + a.chunk - 1) / a.chunk;
+  a.counts_at = reinterpret_cast<int64_t>(me.counts.data());
+  a.bad_at = reinterpret_cast<int64_t>(me.bad.data());
+  a.expert_rows_at = reinterpret_cast<int64_t>(me.expert_rows.data());
+  a.place_at = reinterpret_cast<int64_t>(me.place.data());
+  return a;
+}
 
 // Convert to e4m3 by searching the 127 magnitudes; ties to even.
 uint8_t e4m3_by_search(float f);
 float e4m3_value(int byte);
 
 }  // namespace moe_comm::test
-
-#include "cuda/launch.h"
-
-template <class Args>
-void moe_comm::test::run_p2p(const char* name, int64_t blocks, const Args& a) {
-  const int kernel = moe_comm::p2p::kernel_number(name);
-  if (moe_comm::p2p::argument_bytes(kernel) != static_cast<int64_t>(sizeof a)) fail(name, 0, "wrong arguments");
-  moe_comm::p2p::run_on_host(kernel, blocks, &a, host_threads);
-}

@@ -184,6 +184,12 @@ TEST(p2p_a_header_mismatch_is_reported_on_all_ranks_and_the_next_call_succeeds) 
     CHECK_EQ(me.report.who, int64_t{3});
     me.state.fault = kNone;
     me.header[p2p::kFaultWord] = 0;
+    me.digest = (int64_t{1} << 40) + (int64_t{rank == 2} << 30);
+    counts_and_offers(ranks, rank, c);
+    CHECK_EQ(me.state.fault, int64_t{kDisagree});
+    CHECK_EQ(me.report.who, int64_t{rank == 2 ? 0 : 2});
+    me.state.fault = kNone;
+    me.digest = int64_t{1} << 40;
     ranks.run_and_check(rank, c);
   });
 }

@@ -173,6 +173,14 @@ TEST(p2p_plan_operations_launch_these_kernels_with_the_words_of_the_group) {
   CHECK(recorder->names() == "meet done meet done ");
   plan.combine(meets, 9, {6, 2}, {1, 2, 3, 0}, {4, 5});
   CHECK(recorder->names() == "meet sum ");
+  plan.lend(meets, {{6, 2}, 1000, 4, 4}, {1, 77, 1, 78}, {1000, 0, 1, 0, 79, 80});
+  CHECK_EQ(recorder->launches.at(0).words.back(), int64_t{1});  // ids are below the number of experts
+  CHECK_EQ(recorder->launches.back().how.blocks, int64_t{3});
+  CHECK(recorder->names() == "count scan lend assign ");
+  plan.pull({1, 77, 1, 78}, {8, 8, 0, 0}, 80, 2, 9);
+  plan.collect(meets, {1, 77, 1, 78}, {8, 8, 0, 0}, {81, 82, 0, 0}, 1, 9);
+  CHECK_EQ(recorder->launches.back().how.blocks, int64_t{9});
+  CHECK(recorder->names() == "pull meet collect ");
   plan.sum_slices(9, {6, 2}, {1, 0, 520, 1}, 4, 5);
   CHECK(recorder->names() == "ready sum ready sum ready sum ");
   plan.sum_few(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 77);

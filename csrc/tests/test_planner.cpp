@@ -23,7 +23,7 @@ int64_t address(const std::vector<T>& words) {
 // Random counts, and the arguments of lend.
 struct Case {
   int64_t world, experts;
-  std::vector<int64_t> loads, home, homes, offsets, counts, state, work, plan;
+  std::vector<int64_t> loads, home, homes, offsets, counts, state, work, plan, tally;
   std::vector<Resident> residents;
   p2p::LendArgs args{};
   LentRows wanted;
@@ -82,14 +82,23 @@ struct Case {
     args.all_counts_at = address(counts);
     args.residents_at = address(residents);
     args.work_at = address(work);
+    tally.assign(6, 1);
+    args.tally_at = address(tally);
+    args.rank = random.below(world);
     wanted = plan_rows(loads, home, world, p2p::limits_of(args, all, most_slots), residents);
     plan.assign(at_index(p2p::LendPlan::words(world, experts, args.copies)), -7);
     args.plan_at = address(plan);
   }
   void check() const {
-    const p2p::LendPlan got(args.plan_at, world, experts);
+    const p2p::LendPlan got(args);
     CHECK_EQ(*got.size, static_cast<int64_t>(wanted.lent.size()));
     CHECK_EQ(*got.digest, static_cast<int64_t>(wanted.digest));
+    int64_t rows = 0, own = 0;
+    for (const int64_t load : loads) rows += load;
+    CHECK_EQ(tally[0], rows + 1);
+    CHECK_EQ(tally[2], *std::max_element(got.rows, got.rows + world) * world + 1);
+    for (const Lent& one : wanted.lent) own += home[at_index(one.expert)] == args.rank;
+    CHECK(tally[3] == 2 && tally[4] == *got.size + 1 && tally[5] == own + 1 && tally[1] >= tally[2]);
     for (size_t i = 0; i < wanted.lent.size(); ++i) {
       const Lent& one = wanted.lent[i];
       CHECK(got.lent[i].expert == one.expert && got.lent[i].rank == one.rank && got.lent[i].rows == one.rows);

@@ -26,6 +26,8 @@ EXTRA, EXTRA_BACKWARD = "extra values", "extra values backward"
 """The separate transfers of the extra values of a dispatch, and of their gradients."""
 DISPATCH_AGAIN = "dispatch again"
 """In a backward pass, the dispatch of rows that experts read in place."""
+LEND, RETURN = "plan of lent experts", "gradients of lent experts"
+"""Operations of ``peer_to_peer`` before a dispatch, and in its backward pass."""
 OPS = (
     "dispatch",
     "combine",
@@ -36,6 +38,8 @@ OPS = (
     EXTRA,
     EXTRA_BACKWARD,
     DISPATCH_AGAIN,
+    LEND,
+    RETURN,
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
@@ -145,7 +149,8 @@ class Header:
     flagged: whether kernels of a combine, or of a backward pass, set a flag for each part of the rows.
     in_place: whether the experts of a dispatch read the tokens in place.
     again: whether the backward of a combine also sends the tokens again.
-    placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
+    placement: digest of the placement of experts, whose slots the ids of a dispatch are, and of what is lent or when;
+        0 for the default placement.
     extra, extra_grad, extra_int: number of extra values of each slot, and whether they require gradients, or are int32.
     trained: bits of a dispatch for a layer: which of ``TRAINED`` require gradients.
     agreed: whether all ranks have compared their headers and found no fault, so rows may be in flight. Not sent.
@@ -266,7 +271,7 @@ _FIELDS: tuple[tuple[str, int, int, int, Callable[[int], object]], ...] = (
     ("whether GEMMs overlap on the device", 6, 3, 1, bool),
     ("whether experts read tokens in place", 6, 4, 1, bool),
     ("whether the tokens are sent again", 6, 5, 1, bool),
-    ("the placement of experts", 6, PLACEMENT_SHIFT, -1, _placement),
+    ("the placement of experts or their balance", 6, PLACEMENT_SHIFT, -1, _placement),
 )
 """Fields of the compared words: name, word, lowest bit, mask, and the text of a value. The last word is the layer."""
 

@@ -64,7 +64,7 @@ class Dispatcher(RowOperations):
         expert_placement: the placement by which the caller replaces expert ids by ids of slots; each dispatch compares
             it between ranks. None: ids of experts are ids of slots. ``placement`` is the layout of the slots.
         plan_digest: hash of the experts that the layer of the next dispatch lends to other ranks; 0: none. Compared
-            between ranks.
+            between ranks. [1] int64 on the device for ``dispatch_uncounted``.
         trained: bits that the layer of the next dispatch sets: which of ``header.TRAINED`` require gradients. Compared
             between ranks.
         before_dispatch: called before each dispatch.
@@ -92,7 +92,7 @@ class Dispatcher(RowOperations):
         self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
         self.corruption = CorruptionLog()
         self.expert_placement: Placement | None = None
-        self.plan_digest = 0
+        self.plan_digest: int | Tensor = 0
         self.trained = 0
         self.before_dispatch: list[Callable[[], None]] = []
         self.has_unknown_experts = False
@@ -463,7 +463,7 @@ class Dispatcher(RowOperations):
     def _placement_digest(self) -> int:
         """Return the digest of the placement of experts, with the upper bits of ``plan_digest``."""
         digest = 0 if self.expert_placement is None else self.expert_placement.digest
-        return digest ^ self.plan_digest >> 24 << 16
+        return digest ^ (self.plan_digest >> 24 << 16 if isinstance(self.plan_digest, int) else 0)
 
     # --- for the backends ---
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import AbortOnError, needs_report, raised_text
-from moe_comm.comm.header import DISPATCH_AGAIN, DTYPES, GroupCalls, Header, describe
+from moe_comm.comm.header import DISPATCH_AGAIN, DTYPES, LEND, RETURN, GroupCalls, Header, describe
 from moe_comm.dispatch.types import DROPPED, DispatchHandle, DispatchOptions, routing_error
 from moe_comm.dispatch.wire_dtype import SAME, bytes_per_row
 from moe_comm.errors import InputError, MoeCommError, PeerError, PeerRaised, mark_known
@@ -32,6 +32,8 @@ KINDS = {
     "combine backward": Kind.DISPATCH,
     "combine": Kind.COMBINE,
     "dispatch backward": Kind.COMBINE,
+    LEND: Kind.DISPATCH,
+    RETURN: Kind.COMBINE,
 }
 """Span kind of each operation. DISPATCH sends rows to experts; COMBINE sends rows back to the ranks of the tokens."""
 

@@ -36,7 +36,7 @@ class PeerToPeerOptions:
         capacity_rows: number of rows for which ``dispatch_fixed`` and layers have room on each rank. With it, a layer
             with 16-bit experts keeps the counts on the GPU, and the host does not wait for them. A layer's call that
             sends a rank more rows raises ``HeapError`` on every rank. T tokens on each of W ranks send T * K rows to a
-            rank on average, and at most W * T * min(K, experts of the rank).
+            rank on average, and at most W * T * min(K, experts of the rank), or f * T * K with ``Balance(memory=f)``.
         own_stream: run operations on a separate stream, which the caller's stream waits for.
         emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
         bulk_copies: dispatch copies rows with cp.async.bulk, which needs few multiprocessors. Only on GPUs that have it

@@ -214,7 +214,7 @@ class GroupOperations:
         chunk = chunk_of(tokens, top_k)
         x_at, stride = row_address(x_TD, x_TD.dtype, device=self.device.type)
         self.plan.dispatch(
-            header, self._begin(-(-tokens * top_k // chunk)), offer, tokens, top_k, words_address(ids_TK),
+            header, self.begin_turn(-(-tokens * top_k // chunk)), offer, tokens, top_k, words_address(ids_TK),
             words_address(place_TK), chunk, x_at, stride, x_TD.shape[1], dtype, how, links,
         )  # fmt: skip
 
@@ -239,7 +239,7 @@ class GroupOperations:
 
     def meet(self, header: bytes, offer: Offer) -> None:
         """Exchange headers and offers without counts."""
-        self.plan.meet(header, self._begin(0), offer)
+        self.plan.meet(header, self.begin_turn(0), offer)
 
     def sum(
         self,
@@ -261,7 +261,7 @@ class GroupOperations:
         dots_at = 0
         if dots_TK is not None:
             dots_at = address(dots_TK, torch.float32, place_TK.shape, self.device.type)
-        self.plan.sum(header, self._begin(0), offer, blocks, *of_rows, dots_at)
+        self.plan.sum(header, self.begin_turn(0), offer, blocks, *of_rows, dots_at)
 
     def sum_slices(self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int, blocks: int) -> None:
         """After ``meet``: sum each slice of columns, as ``sum`` does, once peers have set its flag."""
@@ -283,7 +283,7 @@ class GroupOperations:
         offer: addresses of this rank's rows, reduced rows and links, as in ``own``. The links must be zero.
         """
         words = self._sum_words(place_TK, weights_TK, y_TD, dtype)
-        self.plan.sum_reduced(header, self._begin(0), offer, blocks, *words, own)
+        self.plan.sum_reduced(header, self.begin_turn(0), offer, blocks, *words, own)
 
     def _sum_words(
         self, place_TK: Tensor, weights_TK: Tensor | None, y_TD: Tensor, dtype: int
@@ -319,7 +319,7 @@ class GroupOperations:
         weights_at, dots_at, sent_at = (address(x, torch.float32, place_TK.shape, kind) for x in of_slots)
         grad_at, stride = row_address(grad_TD, grad_TD.dtype, device=kind)
         self.plan.spread(
-            header, self._begin(0), offer, blocks, tokens, top_k, grad_TD.shape[1], dtype, words_address(place_TK),
+            header, self.begin_turn(0), offer, blocks, tokens, top_k, grad_TD.shape[1], dtype, words_address(place_TK),
             weights_at, grad_at, stride, dots_at, sent_at, words_address(order), self._on_gpu or order is None,
         )  # fmt: skip
 
@@ -349,7 +349,7 @@ class GroupOperations:
         self._report_words[1:] = 0
         self.plan.turn = int(self._state[0])  # kernels queued after the fault have not counted
 
-    def _begin(self, chunks: int) -> int:
+    def begin_turn(self, chunks: int) -> int:
         """Select scratch for an operation with ``chunks`` chunks of slots. Return a free position for its header."""
         if chunks > self._chunks or self._capturing or self._replays or self.scratch is not self._scratches[-1]:
             self._prepare(chunks)

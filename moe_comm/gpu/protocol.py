@@ -159,7 +159,8 @@ class Sending(NamedTuple):
     order_at: address of ``order_words`` int64 words for a list of the slots by expert, or 0. by_expert: whether to send
     rows in this order, with a flag for each tile. Rows that are converted or relayed are sent by token. strict: whether
     more rows for a rank than its offer has room for are a fault, on every rank, instead of overflow. own_counts_at:
-    address of int64 words for the number of rows of each of this rank's experts, or 0.
+    address of int64 words for the number of rows of each of this rank's experts, or 0. digest_at: address of an int64
+    word on the device that is added to the digest of the placement in the header, or 0.
     """
 
     blocks: int
@@ -171,6 +172,7 @@ class Sending(NamedTuple):
     by_expert: int = 0
     strict: int = 0
     own_counts_at: int = 0
+    digest_at: int = 0
 
 
 class RowFlags(NamedTuple):

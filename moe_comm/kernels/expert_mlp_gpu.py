@@ -185,7 +185,7 @@ def repeated_backward(
     """Run ``backward`` as a program, for a number of rows that calls repeat."""
     w13, w2, _, b2 = mlp.tensors
     needs_w13, needs_w2, *_ = needs
-    if (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
+    if mlp.wide or (needs_w13 and hasattr(w13, "main_grad")) or (needs_w2 and hasattr(w2, "main_grad")):
         return backward(mlp, rows_RD, h_RG, grad_RD, counts_E, grad_rows_RD, needs, weights)
     weights_R, dots_R = (None, None) if weights is None else (weights.weights_N, weights.dots_N)
     launched = 2 + (h_RG is None) + (grad_rows_RD is not None) + sum(needs) + (dots_R is not None and b2 is not None)

@@ -80,7 +80,8 @@ class LendKernel:
         held = sorted(range(experts), key=lambda e: (case.home_E[e], e))
         ends = [[sum(one[:r]) for r in range(world + 1)] for one in (homes_W, slots_W)]
         counts = words(*(n for of_rank in case.counts_WE for n in [*of_rank, *[0] * (sum(slots_W) - experts)]))
-        homes, offsets = words(*case.home_E, *held, *ends[0]), words(*ends[1])
+        slot_E = [ends[1][home] + held.index(e) - ends[0][home] for e, home in enumerate(case.home_E)]
+        homes, offsets = words(*case.home_E, *held, *ends[0], *slot_E), words(*ends[1])
         plan_words, work_words = core.p2p_lend_words(world, experts, len(case.residents), case.slots)
         plan, work = words(*[-1] * plan_words), words(*[-1] * work_words)
         residents, state = words(*(x for pair in case.residents for x in pair), 0), words(0, 0, 0)
@@ -95,8 +96,11 @@ class LendKernel:
             },
         )  # fmt: skip
         size, hashed = plan[:2].tolist()
-        rows_W, first_E, before_E, lent = plan[2:].split((world, experts + 1, experts, case.slots * world * 5))
+        parts = world, experts + 1, experts, case.slots * world, case.slots * world * 5
+        rows_W, first_E, before_E, taken_WC, lent = plan[2:].split(parts)
         lent_N5 = lent[: 5 * size].view(size, 5)
+        of_rank = [[i for i in range(size) if lent_N5[i, 1] == r] for r in range(world)]
+        assert taken_WC.tolist() == [i for own in of_rank for i in [*own, *[-1] * (case.slots - len(own))]]
         earlier = [[0] * experts, *case.counts_WE[:rank]]
         assert before_E.tolist() == [sum(of_expert) for of_expert in zip(*earlier, strict=True)]
         assert first_E.tolist() == [int((lent_N5[:, 0] < e).sum()) for e in range(experts + 1)]

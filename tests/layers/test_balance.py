@@ -45,6 +45,7 @@ class Run:
     checkpointed: bool = False
     balance: Balance | None = None
     device: str = "cpu"
+    capacity: int | None = None
 
 
 CALLS = 2
@@ -52,7 +53,7 @@ CALLS = 2
 
 def build(balance: Balance | None, run: Run = Run(), **settings: Any) -> MoELayer:
     config = replace(CONFIG, recompute=run.recompute, **settings)
-    peers = PeerToPeerOptions(emulate=run.device == "cpu")
+    peers = PeerToPeerOptions(emulate=run.device == "cpu", capacity_rows=run.capacity)
     options, group = DispatchOptions(timeout_s=60, balance=balance, peer_to_peer=peers), dist.group.WORLD
     if run.backend == "hierarchical":  # as if the ranks were on two hosts
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -121,7 +122,12 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
         sent = [
             one for lent, _ in result["plans"] for one in lent if layer.placement.homes[one.expert] == layer.place["ep"]
         ]
-        assert (layer.copies.published_bytes > 0) is (bool(sent) and run.backend != "shared_memory")
+        if run.capacity is None:
+            assert (layer.copies.published_bytes > 0) is (bool(sent) and run.backend != "shared_memory")
+        else:
+            of_lent = layer.take_lent(layer.copies)[3:].tolist()
+            nbytes = len(sent) * sum(p[0].nbytes for p in layer.experts.parameters())
+            assert of_lent == [CALLS, sum(len(one) for one, _ in result["plans"]), nbytes]
     for call, (x, weights, y) in enumerate(calls):
         y.backward(gradient(y, rank, call))
         result |= {f"y{call}": y.detach(), f"x{call}": x.grad, f"weights{call}": weights.grad}

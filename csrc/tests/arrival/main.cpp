@@ -126,6 +126,7 @@ int main(int, char** argv) {
   PushArgs by_token{};
   PushTilesArgs sent{};
   fill(count), fill(scanned), fill(ordered), fill(sent);
+  count.ids = experts;
   run([](Machine& m, const CountArgs& a) { p2p::count(m, a); }, chunks, count, shared_bytes(count, 1));
   run([](Machine& m, const ScanArgs& a) { p2p::scan(m, a); }, (experts + kScanExperts - 1) / kScanExperts, scanned,
       shared_bytes(scanned, 1));

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moe_comm.comm.header import DISPATCH_FIXED, Header, describe
 from moe_comm.dispatch.operation import Operation
+from moe_comm.dispatch.peer_to_peer.lending import LendingPrimitives
 from moe_comm.dispatch.peer_to_peer.low_latency import (
     LowLatencyBuffers,
     LowLatencyHandle,
@@ -33,7 +34,6 @@ from moe_comm.dispatch.peer_to_peer.low_latency import (
     sum_low_latency,
 )
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, dense
-from moe_comm.dispatch.peer_to_peer.repeated import RepeatedPrimitives
 from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
 from moe_comm.dispatch.types import DeviceCounts, Dispatched, DispatchHandle
@@ -59,7 +59,7 @@ class FixedDispatched:
     handle: DispatchHandle
 
 
-class PeerToPeerDispatcher(RepeatedPrimitives):
+class PeerToPeerDispatcher(LendingPrimitives):
     """For GPUs of one host with peer access. Construction is collective over ``group``; see the base class."""
 
     @cached_property
@@ -229,7 +229,10 @@ class PeerToPeerDispatcher(RepeatedPrimitives):
                 self._raise_no_room(problem)
             offer = received.offer._replace(room=capacity)
             packed = self.packed(self.context.operation)
-            how = self._sending(row_format)._replace(strict=strict, own_counts_at=words_address(counts_E))
+            digest_at = words_address(self.plan_digest) if isinstance(self.plan_digest, Tensor) else 0
+            how = self._sending(row_format)._replace(
+                strict=strict, own_counts_at=words_address(counts_E), digest_at=digest_at
+            )
             place_TK = self._move_rows(packed, x_TD, ids_TK, row_format, offer, capacity, how)
             rows_RD = received.rows()
             if self.memory.emulated:

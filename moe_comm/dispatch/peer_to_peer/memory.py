@@ -187,7 +187,7 @@ class PeerGroupMemory:
                 f"rank {report.who} has no room for its rows in {describe(self.current)}; increase "
                 "PeerToPeerOptions.heap_bytes, and capacity_rows if it is set, on every rank"
             )
-        headers, experts = self.operations.headers, self.operations.shape.experts
+        headers, experts = self.operations.headers, self.current.num_experts
         for words in headers:
             if not words[FAULT_WORD]:
                 words[-1] = 0  # the last word is not text: see FREE_BYTES_WORD of primitives.py
@@ -235,7 +235,7 @@ def shared_peer_memory(
 
     def make() -> PeerGroupMemory:
         shape = GroupShape(rank, tuple(offsets))
-        blocks = _blocks(channel, group, device, blocks_bytes(shape, total))
+        blocks = shared_blocks(channel, group, device, blocks_bytes(shape, total))
         memory = PeerGroupMemory(channel, GroupOperations(shape, blocks, launcher))
         if channel is not None:
             ready = torch.zeros(1, dtype=torch.int64, device="cpu").to(channel.control_device)
@@ -248,7 +248,11 @@ def shared_peer_memory(
     return channel.comm.keep(("peer memory", device, tuple(offsets), total), make)
 
 
-def _blocks(channel: Channel | None, group: ProcessGroup | None, device: torch.device, total: int) -> Blocks:
+def shared_blocks(channel: Channel | None, group: ProcessGroup | None, device: torch.device, total: int) -> Blocks:
+    """Return blocks of ``total`` bytes that all ranks map, with zeros. Collective; a HeapError is raised on every rank.
+
+    Peers may access them after a later operation.
+    """
     if channel is None or group is None or channel.comm.world == 1:
         return single_block(total, device)
     if device.type == "cuda":

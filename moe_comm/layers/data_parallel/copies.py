@@ -259,8 +259,17 @@ class ExpertCopies:
             return False
         return self._due or self._versions != self._present_versions()
 
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether calls can lend experts by plans that stay on the device; equal on all ranks."""
+        return False
+
     def begin(self, ids_TK: Tensor | None) -> Any:
         """Return the ``LentCall`` of the next call; None: the placement has all copies."""
+        return None
+
+    def take_tally(self) -> Tensor | None:
+        """Return counts of lent experts that are on the device; None: there are none."""
         return None
 
     def materialize(self, plan: CallPlan | None = None) -> None:

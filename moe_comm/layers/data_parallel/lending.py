@@ -99,18 +99,20 @@ class LentCall:
     """A call with its plan, and what its experts compute with.
 
     Attributes:
-        plan: the plan.
+        plan: the plan, a ``CallPlan`` or one on the device.
         slots: slots with rows on this rank, or empty ones before them: its experts, then those that are lent to it.
         values: the parameters, or their stacks; {} if no expert is lent.
         others: for each expert whose weights are read in place, [1, ...] by name of the parameter.
         gradients: of all these experts; None without a backward pass.
+        slots_TK: ids of slots for the dispatch; None: they follow from the plan on the CPU.
     """
 
-    plan: CallPlan
+    plan: Any
     slots: int
     values: Values = field(default_factory=dict)
     others: Sequence[Values] = ()
     gradients: LentGradients | None = None
+    slots_TK: Tensor | None = None
 
     def experts(self, mlp: ExpertMLP, weights: Orient, gradients: Orient, b2_columns: slice | None = None) -> ExpertMLP:
         """Return ``mlp``, which has the tensors of ``values``, with the other experts, and outputs for gradients.

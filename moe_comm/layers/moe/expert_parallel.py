@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall, serial_call, uncounted_call
-from moe_comm.dispatch.types import OnDevice
+from moe_comm.dispatch.types import DeviceCounts, OnDevice
 from moe_comm.errors import MoeCommError
 from moe_comm.layers.data_parallel.attach import attach_experts
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
@@ -235,26 +235,38 @@ class ExpertParallel(ParallelModule):
 
             in_place = dispatcher.name == "shared_memory"
             experts.copies = LentExperts(experts, shards, self.placement, balance, in_place, self.label)
+            if dispatcher.name == "peer_to_peer" and dispatcher.options.peer_to_peer.capacity_rows is not None:
+                from moe_comm.dispatch.peer_to_peer.lending import LendingPrimitives
+                from moe_comm.layers.data_parallel.device_lending import DeviceLentExperts
+
+                assert isinstance(dispatcher, LendingPrimitives)
+                experts.copies = DeviceLentExperts(dispatcher, experts, shards, self.placement, balance, self.label)
         elif self.placement.slots_per_rank != self.placement.homes_per_rank:  # slots for copies
             from moe_comm.layers.data_parallel.copies import ExpertCopies
 
             experts.copies = ExpertCopies(experts, shards, self.placement, self.label)
         return True
 
-    def _lend(self, experts: Any, ids_TK: Tensor | None) -> LentCall | None:
+    def _lend(self, experts: Any, ids_TK: Tensor | None, on_device: Tensor | None = None) -> LentCall | None:
         """Choose the experts to lend in the next call, and send their weights. Collective with ``balance``.
 
         Args:
             ids_TK: global expert ids; None: this rank raises an error in its next dispatch.
+            on_device: the tokens, if row counts stay on the device.
 
         Returns:
             The call; None without ``balance``.
         """
-        copies: ExpertCopies | None = getattr(experts, "copies", None)
-        lent = None if copies is None else copies.begin(ids_TK)
+        copies: Any = getattr(experts, "copies", None)
+        if copies is None:
+            return None
+        if on_device is not None:
+            lent: LentCall | None = copies.begin_on_device(on_device, ids_TK, self.training)
+        else:
+            lent = copies.begin(ids_TK)
         if lent is not None:
             self.last_plan = plan = lent.plan
-            if self.training:
+            if self.training and on_device is None:
                 loads_E, world = plan.counts[0], self.placement.world
                 fixed = max(rows_of_ranks(loads_E, self.placement.homes, world, ()))
                 counts = (sum(loads_E), fixed * world, max(plan.rows) * world, 1, len(plan.lent))
@@ -262,11 +274,12 @@ class ExpertParallel(ParallelModule):
         return lent
 
     def take_lent(self, copies: ExpertCopies | None) -> Tensor:
-        """Return ``LENT_COUNTS`` since the last call, int64 on the CPU. copies: those of the experts."""
+        """Return ``LENT_COUNTS`` since the last call, int64. copies: those of the experts."""
         sent = 0 if copies is None else copies.published_bytes
-        counts = [*self._lent_counts, sent - self._sent_bytes]
+        counts = torch.tensor([*self._lent_counts, sent - self._sent_bytes], dtype=torch.int64, device="cpu")
         self._lent_counts, self._sent_bytes = [0] * len(self._lent_counts), sent
-        return torch.tensor(counts, dtype=torch.int64, device="cpu")
+        tally = None if copies is None else copies.take_tally()
+        return counts if tally is None else tally + counts.to(tally.device)
 
     def _refuse(self, experts: Any, fault: MoeCommError) -> NoReturn:
         """Raise ``fault`` of this rank on every rank, in place of the next dispatch."""
@@ -335,10 +348,14 @@ class ExpertParallel(ParallelModule):
         if gradients is not None:
             dispatcher.trained = gradients.trained(experts, weights_TK.requires_grad)
         lent: LentCall | None = None
+        uncounted = bool(on_device) and self.overlap is None and dispatcher.keeps_counts(x_TD)
         if self.slots is not None:
             with dispatcher.abort_on_error(self.label):
-                lent = self._lend(experts, ids_TK)
-                ids_TK, weights_TK = self.slots(ids_TK, weights_TK, None if lent is None else lent.plan)
+                lent = self._lend(experts, ids_TK, x_TD if uncounted else None)
+                if lent is not None and lent.slots_TK is not None:
+                    ids_TK = lent.slots_TK
+                else:
+                    ids_TK, weights_TK = self.slots(ids_TK, weights_TK, None if lent is None else lent.plan)
         dispatcher.plan_digest = 0 if lent is None else lent.plan.digest
         if on_device == "tokens" and self.overlap is None and self.in_flight_hook is None:
             from moe_comm.dispatch.device_call import device_call  # only for experts on a GPU
@@ -346,8 +363,10 @@ class ExpertParallel(ParallelModule):
             on_gpu = device_call(dispatcher, x_TD, ids_TK, weights_TK, self.label)
             if on_gpu is not None:
                 return on_gpu
-        if on_device and self.overlap is None and dispatcher.keeps_counts(x_TD):
-            return uncounted_call(dispatcher, x_TD, ids_TK, weights_TK, label=self.label, observed=observed)
+        if uncounted:
+            call = uncounted_call(dispatcher, x_TD, ids_TK, weights_TK, label=self.label, observed=observed)
+            call.lent = lent
+            return call
         if self.overlap is None:
             call = serial_call(
                 dispatcher, x_TD, ids_TK, weights_TK, label=self.label, scaled=fp8, in_place=in_place, observed=observed
@@ -386,7 +405,7 @@ class ExpertParallel(ParallelModule):
         counts = call.handle.rows_per_expert
         homes = self.placement.homes_per_rank[self.place["ep"]]
         if call.lent is not None:
-            return counts[: call.lent.slots]
+            return counts if isinstance(counts, DeviceCounts) else counts[: call.lent.slots]
         # A rank without experts always computes with the slots for copies, so that its parameters have gradients.
         return counts[:homes] if homes and not self._uses_copies(call) else counts
 
@@ -406,5 +425,6 @@ class ExpertParallel(ParallelModule):
 
     def _uses_copies(self, call: ExpertCall) -> bool:
         """Return whether a rank may compute with the slots for copies; equal on all ranks."""
-        has_copies = self.placement.has_copies if call.lent is None else bool(call.lent.plan.lent)
-        return has_copies or not call.skips_empty_slots
+        if not call.skips_empty_slots:
+            return True
+        return self.placement.has_copies if call.lent is None else bool(call.lent.plan.lent)

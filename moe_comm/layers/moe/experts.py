@@ -231,9 +231,9 @@ class Experts(nn.Module):
             and type(w2) is nn.Parameter
             and (b13 is None or (type(b13) is nn.Parameter and b13.stride(1) == 1))
             and (b2 is None or (type(b2) is nn.Parameter and b2.stride(1) == 1))
-            and self.copies is None
+            and (self.copies is None or self.copies.plans_on_device)
             and self.gemm_dtype == "same"
-            and self.num_experts > 0
+            and (self.num_experts > 0 or self.copies is not None)
             and (w13.dtype == x_TD.dtype or torch.is_autocast_enabled(x_TD.device.type))
             and isinstance(self.activation, Composed)
         )

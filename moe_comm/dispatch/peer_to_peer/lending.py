@@ -1,0 +1,268 @@
+"""Experts that ranks lend each other in a call, without the CPU: the kernels of csrc/cuda/lend.h as operations.
+
+    forward    ids ─▶ plan ─▶ ids of slots ─▶ dispatch         stack of the home ─▶ slots for copies
+    backward   stack of the home ─▶ slots for copies           gradients of all owners, in fp32 ─▶ home
+
+A stack has a rank's experts, and then its slots for copies. All ranks map the stacks of all, so ``lend`` and
+``pull_weights`` need no addresses of a call. The plan of a call is a tensor on the device, which backward uses again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moe_comm.comm.header import LEND, RETURN
+from moe_comm.dispatch.peer_to_peer.memory import shared_blocks
+from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation
+from moe_comm.dispatch.peer_to_peer.repeated import RepeatedPrimitives
+from moe_comm.gpu.blocks import ALIGN, Blocks, round_up
+from moe_comm.gpu.heap import HeapBlock
+from moe_comm.gpu.protocol import Offer, chunk_of, words_address
+from moe_comm.runtime.memory import DTYPE_CODES
+from moe_comm.runtime.native_core import native
+from moe_comm.topology import Placement
+from moe_comm.topology.balance import Balance, Lent
+
+TENSORS = 4
+"""Maximum number of tensors of a stack."""
+COUNTS = 6
+"""Number of counts that ``LentHomes.tally`` has; see LendArgs in csrc/cuda/args.h."""
+LENT_WORDS = 5
+Shapes = Mapping[str, torch.Size]
+"""Shapes of the tensors of one expert by name."""
+
+
+def _offsets(slots: int, sizes: Sequence[int], element: int) -> list[int]:
+    """Return the first byte of each tensor of a stack of ``slots`` experts, and the end; see csrc/cuda/lend.h."""
+    return list(accumulate((round_up(slots * size * element, ALIGN) for size in sizes), initial=0))
+
+
+def _padded(sizes: Sequence[int]) -> list[int]:
+    return [*sizes, *[0] * (TENSORS - len(sizes))]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertStacks:
+    """Weights of experts, which all ranks of the group map.
+
+    Attributes:
+        values: [slots of this rank, ...] by name.
+        sizes: elements of one expert in each of them.
+        addresses: [W] int64 on the device: the stacks of all ranks.
+    """
+
+    values: dict[str, Tensor]
+    sizes: list[int]
+    addresses: Tensor
+    blocks: Blocks
+
+
+@dataclass(frozen=True, eq=False)
+class LentHomes:
+    """The homes of a layer's experts, and when to lend them, on the device.
+
+    Attributes:
+        table: int64 words; see MOE_P2P_HOMES in csrc/cuda/args.h.
+        experts, copies: number of experts, and of slots for copies on each rank.
+        settings: rows and memory of ``balance.words``, and the nanoseconds of a row and of a copy.
+        digest: of all these, which ranks compare.
+        work: memory of the kernel.
+        tally: [COUNTS] int64, sums over the calls that count.
+    """
+
+    table: Tensor
+    experts: int
+    copies: int
+    balance: Balance
+    settings: tuple[int, int, int, int]
+    digest: int
+    plan_words: int
+    work: Tensor
+    tally: Tensor
+
+    @classmethod
+    def of(cls, placement: Placement, balance: Balance, costs: tuple[int, int], device: torch.device) -> LentHomes:
+        """Return the homes of ``placement``, which has slots for copies. costs: see ``Balance.costs``."""
+        home_E, world, copies = placement.homes, placement.world, placement.slots or 0
+        experts = len(home_E)
+        held = sorted(range(experts), key=lambda expert: (home_E[expert], expert))
+        first = accumulate(placement.homes_per_rank, initial=0)
+        table = [*home_E, *held, *first, *(slots[0] for slots in placement.slot_ids())]
+        plan_words, work_words = native().p2p_lend_words(world, experts, 0, copies)
+        rows, memory, _ = balance.words()
+        settings = rows, memory, *costs
+
+        def words(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device="cpu").to(device)
+
+        digest = zlib.crc32(repr((placement.digest, settings)).encode())
+        work = torch.empty(work_words, dtype=torch.int64, device=device)
+        tally = words([0] * COUNTS)
+        return cls(words(table), experts, copies, balance, settings, digest, plan_words, work, tally)
+
+    def lending(self, plan: Tensor) -> tuple[int, int, int, int]:
+        """Return the words of MOE_P2P_HOMES."""
+        return self.experts, words_address(self.table), self.copies, words_address(plan)
+
+
+class DevicePlan:
+    """The plan of a call, which is copied from the device when it is read. Attributes are those of ``CallPlan``.
+
+    words: LendPlan of csrc/cuda/lend.h.
+    """
+
+    def __init__(self, words: Tensor, homes: LentHomes, placement: Placement) -> None:
+        self.words, self._homes, self._placement = words, homes, placement
+        self._read: tuple[tuple[Lent, ...], tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def digest(self) -> Tensor:
+        """The hash of ``lent``, [1] on the device."""
+        return self.words[1:2]
+
+    @property
+    def lent(self) -> tuple[Lent, ...]:
+        return self._known()[0]
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        return self._known()[1]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self._known()[2]
+
+    def _known(self) -> tuple[tuple[Lent, ...], tuple[int, ...], tuple[int, ...]]:
+        if self._read is None:
+            world, copies, words = self._placement.world, self._homes.copies, self.words.tolist()
+            first = len(words) - LENT_WORDS * world * copies
+            slots = self._placement.layout.offsets
+            lent = [words[first + LENT_WORDS * i :][:LENT_WORDS] for i in range(words[0])]
+            homes = self._placement.homes_per_rank
+            self._read = (
+                tuple(Lent(*one[:3]) for one in lent),
+                tuple(slot - slots[rank] - homes[rank] for _, rank, _, _, slot in lent),
+                tuple(words[2 : 2 + world]),
+            )
+        return self._read
+
+
+class LendingPrimitives(RepeatedPrimitives):
+    """The operations of lending."""
+
+    def new_stacks(self, shapes: Shapes, dtype: torch.dtype) -> ExpertStacks:
+        """Return zeros for the experts of this rank and its slots for copies. Collective.
+
+        Raises:
+            HeapError: a rank has no memory; on every rank.
+        """
+        shape, sizes = self.memory.operations.shape, [one.numel() for one in shapes.values()]
+        first = _offsets(shape.local_experts, sizes, dtype.itemsize)
+        blocks = shared_blocks(self.channel, self.group, self.device, max(first[-1], ALIGN))
+        values = {}
+        for start, size, (name, of_one) in zip(first, sizes, shapes.items(), strict=False):
+            bytes_ = blocks.own[start : start + len(self.local_experts) * size * dtype.itemsize]
+            values[name] = bytes_.view(dtype).view(-1, *of_one)
+        addresses = torch.tensor(blocks.addresses, dtype=torch.int64, device="cpu").to(self.device)
+        return ExpertStacks(values, sizes, addresses, blocks)
+
+    def lend(self, x_TD: Tensor, ids_TK: Tensor, homes: LentHomes, label: str, counted: bool) -> tuple[Tensor, Tensor]:
+        """Plan a call. Collective.
+
+        Args:
+            x_TD: the tokens of the call, of which only width and dtype are used.
+            ids_TK: ids of experts; -1 drops a slot.
+            counted: whether to add the counts of the call to ``homes.tally``.
+
+        Returns:
+            [T, K] ids of slots for the dispatch, and the words of the plan.
+
+        Raises:
+            RankMismatch: ranks have other settings. RoutingError: invalid ids. On a GPU as errors of ``check``.
+        """
+        operation = self._new_operation(LEND, x_TD.shape[1], x_TD.dtype, ids_TK.shape[1], label=label)
+        operation.num_experts, operation.placement = homes.experts, homes.digest
+        ids_TK = ids_TK.to(torch.int64).contiguous()
+        with operation, KernelOperation(self, operation, ids_TK):
+            slots_TK = torch.empty_like(ids_TK)
+            plan = torch.empty(homes.plan_words, dtype=torch.int64, device=self.device)
+            self.queue_lend(self.packed(operation), ids_TK, slots_TK, homes, plan, counted)
+            if self.memory.emulated:
+                self.memory.check(ids_TK)
+            self._stream.use_by_caller(slots_TK, plan)
+        return slots_TK, plan
+
+    def queue_lend(
+        self, header: bytes, ids_TK: Tensor, slots_TK: Tensor, homes: LentHomes, plan: Tensor, counted: bool
+    ) -> None:
+        """Queue the kernels of ``lend``, which write ``slots_TK`` and ``plan``."""
+        operations, (tokens, top_k) = self.memory.operations, ids_TK.shape
+        chunk = chunk_of(tokens, top_k)
+        at = operations.begin_turn(-(-tokens * top_k // chunk))
+        settings = *homes.settings, words_address(homes.work), words_address(homes.tally) if counted else 0
+        operations.plan.lend(
+            header, at, tokens, top_k, words_address(ids_TK), words_address(slots_TK), chunk, homes.lending(plan),
+            settings,
+        )  # fmt: skip
+
+    def pull_weights(self, homes: LentHomes, stacks: ExpertStacks, plan: Tensor) -> None:
+        """Copy the weights of the experts that this rank is lent into its slots for copies. Does not wait.
+
+        The homes must not change their weights before this rank takes part in another operation.
+        """
+        with KernelOperation(self, self.memory.current, plan, *stacks.values.values()):
+            self.queue_pull(homes, stacks, plan)
+
+    def queue_pull(self, homes: LentHomes, stacks: ExpertStacks, plan: Tensor) -> None:
+        """Queue the kernel of ``pull_weights``."""
+        element = next(iter(stacks.values.values())).element_size()
+        self.memory.operations.plan.pull(
+            homes.lending(plan), _padded(stacks.sizes), words_address(stacks.addresses), element, self._blocks
+        )
+
+    def gradient_stacks(self, shapes: Shapes) -> tuple[HeapBlock, dict[str, Tensor]]:
+        """Return memory for fp32 gradients of all slots of this rank, [slots, ...] by name, which peers can read.
+
+        Raises:
+            HeapError: no room, on this rank only.
+        """
+        sizes = [one.numel() for one in shapes.values()]
+        first, slots = _offsets(self.memory.operations.shape.local_experts, sizes, 4), len(self.local_experts)
+        block = self.memory.operations.heap.block(first[-1])
+        values = {
+            name: block.matrix(start, slots, size, torch.float32).view(slots, *of_one)
+            for start, size, (name, of_one) in zip(first, sizes, shapes.items(), strict=False)
+        }
+        return block, values
+
+    def collect_gradients(
+        self, homes: LentHomes, plan: Tensor, block: HeapBlock, sums: Sequence[Tensor], label: str
+    ) -> None:
+        """Add the gradients of lent experts, those of all ranks in order, and round them once. Collective.
+
+        Args:
+            block: from ``gradient_stacks``, with the gradients of this rank's slots.
+            sums: outputs [experts of this rank, ...], dense and of one dtype, in the order of the stacks.
+        """
+        operation = self._new_operation(RETURN, 0, sums[0].dtype, 1, label=label)
+        with operation, KernelOperation(self, operation, plan, *sums):
+            self.queue_collect(self.packed(operation), homes, plan, block, sums)
+            self._check_if_blocking()
+            self._stream.use_by_caller(*sums)
+
+    def queue_collect(
+        self, header: bytes, homes: LentHomes, plan: Tensor, block: HeapBlock, sums: Sequence[Tensor]
+    ) -> None:
+        """Queue the kernels of ``collect_gradients``."""
+        operations = self.memory.operations
+        sizes = [one.shape[1:].numel() for one in sums]
+        operations.plan.collect(
+            header, operations.begin_turn(0), Offer(block.first), homes.lending(plan), _padded(sizes),
+            _padded([one.data_ptr() for one in sums]), DTYPE_CODES[sums[0].dtype], self._blocks,
+        )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Experts that are lent over ``peer_to_peer`` with ``capacity_rows``: the device plans each call, and the CPU does not
+wait (``dispatch/peer_to_peer/lending.py``).
+
+The parameters are views of stacks that all ranks map. The slots for copies get weights in each call, and again in
+backward if another call has used them. Gradients of all slots are in memory that other ranks read. Calls of which the
+CPU knows the row counts are those of ``LentExperts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from moe_comm.comm.group_setup import channel_of
+from moe_comm.dispatch.peer_to_peer.lending import DevicePlan, ExpertStacks, LendingPrimitives, LentHomes
+from moe_comm.gpu.heap import HeapBlock
+from moe_comm.layers.data_parallel.copies import CallPlan, entered
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.lending import LentCall, LentExperts, LentGradients
+from moe_comm.topology import Placement
+from moe_comm.topology.balance import Balance
+
+
+class HeapGradients(LentGradients):
+    """Gradients in the heap of ``peer_to_peer``.
+
+    Attributes:
+        block: the memory; None before backward asks for it.
+    """
+
+    def __init__(self, allocate: Callable[[], tuple[HeapBlock, dict[str, Tensor]]]) -> None:
+        self._allocate_stacks = allocate
+        self.stacks, self.others, self.memory = {}, {}, None
+        self.block: HeapBlock | None = None
+
+    def _allocate(self) -> None:
+        self.block, self.stacks = self._allocate_stacks()
+
+
+class DeviceLentExperts(LentExperts):
+    """``LentExperts`` of a layer over ``dispatcher``, which has ``capacity_rows``."""
+
+    def __init__(
+        self,
+        dispatcher: LendingPrimitives,
+        experts: nn.Module,
+        shards: ExpertShards,
+        placement: Placement,
+        balance: Balance,
+        label: str = "",
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._mapped: ExpertStacks | None = None
+        self._homes: LentHomes | None = None
+        self._pulled: DevicePlan | None = None
+        super().__init__(experts, shards, placement, balance, False, label)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = super().__deepcopy__(memo)
+        copied._mapped = copied._homes = copied._pulled = None
+        return copied
+
+    def set_placement(self, placement: Placement) -> None:
+        super().set_placement(placement)
+        self._homes = self._pulled = None
+
+    @property
+    def plans_on_device(self) -> bool:
+        gradients = getattr(self._experts, "expert_gradients", None)
+        dtypes = {(param.dtype, param.device) for param in self.parameters}
+        return (
+            self._shards.sizes["etp"] == 1
+            and len(dtypes) == 1
+            and not (gradients is not None and gradients.prepared_for_fsdp)
+        )
+
+    def begin_on_device(self, x_TD: Tensor, ids_TK: Tensor, counted: bool) -> LentCall:
+        """Plan a call, and copy the weights that this rank is lent. Collective, and the CPU does not wait.
+
+        Args, errors: see ``LendingPrimitives.lend``.
+        """
+        dispatcher, stacks = self._dispatcher, self._share_stacks()
+        slots_TK, words = dispatcher.lend(x_TD, ids_TK, self._homes_of(stacks), self._label, counted)
+        plan = DevicePlan(words, self._homes_of(stacks), self.placement)
+        self.materialize(plan)
+        trained = self._trained() if torch.is_grad_enabled() else {}
+        gradients = None
+        if trained:
+            shapes = {name: param.shape[1:] for name, param in trained.items()}
+            gradients = HeapGradients(partial(dispatcher.gradient_stacks, shapes))
+        values = {name: stack.data for name, stack in stacks.values.items()}  # other calls write to slots for copies
+        inside = entered(values, trained, lambda names, _: self._collect(plan, gradients, names))
+        return LentCall(plan, self.num_slots, inside, (), gradients, slots_TK)
+
+    def materialize(self, plan: CallPlan | DevicePlan | None = None) -> None:
+        if not isinstance(plan, DevicePlan):
+            super().materialize(plan)
+        elif self._pulled is not plan:
+            assert self._mapped is not None
+            self._dispatcher.pull_weights(self._homes_of(self._mapped), self._mapped, plan.words)
+            self._pulled = plan
+
+    def take_tally(self) -> Tensor | None:
+        """Return the counts of ``LENT_COUNTS`` of the calls since this method was called, on the device."""
+        if self._homes is None:
+            return None
+        tally = self._homes.tally.clone()
+        self._homes.tally.zero_()
+        tally[-1] *= sum(param.shape[1:].numel() * param.element_size() for param in self.parameters)
+        return tally
+
+    def _collect(self, plan: DevicePlan, gradients: HeapGradients | None, names: Sequence[str]) -> list[Tensor]:
+        """Return the gradients of the parameters ``names``. Collective."""
+        assert gradients is not None
+        assert gradients.block is not None
+        assert self._mapped is not None
+        params = [self.parameter(name) for name in names]
+        sums = [torch.empty(p.shape, dtype=p.grad_dtype or p.dtype, device=p.device) for p in params]
+        self._dispatcher.collect_gradients(self._homes_of(self._mapped), plan.words, gradients.block, sums, self._label)
+        gradients.release()
+        gradients.block = None
+        return sums
+
+    def _homes_of(self, stacks: ExpertStacks) -> LentHomes:
+        if self._homes is None or self._homes.balance is not self.balance:
+            size = next(iter(stacks.values.values())).element_size()
+            hosts = len(set(channel_of(self._shards.group).comm.hosts))
+            costs = self.balance.costs(sum(stacks.sizes), size, hosts)
+            self._homes = LentHomes.of(self.placement, self.balance, costs, self._dispatcher.device)
+        return self._homes
+
+    @torch.no_grad()
+    def _share_stacks(self) -> ExpertStacks:
+        """Return the stacks, after making the parameters views of them. The first call is collective."""
+        params, stacks = self._params(), self._mapped
+        if stacks is None or next(iter(stacks.values.values())).dtype != next(iter(params.values())).dtype:
+            shapes = {name: param.shape[1:] for name, param in params.items()}
+            with torch.inference_mode(False):
+                stacks = self._mapped = self._dispatcher.new_stacks(shapes, next(iter(params.values())).dtype)
+            self._pulled = None
+        for name, param in params.items():
+            if param.data_ptr() != stacks.values[name].data_ptr() and param.numel():
+                own = stacks.values[name][: param.shape[0]]
+                own.copy_(param)
+                param.data = own
+        return stacks
