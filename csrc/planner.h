@@ -1,8 +1,8 @@
 // Which rows of an expert are computed on another rank than its home: one source for the CPU and for GPUs. The
 // reference is moe_comm/topology/balance.py.
 //
-// A plan is computed by teams of lanes: one lane on the CPU, and the warps of a block on a GPU, each of which tries
-// another limit of the rows of a rank. All lanes of a team run the same code on the same values. `each` divides work
+// A plan is computed by teams of lanes: one lane on the CPU, and the warps of a block on a GPU. Each warp tries another
+// limit of the rows of a rank. All lanes of a team run the same code on the same values. `each` divides work
 // between them, `one` lets one of them write what all have read, and `best` finds an index, the lowest one of equals.
 // Integers only, and no atomics: the plan does not depend on the number of teams and lanes.
 #pragma once

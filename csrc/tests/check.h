@@ -54,6 +54,13 @@ struct Register {
     if (!check_thrown) ::moe_comm::test::fail(__FILE__, __LINE__, #expression " must throw " #Error); \
   } while (0)
 
+inline size_t at_index(int64_t i) { return static_cast<size_t>(i); }
+
+template <class T>
+int64_t address(const std::vector<T>& words) {
+  return reinterpret_cast<int64_t>(words.data());
+}
+
 // A small, fast generator with the same sequence on every machine.
 class Random {
  public:

@@ -16,8 +16,6 @@ using namespace p2p;
 
 namespace {
 
-size_t at_index(int64_t i) { return static_cast<size_t>(i); }
-
 Bytes random_rows(Random& random, int dtype, int64_t rows, int64_t hidden) {
   const int64_t size = dtype == 0 ? 4 : 2;
   Bytes bytes(at_index(rows * hidden * size));

@@ -13,12 +13,6 @@ using namespace moe_comm::p2p;
 
 namespace {
 
-size_t at_index(int64_t i) { return static_cast<size_t>(i); }
-template <class T>
-int64_t address(const std::vector<T>& words) {
-  return reinterpret_cast<int64_t>(words.data());
-}
-
 // A group with homes and slots for copies, and stacks of 16-bit weights.
 struct Layer {
   int64_t copies, most_slots = 0;

@@ -14,12 +14,6 @@ using namespace moe_comm::test;
 
 namespace {
 
-size_t at_index(int64_t i) { return static_cast<size_t>(i); }
-template <class T>
-int64_t address(const std::vector<T>& words) {
-  return reinterpret_cast<int64_t>(words.data());
-}
-
 // Random counts, and the arguments of lend.
 struct Case {
   int64_t world, experts;

@@ -189,7 +189,7 @@ def _serve(model: Any, config: ServeConfig, sockets: list[socket.socket], ports:
     """Serve until a signal, or until another rank ends.
 
     Raises:
-        MoeCommError: the server ended by itself.
+        MoeCommError: the server ended unexpectedly.
     """
     settings = config.batching.options() if config.batching else {}
     longest = config.batching.pages // config.micro_batches * PAGE if config.batching else None

@@ -15,7 +15,7 @@ h_RG, the activation and out_RD are in the dtype of the rows. Weights are quanti
 launch per GEMM on a GPU. Backward uses the dequantized rows and the weights before quantization, in the dtype of the
 rows, so rounding to e4m3 has the gradient of the identity.
 
-Experts of other ranks that are read in place are not in the stacks (``others``): each of them is multiplied by itself.
+Experts of other ranks that are read in place are not in the stacks (``others``). Each has GEMMs of its own.
 
 In suffixes, R is all rows of this rank and r the rows of one range. ``ExpertMLP`` is two GEMMs and the activation;
 ``ExpertLinear`` is one GEMM. Both save ``rows_RD`` for backward and, without recompute, ``h_RG``.
@@ -267,7 +267,7 @@ class ExpertMLP(LocalExperts):
 
     @property
     def alone(self) -> range:
-        """The experts that are multiplied by themselves."""
+        """The experts with GEMMs of their own."""
         return range(self.num_experts - len(self.others), self.num_experts)
 
     def new_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:

@@ -44,8 +44,8 @@ class Lent(NamedTuple):
 class Limits(NamedTuple):
     """Limits of the rows of a rank in one step, and costs.
 
-    rows: lend to keep to it, where that pays. memory: never exceeded. row_ns, copy_ns: costs of a row and of a copy
-    that is not resident. copies: slots for copies on each rank.
+    rows: at least the mean; lend to keep to it, where that pays. memory: never exceeded. row_ns, copy_ns: costs of a
+    row and of a copy that is not resident. copies: slots for copies on each rank.
     """
 
     rows: int
@@ -91,7 +91,7 @@ class Balance:
     def __post_init__(self) -> None:
         for name in ("rows", "memory"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 1 <= value <= 1e6):
+            if value is not None and not (isinstance(value, int | float) and 1 <= value <= 2**20):
                 raise ConfigError(f"Balance.{name} must be a multiple of at least 1; got {value!r}")
         for name, least in (("copies", 1), ("worth", 0)):
             value = getattr(self, name)

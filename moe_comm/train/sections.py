@@ -247,7 +247,7 @@ class ParallelSection(DataParallelOptions):
         machine: the name of an accelerator or the path of a hardware description, as the planner takes them. With
             ``auto``: to plan for; None: measure the ranks when the run starts. With ``lengths`` "balanced": to compute
             the time of documents; None: their FLOPs.
-        trials: with ``auto``, number of mappings with different degrees of which four steps are measured before the
+        trials: with ``auto``, number of mappings with different degrees that are measured for four steps before the
             run, of the ten fastest predictions, if they differ by at most 25%. The fastest mapping is used. None: 3 if
             that is at most 5% of the steps of the run and ``machine`` is not given, else 0.
         ranks: processes that the command line starts. Under torchrun, its number of ranks: leave it unset, or set it

@@ -73,7 +73,7 @@ class LendKernel:
         self._launcher, self._fields = NativeLauncher("cpu"), kernel_fields()["lend"]
 
     def __call__(self, case: Case, rank: int = 0) -> tuple[list[Lent], int, list[int], list[int]]:
-        """Return the plan and its digest, the rows of each rank, and slots and first rows of what is lent."""
+        """Return the plan and its digest, the rows of each rank, and the slot and first row of each lent expert."""
         world, experts = case.world, len(case.home_E)
         homes_W = list(map(case.home_E.count, range(world)))
         slots_W = [homes + case.slots for homes in homes_W]

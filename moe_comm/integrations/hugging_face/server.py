@@ -62,11 +62,13 @@ class ModelServer:
 
     @property
     def ended(self) -> str:
-        """Why the server, or its continuous batching, has ended by itself; "" if it runs."""
+        """The reason why the server, or its continuous batching, has ended without ``close``; "" if it runs."""
         for manager in self._managers:
             if (error := manager.background_thread_status.fatal_error) is not None:
                 return f"the continuous batching of transformers has ended with {type(error).__name__}: {error}"
-        return "" if self._serve._thread.is_alive() else "the server of transformers has ended by itself; see its log"
+        return (
+            "" if self._serve._thread.is_alive() else "the server of transformers has ended unexpectedly; see its log"
+        )
 
     def close(self) -> None:
         """End the server. Requests end with the tokens that they have so far, or with an error if they are batched."""

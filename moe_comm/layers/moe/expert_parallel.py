@@ -231,16 +231,17 @@ class ExpertParallel(ParallelModule):
         attach_experts(experts, shards, replicated, self.label)
         experts.copies = None
         if (balance := dispatcher.options.balance) is not None:
-            from moe_comm.layers.data_parallel.lending import LentExperts
-
-            in_place = dispatcher.name == "shared_memory"
-            experts.copies = LentExperts(experts, shards, self.placement, balance, in_place, self.label)
             if dispatcher.name == "peer_to_peer" and dispatcher.options.peer_to_peer.capacity_rows is not None:
                 from moe_comm.dispatch.peer_to_peer.lending import LendingPrimitives
                 from moe_comm.layers.data_parallel.device_lending import DeviceLentExperts
 
                 assert isinstance(dispatcher, LendingPrimitives)
                 experts.copies = DeviceLentExperts(dispatcher, experts, shards, self.placement, balance, self.label)
+            else:
+                from moe_comm.layers.data_parallel.lending import LentExperts
+
+                in_place = dispatcher.name == "shared_memory"
+                experts.copies = LentExperts(experts, shards, self.placement, balance, in_place, self.label)
         elif self.placement.slots_per_rank != self.placement.homes_per_rank:  # slots for copies
             from moe_comm.layers.data_parallel.copies import ExpertCopies
 
