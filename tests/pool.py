@@ -68,7 +68,7 @@ PRELOAD = (
     "transformers.models.mixtral.modeling_mixtral",
     "hypothesis",
     "pytest",
-    "tensorboard.compat",
+    "tensorboard.backend.event_processing.event_accumulator",
     "typer",
     "moe_comm.layers",
     "moe_comm.dispatch.backends.native",
