@@ -27,6 +27,7 @@ from moe_comm.kernels.expert_mlp import (
     ExpertBackward,
     ExpertForward,
     ExpertMLP,
+    LocalExperts,
     MLPBackward,
     MLPForward,
     Part,
@@ -52,15 +53,18 @@ class Dropout:
         p: probability of zero. Other elements are divided by 1 - p.
         seed: of one forward pass and adapter.
         experts: global ids of the local experts.
+        offsets: index of the first row that this rank computes, for each of them. (): 0.
     """
 
     p: float
     seed: int
     experts: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
 
     def factors(self, expert: int, first: int, like_rI: Tensor) -> Tensor:
         """Return the factors of rows ``first``, ``first`` + 1, ... of a local expert, in the shape of ``like_rI``."""
         rows, width = like_rI.shape
+        first += self.offsets[expert] if self.offsets else 0
         begin = first // _MASK_ROWS
         blocks = -(-(first + rows) // _MASK_ROWS) - begin
         mask = like_rI.new_empty(blocks * _MASK_ROWS, width)
@@ -111,7 +115,7 @@ def with_adapters(mlp: ExpertMLP, first: Sequence[LowRank] = (), last: Sequence[
         for parts in filter(None, (together, *([one] for one in adapters if one.dropout is not None))):
             tensors += _concatenated(parts, dtype)
             places.append(Place(is_last, parts[0].dropout))
-    return AdaptedMLP(tuple(tensors), mlp.activation, mlp.recompute, mlp.gemm_dtype, places=tuple(places))
+    return AdaptedMLP(**(vars(mlp) | {"tensors": tuple(tensors), "places": tuple(places)}))
 
 
 def _concatenated(adapters: Sequence[LowRank], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -141,7 +145,8 @@ class AdaptedMLP(ExpertMLP):
 
     def without_adapters(self) -> ExpertMLP:
         """Return the experts without their adapters."""
-        return ExpertMLP(self.tensors[:_WEIGHTS], self.activation, self.recompute, self.gemm_dtype)
+        settings = {name: value for name, value in vars(self).items() if name != "places"}
+        return ExpertMLP(**(settings | {"tensors": self.tensors[:_WEIGHTS]}))
 
     def check_weights(self, rows: Rows) -> None:
         self.without_adapters().check_weights(rows)
@@ -149,13 +154,23 @@ class AdaptedMLP(ExpertMLP):
             raise InputError("experts with adapters need GEMMs in the dtype of the rows; got gemm_dtype='fp8'")
         for index, place in enumerate(self.places):
             name, w_EOI = ("w2", self.tensors[1]) if place.last else ("w13", self.tensors[0])
-            experts, outputs, inputs = w_EOI.shape
+            experts, (outputs, inputs) = self.num_experts, w_EOI.shape[1:]
             shapes = [None if t is None else (t.shape[0], t.shape[2], t.dtype) for t in _pair_of(self.tensors, index)]
             if shapes != [(experts, inputs, rows.dtype), (experts, outputs, rows.dtype)]:
                 raise InputError(
                     f"adapters of {name} {tuple(w_EOI.shape)} need a [{experts}, rank, {inputs}] and b [{experts}, "
                     f"rank, {outputs}]; got {shapes}"
                 )
+
+    def new_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        adapters = self.with_tensors(self.tensors[_WEIGHTS:])
+        return [
+            *self.without_adapters().new_gradients(needed[:_WEIGHTS]),
+            *LocalExperts.new_gradients(adapters, needed[_WEIGHTS:]),
+        ]
+
+    def for_autograd(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [*super().for_autograd(grads[:_WEIGHTS]), *grads[_WEIGHTS:]]
 
     def forward(self, rows: Rows | ScaledRows, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         assert isinstance(rows, Tensor)

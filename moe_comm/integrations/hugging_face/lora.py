@@ -195,10 +195,8 @@ def _refuse(name: str, parameter: str, gemm_dtype: GemmDtype, overlap: Overlap |
 def refuse_settings(name: str, gemm_dtype: GemmDtype, overlap: Overlap | None, placement: Placement) -> None:
     """Raise UnsupportedModel unless experts with these settings can have adapters of ``name``. Equal on all ranks."""
     what = f"adapters (LoRA) of {name}"
-    if placement.slots_per_rank != placement.homes_per_rank:
-        raise UnsupportedModel(
-            f"{what} are not supported with copies of experts; use a placement without slots for copies"
-        )
+    if placement.has_copies:
+        raise UnsupportedModel(f"{what} are not supported with copies of experts; use a placement without copies")
     if gemm_dtype == "fp8":
         raise UnsupportedModel(f'{what} are not supported with expert_gemm_dtype="fp8"; use "same"')
     if overlap is not None and overlap.uses_kernels:

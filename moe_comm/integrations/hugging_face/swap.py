@@ -270,7 +270,11 @@ class EPExperts(ExpertParallel):
                 if self.offloaded is not None:
                     mlp = self.offloaded.mlp(mlp)
                 elif self.adapters:
-                    mlp = with_adapters(mlp, *(self.adapters.get(name, ()) for name in ("gate_up_proj", "down_proj")))
+                    adapters = self.adapters
+                    if lent is not None and lent.adapters:
+                        lent.receive_adapters()
+                        adapters = lent.adapters
+                    mlp = with_adapters(mlp, *(adapters.get(name, ()) for name in ("gate_up_proj", "down_proj")))
                 out_RD = call.compute(call.rows, rows_per_expert, mlp)
                 self._follow_backward(self, call, out_RD)
         except Exception as error:  # the other ranks would wait in combine

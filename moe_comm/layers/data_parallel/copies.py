@@ -86,7 +86,7 @@ class _Entered(torch.autograd.Function):
 
 def entered(
     values: Mapping[str, Tensor],
-    params: Mapping[str, nn.Parameter],
+    params: Mapping[str, Tensor],
     take: Callable[[list[str], list[Any]], list[Tensor]],
 ) -> dict[str, Tensor]:
     """Return ``values``, those of ``params`` in the autograd graph. ``take``: see ``_Entered``; with names."""
@@ -122,6 +122,13 @@ class CallPlan:
         """Return the experts that are lent to ``rank``, by place."""
         places = zip(self.place, self.lent, strict=True)
         return {place: one.expert for place, one in places if one.rank == rank}
+
+    def first_row(self, expert: int, rank: int) -> int:
+        """Return the number of rows of ``expert`` that its owners before ``rank`` compute; 0 for its home."""
+        ranks = {one.rank: one.rows for one in self.lent if one.expert == expert}
+        if rank not in ranks:
+            return 0
+        return self.counts[0][expert] - sum(rows for other, rows in ranks.items() if other >= rank)
 
 
 class ExpertCopies:

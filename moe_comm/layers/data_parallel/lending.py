@@ -27,12 +27,21 @@ from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, new_block, share_blocks
+from moe_comm.comm.sparse_rows import (
+    Read,
+    SharedBlocks,
+    aligned_bytes,
+    into,
+    new_block,
+    share_blocks,
+    transfer_rows,
+)
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.kernels.expert_mlp import ExpertMLP, Gradients
 from moe_comm.kernels.native import core
 from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, Values, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.lent_adapters import Adapters, Loan, lend_adapters
 from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
@@ -105,6 +114,8 @@ class LentCall:
         others: for each expert whose weights are read in place, [1, ...] by name of the parameter.
         gradients: of all these experts; None without a backward pass.
         slots_TK: ids of slots for the dispatch; None: they follow from the plan on the CPU.
+        adapters: of the experts in the slots; {} if no expert is lent.
+        receive_adapters: receives those of lent experts. Collective; called once, before the experts run.
     """
 
     plan: Any
@@ -113,6 +124,8 @@ class LentCall:
     others: Sequence[Values] = ()
     gradients: LentGradients | None = None
     slots_TK: Tensor | None = None
+    adapters: Adapters = field(default_factory=dict)
+    receive_adapters: Callable[[], None] = lambda: None
 
     def experts(self, mlp: ExpertMLP, weights: Orient, gradients: Orient, b2_columns: slice | None = None) -> ExpertMLP:
         """Return ``mlp``, which has the tensors of ``values``, with the other experts, and outputs for gradients.
@@ -312,6 +325,26 @@ class LentExperts(ExpertCopies):
         gradients = LentGradients(trained, count, len(others) if self._in_place else None, channel)
         values = entered(stacks, trained, lambda names, _: self.return_gradients(plan, gradients, names))
         return LentCall(plan, slots, values, others, gradients)
+
+    def lend_adapters(self, call: LentCall, adapters: Adapters) -> None:
+        """Add the adapters of the experts of ``call`` to it, which lends experts. adapters: those of this rank."""
+        plan, channel, ep = call.plan, channel_of(self._shards.group), self._shards.place["ep"]
+        homes, placement = self.placement.homes_per_rank, self.placement
+        copies = [
+            (one.expert, one.rank, homes[one.rank] + place) for one, place in zip(plan.lent, plan.place, strict=True)
+        ]
+        transfers, what = [self._transfer_of(*one) for one in copies], f"adapters of experts of layer {self._label!r}"
+
+        def send(tensors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+            self.published_bytes += transfer_rows(channel, transfers, tensors, into(out), f"lending {what}")
+
+        def add(partials: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+            self.published_bytes += self._add(copies, partials, grads, f"returning the gradients of {what}")
+
+        own = plan.of_rank(ep)
+        experts = (*placement.homes_of(ep), *(own.get(place, EMPTY) for place in range(call.slots - homes[ep])))
+        offsets = tuple(plan.first_row(expert, ep) for expert in experts)
+        call.adapters, call.receive_adapters = lend_adapters(adapters, Loan(experts, offsets, homes[ep], send, add))
 
     def _peer(self, expert: int) -> dict[str, Tensor]:
         """Return the weights of an expert of another rank in shared memory, [1, ...] by name."""

@@ -266,6 +266,8 @@ class ExpertParallel(ParallelModule):
         else:
             lent = copies.begin(ids_TK)
         if lent is not None:
+            if lent.values and (adapters := getattr(experts, "adapters", None)):
+                copies.lend_adapters(lent, adapters)
             self.last_plan = plan = lent.plan
             if self.training and on_device is None:
                 loads_E, world = plan.counts[0], self.placement.world

@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import moe_comm
+from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.integrations.hugging_face import expert_parameters, swap_moe
+from moe_comm.integrations.hugging_face import expert_parameters, swap_moe, swapped_experts
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
+from moe_comm.topology.balance import Balance
 from tests.integrations.blocks.styles import Mixtral, Model
 from tests.integrations.models import assert_close, batch, new_model, num_targets, randomise, token_loss
 from tests.pool import RankPool
@@ -31,6 +33,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "one parameter": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
     "both, and attention": BOTH | {"target_modules": ["q_proj"]},
 }
+LENT: dict[str, Any] = {"options": DispatchOptions(balance=Balance(rows=1.0, worth=0))}
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
 SGD = partial(torch.optim.SGD, lr=0.1)
 # With the default eps, rounding of gradients near zero changes steps of the size of the learning rate.
@@ -52,10 +55,10 @@ def adapted(model: Any, settings: dict[str, Any]) -> Any:
     return peft.get_peft_model(model, config(settings))
 
 
-def swapped(settings: dict[str, Any], swap_first: bool, **changes: Any) -> Any:
+def swapped(settings: dict[str, Any], swap_first: bool, swap: Any = (), **changes: Any) -> Any:
     if swap_first:
-        return adapted(swap_moe(small_model(**changes), dist.group.WORLD), settings)
-    return swap_moe(adapted(small_model(**changes), settings), dist.group.WORLD)
+        return adapted(swap_moe(small_model(**changes), dist.group.WORLD, **dict(swap)), settings)
+    return swap_moe(adapted(small_model(**changes), settings), dist.group.WORLD, **dict(swap))
 
 
 def train(model: Any, ids: Tensor, targets: int, optimizer: Any, steps: int, world: int = 1) -> Tensor:
@@ -84,12 +87,15 @@ def assert_equal_state(got: dict[str, Tensor], want: dict[str, Tensor], rtol: fl
         assert_close(got[name], value, name, rtol)
 
 
-def train_experts(rank: int, world: int, call: tuple[dict[str, Any], bool, Any, dict[str, Any]]) -> dict[str, Tensor]:
-    settings, swap_first, make, changes = call
+def train_experts(rank: int, world: int, call: Any) -> dict[str, Tensor]:
+    settings, swap_first, make, changes, *swap = call
     ids = batch(world)
-    model = swapped(settings, swap_first, **changes)
+    model = swapped(settings, swap_first, *swap, **changes)
     optimizer = make(trainable(model))
     logits = train(model, ids[rank], num_targets(ids), optimizer, 5, world)
+    for experts in swapped_experts(model).values() if swap else ():
+        assert experts.last_plan is not None
+        assert experts.last_plan.lent
     assert {id(p) for p in optimizer.state} <= {id(p) for p in trainable(model)}
     for name, parameter in expert_parameters(model).items():
         assert parameter.requires_grad == ("lora" in name)
@@ -99,7 +105,7 @@ def train_experts(rank: int, world: int, call: tuple[dict[str, Any], bool, Any, 
 
 
 def compare_training(pool: RankPool, ranks: int, *call: Any) -> None:
-    settings, _, make, changes = call
+    settings, _, make, changes, *_ = call
     ids = batch(ranks)
     model = adapted(small_model(**changes), settings)
     want_logits = train(model, torch.cat(ids), num_targets(ids), make(trainable(model)), 5)
@@ -130,6 +136,15 @@ def test_transposed_experts_with_biases_train_as_in_one_process(pool2: RankPool)
 
 def test_ranks_without_experts_train_as_in_one_process(pool4: RankPool) -> None:
     compare_training(pool4, 4, BOTH, True, SGD, {"num_local_experts": 3})
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes"), [("shared_memory", {}), ("all_to_all", {}), ("all_to_all", {"family": "gpt_oss"})]
+)
+def test_adapters_of_lent_experts_train_as_in_one_process(
+    backend: str, changes: dict[str, Any], pool4: RankPool
+) -> None:
+    compare_training(pool4, 4, BOTH, True, SGD, changes, LENT | {"backend": backend})
 
 
 def gradients_of_block(rank: int, world: int, size: int) -> dict[str, Tensor]:
@@ -317,10 +332,11 @@ def test_several_adapters_compute_as_in_one_process(pool2: RankPool) -> None:
         assert_close(torch.cat(got), expected, "logits")
 
 
-def low_precision(rank: int, world: int, autocast: bool) -> Tensor:
+def low_precision(rank: int, world: int, call: tuple[bool, dict[str, Any]]) -> Tensor:
     ids = torch.cat(batch(2)) if world == 1 else batch(world)[rank]
+    autocast, swap = call
     model = small_model() if autocast else small_model().bfloat16()
-    model = adapted(model if world == 1 else swap_moe(model, dist.group.WORLD), BOTH)
+    model = adapted(model if world == 1 else swap_moe(model, dist.group.WORLD, **swap), BOTH)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.train()
@@ -331,10 +347,12 @@ def low_precision(rank: int, world: int, autocast: bool) -> Tensor:
     return logits.detach().float()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_adapters_train_in_low_precision_with_checkpointing(autocast: bool, pool2: RankPool) -> None:
-    want = low_precision(0, 1, autocast)
-    got = torch.cat(pool2.run(low_precision, autocast, timeout=120))
+@pytest.mark.parametrize(("autocast", "swap"), [(False, {}), (False, LENT), (True, {})])
+def test_adapters_train_in_low_precision_with_checkpointing(
+    autocast: bool, swap: dict[str, Any], pool2: RankPool
+) -> None:
+    want = low_precision(0, 1, (autocast, {}))
+    got = torch.cat(pool2.run(low_precision, (autocast, swap), timeout=120))
     assert float((got - want).norm() / want.norm()) < 2e-2
 
 
@@ -343,7 +361,7 @@ def refused(rank: int, world: int, _: None) -> dict[str, str]:
         "olora": (BOTH | {"init_lora_weights": "olora"}, {}),
         "fp8": (BOTH, {"expert_gemm_dtype": "fp8"}),
         "bias": ({"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj_bias"]}, {}),
-        "copies": (BOTH, {"placement": Placement.contiguous(8, world, slots=2)}),
+        "copies": (BOTH, {"placement": Placement(((0, 1), (0,), *[(1,)] * 6), world)}),
         "whole experts": (ATTENTION | {"modules_to_save": ["experts"]}, {}),
         "own block": (BOTH | {"target_parameters": ["experts.gate_up_proj"]}, {}),
     }
@@ -407,9 +425,10 @@ def test_swap_attention_does_not_drop_adapters() -> None:
     moe_comm.swap_attention(model.merge_and_unload())
 
 
-def served(rank: int, world: int, settings: dict[str, Any]) -> None:
+def served(rank: int, world: int, swap: dict[str, Any]) -> None:
     """Calls without tokens of adapted experts while this rank is in a call of the same experts."""
-    plain, model = (one.eval() for one in (adapted(small_model(), settings), swapped(settings, True)))
+    settings = EXPERTS["both, and attention"]
+    plain, model = (one.eval() for one in (adapted(small_model(), settings), swapped(settings, True, swap)))
     store, ids = dist.distributed_c10d._get_default_store(), batch()[1]
     how = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
     tokens = plain.generate(ids, max_new_tokens=8, **how)
@@ -440,8 +459,26 @@ def served(rank: int, world: int, settings: dict[str, Any]) -> None:
         assert torch.equal(model.generate(ids, max_new_tokens=8, **how), tokens)
 
 
-def test_ranks_serve_adapted_experts_at_the_same_time(pool2: RankPool) -> None:
-    pool2.run(served, EXPERTS["both, and attention"], timeout=60)
+@pytest.mark.parametrize("swap", [{}, LENT], ids=["", "lent"])
+def test_ranks_serve_adapted_experts_at_the_same_time(swap: dict[str, Any], pool2: RankPool) -> None:
+    pool2.run(served, swap, timeout=60)
+
+
+def fail_on_one_rank(rank: int, world: int, backend: str) -> None:
+    model = swapped(BOTH, True, LENT | {"backend": backend})
+    block, x = model.get_base_model().model.layers[0].mlp, torch.randn(2, 8, 32)
+    want = block(x)
+    plan = next(iter(swapped_experts(model).values())).last_plan
+    assert plan is not None and plan.lent
+    for bad in (x.long(), x * float("nan")):
+        with pytest.raises(MoeCommError):
+            block(bad if rank == 1 else x)
+        assert torch.equal(block(x), want)
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "all_to_all"])
+def test_an_error_on_one_rank_is_raised_on_all_when_adapters_are_lent(backend: str, pool2: RankPool) -> None:
+    pool2.run(fail_on_one_rank, backend, timeout=60)
 
 
 def with_manager(rank: int, world: int, arg: None) -> None:
