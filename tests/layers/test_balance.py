@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import moe_comm
@@ -274,6 +275,27 @@ def test_memory_limits_the_rows_of_slices(group: dist.ProcessGroup, rank: int) -
         assert layer.last_plan is not None and bool(layer.last_plan.lent) is lends
         assert max(layer.last_plan.rows) <= 1.5 * 2 * ids.numel()  # slices of two ranks' pairs
     layer.dispatcher.close()
+
+
+@on_ranks(4)
+def test_ddp_trains_lent_experts(group: dist.ProcessGroup, rank: int) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    gradients: list[dict[str, Tensor]] = []
+    for balance in (ALWAYS, None):
+        options = DispatchOptions(balance=balance)
+        layer = MoELayer.build(CONFIG, halves[rank // 2], backend="all_to_all", options=options, seed=3)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, dtype=torch.float32, device="cpu"), layer)
+        ddp = DistributedDataParallel(moe_comm.prepare_ddp(model))
+        for call in range(2):  # gradients of the second one are added
+            ddp(draw(24, HIDDEN, seed=rank + 10 * call, dtype=torch.float32)).square().sum().backward()
+        gradients.append({name: plain(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        assert balance is None or (layer.last_plan is not None and layer.last_plan.lent)
+        layer.dispatcher.close()
+    lent, fixed = gradients
+    assert lent.keys() == fixed.keys() and len(lent) == 7
+    for name, grad in fixed.items():
+        assert (lent[name] - grad).abs().max() <= 1e-6 * grad.abs().max(), name
 
 
 @on_ranks(2)

@@ -142,7 +142,10 @@ class ExpertCopies:
     Attributes:
         unreduced: the gradients of copies have not been added to those of the homes.
         published_bytes: bytes that this rank has sent so far: weights, and the gradients of lent experts.
+        lends: whether each call plans its copies, and gradients are complete after backward.
     """
+
+    lends = False
 
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
         self._experts, self._shards, self._label = experts, shards, label

@@ -157,10 +157,12 @@ class ExpertGradients:
     def _before_forward(self, experts: nn.Module) -> None:
         if experts._modules and adapter_fault(experts, self.label) is not None:
             return  # the layer raises it on every rank
-        if getattr(experts, "copies", None) is not None and torch.is_grad_enabled() and active_ddp() is not None:
+        copies = getattr(experts, "copies", None)
+        if copies is not None and not copies.lends and torch.is_grad_enabled() and active_ddp() is not None:
             raise ConfigError(
                 f"DistributedDataParallel cannot train layer {self.label!r}, whose experts may have copies on other "
-                "ranks: use a placement without copies, or a loop with moe_comm.sync_gradients"
+                "ranks: use DispatchOptions.balance or a placement without copies, or a loop with "
+                "moe_comm.sync_gradients"
             )
         for name in self.shards.shardings:
             param: Any = getattr(experts, name)

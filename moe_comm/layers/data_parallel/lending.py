@@ -153,6 +153,8 @@ class LentExperts(ExpertCopies):
             combine.
     """
 
+    lends = True
+
     def __init__(
         self,
         experts: nn.Module,
