@@ -221,6 +221,8 @@ class LentExperts(ExpertCopies):
         placement, channel = self.placement, channel_of(self._shards.group)
         experts, rank = placement.num_experts, channel.rank
         params = self.parameters
+        if getattr(self._experts, "gemm_dtype", "same") == "fp8":
+            self._in_place = False  # the quantized experts are one tensor of each parameter
         moved = self._in_place and [param.data_ptr() for param in params] != [one.data_ptr() for one in self._memory]
         seen = self._present()
         changed, self._seen = seen != self._seen, seen

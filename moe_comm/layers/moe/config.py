@@ -205,8 +205,6 @@ def expert_dispatcher(
     """
     if options is not None and options.balance is not None:
         try:
-            if fp8:
-                raise ConfigError('balance does not support expert_gemm_dtype="fp8"; use "same"')
             if overlap is not None and overlap.uses_kernels:
                 raise ConfigError("balance does not support the device executor; use Overlap(executor='pipelined')")
             placement = options.balance.placement(placement)
