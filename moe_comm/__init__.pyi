@@ -46,10 +46,7 @@ from moe_comm.layers.check import (
     GradReport as GradReport,
     check_grads as check_grads,
 )
-from moe_comm.layers.data_parallel.attach import (
-    rematerialize_copies as rematerialize_copies,
-    skip_gradient_checks as skip_gradient_checks,
-)
+from moe_comm.layers.data_parallel.attach import skip_gradient_checks as skip_gradient_checks
 from moe_comm.layers.data_parallel.mark import mark_experts as mark_experts
 from moe_comm.layers.data_parallel.replicas import check_replicas as check_replicas
 from moe_comm.layers.data_parallel.state import (

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moe_comm.cli.options import JsonOut, load, one_of
-from moe_comm.errors import ConfigError
+from moe_comm.cli.options import JsonOut, load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,9 +16,8 @@ if TYPE_CHECKING:
     from moe_plan.whatif.placement import PlacementStudy
 
 app = typer.Typer()
-KINDS = ("relocate", "replicate")
-EVERY, WINDOW, THRESHOLD, COPIES = (20, 100), 5, (0.05,), (0, 1)
-"""Settings that are replayed by default: relocation, and replication with one slot."""
+EVERY, WINDOW, THRESHOLD = (20, 100), 5, (0.05,)
+"""Settings that are replayed by default."""
 DECISIONS = 10
 """Number of decisions of a layer in the text; the JSON has all."""
 
@@ -31,18 +28,12 @@ def place(
     ranks: Annotated[
         int | None, typer.Option(min=2, help="Expert-parallel ranks to place on.  [default: the run's]")
     ] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="relocate or replicate (with slots), to replay; repeatable. [by --slots]")
-    ] = None,
     every: Annotated[
         list[int] | None, typer.Option(min=1, help="Steps between decisions; repeatable. [20, 100]")
     ] = None,
     window: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Last steps of an interval that a decision sees, at most --every; repeatable. [5]"),
-    ] = None,
-    slots: Annotated[
-        list[int] | None, typer.Option(min=0, help="Copies per rank, 0 for relocate; repeatable. [0, 1, or by --kind]")
     ] = None,
     threshold: Annotated[
         list[float] | None,
@@ -55,34 +46,13 @@ def place(
     report.check_writable(json_out)
     settings = load("moe_comm.topology.rebalance", "train").DecisionSettings
     chosen = [
-        settings(kind=KINDS[copies > 0], every=steps, window=last, slots=copies, threshold=share)
+        settings(every=steps, window=last, threshold=share)
         for steps in every or EVERY
-        for last, copies, share in product(
-            window or (min(WINDOW, steps),), _copies(kind, slots), threshold or THRESHOLD
-        )
+        for last, share in product(window or (min(WINDOW, steps),), threshold or THRESHOLD)
     ]
     study = analysis.study(run, list(dict.fromkeys(chosen)), ranks)
     report.write_json(study.to_json(), json_out)
     report.show(_tables(study), json_out)
-
-
-def _copies(kinds: Sequence[str] | None, slots: Sequence[int] | None) -> list[int]:
-    """Return the copies per rank to replay; 0 is "relocate", others are "replicate".
-
-    Raises:
-        ConfigError: a kind is unknown, or one of ``slots`` is for a kind that is not replayed.
-    """
-    for name in kinds or ():
-        one_of("kind of placement", name, KINDS)
-    if kinds is None:
-        return list(COPIES if slots is None else slots)
-    chosen = [copies for copies in (COPIES if slots is None else slots) if KINDS[copies > 0] in kinds]
-    unused = [] if slots is None else [copies for copies in slots if copies not in chosen]
-    if unused:
-        raise ConfigError(f"--slots {unused[0]} is for --kind {KINDS[unused[0] > 0]}, which is not replayed")
-    if "replicate" in kinds and not any(chosen):
-        raise ConfigError("--kind replicate needs --slots of at least 1")
-    return chosen if 0 in chosen or "relocate" not in kinds else [0, *chosen]
 
 
 def _tables(study: PlacementStudy) -> list[Table]:
@@ -92,7 +62,7 @@ def _tables(study: PlacementStudy) -> list[Table]:
     layers = Table(
         title=f"{Path(study.run).absolute().name}: rows of the busiest of {study.ranks} ranks over the mean",
         title_justify="left",
-        caption="best: each step with the best placement found for its own loads, without copies",
+        caption="best: each step with the best placement found for its own loads",
         caption_justify="left",
     )
     for name in ("layer", "steps", "hottest expert", "fixed", "realised", "best"):
@@ -101,8 +71,8 @@ def _tables(study: PlacementStudy) -> list[Table]:
     for name in ("layer", "step", "before", "predicted", "realised", "decision"):
         decisions.add_column(name, justify="left" if name in ("layer", "decision") else "right")
     replays = Table(title=f"replays, {costs} the cost of switches", title_justify="left")
-    for name in ("layer", "kind", "every", "window", "slots", "threshold", "ratio", "switches", "last decision"):
-        replays.add_column(name, justify="left" if name in ("layer", "kind", "last decision") else "right")
+    for name in ("layer", "every", "window", "threshold", "ratio", "switches", "last decision"):
+        replays.add_column(name, justify="left" if name in ("layer", "last decision") else "right")
     for layer in study.layers:
         ratios = (layer.hottest, layer.fixed, layer.realised, layer.best)
         texts = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
@@ -115,6 +85,6 @@ def _tables(study: PlacementStudy) -> list[Table]:
             reason = (
                 result.decisions[-1][1].reason if result.decisions else f"the run has less than {replay.every} steps"
             )
-            numbers = (str(replay.every), str(replay.window), str(replay.slots), f"{replay.threshold:g}")
-            replays.add_row(layer.layer, replay.kind, *numbers, f"{result.ratio:.3f}", str(result.switches), reason)
+            numbers = (str(replay.every), str(replay.window), f"{replay.threshold:g}")
+            replays.add_row(layer.layer, *numbers, f"{result.ratio:.3f}", str(result.switches), reason)
     return [layers, *([decisions] if decisions.row_count else []), replays]

@@ -88,10 +88,6 @@ def plan(
     placement: Annotated[
         PlacementKind | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
     ] = None,
-    slots: Annotated[int | None, _option("Copies of experts per rank, to replicate.", by="1", min=1)] = None,
-    rematerialize: Annotated[
-        bool, typer.Option("--rematerialize", help="Layers share the memory for copies where that saves memory.")
-    ] = False,
     host_size: Annotated[int | None, _option("Accelerators per host.", by="the hardware's", min=1, max=MOST)] = None,
     micro_batch: Annotated[int | None, _option("Sequences per micro-batch.", by="the fastest", min=1)] = None,
     recompute: Annotated[Recompute | None, _option("Activations to recompute.", by="the least that fits")] = None,
@@ -183,8 +179,6 @@ def plan(
             "--imbalance": imbalance,
             "--loads": loads,
             "--placement": placement,
-            "--slots": slots,
-            "--rematerialize": rematerialize or None,
             "--micro-batch": micro_batch,
             "--recompute": recompute,
             "--sharding": sharding,
@@ -247,9 +241,9 @@ def plan(
 
     workload = Workload.assumed(seq_len, dtype, capacity_factor, imbalance)
     if loads is not None:
-        workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, slots, rematerialize, imbalance))
-    elif placement is not None or slots is not None or rematerialize:
-        raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
+        workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, imbalance))
+    elif placement is not None:
+        raise ConfigError("--placement needs the expert loads of a run: --loads RUN")
     shape = load("moe_comm.train.plan_config", "train").model_named(model)
     budgets = {"--offload-budget": offload_budget, "--offload-activations": offload_activations}
     policy = _policy(budgets, offload_weights, offload_rate)
@@ -298,22 +292,14 @@ def _policy(budgets: dict[str, str | None], weights: bool, rate: float | None) -
     return MemoryPolicy(offload=sizes[0], activations=sizes[1], weights=weights, offload_rate=rate * 1e9)
 
 
-def _loads(
-    run: Path, placement: PlacementKind | None, slots: int | None, rematerialize: bool, imbalance: float | None
-) -> ExpertLoads:
+def _loads(run: Path, placement: PlacementKind | None, imbalance: float | None) -> ExpertLoads:
     """Return the recorded loads of a run with a placement."""
     from moe_plan.model.load import ExpertLoads
     from moe_plan.whatif.placement import read_loads, real_experts
 
     if imbalance is not None:
         raise ConfigError("--loads replaces --imbalance; pass one of them")
-    copies = placement == "replicate"
-    if slots is not None and not copies:
-        raise ConfigError("--slots applies to --placement replicate")
-    if rematerialize and not copies:
-        raise ConfigError("--rematerialize applies to --placement replicate")
-    number = (slots or 1) if copies else 0
-    return ExpertLoads.of(read_loads(run), placement or "fixed", number, real_experts(run), rematerialize)
+    return ExpertLoads.of(read_loads(run), placement or "fixed", real_experts(run))
 
 
 @dataclass(frozen=True)

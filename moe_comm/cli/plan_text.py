@@ -170,10 +170,9 @@ def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[Renderabl
     )
     if request.load.loads is not None:
         placed = request.load.loads.placed(p.ep)
-        copies = f", {placed.copies} copies per rank" if placed.copies else ""
         lines.add_row(
             "placement",
-            f"[bold]{placed.kind}[/]: busiest rank {placed.before:.2f} -> {placed.ratio:.2f} times the mean{copies}; "
+            f"[bold]{placed.kind}[/]: busiest rank {placed.before:.2f} -> {placed.ratio:.2f} times the mean; "
             f"first layer: {escape(placed.reason)}",
         )
     lines.add_row(

@@ -22,7 +22,7 @@ from moe_comm.errors import ConfigError, MoeCommError, PeerError, UnsupportedMod
 from moe_comm.integrations.hugging_face.attention import swapped_attention
 from moe_comm.integrations.hugging_face.cut_batch import SMALLEST_BATCH
 from moe_comm.integrations.hugging_face.linears import swapped_linears
-from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
+from moe_comm.integrations.hugging_face.swap import swapped_experts
 from moe_comm.integrations.micro_batches import MicroBatches
 from moe_comm.integrations.recovery import Recovery
 from moe_comm.topology import Placement
@@ -173,8 +173,7 @@ def serving(*models: nn.Module, checkpoint: Checkpoint = None, micro_batches: in
             enabled in a call, or ``micro_batches`` is out of range.
         UnsupportedModel: a model is also sharded by FSDP2, ``swap_attention`` or ``swap_linears``, or is in
             DistributedDataParallel with ``broadcast_buffers``, or there is a ``checkpoint`` and experts have adapters
-            or are offloaded, or several micro-batches on a GPU, with ``DispatchOptions.balance`` or with rematerialized
-            copies.
+            or are offloaded, or several micro-batches on a GPU, or with ``DispatchOptions.balance``.
         RankMismatch: ranks pass different models.
         PeerRaised: another rank raised, as above.
         PeerError: Ctrl-C has interrupted an operation on another rank.
@@ -268,12 +267,6 @@ def _is_offloaded(model: nn.Module) -> bool:
     return any(one.offloaded is not None for one in swapped_experts(model).values())
 
 
-def _sends_weights(experts: EPExperts) -> bool:
-    """Return whether calls of ``experts`` send weights to other ranks."""
-    copies = experts.copies
-    return copies is not None and (copies.rematerialized or experts.dispatcher.options.balance is not None)
-
-
 def _fault(models: Sequence[nn.Module], micro_batches: int) -> MoeCommError | None:
     for model in models:
         name = type(model).__name__
@@ -281,10 +274,10 @@ def _fault(models: Sequence[nn.Module], micro_batches: int) -> MoeCommError | No
             return UnsupportedModel(
                 "micro-batches run in threads of a rank, which would share the stream of its GPU; use one on GPUs"
             )
-        if micro_batches > 1 and any(map(_sends_weights, swapped_experts(model).values())):
+        if micro_batches > 1 and _lends(model):
             return UnsupportedModel(
                 "calls of micro-batches have no order, so they cannot send weights of experts: use one micro-batch "
-                "with DispatchOptions.balance and rematerialized copies"
+                "with DispatchOptions.balance"
             )
         if any(one.rounds is not None and not one.rounds.ended for one in swapped_experts(model).values()):
             return ConfigError(f"this {name} is already in a serving context; pass all models to one context")

@@ -25,8 +25,6 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch import DROPPED, DispatchOptions
 from moe_comm.dispatch.selection.factory import new_dispatcher
 from moe_comm.errors import ConfigError
-from moe_comm.layers.data_parallel.copies import ExpertCopies
-from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.data_parallel.state import gather_state_dict
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
@@ -399,23 +397,8 @@ def _run(layer: MoELayer, batch: CheckBatch, forward: Callable[..., Tensor]) -> 
     inputs |= dict(layer.named_parameters())
     y_TD = forward(layer, inputs["input"], routing)
     grad_TD = batch.grad_TD.to(y_TD.dtype)
-    if layer.copies is not None:
-        return {"output": y_TD.detach(), **_accumulated(layer.copies, inputs, y_TD, grad_TD)}
     grads = torch.autograd.grad(y_TD, list(inputs.values()), grad_TD, allow_unused=True, materialize_grads=True)
     return {"output": y_TD.detach(), **dict(zip(inputs, grads, strict=True))}
-
-
-def _accumulated(copies: ExpertCopies, inputs: dict[str, Tensor], y_TD: Tensor, grad_TD: Tensor) -> dict[str, Tensor]:
-    """Run backward, and return the gradients of ``inputs`` including expert copies. Restores ``.grad``."""
-    saved = [tensor.grad for tensor in inputs.values()]
-    for tensor in inputs.values():
-        tensor.grad = None
-    y_TD.backward(grad_TD)
-    copies.reduce()
-    grads = {name: torch.zeros_like(t) if t.grad is None else plain(t.grad) for name, t in inputs.items()}
-    for tensor, grad in zip(inputs.values(), saved, strict=True):
-        tensor.grad = grad
-    return grads
 
 
 def plain_forward(layer: MoELayer, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -464,7 +447,7 @@ def _check_case(
     if world > 1:
         reference = _run(single_rank, full_batch, MoELayer.__call__)
         for name, value in local_results.items():
-            # The gradient of an expert is the sum of its owners'.
+            # The gradient of an expert that is lent is the sum of those of several ranks.
             summed = layer.copies is not None and name.startswith("experts.")
             required = None if exact and not summed and not name.startswith(REPLICATED) else allowed
             comparisons.append(compare(case, name, "EP 1", value, local_part(name, reference[name]), required))

@@ -4,26 +4,25 @@
 
     6 experts, loads 9 5 4 1 1 1, 3 ranks:   contiguous 14 5 2    rebalanced {0 5} {1 3} {2 4}: 10 6 5
 
-The load of an expert is its number of rows in a step. Copies are those of a plan (``balance.py``) for the sums of the
-window. Functions raise ConfigError if loads, slots or settings do not fit
-the placement.
+The load of an expert is its number of rows in a step. Functions raise ConfigError if loads or settings do not fit the
+placement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import inf, isqrt
 from typing import Literal
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads, homes_near, within
-from moe_comm.topology.balance import Limits, plan_rows, rows_of_ranks, share_rows
+from moe_comm.topology.balance import rows_of_ranks, share_rows
 from moe_comm.topology.placement import Placement
 
-PlacementKind = Literal["fixed", "relocate", "replicate"]
-KINDS: tuple[PlacementKind, ...] = ("fixed", "relocate", "replicate")
+PlacementKind = Literal["fixed", "relocate"]
+KINDS: tuple[PlacementKind, ...] = ("fixed", "relocate")
 WORTH = 2
 """Minimum of saved seconds over the seconds of the switch."""
 STALL = 0.1
@@ -60,92 +59,49 @@ class Moves:
 
     Attributes:
         homes: (expert, source, destination) for each expert whose weights and optimizer state change their rank.
-        copies: (expert, source, destination) for each rank that receives the weights of an expert as a copy.
     """
 
     homes: tuple[tuple[int, int, int], ...]
-    copies: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, old: Placement, new: Placement) -> Moves:
-        """Return the transfers from ``old`` to ``new``. A rank that has the weights already does not receive a copy."""
-        pairs = list(enumerate(zip(old.owners, new.owners, strict=True)))
-        homes = tuple((expert, a[0], b[0]) for expert, (a, b) in pairs if a[0] != b[0])
-        copies = tuple((expert, a[0], rank) for expert, (a, b) in pairs for rank in b[1:] if rank not in a)
-        return cls(homes, copies)
+        """Return the transfers from ``old`` to ``new``."""
+        pairs = enumerate(zip(old.homes, new.homes, strict=True))
+        return cls(tuple((expert, a, b) for expert, (a, b) in pairs if a != b))
 
     @property
     def busiest(self) -> int:
         """The largest number of experts that one rank sends or receives."""
-        counts: dict[tuple[str, int], int] = {}
-        for _, source, destination in (*self.homes, *self.copies):
-            for key in (("send", source), ("receive", destination)):
-                counts[key] = counts.get(key, 0) + 1
-        return max(counts.values(), default=0)
+        sides = (side for _, a, b in self.homes for side in (("send", a), ("receive", b)))
+        return max(Counter(sides).values(), default=0)
 
 
-def rebalance(loads_E: Loads, current: Placement, slots: int = 0, free_moves: int = 0) -> Placement:
+def rebalance(loads_E: Loads, current: Placement, free_moves: int = 0) -> Placement:
     """Return a placement with fewer rows on the busiest rank, or ``current`` if it is ``within`` the best found.
 
-    Each rank keeps its number of homes. The best is found by exchanges of experts with the busiest rank; with slots, a
-    plan for these homes, or for those of ``current``, adds copies. Of all placements that were found ``within`` the
-    best, the one with the fewest copies on a rank, and then with the fewest moves, is chosen. Up to ``free_moves``
-    count as none, so that the rows decide.
+    Each rank keeps its number of homes, and no expert has copies. The best is found by exchanges of experts with the
+    busiest rank. Of all placements that were found ``within`` the best, the one with the fewest moves is chosen. Up to
+    ``free_moves`` count as none, so that the rows decide.
 
     Args:
         loads_E: rows of each expert.
         current: the placement before. Its version plus 1 is that of the result.
-        slots: copies that a rank can hold in addition to its homes.
         free_moves: experts that a rank can send or receive at little cost.
     """
     check_loads(loads_E, current.num_experts)
-    room = current.homes_per_rank
-    if not 0 <= slots <= current.most_slots:
-        raise ConfigError(
-            f"slots must be at least 0, and at most the {current.most_slots} experts that a rank with "
-            f"{max(room)} of {current.num_experts} experts does not hold; got {slots}"
-        )
-    homes = homes_near(loads_E, current.homes, room)
-    choices = [current] if _copies(current) <= slots else []
-    choices += [current.with_owners([(home,) for home in home_E]) for home_E in homes]
-    for home_E in (current.homes, *homes) if slots else ():
-        choices += _with_copies(loads_E, home_E, current, slots)
-    busiest = [busiest_rows(loads_E, one) for one in choices]
-    limit = within(min(busiest))
-    if choices[0] is current and busiest[0] <= limit:
+    found = homes_near(loads_E, current.homes, current.homes_per_rank)
+    choices = [current.with_owners([(home,) for home in home_E]) for home_E in found]
+    limit = within(min(busiest_rows(loads_E, one) for one in choices))
+    if busiest_rows(loads_E, current) <= limit:
         return current
-    costs = (
-        (*_cost(one, current, free_moves), rows, Moves.of(current, one).busiest, at)
-        for at, (one, rows) in enumerate(zip(choices, busiest, strict=True))
-        if rows <= limit
-    )
-    return choices[min(costs)[-1]]
 
+    def cost(new: Placement) -> tuple[int, int, int, int]:
+        moves = Moves.of(current, new)
+        free = moves.busiest <= free_moves
+        paid = (0, 0) if free else (len(moves.homes), moves.busiest)
+        return *paid, busiest_rows(loads_E, new), moves.busiest
 
-def _cost(new: Placement, current: Placement, free_moves: int) -> tuple[int, int, int]:
-    """Return what a switch to ``new`` costs: copies on a rank, in each step; moves, and moves of the busiest rank."""
-    moves = Moves.of(current, new)
-    if moves.busiest <= free_moves:
-        return _copies(new), 0, 0
-    return _copies(new), len(moves.homes) + len(moves.copies), moves.busiest
-
-
-def _copies(placement: Placement) -> int:
-    """Return the largest number of copies on a rank."""
-    return max(placement.copies_per_rank)
-
-
-def _with_copies(loads_E: Loads, home_E: Sequence[int], current: Placement, slots: int) -> Iterator[Placement]:
-    """Yield placements whose copies are those of plans that lend rows of ``loads_E``, with and without those of
-    ``current``."""
-    rows, world = sum(loads_E), current.world
-    even = -(-rows // world)
-    had = [(e, rank) for e, ranks in enumerate(current.owners) for rank in ranks if rank != home_E[e]]
-    for limit, residents in product((even, within(even)), (had, [])):
-        owners = [[home] for home in home_E]
-        for one in plan_rows(loads_E, home_E, world, Limits(limit, rows, 1, 0, slots), residents):
-            owners[one.expert].append(one.rank)
-        yield current.with_owners(owners)
+    return min((one for one in choices if busiest_rows(loads_E, one) <= limit), key=cost)
 
 
 @dataclass(frozen=True)
@@ -153,29 +109,25 @@ class DecisionSettings:
     """Settings of ``decide``.
 
     Args:
-        kind: "fixed": never switch. "relocate": move experts. "replicate": also add copies.
+        kind: "fixed": never switch. "relocate": move experts.
         every: steps between decisions.
-        slots: copies per rank, for "replicate".
         window: number of last steps of each interval between two decisions that are used.
         threshold: minimum share of the busiest rank's rows to save.
         seconds_per_row: seconds of one row on its rank, forward and backward.
         seconds_to_move: seconds in which a rank sends or receives one expert.
-        seconds_to_publish: seconds per step in which a rank reduces the gradient and fills the weights of one copy.
     """
 
     kind: PlacementKind = "relocate"
     every: int = 100
-    slots: int = 0
     threshold: float = 0.05
     seconds_per_row: float = 1.0
     seconds_to_move: float = 0.0
-    seconds_to_publish: float = 0.0
     window: int = 5
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"the kind of placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
-        for name, bound in (("every", 1), ("slots", 0), ("window", 1)):
+        for name, bound in (("every", 1), ("window", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < bound:
                 raise ConfigError(f"{name} must be an integer of at least {bound}; got {value!r}")
@@ -183,11 +135,9 @@ class DecisionSettings:
             raise ConfigError(f"window ({self.window}) must be at most every ({self.every})")
         if not 0 <= self.threshold < 1:
             raise ConfigError(f"threshold must be from 0 to below 1; got {self.threshold!r}")
-        for name in ("seconds_per_row", "seconds_to_move", "seconds_to_publish"):
+        for name in ("seconds_per_row", "seconds_to_move"):
             if not 0 <= (value := getattr(self, name)) < inf:
                 raise ConfigError(f"{name} must be finite and at least 0; got {value!r}")
-        if self.slots and self.kind != "replicate":
-            raise ConfigError(f"slots hold copies, which kind {self.kind!r} does not make; got slots={self.slots}")
 
 
 @dataclass(frozen=True)
@@ -222,18 +172,18 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
         window: rows of each expert in each of some recent steps.
         current: the present placement.
     """
-    kind, steps, threshold = settings.kind, settings.every, settings.threshold
+    steps, threshold = settings.every, settings.threshold
     for loads_E in window:
         check_loads(loads_E, current.num_experts)
     rows = sum(map(sum, window))
-    if kind == "fixed" or not rows:
-        return Decision(None, "the placement is fixed" if kind == "fixed" else "the window has no rows")
+    if settings.kind == "fixed" or not rows:
+        return Decision(None, "the window has no rows" if settings.kind != "fixed" else "the placement is fixed")
     before = sum(busiest_rows(loads_E, current) for loads_E in window)
     ratio = over_mean(before, rows, current.world)
     # Skip the search if even the lower bound of the rows would not save enough.
-    least = sum(_least(loads_E, current.world, kind) for loads_E in window)
+    least = sum(max(-(-sum(loads_E) // current.world), *loads_E) for loads_E in window)
     if least >= (1 - threshold) * before:
-        what = "evenly" if kind == "replicate" or least * current.world < 1.01 * rows else "because of one expert"
+        what = "evenly" if least * current.world < 1.01 * rows else "because of one expert"
         reason = f"the busiest rank has {ratio:.2f} times the mean rows and could save at most"
         return Decision(None, f"{reason} {1 - least / before:.1%} ({what} loaded)", 0, 0, ratio, ratio)
     # Find a candidate for the sums of the window.
@@ -241,12 +191,11 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
     free_s = STALL * before / len(window) * settings.seconds_per_row
     experts = current.num_experts
     free_moves = int(min(experts, free_s / settings.seconds_to_move)) if settings.seconds_to_move else experts
-    new = rebalance(sums_E, current, settings.slots, free_moves)
-    # Score it in each step: the busiest rank of a step determines its time. Copies also cost time in every step.
+    new = rebalance(sums_E, current, free_moves)
+    # Score it in each step: the busiest rank of a step determines its time.
     moves = Moves.of(current, new)
     after = sum(busiest_rows(loads_E, new) for loads_E in window)
-    published = (_copies(new) - _copies(current)) * settings.seconds_to_publish
-    saved_s = ((before - after) / len(window) * settings.seconds_per_row - published) * steps
+    saved_s = (before - after) / len(window) * settings.seconds_per_row * steps
     cost_s = moves.busiest * settings.seconds_to_move
     ratio_after = over_mean(after, rows, current.world)
     gain, noise = 1 - after / before, NOISE * isqrt(before)
@@ -257,17 +206,10 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
     elif saved_s <= WORTH * cost_s:
         why = f"saves {saved_s:.3g} s in {steps} steps, not above {WORTH} times {cost_s:.3g} s of the switch"
     else:
-        moved = f"{len(moves.homes)} experts moved" + (f", {len(moves.copies)} copied" if moves.copies else "")
         reason = f"the busiest rank falls from {ratio:.2f} to {ratio_after:.2f} times the mean rows: "
-        reason += f"saves {saved_s:.3g} s in {steps} steps for {cost_s:.3g} s ({moved})"
+        reason += f"saves {saved_s:.3g} s in {steps} steps for {cost_s:.3g} s ({len(moves.homes)} experts moved)"
         return Decision(new, reason, saved_s, cost_s, ratio, ratio_after)
     return Decision(None, why, saved_s, cost_s, ratio, ratio_after)
-
-
-def _least(loads_E: Loads, world: int, kind: PlacementKind) -> int:
-    """Return a lower bound of the busiest rank's rows with any placement of this kind."""
-    mean = -(-sum(loads_E) // world)
-    return mean if kind == "replicate" else max(mean, *loads_E)
 
 
 def check_loads(loads_E: Loads, experts: int) -> None:
@@ -276,22 +218,3 @@ def check_loads(loads_E: Loads, experts: int) -> None:
     if len(loads_E) != experts or bad is not None:
         found = f"{len(loads_E)} loads" if bad is None else repr(bad)
         raise ConfigError(f"loads must be {experts} integers of at least 0, one for each expert; got {found}")
-
-
-def copied_bytes(size: int, publications: int = 1) -> int:
-    """Return the bytes per element that are sent in a step for a copy of an expert: its weight, and its fp32 gradient.
-
-    Args:
-        size: bytes of an element in the compute dtype.
-        publications: how often the weight is sent in a step.
-    """
-    return size * publications + 4  # fp32
-
-
-def publications(micro_batches: int, split: bool) -> int:
-    """Return the maximum number of times that the weight of a copy is sent in a step, if layers share the memory for
-    copies.
-
-    It is sent for each pass. split: backward passes run in two halves, which both need it.
-    """
-    return micro_batches * (3 if split else 2)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology.assignment import homes_near
+from moe_comm.topology.assignment import Loads, homes_near
+from moe_comm.topology.balance import Limits, plan_rows
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import rebalance
 
@@ -63,9 +64,10 @@ def placement_from_routing(
 ) -> Placement:
     """Return a placement of experts for tokens that are routed like the recorded ones.
 
-    On one host, the loads of the ranks are evened (``rebalance``). With several hosts, experts are first divided into
-    hosts by exchanges that reduce ``theta`` times the rows of the busiest host over the mean, plus ``1 - theta`` times
-    the share of other hosts that tokens are sent to. Then the loads of the ranks of each host are evened.
+    On one host, the loads of the ranks are evened (``rebalance``), and ``slots`` take copies that even them further.
+    With several hosts, experts are first divided into hosts by exchanges that reduce ``theta`` times the rows of the
+    busiest host over the mean, plus ``1 - theta`` times the share of other hosts that tokens are sent to. Then the
+    loads of the ranks of each host are evened.
 
     Args:
         ids_TK: [T, K] experts of recorded tokens; -1: none.
@@ -85,7 +87,7 @@ def placement_from_routing(
     if not 0 <= theta <= 1:
         raise ConfigError(f"theta must be from 0 to 1; got {theta}")
     if hosts == 1:
-        return rebalance(loads, first, slots)
+        return _with_copies(loads, rebalance(loads, first), slots)
     if slots:
         raise ConfigError(f"copies are placed on one host only; got slots={slots} with {hosts} hosts")
     tokens = _Tokens.of(ids_TK, experts, hosts, host_T)
@@ -101,6 +103,17 @@ def placement_from_routing(
         for expert, home in zip(chosen, homes, strict=True):
             home_E[expert] = ranks[home]
     return Placement(tuple((home,) for home in home_E), world, first.version + 1)
+
+
+def _with_copies(loads_E: Loads, placement: Placement, slots: int) -> Placement:
+    """Return ``placement`` with the copies of the plan that lends rows of these loads with ``slots`` for each rank."""
+    if not 0 <= slots <= placement.most_slots:
+        raise ConfigError(f"slots must be from 0 to the {placement.most_slots} experts of other ranks; got {slots}")
+    rows, owners = sum(loads_E), [[home] for home in placement.homes]
+    limits = Limits(-(-rows // placement.world), rows, 1, 0, slots)
+    for one in plan_rows(loads_E, placement.homes, placement.world, limits) if slots else ():
+        owners[one.expert].append(one.rank)
+    return placement.with_owners(owners) if slots else placement
 
 
 @dataclass(frozen=True)

@@ -267,15 +267,15 @@ class _ParameterStorage:
         self.optimizer = config.optimizer
         self.micro_batches = config.data.micro_batches
         self.pipeline = mapping.pp > 1
-        self.slots = config.placement.slots_of(config.model.experts, mapping.ep)  # for experts of other ranks
-        self.rematerialize, self.lends = config.placement.rematerialize, config.placement.balance is not None
+        # For experts that are lent to a rank.
+        self.slots = config.placement.first(config.model.experts, mapping.ep).slots or 0 if config.model.experts else 0
         self.budget = config.offload.limit
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
         """Return the parameter, gradient and optimizer memory of the rank with coordinates ``place``."""
         total = FixedMemory()
         gathered: dict[str, int] = {}
-        shared: set[str] = set()  # parameters that share memory for copies with another layer
+        counted: set[str] = set()  # parameters of experts
         partial = self.strategy == "fsdp" and self.micro_batches == 1 and not self.pipeline
         for name, sharding in shardings.items():
             strategy = self._strategy_of(sharding)
@@ -284,12 +284,10 @@ class _ParameterStorage:
             if sharding.expert and self.slots:
                 homes, *expert = sharding.local_shape(place, sizes)
                 in_expert = name.rpartition(".")[2]
-                of_one_layer = 0 if in_expert in shared else homes + self.slots
-                shared.add(in_expert)
-                rows = of_one_layer if self.rematerialize else self.slots
-                gradients = of_one_layer if self.lends else self.slots  # a call returns those of lent experts
+                gradients = 0 if in_expert in counted else homes + self.slots  # those of one layer: a call returns them
+                counted.add(in_expert)
                 size = math.prod(expert)
-                weights = self.itemsize * rows * size
+                weights = self.itemsize * self.slots * size
                 resident = weights if self.strategy == "fsdp" else 0
                 total += FixedMemory(0, weights, MASTER * gradients * size, resident=resident)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""

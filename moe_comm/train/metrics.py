@@ -68,7 +68,7 @@ class ExpertLoad:
             next two are () unless experts are lent to other ranks.
         rows_lent: the same as computed.
         lent_experts: experts that were lent, mean over the calls of the layer.
-        copied_bytes: bytes that all ranks sent: weights of copies and lent experts, and gradients of lent experts. ()
+        copied_bytes: bytes that all ranks sent: weights and gradients of lent experts. ()
             if none can.
         names: names of the layers.
         slots_LE: [L, E] slots of each expert. Not part of stored reports.

@@ -107,12 +107,7 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         sections["offload"] = offload
     loads = request.load.loads
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
-        copies = loads.placed(mapping.parallel.ep).copies
-        kind: dict[str, object] = {"kind": "replicate", "slots": copies} if copies else {"kind": "relocate"}
-        layers = -(-request.shape.moe_layers // mapping.parallel.pp)
-        if copies and loads.shared_slots(mapping.parallel.ep, layers):
-            kind["rematerialize"] = True
-        sections["placement"] = kind | {"every": loads.every}
+        sections["placement"] = {"kind": "relocate", "every": loads.every}
     step, fit = candidate.step, candidate.fit
     comments = [
         f"{request.shape.name} on {mapping.parallel.world} {request.cluster.accelerator.name}, {mapping}.",

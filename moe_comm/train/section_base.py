@@ -56,12 +56,13 @@ class Section(BaseModel):
     def _suggest(cls, loc: tuple[int | str, ...]) -> str:
         key = ".".join(str(part) for part in loc)
         keys = [k for k in cls._dotted_keys() if k.count(".") == key.count(".")]
+        siblings = [k for k in keys if k.rpartition(".")[0] == key.rpartition(".")[0]]
         # The most likely mistake is the same name in another section, then a misspelling.
-        same_name = [k for k in keys if k.rsplit(".", 1)[-1] == str(loc[-1])]
-        near = same_name or difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
+        name = str(loc[-1])
+        near = [k for k in keys if k.rsplit(".", 1)[-1] == name]
+        near = near or [k for k in siblings if difflib.get_close_matches(name, [k.rsplit(".", 1)[-1]], cutoff=0.7)]
         if near:
             return f" (did you mean {near[0]!r}?)"
-        siblings = [k for k in keys if k.rpartition(".")[0] == key.rpartition(".")[0]]
         return f" (known: {', '.join(siblings or keys)})"
 
     @classmethod

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
@@ -13,7 +12,7 @@ from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
 from moe_comm.topology.balance import Balance
 from moe_comm.topology.parallel import ShardingMode
-from moe_comm.topology.rebalance import DecisionSettings
+from moe_comm.topology.rebalance import KINDS, DecisionSettings, PlacementKind
 from moe_comm.train.section_base import MOST, Section
 
 MOST_LAYERS, MOST_EXPERTS, MOST_RANKS, MOST_STEPS = 1 << 12, 1 << 14, 1 << 20, 1 << 20
@@ -349,13 +348,7 @@ class PlacementSection(Section):
 
     Attributes:
         kind: "fixed": consecutive experts on each rank. "relocate": experts move between ranks when a few ranks get
-            most of the rows. The model, its gradients and the checkpoints do not change. "replicate": experts with
-            many rows also get copies on other ranks. Outputs keep their bits; the gradients of copied experts are
-            summed in another order.
-        slots: with "replicate", copies that each rank can hold of each layer.
-        rematerialize: with "replicate", the layers of a rank share the memory for the weights of copies. Each layer
-            publishes the weights before its experts run, in forward and again in backward, instead of once in a step.
-            Results keep their bits.
+            most of the rows. The model, its gradients and the checkpoints do not change.
         every: steps between decisions.
         window: a decision is made from the loads of the last ``window`` steps of the interval since the previous
             decision, and of the interval before it. After wrong switches, from those of up to 8 intervals.
@@ -364,13 +357,20 @@ class PlacementSection(Section):
             ``{rows = 1.125}``, and the other settings of ``moe_comm.Balance``. None: never.
     """
 
-    kind: Literal["fixed", "relocate", "replicate"] = "fixed"
-    slots: int = Field(default=0, ge=0, le=MOST_EXPERTS)
-    rematerialize: bool = False
+    kind: PlacementKind = "fixed"
     every: int = Field(default=100, ge=1)
     window: int = Field(default=5, ge=1, le=MOST_STEPS)
     threshold: float = Field(default=0.05, ge=0, lt=1)
     balance: BalanceSection | None = None
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _check_kind(cls, kind: object) -> object:
+        if kind not in KINDS:
+            raise ValueError(
+                f"must be one of {', '.join(KINDS)}. For experts that several ranks compute, set placement.balance"
+            )
+        return kind
 
     @model_validator(mode="after")
     def _check_balance(self) -> Self:
@@ -383,42 +383,10 @@ class PlacementSection(Section):
         DecisionSettings(every=self.every, window=self.window)  # raises ConfigError
         return self
 
-    @model_validator(mode="after")
-    def _check_slots(self) -> Self:
-        if bool(self.slots) != (self.kind == "replicate"):
-            raise ValueError(
-                f"slots hold the copies of kind 'replicate', which needs at least one; got kind {self.kind!r} and "
-                f"slots {self.slots}"
-            )
-        if self.rematerialize and self.kind != "replicate":
-            raise ValueError(f"rematerialize applies to the copies of kind 'replicate'; got kind {self.kind!r}")
-        return self
-
-    def slots_of(self, num_experts: int, world: int) -> int:
-        """Return the slots for copies of a rank, of ``world`` ranks that share the experts of a layer."""
-        if self.balance is None or world == 1:
-            return self.slots if world > 1 else 0
-        return self.balance.settings().placement(Placement.contiguous(num_experts, world)).slots or 0
-
-    def first(self, num_experts: int, world: int, layers: int) -> Placement:
-        """Return the placement of the first step on ``world`` ranks. ``layers``: number of MoE layers of a rank."""
+    def first(self, num_experts: int, world: int) -> Placement:
+        """Return the placement of the first step on ``world`` ranks."""
         first = Placement.contiguous(num_experts, world)
-        if self.balance is not None:
-            return self.balance.settings().placement(first)
-        if self.kind != "replicate" or world == 1:
-            return first
-        if self.slots > first.most_slots:
-            raise ConfigError(
-                f"placement.slots can be at most {first.most_slots}: {num_experts} experts less the "
-                f"{max(first.homes_per_rank)} that a rank is the home of; got {self.slots}"
-            )
-        shared = max(first.homes_per_rank) + self.slots
-        if self.rematerialize and shared >= layers * self.slots:
-            raise ConfigError(
-                f"placement.rematerialize saves no memory with placement.slots {self.slots}: the memory that layers "
-                f"share has room for {shared} experts, and the slots of {layers} MoE layers for {layers * self.slots}"
-            )
-        return replace(first, slots=self.slots)
+        return first if self.balance is None else self.balance.settings().placement(first)
 
 
 class PayloadSection(Section):

@@ -143,8 +143,7 @@ class FixedMemoryModel:
     """Fixed memory of a matrix under one sharding of parameters and optimizer state.
 
     size: bytes of an element in the compute dtype. partial: with fsdp, ranks hold only their shard of the gradients.
-    cut_shared: tensor-parallel ranks shard the shared experts. replicas: as in ``Mapping``. copies: experts have copies
-    on other ranks, so with fsdp they are sharded as with zero1.
+    cut_shared: tensor-parallel ranks shard the shared experts. replicas: as in ``Mapping``.
     """
 
     parallel: ParallelConfig
@@ -155,15 +154,13 @@ class FixedMemoryModel:
     partial: bool
     cut_shared: bool
     replicas: int = 1
-    copies: bool = False
 
     def block(self, block: Block) -> FixedMemory:
         return sum((self.weight(weight) for weight in block.weights if weight.owned), FixedMemory())
 
     def weight(self, weight: Weight) -> FixedMemory:
         p = self.parallel
-        sharding: ShardingMode = "zero1" if self._is_whole(weight) else self.sharding
-        fsdp = sharding == "fsdp"
+        fsdp = self.sharding == "fsdp"
         size = MASTER if weight.operator == "router" and weight.product else self.size
         matrix = weight.product and weight.operator not in ("router", "head")
         # If each tensor-parallel rank has the complete parameter and its own tokens, they sum gradients too.
@@ -172,10 +169,7 @@ class FixedMemoryModel:
         ranks = p.cp * p.dp if fsdp and replicated else summing
         state = state_bytes(self.optimizer, self.momentum, matrix)
         shard = ParameterShard(self._local(weight), size, state, summing, ranks, replicas=self.replicas)
-        return shard.fixed(sharding, self.partial and fsdp)
-
-    def _is_whole(self, weight: Weight) -> bool:
-        return self.sharding == "fsdp" and self.copies and _is_expert(weight)
+        return shard.fixed(self.sharding, self.partial)
 
     def _local(self, weight: Weight) -> tuple[int, ...]:
         """Return the shape of a rank's shard, output dimension first."""

@@ -30,7 +30,6 @@ class PlacedLoads:
         before: rows of the busiest rank over the mean with contiguous experts, mean over the layers.
         ratio: the same with the chosen placements.
         moved: experts that a rank sends or receives in a switch of one layer, mean over the layers.
-        copies: copies on a rank, of the layer with the most.
         reason: why the first layer switches or does not.
     """
 
@@ -38,7 +37,6 @@ class PlacedLoads:
     before: float
     ratio: float
     moved: float
-    copies: int
     reason: str
 
 
@@ -49,20 +47,15 @@ class ExpertLoads:
     Args:
         layers: for each layer the rows of each expert in each step.
         kind: the placement, as in ``decide``. A layer that would gain too little remains fixed.
-        slots: copies per rank, for "replicate". A rank has at most as many as there are experts on the others.
         every: steps between switches, over which their bytes are divided.
-        rematerialize: layers share the memory for copies where that saves memory (``shared_slots``).
 
     Raises:
-        ConfigError: there are no loads, layers have different numbers of experts, ``kind`` is unknown, or
-            ``rematerialize`` is set for another kind than "replicate".
+        ConfigError: there are no loads, layers have different numbers of experts, or ``kind`` is unknown.
     """
 
     layers: tuple[tuple[Loads, ...], ...]
     kind: PlacementKind = "fixed"
-    slots: int = 0
     every: int = 100
-    rematerialize: bool = False
 
     def __post_init__(self) -> None:
         sizes = {len(loads_E) for steps in self.layers for loads_E in steps}
@@ -70,24 +63,15 @@ class ExpertLoads:
             raise ConfigError(f"loads must be of layers with equal numbers of experts; got {sorted(sizes) or 'none'}")
         if self.kind not in KINDS:
             raise ConfigError(f"the placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
-        if (self.slots > 0) != (self.kind == "replicate"):
-            raise ConfigError(f"placement replicate needs slots of at least 1, others need 0; got {self.slots}")
-        if self.rematerialize and self.kind != "replicate":
-            raise ConfigError(f"rematerialize applies to placement replicate; got {self.kind!r}")
 
     @classmethod
     def of(
-        cls,
-        loads: Mapping[str, Mapping[int, Loads]],
-        kind: PlacementKind,
-        slots: int,
-        experts: int | None = None,
-        rematerialize: bool = False,
+        cls, loads: Mapping[str, Mapping[int, Loads]], kind: PlacementKind, experts: int | None = None
     ) -> ExpertLoads:
         """Return a sample of the recorded loads of a run, of its first ``experts`` experts, by layer and step."""
         chosen = list(loads.values())[:: -(-len(loads) // LAYERS) or 1]
         sample = tuple(tuple(tuple(load[:experts]) for load in list(steps.values())[-STEPS:]) for steps in chosen)
-        return cls(sample, kind, slots, rematerialize=rematerialize)
+        return cls(sample, kind)
 
     @property
     def experts(self) -> int:
@@ -98,20 +82,12 @@ class ExpertLoads:
         """Return the loads on ``ranks`` expert-parallel ranks."""
         return _placed(self, ranks)
 
-    def shared_slots(self, ranks: int, layers: int) -> int:
-        """Return the experts in the memory that the ``layers`` of a rank share; 0 if each keeps its copies."""
-        copies = self.placed(ranks).copies
-        shared = -(-self.experts // ranks) + copies
-        return shared if self.rematerialize and shared < layers * copies else 0
-
 
 @lru_cache(maxsize=1024)
 def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
     first = Placement.contiguous(loads.experts, ranks)
-    slots = min(loads.slots, first.most_slots)
-    kind: PlacementKind = "relocate" if loads.kind == "replicate" and not slots else loads.kind
-    settings = DecisionSettings(kind, every=loads.every, slots=slots)
-    before, after, moved, copies, reasons = 0.0, 0.0, 0, 0, []
+    settings = DecisionSettings(loads.kind, every=loads.every)
+    before, after, moved, reasons = 0.0, 0.0, 0, []
     for steps in loads.layers:
         decision = decide(steps, first, settings)
         reasons.append(decision.reason)
@@ -119,9 +95,8 @@ def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
         after += replayed_ratio(steps, decision.placement or first)
         if decision.placement is not None:
             moved += Moves.of(first, decision.placement).busiest
-            copies = max(copies, *decision.placement.copies_per_rank)
     count = len(loads.layers)
-    return PlacedLoads(kind if moved else "fixed", before / count, after / count, moved / count, copies, reasons[0])
+    return PlacedLoads(loads.kind if moved else "fixed", before / count, after / count, moved / count, reasons[0])
 
 
 DROPLESS = 1.29

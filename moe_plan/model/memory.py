@@ -147,9 +147,8 @@ def memory(
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
     optimizer, momentum = policy.optimizer, policy.momentum
-    copies = 0 if load.loads is None else load.loads.placed(parallel.ep).copies
     memory_model = FixedMemoryModel(
-        parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared, mapping.replicas, copies > 0
+        parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared, mapping.replicas
     )
     fixed = fixed_parts(shape, memory_model)
     # Bytes per token of activations, of the loss and of the gradients between the halves of a split backward pass.
@@ -168,7 +167,6 @@ def memory(
     buffers = _Buffers.of(shape, mapping, load, size, host)
     by_contents: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
     memories = []
-    expert = shape.parameters("moe")["experts"] // (shape.experts * parallel.etp) if copies else 0
     for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
         # Most positions have the same layers, so compute what depends on the layers once.
         if (parts, len(stages)) not in by_contents:
@@ -185,14 +183,12 @@ def memory(
         freed = 0.0
         if policy.activations is not None:
             freed = stored_activations(estimate, stages, peaks, tokens, micro_batches).saved(policy.activations)
-        shared = 0 if load.loads is None else load.loads.shared_slots(parallel.ep, parts.moe)
-        copied = (shared or parts.moe * copies) * expert
         memories.append(
             PositionMemory(
                 position,
-                fixed_memory.params + copied,
-                fixed_memory.weights + copied * size,
-                fixed_memory.gradients + parts.moe * copies * expert * MASTER,
+                fixed_memory.params,
+                fixed_memory.weights,
+                fixed_memory.gradients,
                 fixed_memory.optimizer,
                 round(base_activations + tokens * activations - freed),
                 layer_buffers + round(tokens * between_halves),

@@ -139,7 +139,7 @@ def _tail(model: StepModel, rank: int, predicted: StepPrediction, span: float) -
         TailOperation(
             one.name,
             "weights" if one.kind == "weights" else "gradients",
-            "ep" if one.kind in ("copies", "moves") else "dp_cp" if one.family == "dense" else "edp",
+            "ep" if one.kind == "moves" else "dp_cp" if one.family == "dense" else "edp",
             one.cost.seconds - predicted.hidden.get(one.name, 0.0),
             one.cost.seconds,
         )

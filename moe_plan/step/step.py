@@ -326,7 +326,6 @@ class StepModel:
         """
         collectives = self.weights.tail(rank)
         total = sum(one.cost.seconds for one in collectives)
-        copied = any(one.kind == "copies" for one in collectives)
         hidden: dict[str, float] = {}
         available: dict[str, float] = {}
         overlaps = self.placed.mapping.overlap not in ("none", "chunks")
@@ -346,8 +345,6 @@ class StepModel:
         for family, kind, cost in collectives:
             if not overlaps and not self._overlaps_gradients(spans[family]):
                 continue
-            if family == "expert" and copied:
-                continue  # the gradients of copies are added first, and copies are published after the weights
             if overlapped := cost.seconds - exposed_seconds(cost.seconds, available.get(kind, 0.0)):
                 hidden[f"{family} {kind}"] = overlapped * self.placed.cluster.free_share(spans[family])
                 available[kind] -= overlapped

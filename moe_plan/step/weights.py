@@ -1,9 +1,8 @@
 """Weights of pipeline stages on one rank: their size, weight and gradient collectives, and the optimizer.
 
 With "fsdp", the weights of a stage are all-gathered before passes, and its gradients are reduce-scattered after
-backward passes; those of experts with copies on other ranks as with "zero1". With replicas, both are within a block,
-and the shards of the gradients are summed over the blocks once per step. Otherwise gradients are summed once per step,
-and with "zero1" the new weights are all-gathered.
+backward passes. With replicas, both are within a block, and the shards of the gradients are summed over the blocks once
+per step. Otherwise gradients are summed once per step, and with "zero1" the new weights are all-gathered.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import numpy as np
 
 from moe_comm.layers.transformer.shape import LayerKind, ModelShape
 from moe_comm.topology.pipeline import StagePlan
-from moe_comm.topology.rebalance import copied_bytes, publications
 from moe_plan.arrays import Floats
 from moe_plan.machine.collectives import CollectiveCost, GroupSpan
 from moe_plan.machine.hardware import BYTES
@@ -44,7 +42,7 @@ class TailCollective(NamedTuple):
     """A collective after the last pass of a pipeline position."""
 
     family: Family
-    kind: Literal["gradients", "weights", "copies", "moves"]
+    kind: Literal["gradients", "weights", "moves"]
     cost: CollectiveCost
 
     @property
@@ -132,7 +130,6 @@ class StageWeights:
     ) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
         """Return the cost of gathering weights once, and of scattering gradients: dense ones, and those of experts."""
         cluster, spans = self.placed.cluster, self.shard_spans
-        experts *= not self._has_copies
         gathers = (
             cluster.all_gather(dense * self.size, spans[0]),
             self._one_ring(experts * self.size, spans[1], "all_gather"),
@@ -155,13 +152,6 @@ class StageWeights:
         sharding, cluster = self.placed.mapping.sharding, self.placed.cluster
         result = self._placement(rank)
         if sharding == "fsdp":
-            if self._has_copies:
-                count, span = self.elements(rank)[1], self.spans[1]
-                result.append(
-                    TailCollective("expert", "gradients", cluster.reduce_scatter(count * self.gradient_bytes, span))
-                )
-                result.append(TailCollective("expert", "weights", cluster.all_gather(count * self.size, span)))
-                return result
             units = self.placed.unit_spans if self.placed.mapping.replicas > 1 else ()
             for family, count, unit in zip(FAMILIES, self.elements(rank), units, strict=False):
                 shard = count * self.gradient_bytes / unit.shards.ranks
@@ -174,37 +164,18 @@ class StageWeights:
                 result.append(TailCollective(family, "weights", cluster.all_gather(count * self.size, span)))
         return result
 
-    @property
-    def _has_copies(self) -> bool:
-        return self.loads is not None and self.loads.placed(self.placed.mapping.parallel.ep).copies > 0
-
     def _placement(self, rank: int) -> list[TailCollective]:
-        """Return the cost of copies of experts (gradients to the home, weights back), and of switches, per step."""
+        """Return the cost of switches of the placement of experts, per step."""
         ep = self.placed.mapping.parallel.ep
         placed = None if self.loads is None or ep == 1 else self.loads.placed(ep)
         if placed is None or placed.kind == "fixed":
             return []
         assert self.loads is not None
         expert = self.elements(rank)[1] * ep / self.shape.experts
-        layers = sum(
-            self.shape.kind(layer) == "moe"
-            for stage in self.stages.stages_of(rank)
-            for layer in self.stages.layers_of(stage)
-        )
-        shared = bool(self.loads.shared_slots(ep, layers))
-        times = publications(self.micro_batches, self.placed.mapping.splits) if shared else 1
-        sent: dict[Literal["copies", "moves"], float] = {
-            "copies": placed.copies * expert * copied_bytes(self.size, times),
-            "moves": placed.moved * expert * moved_bytes("adamw") / self.loads.every,
-        }
+        moved = placed.moved * expert * moved_bytes("adamw") / self.loads.every
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.
-        return [
-            TailCollective(
-                "expert", kind, self.placed.cluster.all_to_all(count * ep / (ep - 1), self.placed.spans["ep"])
-            )
-            for kind, count in sent.items()
-            if count
-        ]
+        cost = self.placed.cluster.all_to_all(moved * ep / (ep - 1), self.placed.spans["ep"])
+        return [TailCollective("expert", "moves", cost)] if moved else []
 
     def host_copies(self, rank: int) -> tuple[float, float]:
         """Return the bytes of offloaded weights and gradients that a rank copies in a step: during passes, and alone.

@@ -26,19 +26,15 @@ from moe_comm.observe.records import (
 from moe_comm.runtime.untrusted import parse_toml, read_bounded, table
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.load_window import LoadWindow
-from moe_comm.topology.pipeline import can_split
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import (
     Decision,
     DecisionSettings,
     busiest_rows,
-    copied_bytes,
     over_mean,
-    publications,
     rebalance,
     replayed_ratio,
 )
-from moe_plan.machine.hardware import BYTES
 from moe_plan.model.files import MOST
 from moe_plan.model.fixed_memory import Optimizer, moved_bytes
 from moe_plan.whatif.run_spans import EXPERTS, WAITS
@@ -109,9 +105,9 @@ def placed_ratio(loads: Iterable[Loads], placed: Iterable[Placement]) -> float:
     return over_mean(busiest, rows, pairs[0][1].world if pairs else 1)
 
 
-def best_ratio(loads: Mapping[int, Loads], first: Placement, slots: int = 0) -> float:
+def best_ratio(loads: Mapping[int, Loads], first: Placement) -> float:
     """Return the ratio if each step had the placement for its own loads: a bound for all forecasts."""
-    return placed_ratio(loads.values(), [rebalance(loads_E, first, slots) for loads_E in loads.values()])
+    return placed_ratio(loads.values(), [rebalance(loads_E, first) for loads_E in loads.values()])
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,8 @@ class LayerPlacement:
         steps: steps with recorded loads.
         fixed: rows of the busiest rank over the mean, if the experts had kept their first placement.
         realised: the same with the placements of the run; None for another number of ranks than the run's.
-        best: the same if each step had the best placement for its own loads that was found, without copies.
-        hottest: rows of the busiest expert over the mean of a rank. No placement without copies has a lower ratio.
+        best: the same if each step had the best placement for its own loads that was found.
+        hottest: rows of the busiest expert over the mean of a rank. No placement has a lower ratio.
         decisions: the recorded decisions; for each switch also the realised ratio until the next one.
         replays: the result of each setting.
     """
@@ -144,7 +140,7 @@ class PlacementStudy:
     """Placements of a run, see ``study``.
 
     Attributes:
-        costs: whether seconds are measured; without them, switches and copies cost nothing.
+        costs: whether seconds are measured; without them, switches cost nothing.
     """
 
     run: str
@@ -198,7 +194,7 @@ def read_loads(run: Path) -> dict[str, dict[int, Loads]]:
 def study(run: Path, settings: Sequence[DecisionSettings], ranks: int | None = None) -> PlacementStudy:
     """Return the placements of a run and the replays of other settings.
 
-    Seconds of rows, of moves and of copies come from the spans of the run, if it has them. Real experts are the first
+    Seconds of rows and of moves come from the spans of the run, if it has them. Real experts are the first
     ones in a layer's loads; zero-computation experts have no rows.
 
     Args:
@@ -223,11 +219,8 @@ def study(run: Path, settings: Sequence[DecisionSettings], ranks: int | None = N
         )
     seconds = _seconds(run, loads)
     if seconds is not None:
-        per_row, to_move, to_publish = seconds
-        settings = [
-            replace(one, seconds_per_row=per_row, seconds_to_move=to_move, seconds_to_publish=to_publish)
-            for one in settings
-        ]
+        per_row, to_move = seconds
+        settings = [replace(one, seconds_per_row=per_row, seconds_to_move=to_move) for one in settings]
     experts = real_experts(run)
     layers = []
     for layer, by_step in loads.items():
@@ -290,8 +283,8 @@ def _count(value: object) -> int | None:
     return value if valid else None  # type: ignore[return-value]
 
 
-def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, float, float] | None:
-    """Return the seconds of a row, of moving one expert, and of a copy in a step; None without spans."""
+def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, float] | None:
+    """Return the seconds of a row and of moving one expert; None without spans."""
     if not any((run / SPANS).glob("rank-*.jsonl")):
         return None
     table = (trace := read_run_trace(run).graph).table
@@ -300,19 +293,16 @@ def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, floa
     rows = sum(sum(load) for by_step in loads.values() for step, load in by_step.items() if step in steps)
     computing = np.isin(names, EXPERTS)
     moving = np.array([name.startswith(WAITS[:2]) for name in names]) & (table.nbytes_N > 0)
-    sizes = _expert_bytes(_config(run))
-    if not rows or not computing.any() or not moving.any() or sizes is None:
+    moved = _moved_bytes(_config(run))
+    if not rows or not computing.any() or not moving.any() or moved is None:
         return None
     rate = table.nbytes_N[moving].sum() / trace.value_N[moving].sum()
-    return float(trace.value_N[computing].sum()) / rows, float(sizes[0] / rate), float(sizes[1] / rate)
+    return float(trace.value_N[computing].sum()) / rows, float(moved / rate)
 
 
-def _expert_bytes(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the bytes that are sent with a moved expert, and for a copy in each step.
-
-    None if the configuration does not have the widths of experts.
-    """
-    model, optimizer, placement = (table(config, name) for name in ("model", "optimizer", "placement"))
+def _moved_bytes(config: Mapping[str, Any]) -> int | None:
+    """Return the bytes of a moved expert; None if the configuration does not have the widths of experts."""
+    model, optimizer = table(config, "model"), table(config, "optimizer")
     hidden, ffn = _count(model.get("hidden")), _count(model.get("ffn"))
     if hidden is None or ffn is None or model.get("pretrained"):
         return None
@@ -321,13 +311,4 @@ def _expert_bytes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     kind = optimizer.get("kind", "adamw")
     if kind not in get_args(Optimizer):
         return None
-    moved = moved_bytes(kind, bool(optimizer.get("momentum")))
-    elements, size = shape.parameters("moe")["experts"], BYTES["bf16" if model.get("dtype") == "bfloat16" else "fp32"]
-    times = 1
-    if placement.get("rematerialize", False):
-        parallel = table(config, "parallel")
-        schedule = parallel.get("schedule")
-        split = can_split(schedule if isinstance(schedule, str) else None, _count(parallel.get("pp")) or 1)
-        micro_batches = _count(table(config, "data").get("micro_batches")) or 1
-        times = publications(micro_batches, split and model.get("recompute") != "full")
-    return elements * moved, elements * copied_bytes(size, times)
+    return shape.parameters("moe")["experts"] * moved_bytes(kind, bool(optimizer.get("momentum")))

@@ -111,7 +111,7 @@ RUNS = {
     "deepseek": ("model.family=deepseek_v3", "model.shared_ffn=64", "model.first_dense=1", "model.dense_ffn=128"),
     "checks": ("guard.checksums=true", "guard.weights_every=4", "run.nonfinite=rerun"),
     "snapshots": ("checkpoint.peer_every=4", "checkpoint.every=4"),
-    "replicate experts": ("placement.kind=replicate", "placement.slots=1", "placement.every=5"),
+    "lend experts": ("placement.balance={rows = 1.0}",),
     "fp8 payload": ("payload.dispatch=fp8_token", "payload.combine=bf16"),
 }
 

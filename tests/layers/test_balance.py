@@ -19,9 +19,10 @@ from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions, WireDtypes, ma
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.layers import Experts, MoEConfig, MoELayer, Router, RouterConfig
-from moe_comm.layers.data_parallel import rematerialize_copies
+from moe_comm.layers.check import check_grads
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.moe.config import MoEGroups
+from moe_comm.layers.moe.expert_parallel import LENT_COUNTS
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance
@@ -390,10 +391,23 @@ def test_combinations_that_are_not_supported_are_refused(group: dist.ProcessGrou
         with pytest.raises(ConfigError, match=r"[bB]alance"):
             MoELayer.build(config, group, seed=3, options=options, overlap=overlap)
     layer = build(ALWAYS, Run("all_to_all"))
-    with pytest.raises(ConfigError, match="rematerialized"):
-        rematerialize_copies(layer)
     with pytest.raises(ConfigError, match="chooses the copies"):
         layer.relocate(replace(layer.placement, owners=((0, 1), *layer.placement.owners[1:])))
+    layer.dispatcher.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["all_to_all", "shared_memory"])
+def test_check_grads_compares_the_sums_of_the_ranks(backend: str) -> None:
+    if backend == "shared_memory":
+        pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    layer = build(ALWAYS, Run(backend), shared_ffn=12)
+    report = check_grads(layer, tokens=17)
+    assert report.ok, str(report)
+    assert layer.take_lent(layer.copies)[LENT_COUNTS.index("experts")] > 0
+    bits = {(one.tensor, one.equal_bits) for one in report.comparisons if one.against == "EP 1"}
+    assert {("output", True), ("input", True)} <= bits and not {("output", False), ("input", False)} & bits
+    assert all(param.grad is None for param in layer.parameters())
     layer.dispatcher.close()
 
 

@@ -242,6 +242,7 @@ def test_a_stale_placement_raises_on_every_rank_and_names_the_versions(pool2: Ra
         assert "rank 0: version 2 (" in text and "rank 1: version 1 (" in text
 
 
+@torch.no_grad()
 def route_out_of_range(rank: int, world: int, arg: tuple[Placement, int]) -> str:
     placement, wrong = arg
     config = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, 2), placement=placement)

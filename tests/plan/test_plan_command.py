@@ -557,10 +557,6 @@ def recorded(folder: Path, loads: list[int], experts: int | None = None) -> str:
     return str(folder)
 
 
-def copy_bytes(result: dict[str, Any]) -> float:
-    return sum(sent.get("expert copies", 0.0) for sent in result["bytes"].values())
-
-
 EP4 = {"mapping": "tp=2,pp=8,ep=4"}
 
 
@@ -575,25 +571,14 @@ def test_loads_of_a_run_replace_the_imbalance(tmp_path: Path, capsys: pytest.Cap
     assert "needs --placement fixed" in error_line(capsys)
     moved = run_json(capsys, loads=run, placement="relocate", **EP4)
     assert moved["placement"]["kind"] == "relocate" and moved["placement"]["before"] == 2.0
-    assert moved["placement"]["ratio"] == 1.25 and moved["placement"]["copies"] == 0
+    assert moved["placement"]["ratio"] == 1.25
     assert moved["step_s"] < fixed["step_s"]
     assert sum(sent["expert moves"] for sent in moved["bytes"].values() if "expert moves" in sent) > 0
-    copied = run_json(capsys, loads=run, placement="replicate", **EP4)
-    assert copied["placement"]["copies"] == 1 and copied["placement"]["ratio"] < 1.1
-    assert copied["memory"]["weights_gb"] > moved["memory"]["weights_gb"]
-    slow = run_json(capsys, "--slow", "0=1.5", loads=run, placement="replicate", **EP4)["slow"]
-    assert slow["step_s"] > copied["step_s"]
-    assert copy_bytes(copied) > 0
-    shared = run_json(capsys, "--rematerialize", loads=run, placement="replicate", **EP4)
-    assert moved["memory"]["weights_gb"] < shared["memory"]["weights_gb"] < copied["memory"]["weights_gb"]
-    # Another pipeline position may be the fullest.
-    assert shared["memory"]["gradients_gb"] == pytest.approx(copied["memory"]["gradients_gb"], rel=1e-5)
-    # bf16 weights and fp32 gradients; the weights are sent twice for each micro-batch of one of 256 / 8 sequences.
-    micro_batches = 256 // 8
-    assert copy_bytes(shared) == pytest.approx(copy_bytes(copied) * (2 * 2 * micro_batches + 4) / (2 + 4))
+    slow = run_json(capsys, "--slow", "0=1.5", loads=run, placement="relocate", **EP4)["slow"]
+    assert slow["step_s"] > moved["step_s"]
 
 
-@pytest.mark.parametrize("placement", ["fixed", "relocate", "replicate"])
+@pytest.mark.parametrize("placement", ["fixed", "relocate"])
 def test_uniform_loads_answer_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: str) -> None:
     result = run_json(capsys, loads=recorded(tmp_path, [1000] * 8), placement=placement, **EP4)
     assert result["placement"]["kind"] == "fixed" and result["placement"]["ratio"] == 1.0
@@ -612,9 +597,7 @@ def test_the_placement_is_printed_and_searched(tmp_path: Path, capsys: pytest.Ca
     [
         ({"placement": "relocate"}, "--loads RUN"),
         ({"loads": "RUN", "imbalance": "2"}, "--loads replaces --imbalance"),
-        ({"loads": "RUN", "slots": "1"}, "--slots applies to --placement replicate"),
-        ({"flag": "--rematerialize"}, "--loads RUN"),
-        ({"loads": "RUN", "flag": "--rematerialize"}, "--rematerialize applies to --placement replicate"),
+        ({"loads": "RUN", "placement": "replicate"}, "--placement"),
         ({"loads": "RUN", "model": "deepseek-v3"}, "the loads are of 8 experts, but deepseek-v3 has 256"),
         ({"loads": "/nonexistent"}, "is not a run folder"),
     ],
@@ -623,7 +606,6 @@ def test_wrong_loads_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], message: str
 ) -> None:
     run = recorded(tmp_path, [1000] * 8)
-    flags = [changed["flag"]] if "flag" in changed else []
-    changed = {name: run if value == "RUN" else value for name, value in changed.items() if name != "flag"}
-    assert cli.run(command_line(*flags, **changed)) == 2
+    changed = {name: run if value == "RUN" else value for name, value in changed.items()}
+    assert cli.run(command_line(**changed)) == 2
     assert message in error_line(capsys)

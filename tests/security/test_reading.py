@@ -127,7 +127,7 @@ def test_a_hardware_description_that_is_not_regular_or_too_large_is_refused(
         "[model]\nexperts = 'many'\nhidden = true\nffn = [1]",
         "[model]\nexperts = 99999999999999999999\nhidden = -1\nffn = 0",
         "[model]\nhidden = 8\nffn = 8\n[optimizer]\nkind = {}",
-        "[model]\nhidden = 8\nffn = 8\n[placement]\nrematerialize = 1\n[data]\nmicro_batches = 'x'",
+        "[model]\nhidden = 8\nffn = 8\n[placement]\nevery = 'x'\n[data]\nmicro_batches = 'x'",
         "[parallel]\nep = 'two'\ntp = 1e9\npp = inf",
         "a = " + "[" * 5000,
         "\ufeff = ",

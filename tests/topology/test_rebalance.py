@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, cycle, islice, product
+from itertools import combinations, cycle, islice
 from math import inf, nan
 from typing import Any
 
@@ -19,7 +19,6 @@ from moe_comm.topology.rebalance import (
     Decision,
     DecisionSettings,
     Moves,
-    PlacementKind,
     busiest_rows,
     decide,
     rebalance,
@@ -144,36 +143,31 @@ def test_only_experts_move_that_reduce_the_busiest_rank() -> None:
     assert len(Moves.of(current, new).homes) == 2
 
 
-@pytest.mark.parametrize(("slots", "most"), [(0, 2), (1, 8)])
 @pytest.mark.parametrize("s", [0.5, 1.5])
 @pytest.mark.parametrize(("experts", "world"), [(32, 4), (64, 8)])
-def test_a_small_change_of_loads_moves_few_experts(experts: int, world: int, s: float, slots: int, most: int) -> None:
+def test_a_small_change_of_loads_moves_few_experts(experts: int, world: int, s: float) -> None:
     moved = [0, 0]
     for seed in range(4):
         loads = zipf(experts, 40_000, s, random.Random(seed))
-        placed = rebalance(loads, Placement.contiguous(experts, world, slots=slots or None), slots)
+        placed = rebalance(loads, Placement.contiguous(experts, world))
         rng = random.Random(seed + 100)
         noisy = [load + rng.randint(-load // 100, load // 100) for load in loads]
         drifted, by_load = list(loads), sorted(range(experts), key=lambda one: -loads[one])
         a, b = by_load[experts // 4], by_load[experts // 2]
         drifted[a], drifted[b] = loads[b], loads[a]
         for at, changed in enumerate((noisy, drifted)):
-            moves = Moves.of(placed, rebalance(changed, placed, slots))
-            moved[at] += len(moves.homes) + len(moves.copies)
-    assert max(moved) <= 4 * most
+            moved[at] += len(Moves.of(placed, rebalance(changed, placed)).homes)
+    assert max(moved) <= 4 * 2
 
 
-@pytest.mark.parametrize(
-    ("experts", "world", "slots", "most"),
-    [(32, 8, 0, 6), (64, 4, 0, 18), (32, 4, 1, 8)],
-)
-def test_a_switch_moves_few_experts(experts: int, world: int, slots: int, most: int) -> None:
+@pytest.mark.parametrize(("experts", "world", "most"), [(32, 8, 6), (64, 4, 18)])
+def test_a_switch_moves_few_experts(experts: int, world: int, most: int) -> None:
     for s in (0.5, 1.0, 1.5):
         moved = 0
         for seed in range(4):
             loads = zipf(experts, 40_000, s, random.Random(seed))
-            current = Placement.contiguous(experts, world, slots=slots or None)
-            moved += len(Moves.of(current, rebalance(loads, current, slots)).homes)
+            current = Placement.contiguous(experts, world)
+            moved += len(Moves.of(current, rebalance(loads, current)).homes)
         assert moved <= 4 * most
 
 
@@ -197,65 +191,11 @@ def test_nothing_moves_if_loads_are_even_zero_or_on_one_expert() -> None:
     assert rebalance([9, 1, 0], alone) is alone
 
 
-@SEEDED
-@given(st.lists(st.integers(0, 1000), min_size=4, max_size=16), st.integers(2, 4), st.integers(0, 2))
-def test_copies_are_on_distinct_ranks_within_their_slots_and_help(loads: list[int], world: int, slots: int) -> None:
-    current = Placement.contiguous(len(loads), world)
-    slots = min(slots, len(loads) - max(current.slots_per_rank))
-    new = rebalance(loads, current, slots)
-    homes = [new.homes.count(rank) for rank in range(world)]
-    assert tuple(homes) == current.slots_per_rank
-    assert all(held - home <= slots for held, home in zip(new.slots_per_rank, homes, strict=True))
-    assert busiest_rows(loads, new) <= busiest_rows(loads, rebalance(loads, current))
-
-
-def least_with_copies(loads: list[int], current: Placement, slots: int) -> int:
-    """Return the least rows of the busiest rank over all homes and copies."""
-    ranks, best = range(current.world), sum(loads)
-    for homes in product(ranks, repeat=len(loads)):
-        if tuple(map(homes.count, ranks)) != current.homes_per_rank:
-            continue
-        others = [[expert for expert, home in enumerate(homes) if home != rank] for rank in ranks]
-        for copies in product(*(combinations(experts, slots) for experts in others)):
-            owners = [(home, *(r for r in ranks if expert in copies[r])) for expert, home in enumerate(homes)]
-            best = min(best, busiest_rows(loads, Placement(tuple(owners), current.world)))
-        if best * current.world < sum(loads) + current.world:
-            break
-    return best
-
-
-@pytest.mark.parametrize("s", [0.5, 2.5])
-@pytest.mark.parametrize(("experts", "world", "slots"), [(6, 2, 1), (6, 2, 2), (6, 3, 1)])
-def test_with_copies_the_busiest_rank_is_within_5_percent_of_the_best(
-    experts: int, world: int, slots: int, s: float
-) -> None:
-    for seed in range(2):
-        loads = zipf(experts, 2000, s, random.Random(seed))
-        current = Placement.contiguous(experts, world, slots=slots)
-        new = rebalance(loads, current, slots)
-        assert new.slots == slots and busiest_rows(loads, new) <= 1.05 * least_with_copies(loads, current, slots)
-
-
-@pytest.mark.parametrize("s", [0.5, 1.0, 1.5])
-def test_copies_spread_experts_that_are_above_the_mean_rank(s: float) -> None:
-    loads = zipf(64, 100_000, s, random.Random(2))
-    current = Placement.contiguous(64, 8)
-    assert replayed_ratio([loads], rebalance(loads, current, 2)) < 1.1
-    # All rows on one expert: without copies its rank has them all, with one slot per rank each rank computes a part.
-    one = [0, 0, 0, 4001, 0, 0, 0, 0]
-    spread = rebalance(one, Placement.contiguous(8, 4), 1)
-    assert max(rows_per_rank(one, spread)) == 1001
-    # When the load is even again, the copies go.
-    assert not rebalance([500] * 8, spread, 0).has_copies
-
-
-def test_moves_list_homes_and_received_copies() -> None:
-    old = Placement(((0,), (0, 1), (1,), (2,)), 3)
-    new = Placement(((1,), (0, 2), (1, 2), (0,)), 3)
+def test_moves_list_the_homes_that_change() -> None:
+    old, new = (Placement(tuple((home,) for home in homes), 3) for homes in ((0, 0, 1, 2, 0), (1, 0, 1, 0, 2)))
     moves = Moves.of(old, new)
-    assert moves.homes == ((0, 0, 1), (3, 2, 0))
-    assert moves.copies == ((1, 0, 2), (2, 1, 2))
-    assert moves.busiest == 2  # rank 0 sends two, rank 2 receives two
+    assert moves.homes == ((0, 0, 1), (3, 2, 0), (4, 0, 2))
+    assert moves.busiest == 2  # rank 0 sends two
     assert Moves.of(old, old).busiest == 0
 
 
@@ -271,23 +211,16 @@ def test_loads_that_do_not_fit_are_refused_with_the_numbers(loads: list[Any]) ->
             call()
 
 
-def test_bad_placements_and_slots_are_refused_with_the_numbers() -> None:
-    current = Placement.contiguous(8, 4)
-    assert rebalance([1] * 8, current, 6) is current
-    for slots in (-1, 7):
-        with pytest.raises(ConfigError, match=f"at most the 6 experts.*2 of 8.*got {slots}"):
-            rebalance([1] * 8, current, slots)
+def test_bad_settings_are_refused() -> None:
     for name, value in (
         ("kind", "often"),
-        ("slots", 1),
         ("threshold", 1.0),
         ("threshold", nan),
         ("every", 0),
         ("every", 2.5),
-        ("slots", True),
         ("seconds_per_row", nan),
         ("seconds_to_move", inf),
-        ("seconds_to_publish", -1.0),
+        ("seconds_to_move", -1.0),
     ):
         with pytest.raises(ConfigError, match=name):
             DecisionSettings(**(COSTS | {name: value}))
@@ -298,11 +231,8 @@ def test_uniform_routing_never_switches(world: int, rows: int) -> None:
     current = Placement.contiguous(2 * world, world)
     for seed in range(40 // world or 1):
         window = zipf_steps(2 * world, rows, 0.0, seed, 5)
-        kinds: tuple[tuple[PlacementKind, int], ...] = (("relocate", 0), ("replicate", 1))
-        for kind, slots in kinds:
-            settings = replace(RELOCATE, kind=kind, slots=slots, threshold=0.0, seconds_to_move=0)
-            decision = decide(window, current, settings)
-            assert decision.placement is None, decision.reason
+        decision = decide(window, current, replace(RELOCATE, threshold=0.0, seconds_to_move=0))
+        assert decision.placement is None, decision.reason
 
 
 @pytest.mark.parametrize("s", [0.5, 1.0, 1.5])
@@ -370,12 +300,6 @@ def test_a_switch_must_save_twice_its_cost_and_more_than_the_threshold() -> None
     gain = 1 - paid.ratio_after / paid.ratio_before
     assert "not above the threshold" in reason(threshold=gain + 1e-9) or "at most" in reason(threshold=gain + 1e-9)
     assert reason(kind="fixed") == "the placement is fixed"
-    # Copies whose publication costs more than they save are not made.
-    one, copying = [[0] * 31 + [8192]] * 5, replace(RELOCATE, kind="replicate", slots=1)
-    copied = decide(one, current, copying)
-    assert copied.placement is not None and copied.placement.has_copies
-    costly = decide(one, current, replace(copying, seconds_to_publish=1.0))
-    assert costly.placement is None and costly.saved_s < 0
 
 
 @pytest.mark.parametrize("window", [[], [[0] * 8] * 3])

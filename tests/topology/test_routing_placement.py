@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+import random
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import rebalance, rows_per_rank
+from moe_comm.topology.rebalance import busiest_rows, rebalance, replayed_ratio, rows_per_rank
 from moe_comm.topology.routing_placement import _Tokens, loads_of, placement_from_routing, remote_copies
+from tests.topology.test_rebalance import zipf
 
 PAIRED = np.array([[0, 2], [0, 2], [1, 3], [1, 3]])
 
@@ -95,11 +98,51 @@ def test_changes_of_exchanges_equal_a_recount() -> None:
             assert changes[a, b] == changes[b, a] == cost(other) - cost(host_E)
 
 
-def test_one_host_is_the_placement_by_loads_with_copies_if_asked() -> None:
+def test_one_host_is_the_placement_by_loads() -> None:
     ids = np.array([[0], [0], [0], [1], [2], [3]])
-    loads = loads_of(ids, 4)
-    assert placement_from_routing(ids, 4, 2) == rebalance(loads, Placement.contiguous(4, 2))
-    assert placement_from_routing(ids, 4, 2, slots=1) == rebalance(loads, Placement.contiguous(4, 2), 1)
+    assert placement_from_routing(ids, 4, 2) == rebalance(loads_of(ids, 4), Placement.contiguous(4, 2))
+
+
+def ids_of(loads: list[int]) -> npt.NDArray[np.int64]:
+    """Return [T, 1] ids with these loads."""
+    return np.repeat(np.arange(len(loads)), loads)[:, None]
+
+
+def least_with_copies(loads: list[int], world: int, slots: int) -> int:
+    """Return the least rows of the busiest rank over all homes and copies."""
+    current, ranks, best = Placement.contiguous(len(loads), world), range(world), sum(loads)
+    for homes in product(ranks, repeat=len(loads)):
+        if tuple(map(homes.count, ranks)) != current.homes_per_rank:
+            continue
+        others = [[expert for expert, home in enumerate(homes) if home != rank] for rank in ranks]
+        for copies in product(*(combinations(experts, slots) for experts in others)):
+            owners = [(home, *(r for r in ranks if expert in copies[r])) for expert, home in enumerate(homes)]
+            best = min(best, busiest_rows(loads, Placement(tuple(owners), world)))
+        if best * world < sum(loads) + world:
+            break
+    return best
+
+
+@pytest.mark.parametrize("s", [0.5, 2.5])
+@pytest.mark.parametrize(("experts", "world", "slots"), [(6, 2, 1), (6, 2, 2), (6, 3, 1)])
+def test_with_copies_the_busiest_rank_is_within_5_percent_of_the_best(
+    experts: int, world: int, slots: int, s: float
+) -> None:
+    for seed in range(2):
+        loads = zipf(experts, 2000, s, random.Random(seed))
+        placement = placement_from_routing(ids_of(loads), experts, world, slots=slots)
+        assert max(placement.copies_per_rank) <= slots
+        assert busiest_rows(loads, placement) <= 1.05 * least_with_copies(loads, world, slots)
+
+
+@pytest.mark.parametrize("s", [0.5, 1.0, 1.5])
+def test_copies_spread_experts_that_are_above_the_mean_rank(s: float) -> None:
+    loads = zipf(64, 100_000, s, random.Random(2))
+    assert replayed_ratio([loads], placement_from_routing(ids_of(loads), 64, 8, slots=2)) < 1.1
+    # All rows on one expert: without copies its rank has them all, with one slot per rank each rank computes a part.
+    one = [0, 0, 0, 4001, 0, 0, 0, 0]
+    assert busiest_rows(one, placement_from_routing(ids_of(one), 8, 4, slots=1)) == 1001
+    assert not placement_from_routing(ids_of([500] * 8), 8, 4, slots=1).has_copies
 
 
 @pytest.mark.parametrize(
@@ -113,6 +156,8 @@ def test_one_host_is_the_placement_by_loads_with_copies_if_asked() -> None:
         ({"host_T": [0, 1, 2, 0]}, "a host from 0 to 1"),
         ({"theta": 1.5}, "theta must be from 0 to 1"),
         ({"slots": 1}, "one host only"),
+        ({"slots": 4, "ranks_per_host": None}, "from 0 to the 3 experts"),
+        ({"slots": -1, "ranks_per_host": None}, "got -1"),
     ],
 )
 def test_bad_input_is_refused(changed: dict[str, Any], message: str) -> None:

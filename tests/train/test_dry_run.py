@@ -226,7 +226,7 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
         ("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "parallel.etp=2", "parallel.sharding=zero1"),
         ("parallel.ep=1", "model.experts=3", "model.top_k=1", "parallel.sharding=zero1", "model.ffn=21"),
         ("parallel.ep=2", "model.experts=1", "model.top_k=1", "parallel.sharding=fsdp"),
-        ("parallel.ep=2", "parallel.sharding=fsdp", "placement.kind=replicate", "placement.slots=1"),
+        ("parallel.ep=2", "parallel.sharding=fsdp", "placement.balance={copies = 1}"),
         (
             "parallel.tp=1",
             "parallel.dp=4",
@@ -351,41 +351,14 @@ def test_offloaded_state_needs_the_budget(strategy: str) -> None:
     assert replace(stored, optimizer=resident.optimizer, stored=0) == resident
 
 
-def test_slots_for_copies_need_weights_and_gradients_but_no_optimizer_state() -> None:
-    mapping = ("parallel.ranks=2", "model.experts=6", "model.hidden=16", "model.ffn=24", "model.dtype=bfloat16")
-    without, with_slots = (
-        dry_run(*mapping, *extra).positions[0].ranks[0].fixed
-        for extra in ((), ("placement.kind=replicate", "placement.slots=2"))
-    )
-    layers = len(dry_run(*mapping).architecture.moe_layers)
-    elements = 2 * layers * 3 * 16 * 24
-    assert with_slots.weights - without.weights == 2 * elements
-    assert with_slots.gradients - without.gradients == 4 * elements
-    assert (with_slots.params, with_slots.optimizer) == (without.params, without.optimizer)
-
-
 def test_with_fsdp_experts_with_slots_are_whole_and_their_optimizer_state_is_sharded() -> None:
     mapping = ("parallel.ranks=4", "parallel.ep=2", "model.experts=6", "model.hidden=16", "model.ffn=24")
-    shards, slots = ("parallel.sharding=fsdp", "model.layers=4"), ("placement.kind=replicate", "placement.slots=2")
+    shards, slots = ("parallel.sharding=fsdp", "model.layers=4"), ("placement.balance={copies = 2}",)
     without, with_slots = (dry_run(*mapping, *shards, *extra).positions[0].ranks[0].fixed for extra in ((), slots))
     expert = 4 * 3 * 16 * 24
     # 3 homes and 2 slots in each of 4 layers, instead of the experts of two layers.
     assert with_slots.weights - without.weights == expert * (4 * (3 + 2) - 2 * 3)
     assert (with_slots.params, with_slots.optimizer) == (without.params, without.optimizer)
-
-
-def test_rematerialized_copies_need_weights_of_one_layer_and_gradients_of_all() -> None:
-    mapping = ("parallel.ranks=2", "model.experts=6", "model.hidden=16", "model.ffn=24", "model.dtype=bfloat16")
-    replicate = ("model.layers=6", "placement.kind=replicate", "placement.slots=2")
-    kept, shared = (
-        dry_run(*mapping, *replicate, f"placement.rematerialize={value}").positions[0].ranks[0].fixed
-        for value in ("false", "true")
-    )
-    expert, homes = 3 * 16 * 24, 3
-    assert kept.weights - shared.weights == 2 * expert * (6 * 2 - (homes + 2))
-    assert replace(shared, weights=kept.weights) == kept
-    with pytest.raises(ConfigError, match=r"rematerialize saves no memory with placement\.slots 2"):
-        dry_run(*mapping, *replicate, "placement.rematerialize=true", "model.layers=2")
 
 
 @pytest.mark.parametrize(

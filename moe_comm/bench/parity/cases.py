@@ -75,7 +75,6 @@ CASES: tuple[ParityCase, ...] = (
     _case("etp 2", 2, ep=1, etp=2),
     _case("ep 2, fsdp", 2, ep=2, sharding="fsdp"),
     _case("ep 2, experts that move", 2, ep=2, placement=("placement.kind=relocate", *DECISIONS)),
-    _case("ep 2, copies of experts", 2, ep=2, placement=("placement.kind=replicate", "placement.slots=1", *DECISIONS)),
     *(_case(f"pp 2, {schedule}", 2, pp=2, schedule=schedule) for schedule in PIPELINES),
     _case("pp 2, 1f1b, tied embedding", 2, common=TIED, pp=2),
     _case("pp 2, zbv, tied embedding", 2, common=TIED, pp=2, schedule="zbv"),

@@ -4,14 +4,13 @@ These contestants have equal weights, tokens and routing, and are interleaved in
 
     fixed       consecutive experts on each rank
     relocate    every few steps, a decision from the loads of the last steps (``moe_comm.topology.rebalance``)
-    replicate   the same, with slots for copies; each step publishes them and reduces their gradients
     balance     with --balance: fixed experts that are lent to other ranks in each step (``moe_comm.Balance``)
     eplb        EPLB's placement of the same loads, always applied at the same steps
 
-EPLB with replicas in as many slots is not run, because its replicas have no homes: only the rows of its ranks are
-computed (``eplb_copies``).
+EPLB with replicas, in ``slots`` more slots of each rank, is not run, because its replicas have no homes: only the rows
+of its ranks are computed (``eplb_copies``).
 
-Outputs, input gradients and the weight gradients of each expert without copies are compared with those of the fixed
+Outputs, input gradients and the weight gradients of each expert that is not lent are compared with those of the fixed
 layer, and must have the same bits. The first ``warmup`` steps are not timed, but all switches are.
 """
 
@@ -45,7 +44,7 @@ from moe_comm.topology.load_window import LoadWindow
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, Moves, busiest_rows, over_mean
 
-FIXED, RELOCATE, REPLICATE, BALANCE, PEERS = "fixed", "relocate", "replicate", "balance", ("eplb",)
+FIXED, RELOCATE, BALANCE, PEERS = "fixed", "relocate", "balance", ("eplb",)
 TRIALS = 3
 """Number of steps and of moves that measure the seconds of a row and of a move before the first decision."""
 
@@ -64,8 +63,7 @@ class _Contestant:
         self.name, self.bench = name, bench
         self.window, self.decisions = LoadWindow(bench.window), list[dict[str, Any]]()
         self.received, self.published_bytes = list[int](), 0
-        slots = bench.slots if name == REPLICATE else None
-        placement = Placement.contiguous(bench.experts, bench.ranks, slots=slots)
+        placement = Placement.contiguous(bench.experts, bench.ranks)
         router = RouterConfig(num_experts=bench.experts, top_k=bench.top_k)
         balance = Balance(bench.balance) if name == BALANCE and bench.balance is not None else None
         options = DispatchOptions(balance=balance)
@@ -98,15 +96,12 @@ class _Contestant:
         self.layer.zero_grad(set_to_none=True)
 
     def forward(self) -> None:
-        self.published_bytes += self.layer.publish_copies()
         self.y_TD = self.layer(self.x_TD, self.routing)
 
     def backward(self) -> None:
         assert self.y_TD is not None
         self.y_TD.backward(self.grad_TD)
         if (copies := self.layer.copies) is not None:
-            self.published_bytes += copies.reduce()
-        if copies is not None and self.layer.last_plan is not None:
             self.published_bytes, copies.published_bytes = self.published_bytes + copies.published_bytes, 0
 
     def step(self, ids_TK: Tensor, clock: Clock) -> None:
@@ -149,7 +144,7 @@ class _Contestant:
             f"{name} gradient of expert {expert}": _digest(parameter.grad[at])
             for name, parameter in self.layer.experts.named_parameters()
             for at, expert in enumerate(self.layer.placement.homes_of(dist.get_rank()))
-            if parameter.grad is not None and len(self.layer.placement.owners[expert]) == 1 and expert not in lent
+            if parameter.grad is not None and expert not in lent
         }
         return own | {name: digest for rank in gather(local) for name, digest in rank.items()}
 
@@ -162,13 +157,11 @@ def _digest(tensor: Tensor) -> str:
 def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     """Run the benchmark on this rank and return the result, the same on every rank. Collective."""
     balanced = () if bench.balance is None else (BALANCE,)
-    layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *balanced, *PEERS)]
-    deciding: dict[str, _Contestant] = {
-        contestant.name: contestant for contestant in layers if contestant.name in bench.kinds
-    }
+    layers = [_Contestant(name, bench) for name in (FIXED, RELOCATE, *balanced, *PEERS)]
+    deciding = layers[1]
     clock = Clock(bench.device)
-    say("measuring the time of a row, of a move and of a copy")
-    costs = _costs(layers[0], deciding.get(REPLICATE), clock)
+    say("measuring the time of a row and of a move")
+    costs = _costs(layers[0], clock)
     loads: list[list[int]] = []
     packed_copies = [list(layers[0].layer.placement.homes_of(rank)) for rank in range(bench.ranks)]
     rows_of_copies: list[list[float]] = []
@@ -200,8 +193,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
             checked += 1
         if (step + 1) % bench.every == 0 and step < last:
             gc.collect()
-            for kind in bench.kinds:
-                deciding[kind].decide(step + 1, bench.decisions(kind, costs), clock)
+            deciding.decide(step + 1, bench.decisions(costs), clock)
             packed = layers[-1]
             totals_E = [sum(values) for values in zip(*loads[-bench.window :], strict=True)]
             packed.move(eplb(totals_E, packed.layer.placement), clock)
@@ -234,10 +226,9 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
         "checked_steps": checked,
         "contestants": {name: row for name, row in rows.items() if name not in PEERS},
         "peers": peers,
-        "decisions": [decision for contestant in deciding.values() for decision in contestant.decisions],
+        "decisions": deciding.decisions,
         "seconds_per_row": costs.per_row,
         "seconds_to_move": costs.to_move,
-        "seconds_to_publish": costs.to_publish,
         "settings": bench.to_dict() | {"iterations": bench.steps},
         "threads_per_rank": threads,
     }
@@ -252,9 +243,8 @@ def _numbers(decision: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(decision).items() if name != "placement"}
 
 
-def _costs(fixed: _Contestant, copying: _Contestant | None, clock: Clock) -> Costs:
-    """Measure the seconds of one row on the busiest rank, of exchanging two experts between two ranks, and of one copy
-    on each rank in a step."""
+def _costs(fixed: _Contestant, clock: Clock) -> Costs:
+    """Measure the seconds of one row on the busiest rank, and of exchanging two experts between two ranks."""
     bench, first = fixed.bench, fixed.layer.placement
     swapped = list(first.owners)
     swapped[0], swapped[-1] = swapped[-1], swapped[0]
@@ -268,29 +258,7 @@ def _costs(fixed: _Contestant, copying: _Contestant | None, clock: Clock) -> Cos
     clock.clear()
     rows = median(busiest_rows(bench.loads(step), first) for step in range(TRIALS))
     seconds = median(slowest(by_rank, fixed.name))
-    per_copy = 0.0 if copying is None else _seconds_of_copies(copying, clock)
-    return Costs(seconds / rows, median(slowest(by_rank, fixed.name, "trial")), per_copy)
-
-
-def _seconds_of_copies(contestant: _Contestant, clock: Clock) -> float:
-    """Measure the seconds in which each rank publishes and reduces one copy."""
-    bench, first = contestant.bench, contestant.layer.placement
-    per_rank = bench.experts // bench.ranks
-    owners = [
-        (home,) if expert % per_rank else (home, (home + 1) % bench.ranks) for expert, home in enumerate(first.homes)
-    ]
-    contestant.layer.relocate(first.with_owners(owners))
-    copies = contestant.layer.copies
-    assert copies is not None
-    for step in range(TRIALS):
-        contestant.begin(bench.ids(step, dist.get_rank()))
-        contestant.y_TD = contestant.layer(contestant.x_TD, contestant.routing)
-        contestant.y_TD.backward(contestant.grad_TD)
-        clock.measure(contestant.name, ("reduce", copies.reduce), ("publish", copies.publish))
-    contestant.layer.relocate(first)
-    by_rank = gather(dict(clock.times))
-    clock.clear()
-    return median(slowest(by_rank, contestant.name))
+    return Costs(seconds / rows, median(slowest(by_rank, fixed.name, "trial")))
 
 
 def _check(layers: list[_Contestant]) -> None:

@@ -26,7 +26,7 @@ from moe_comm.bench.common.settings import (
 from moe_comm.errors import ConfigError
 from moe_comm.topology.balance import Balance
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import DecisionSettings, PlacementKind
+from moe_comm.topology.rebalance import DecisionSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: of a row, of moving an expert, and of a copy in a step."""
+    """Measured seconds: of a row, and of moving an expert."""
 
     per_row: float
     to_move: float
-    to_publish: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class PlacementBench(BatchShape):
     window: int = 5
     threshold: Annotated[float, typer.Option(min=0, help="Minimum share of the busiest rank's rows to save.")] = 0.05
     slots: Annotated[
-        int, typer.Option(min=0, help="Copies of experts that each rank can hold with replicate; 0: without it.")
+        int, typer.Option(min=0, help="Slots of each rank for replicas of EPLB, of which rows are computed; 0: none.")
     ] = 1
     balance: Annotated[
         float | None,
@@ -104,22 +103,14 @@ class PlacementBench(BatchShape):
         """Number of measured steps."""
         return self.iterations or 30
 
-    @property
-    def kinds(self) -> tuple[PlacementKind, ...]:
-        """Kinds of placement that are compared with fixed experts."""
-        return ("relocate", "replicate") if self.slots else ("relocate",)
-
-    def decisions(self, kind: PlacementKind, costs: Costs) -> DecisionSettings:
-        """Return the settings of the decisions of ``kind``."""
+    def decisions(self, costs: Costs) -> DecisionSettings:
+        """Return the settings of the decisions."""
         return DecisionSettings(
-            kind=kind,
             every=self.every,
             threshold=self.threshold,
-            slots=self.slots if kind == "replicate" else 0,
             window=self.window,
             seconds_per_row=costs.per_row,
             seconds_to_move=costs.to_move,
-            seconds_to_publish=costs.to_publish,
         )
 
     def popularity(self, step: int) -> list[float]:

@@ -339,9 +339,9 @@ class EPExperts(ExpertParallel):
             self._publish_if_due(self)
             self._refuse(self, fault)
 
-    def _publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
+    def _publish_if_due(self, experts: nn.Module) -> MoeCommError | None:
         if self.rounds is None or self.rounds.ended or self.copies is None or not self.copies.changed:
-            return super()._publish_if_due(experts, later)
+            return super()._publish_if_due(experts)
         # Ranks change them between different calls, so they cannot publish them together.
         return ConfigError(
             f"the weights of the experts of {self.label} have changed in a serving context, but not their copies on "

@@ -3,7 +3,6 @@ from moe_comm.layers.data_parallel.attach import (
     expert_modules as expert_modules,
     expert_parameters as expert_parameters,
     leave_gradients as leave_gradients,
-    rematerialize_copies as rematerialize_copies,
     skip_gradient_checks as skip_gradient_checks,
 )
 from moe_comm.layers.data_parallel.expert_shard import (

@@ -56,24 +56,6 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertGra
             yield name, module, gradients
 
 
-def rematerialize_copies(model: nn.Module) -> None:
-    """Let the layers of ``model`` share the memory for copies of experts. Call it on all ranks, between steps.
-
-    Without it, each layer keeps the weights of its copies. With it, one layer at a time has them: they are published
-    before its experts run, in forward and again in backward, unless no other layer has run since. Outputs and gradients
-    keep their bits. The memory has room for the experts and the slots of one layer.
-
-    Args:
-        model: a model, or a swapped one. Layers without slots for copies do not change.
-    """
-    from moe_comm.layers.data_parallel.copies import SharedStacks  # few layers have copies
-
-    stacks = SharedStacks()
-    for _, module, _ in expert_modules(model):
-        if (copies := getattr(module, "copies", None)) is not None:
-            copies.share(stacks)
-
-
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the sharded expert parameters of ``model`` by name. Empty if every rank has all experts."""
     return {

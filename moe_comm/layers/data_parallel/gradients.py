@@ -41,7 +41,6 @@ from moe_comm.runtime.versions import require
 
 if TYPE_CHECKING:
     from moe_comm.layers.data_parallel.audit import Audit, SyncWarning
-    from moe_comm.layers.data_parallel.copies import ExpertCopies
 
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -157,13 +156,6 @@ class ExpertGradients:
     def _before_forward(self, experts: nn.Module) -> None:
         if experts._modules and adapter_fault(experts, self.label) is not None:
             return  # the layer raises it on every rank
-        copies = getattr(experts, "copies", None)
-        if copies is not None and not copies.lends and torch.is_grad_enabled() and active_ddp() is not None:
-            raise ConfigError(
-                f"DistributedDataParallel cannot train layer {self.label!r}, whose experts may have copies on other "
-                "ranks: use DispatchOptions.balance or a placement without copies, or a loop with "
-                "moe_comm.sync_gradients"
-            )
         for name in self.shards.shardings:
             param: Any = getattr(experts, name)
             hooked_param, hooked = self._hooked.get(name, (_no_reference, False))
@@ -180,21 +172,6 @@ class ExpertGradients:
         ddp = active_ddp()
         if ddp is not None and self.ddp is not ddp:
             self._follow_ddp(ddp, experts)
-
-    @torch.no_grad()
-    def reduce_copies(self, experts: Any) -> None:
-        """Add the gradients of copies to those of the homes, if there are copies. Collective with copies."""
-        copies: ExpertCopies | None = getattr(experts, "copies", None)
-        if copies is None:
-            return
-        audited = getattr(experts, self._audited) if self.audit is not None and self.audit.recording else None
-        if audited is None or audited.grad is None:
-            copies.reduce()
-            return
-        before = plain(audited.grad).clone()
-        copies.reduce()
-        assert self.audit is not None
-        self.audit.expert_delivered(plain(audited.grad) - before)
 
     def stop_checking(self) -> None:
         """Disable the comparison of gradients before optimizer steps."""

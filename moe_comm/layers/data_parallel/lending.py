@@ -153,8 +153,6 @@ class LentExperts(ExpertCopies):
             combine.
     """
 
-    lends = True
-
     def __init__(
         self,
         experts: nn.Module,
@@ -191,15 +189,7 @@ class LentExperts(ExpertCopies):
         super().weights_changed()
         self._seen = []
 
-    def share(self, stacks: Any) -> None:
-        raise ConfigError(f"layer {self._label!r} lends experts (balance), which rematerialized copies do not support")
-
-    @property
-    def changed(self) -> bool:
-        """False: each call sends the weights that it needs."""
-        return False
-
-    def publish_if_due(self, *, later: bool = False) -> None:
+    def publish_if_due(self) -> None:
         """Do nothing: ``materialize`` sends the weights that a call needs."""
 
     def publish(self) -> int:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _MARK = "_moe_comm_expert"
 _OWNER = "_moe_comm_owner"
 _AUDIT = "_moe_comm_audit"
-_COPIES = "_moe_comm_copies"
 _REPLACED = "_moe_comm_replaced"
 _HOOKED = "_moe_comm_knows_experts"
 _KIND_CHECKED, _STATE_CHECKED = "_moe_comm_checked_kind", "_moe_comm_checked_state"
@@ -80,12 +79,6 @@ def watch_steps(param: Tensor, audit: Audit | SyncWarning) -> None:
     setattr(param, _AUDIT, audit)
 
 
-def watch_copies(param: Tensor, check: Callable[[], None]) -> None:
-    """Run ``check``, which tests that gradients of copies are reduced, before each step of the optimizer of
-    ``param``."""
-    setattr(param, _COPIES, check)
-
-
 def wrap_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Wrap each tensor of an optimizer's state dict that is one rank's part as an ``ExpertShard``."""
     for index, param in enumerate(params_of(optimizer)):
@@ -121,9 +114,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _refuse_kind(optimizer)
         setattr(optimizer, _KIND_CHECKED, True)
         refuse_saving(optimizer)
-    for param in marked:
-        if (check := getattr(param, _COPIES, None)) is not None:
-            check()
     audits = [audit for param in marked if (audit := getattr(param, _AUDIT, None)) is not None]
     # All layers of a model are reduced in the same way, so one audit is enough.
     chosen = next((audit for audit in audits if audit.compares), audits[0] if audits else None)

@@ -35,8 +35,8 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
 
     Call it after the last ``backward`` of a step, in loops without DDP or FSDP. Gradients of replicated parameters are
     summed over ``group``. Gradients of experts already cover the expert-parallel group; they are summed over the ranks
-    of ``group`` with the same experts, after the gradients of copies have been added to those of the homes. With
-    loss = (sum over this rank's tokens) / (tokens of all ranks), the results are the gradients of one process.
+    of ``group`` with the same experts. With loss = (sum over this rank's tokens) / (tokens of all ranks), the results
+    are the gradients of one process.
 
     Calls 1, 2, 4, 8, ... for a model also compare the weights of the ranks, see ``check_replicas``.
 
@@ -68,7 +68,6 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     experts, reduced = {id(param) for param in expert_parameters(model).values()}, set[int]()
     by_edp: dict[ProcessGroup | None, list[nn.Parameter]] = {}
     for _, module, gradients in expert_modules(model):
-        gradients.reduce_copies(module)
         edp = gradients.edp_group(group)
         if gradients.audit is not None:
             gradients.audit.group = group
@@ -122,11 +121,7 @@ def clip_grad_norm_(
 
     Raises:
         NonFiniteLoss: the norm is NaN or infinite, with ``error_if_nonfinite``; raised on all ranks, before scaling.
-        ConfigError: experts have copies, and ``sync_gradients`` has not reduced the gradients.
     """
-    for _, module, _ in expert_modules(model):
-        if (copies := getattr(module, "copies", None)) is not None:
-            copies.check_reduced()
     p = float(norm_type)
     families = _families(model)
     grads = [grad for params in families.values() for grad in _local_grads(params)]

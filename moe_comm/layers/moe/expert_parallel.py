@@ -1,7 +1,7 @@
 """The state of an expert-parallel layer on one rank, and the transfer of its rows. All kinds of layers share this code.
 
     _start_call        ids ─▶ slots ─▶ dispatch ─▶ rows of this rank's experts
-    _prepare_experts   copies of experts get their weights; which row counts to compute with
+    _prepare_experts   lent experts get their weights; which row counts to compute with
     (the layer)        experts on the rows
     _follow_backward   what runs in backward before the experts
     call.combine       sums of each token's results
@@ -259,21 +259,20 @@ class ExpertParallel(ParallelModule):
             The call; None without ``balance``.
         """
         copies: Any = getattr(experts, "copies", None)
-        if copies is None:
+        if copies is None or self.dispatcher.options.balance is None:
             return None
         if on_device is not None:
-            lent: LentCall | None = copies.begin_on_device(on_device, ids_TK, self.training)
+            lent: LentCall = copies.begin_on_device(on_device, ids_TK, self.training)
         else:
             lent = copies.begin(ids_TK)
-        if lent is not None:
-            if lent.values and (adapters := getattr(experts, "adapters", None)):
-                copies.lend_adapters(lent, adapters)
-            self.last_plan = plan = lent.plan
-            if self.training and on_device is None:
-                loads_E, world = plan.counts[0], self.placement.world
-                fixed = max(rows_of_ranks(loads_E, self.placement.homes, world, ()))
-                counts = (sum(loads_E), fixed * world, max(plan.rows) * world, 1, len(plan.lent))
-                self._lent_counts = [a + b for a, b in zip(self._lent_counts, counts, strict=True)]
+        if lent.values and (adapters := getattr(experts, "adapters", None)):
+            copies.lend_adapters(lent, adapters)
+        self.last_plan = plan = lent.plan
+        if self.training and on_device is None:
+            loads_E, world = plan.counts[0], self.placement.world
+            fixed = max(rows_of_ranks(loads_E, self.placement.homes, world, ()))
+            counts = (sum(loads_E), fixed * world, max(plan.rows) * world, 1, len(plan.lent))
+            self._lent_counts = [a + b for a, b in zip(self._lent_counts, counts, strict=True)]
         return lent
 
     def take_lent(self, copies: ExpertCopies | None) -> Tensor:
@@ -303,17 +302,14 @@ class ExpertParallel(ParallelModule):
 
             agree_on_choice(self.dispatcher, math.prod(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() else 0)
 
-    def _publish_if_due(self, experts: nn.Module, later: bool = False) -> MoeCommError | None:
+    def _publish_if_due(self, experts: nn.Module) -> MoeCommError | None:
         """Publish the copies of experts if needed. Publishing is collective, so it precedes all checks of a call.
-
-        Args:
-            later: other layers may run before the experts of this call.
 
         Returns:
             The error of this rank's experts, or None.
         """
         copies: ExpertCopies | None = getattr(experts, "copies", None)
-        fault: MoeCommError | None = None if copies is None else copies.publish_if_due(later=later)
+        fault: MoeCommError | None = None if copies is None else copies.publish_if_due()
         if experts._modules and self.dispatcher.world > 1:
             fault = adapter_fault(experts, self.label) or fault
         return fault
@@ -397,28 +393,29 @@ class ExpertParallel(ParallelModule):
         return call
 
     def _prepare_experts(self, experts: nn.Module, call: ExpertCall) -> tuple[int, ...]:
-        """Write the weights of the copies of experts. Collective if another layer has used their memory.
+        """Send the weights of lent experts that are not in their slots. Collective if there are any.
 
         Returns:
             Row counts of the slots to compute with. Slots for copies are left out if there is no copy.
         """
-        copies: ExpertCopies | None = getattr(experts, "copies", None)
-        if copies is not None and (call.lent is not None or self._uses_copies(call)):
-            copies.materialize(None if call.lent is None else call.lent.plan)
+        copies: Any = getattr(experts, "copies", None)
+        if call.lent is not None:
+            copies.materialize(call.lent.plan)
         counts = call.handle.rows_per_expert
         homes = self.placement.homes_per_rank[self.place["ep"]]
         if call.lent is not None:
             return counts if isinstance(counts, DeviceCounts) else counts[: call.lent.slots]
-        # A rank without experts always computes with the slots for copies, so that its parameters have gradients.
+        # A rank without experts always computes with the slots for copies.
         return counts[:homes] if homes and not self._uses_copies(call) else counts
 
     def _follow_backward(self, experts: nn.Module, call: ExpertCall, out_RD: Tensor) -> None:
         """Register the hooks that run in backward before the experts that computed ``out_RD``."""
         if self.in_flight_hook is not None:
             self._call_in_backward(out_RD)
-        copies: ExpertCopies | None = getattr(experts, "copies", None)
-        if copies is not None and self._uses_copies(call):  # after the hook, in which other layers may use the memory
-            copies.materialize_in_backward(out_RD, None if call.lent is None else call.lent.plan)
+        copies: Any = getattr(experts, "copies", None)
+        lent = call.lent
+        if lent is not None and out_RD.requires_grad and self._uses_copies(call):
+            out_RD.register_hook(lambda _: copies.materialize(lent.plan))  # after the hook, which runs other layers
 
     def _call_in_backward(self, rows: Tensor) -> None:
         """Call ``in_flight_hook`` in backward before the operator that returned ``rows``."""

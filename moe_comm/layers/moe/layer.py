@@ -355,8 +355,8 @@ class MoELayer(ExpertParallel):
     def publish_copies(self) -> int:
         """Send the weights of experts to the ranks that hold copies. Collective over the expert group.
 
-        ``forward`` does so itself after the layer is built, ``relocate``, ``moe_comm.sync_gradients`` and
-        ``load_state_dict``. Call this method on every rank after any other change of the weights.
+        ``forward`` does so itself after the layer is built, ``relocate`` and ``load_state_dict``. Call this method on
+        every rank after any other change of the weights.
 
         Returns:
             Bytes of this rank's experts that other ranks received; 0 without copies.
@@ -536,21 +536,14 @@ class MoELayer(ExpertParallel):
         ``forward``.
         """
         with self.dispatcher.abort_on_error(self.label):
-            tokens = self._route(x, routing, token_index, mask, interleaved=True)
+            tokens = self._route(x, routing, token_index, mask)
         call = self._dispatch(tokens)
         call.complete()  # the caller uses the group before ``compute``
         return MoECall(self, x.shape, tokens, call)
 
-    def _route(
-        self,
-        x: Tensor,
-        routing: Routing | None,
-        token_index: Tensor | None,
-        mask: Tensor | None,
-        interleaved: bool = False,
-    ) -> _Tokens:
+    def _route(self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None) -> _Tokens:
         """Check the arguments of a call, and choose the slots of its real tokens."""
-        x = self._readable(x, routing, token_index, mask, interleaved)
+        x = self._readable(x, routing, token_index, mask)
         x_TD, real = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), None
         if mask is not None:
             from moe_comm.layers.moe.padding import RealTokens
@@ -689,12 +682,10 @@ class MoELayer(ExpertParallel):
             y_TD = attach_loss(y_TD, aux_loss, self.aux_scale, self._aux_loss_factor())
         return y_TD if tokens.real is None else tokens.real.spread(y_TD)
 
-    def _readable(
-        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None, interleaved: bool
-    ) -> Tensor:
+    def _readable(self, x: Tensor, routing: Routing | None, token_index: Tensor | None, mask: Tensor | None) -> Tensor:
         """Return ``x`` with its values in memory, or raise the error of invalid arguments on all ranks."""
         self._agree_on_executor(x)
-        fault = self._publish_if_due(self.experts, later=interleaved)
+        fault = self._publish_if_due(self.experts)
         given = routing is not None
         (x,), unusable = as_tensors(x=x)
         if unusable is None:

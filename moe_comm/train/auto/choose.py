@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping as Table, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -41,7 +40,7 @@ from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping
 from moe_plan.model.memory import MemoryPolicy
 from moe_plan.search.preference import why_slower
-from moe_plan.search.request import RESERVE, PlanCandidate, PlanRequest, divisors
+from moe_plan.search.request import RESERVE, PlanCandidate, PlanRequest
 from moe_plan.search.search import search
 from moe_plan.search.space import SearchSpace
 
@@ -159,7 +158,7 @@ def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Parallel
         ),
         min(RESERVE, cluster.accelerator.memory_bytes // 8),
     )
-    space = replace(search_space(config), ep=_degrees_with_slots(config, shape, cluster.gpus))
+    space = search_space(config)
     try:
         result = search(request, space)
     except ConfigError as error:
@@ -225,10 +224,6 @@ def search_space(config: TrainConfig) -> SearchSpace:
     sharding: tuple[ShardingMode, ...] = (given["sharding"],) if "sharding" in given else get_args(ShardingMode)
     several = config.placement.kind == "fixed" and config.offload.weights == "none"
     replicas = given.get("dp_replicate", None if several else 1)
-    if config.placement.kind == "replicate" and "sharding" not in given:  # FSDP would not shard the experts
-        sharding = tuple(mode for mode in sharding if mode != "fsdp")
-    if config.placement.rematerialize:  # a stage may have too few layers for it
-        fixed.setdefault("pp", 1)
     overlap: tuple[OverlapMode, ...] = ("none", "chunks")
     if "overlap_chunks" in given:
         overlap = ("chunks",) if given["overlap_chunks"] else ("none",)
@@ -256,19 +251,6 @@ def search_space(config: TrainConfig) -> SearchSpace:
         replicas=replicas,
         **more,
     )
-
-
-def _degrees_with_slots(config: TrainConfig, shape: ModelShape, world: int) -> tuple[int, ...] | None:
-    """Return the degrees of expert parallelism that ``config.placement`` supports; None: all, or one is given."""
-    if config.placement.kind != "replicate" or not shape.moe_layers or "ep" in _given(config.parallel):
-        return None
-    layers = -(-shape.moe_layers // dict(search_space(config).fixed).get("pp", 1))  # with rematerialize, pp is fixed
-    degrees = []
-    for ep in divisors(world):
-        with suppress(ConfigError):
-            config.placement.first(shape.experts, ep, layers)
-            degrees.append(ep)
-    return tuple(degrees)
 
 
 def resolved(config: TrainConfig, world: int, settings: Table[str, Any]) -> TrainConfig:

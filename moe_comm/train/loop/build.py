@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
-from moe_comm.layers.data_parallel import leave_gradients, rematerialize_copies
+from moe_comm.layers.data_parallel import leave_gradients
 from moe_comm.layers.parallel.collectives import CollectiveOptions, configure_collectives
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
@@ -20,8 +20,7 @@ from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelMesh, Sharding
-from moe_comm.topology.pipeline import StagePlan, can_split, check_micro_batches, plan_stages
-from moe_comm.topology.rebalance import publications
+from moe_comm.topology.pipeline import StagePlan, check_micro_batches, plan_stages
 from moe_comm.train.architecture import transformer_config, with_training_settings
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.placement import ExpertPlacements
@@ -128,10 +127,6 @@ def build_stages(
 ) -> list[Transformer]:
     """Build this rank's pipeline stages with uninitialized weights. Collective."""
     plan, parallel = stage_plan(config, architecture), config.parallel
-    if config.placement.kind == "replicate" and architecture.moe_layers:
-        layers = -(-len(architecture.moe_layers) // mesh.size("pp"))
-        placement = config.placement.first(architecture.moe.num_experts, mesh.size("ep"), layers)
-        architecture = replace(architecture, moe=replace(architecture.moe, placement=placement, experts_per_rank=None))
     overlap = Overlap(parallel.overlap_chunks, executor=parallel.executor) if parallel.overlap_chunks else None
     expert_overlap = Overlap("auto", executor=parallel.executor) if overlaps_experts(config, architecture) else None
     # With balanced lengths, attention sends keys between all ranks that have different tokens.
@@ -185,8 +180,6 @@ def build(
     stages = build_stages(config, architecture, mesh)
     for stage in stages:
         leave_gradients(stage)
-        if config.placement.rematerialize:
-            rematerialize_copies(stage)
     shardings: dict[str, Sharding] = {}
     tied: tuple[str, ...] = ()
     for stage in stages:
@@ -235,7 +228,6 @@ def build(
     )
     moe_names = tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers)
     num_experts = architecture.moe.num_experts
-    split = split_backward and can_split(config.parallel.schedule, mesh.size("pp"))
     return TrainState(
         mesh=mesh,
         stages=list(stages),
@@ -246,15 +238,7 @@ def build(
         num_experts=architecture.moe.router.num_choices,
         top_k=architecture.moe.router.top_k,
         flops_per_token=ModelShape.of(architecture).model_flops(config.data.seq_len),
-        placements=ExpertPlacements(
-            config.placement,
-            stages,
-            moe_names,
-            num_experts,
-            data_parallel,
-            optimizer,
-            publications(config.data.micro_batches, split) if config.placement.rematerialize else 1,
-        ),
+        placements=ExpertPlacements(config.placement, stages, moe_names, num_experts, data_parallel, optimizer),
         peak_flops=peak_flops,
         activations=activations,
     )

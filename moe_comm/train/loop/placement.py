@@ -26,7 +26,7 @@ from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
 from moe_comm.topology.load_window import MOST_MEMORY, LoadWindow
-from moe_comm.topology.rebalance import Decision, DecisionSettings, copied_bytes
+from moe_comm.topology.rebalance import Decision, DecisionSettings
 from moe_comm.train.checkpoint.exchange import gather_or_raise
 from moe_comm.train.metrics import PlacementReport
 from moe_comm.train.optim import Optimizer
@@ -50,11 +50,10 @@ NUMBER_BYTES, LAYER_BYTES = 16, 1024
 
 @dataclass(frozen=True)
 class SwitchTimes:
-    """Seconds of one row on its rank, of moving one expert, and of one copy in a step; equal on all ranks."""
+    """Seconds of one row on its rank, and of moving one expert; equal on all ranks."""
 
     per_row: float
     per_expert: float
-    per_copy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class ExpertPlacements:
         stages: this rank's stages of the model.
         names: names of all MoE layers of the whole model.
         num_experts: real experts of each layer.
-        publications: how often the weights of a copy are sent in a step.
 
     Attributes:
         by_layer: the placement of each layer.
@@ -88,14 +86,11 @@ class ExpertPlacements:
         num_experts: int,
         data_parallel: DataParallel,
         optimizer: Optimizer,
-        publications: int,
     ) -> None:
-        self._publications = publications
         self.section, self._data_parallel, self._optimizer = section, data_parallel, optimizer
         self._mesh: ParallelMesh = data_parallel.mesh
         self._layers: dict[str, MoELayer] = {name: layer for stage in stages for name, layer in moe_layers(stage)}
-        layers = -(-len(names) // self._mesh.size("pp"))
-        self._first = section.first(num_experts, self._mesh.size("ep"), layers)
+        self._first = section.first(num_experts, self._mesh.size("ep"))
         self.by_layer = dict.fromkeys(names, self._first)
         self.windows = {name: LoadWindow(section.window) for name in names}
         self.times: SwitchTimes | None = None
@@ -145,9 +140,8 @@ class ExpertPlacements:
         """Upper limit of the size of ``state`` as JSON; 0 if placements cannot change."""
         if not self.active:
             return 0
-        experts, copies = self._first.num_experts, self.section.slots * self._first.world
         # Two placements with owners and order, and the loads.
-        numbers = 2 * (2 * experts + copies) + experts * (1 + MOST_MEMORY) * self.section.window
+        numbers = self._first.num_experts * (4 + (1 + MOST_MEMORY) * self.section.window)
         return len(self.by_layer) * (NUMBER_BYTES * numbers + LAYER_BYTES)
 
     def load(self, state: object, *, move: bool) -> None:
@@ -235,7 +229,8 @@ class ExpertPlacements:
             return None
         try:
             saved = {
-                name: self._with_slots(Placement.from_json(json.dumps(state["layers"][name]))) for name in self.by_layer
+                name: self._without_copies(Placement.from_json(json.dumps(state["layers"][name])))
+                for name in self.by_layer
             }
             self._check(saved)
             size, windows = self.section.window, state["windows"]
@@ -245,10 +240,8 @@ class ExpertPlacements:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the placement of experts in the checkpoint is damaged: {error!r}") from error
 
-    def _with_slots(self, saved: Placement) -> Placement:
-        """Return a saved placement with the slots of this run, and without copies if the slots differ."""
-        if saved.slots == self._first.slots:
-            return saved
+    def _without_copies(self, saved: Placement) -> Placement:
+        """Return a saved placement with the slots of this run, without the copies that older versions trained."""
         return replace(saved, owners=tuple((home,) for home in saved.homes), slots=self._first.slots)
 
     def _decide(self) -> dict[str, Decision]:
@@ -259,28 +252,25 @@ class ExpertPlacements:
             threshold=section.threshold,
             seconds_per_row=times.per_row,
             seconds_to_move=times.per_expert,
-            slots=section.slots,
             window=section.window,
-            seconds_to_publish=times.per_copy,
         )
         return {name: self.windows[name].decide(placement, settings) for name, placement in self.by_layer.items()}
 
     def _measure(self) -> SwitchTimes:
         """Return the times, which the ranks measure together. The first call is collective."""
         if self.times is None:
-            rates_3 = [0.0, 0.0, 0.0]
+            rates_2 = [0.0, 0.0]
             for name, layer in list(self._layers.items())[:1]:
                 size = ExpertSize.of(layer, name, self._data_parallel, self._optimizer.state_tensors())
                 dtype = layer.experts.w13.dtype
                 bytes_per_s = self._transfer_rate()
-                rates_3 = [
+                rates_2 = [
                     gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * size.weights),
                     bytes_per_s / max(size.num_bytes, 1),
-                    bytes_per_s / (size.weights * copied_bytes(dtype.itemsize, self._publications)),
                 ]
-            rates = torch.tensor(rates_3, dtype=torch.float64, device="cpu")
-            rates_W3 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")
-            slowest = rates_W3[(rates_W3 > 0).all(1)].amin(0)
+            rates = torch.tensor(rates_2, dtype=torch.float64, device="cpu")
+            rates_W2 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")
+            slowest = rates_W2[(rates_W2 > 0).all(1)].amin(0)
             self.times = SwitchTimes(*(1 / float(rate) for rate in slowest))
         return self.times
 

@@ -56,7 +56,7 @@ class DataParallel:
         mesh: the parallel mesh.
         options: sharding, compression and overlap. Without a process group all strategies are equivalent. By default,
             CPU ranks of one host do not overlap: they copy through shared memory with the cores that compute. Experts
-            that can have copies never do: the gradients of copies are added first.
+            that are lent never do.
         tied: names of the copies of a tied embedding and output layer on the first and last pipeline stage. Their
             gradients are summed, and norms count only the first copy.
         dtype: compute dtype of parameters, float32 or bfloat16, with fp32 masters and gradients. None: keep the dtypes.
@@ -95,7 +95,7 @@ class DataParallel:
             for _, module, _ in expert_modules(stage)
             if (copies := getattr(module, "copies", None)) is not None
         ]
-        # The gradients of copies are added to those of the homes first, and copies are published after the homes.
+        # Lent experts are sent from complete parameters, and their gradients return to the homes in backward.
         self._after_passes = {param for copies in self._copies for param in copies.parameters}
         self.mesh, self.tied = mesh, frozenset(tied)
         self.options = options = options or DataParallelOptions()
@@ -149,16 +149,12 @@ class DataParallel:
         for param in (param for stage in self._stages for param in stage.parameters()):
             if param.grad is not None:
                 yield param.grad
-        for copies in self._copies:
-            yield from copies.gradients
 
     def zero_grad(self) -> None:
         """Reset all gradients. Call it before the first backward pass of a step. Collective after a discarded step."""
         self._schedule.drop()
         for group in self._groups:
             group.zero_grad()
-        for copies in self._copies:
-            copies.clear()
 
     def begin_backward(self, stage: nn.Module) -> None:
         """Begin the last backward pass of ``stage`` in a step: its gradients are reduced as they complete.
@@ -172,12 +168,7 @@ class DataParallel:
         self._schedule.end_backward(stage)
 
     def reduce(self) -> None:
-        """Reduce gradients over ranks into the ``grad`` of the owned shards; missing ones count as zero. Collective.
-
-        The gradients of copies of experts are added to those of the homes first.
-        """
-        for copies in self._copies:
-            copies.reduce()
+        """Reduce gradients over ranks into the ``grad`` of the owned shards; missing ones count as zero. Collective."""
         self._schedule.reduce()
         if self._fsdp is not None:
             self._fsdp.reduce()
@@ -195,10 +186,7 @@ class DataParallel:
             self._fsdp.publish()
         self._replicated.publish()
         for copies in self._copies:
-            if copies.rematerialized:
-                copies.weights_changed()
-            else:
-                copies.publish()
+            copies.weights_changed()
 
     def wait_weights(self) -> None:
         """Wait until all parameters of the model have the values of the last ``publish``."""

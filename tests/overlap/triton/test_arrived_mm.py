@@ -10,20 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-import moe_comm
-from moe_comm.dispatch.types import DispatchOptions, PeerToPeerOptions
 from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
-from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.overlap.options import Overlap
-from moe_comm.topology import ExpertPlacement, Placement
+from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.overlap.triton.common import interpreted, needs_triton
 from tests.overlap.triton.device_layer import (
@@ -293,36 +288,3 @@ def test_weight_gradients_are_added_to_main_grad_without_other_gradients(rank: i
     for w, plain_w in zip(parameters[1], parameters[0], strict=True):
         assert plain_w.grad is not None and w.grad is None and plain_w.grad.any()
         assert torch.equal(((vars(w)["main_grad"] - 0.5) / 2).bfloat16(), plain_w.grad)
-
-
-@on_ranks(3)
-def test_rematerialized_copies_keep_the_bits(rank: int, world: int) -> None:
-    """Layers with copies of experts find the weights of the copies in backward."""
-    interpreted("arrived_mm")
-    owners = ((0, 1), (0,), (1, 2), (2,)), ((0,), (0, 1), (1,), (2, 0))
-    options = DispatchOptions(timeout_s=60, peer_to_peer=PeerToPeerOptions(emulate=True))
-    results = []
-    for rematerialize in (False, True):
-        layers = torch.nn.ModuleList(
-            MoELayer.build(
-                MoEConfig(D, F, RouterConfig(4, 2), placement=Placement(of_layer, world, slots=2)),
-                dist.group.WORLD,
-                backend="peer_to_peer",
-                options=options,
-                overlap=DEVICE,
-                seed=seed,
-            )
-            for seed, of_layer in enumerate(owners)
-        )
-        if rematerialize:
-            moe_comm.rematerialize_copies(layers)
-        x = _whole_numbers(6, D, seed=rank)
-        y: Tensor = x
-        for layer in layers:
-            y = y + layer(y)
-        y.sum().backward()
-        moe_comm.sync_gradients(layers, dist.group.WORLD)
-        results.append([y.detach(), x.grad, *(plain(param.grad) for param in layers.parameters())])
-        for layer in layers:
-            layer.dispatcher.close()
-    assert all(map(torch.equal, *results))

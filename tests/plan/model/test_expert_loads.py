@@ -6,18 +6,12 @@ import pytest
 
 from moe_plan.model.load import ExpertLoads
 
-HOT = (9000, 500, 500)
 
-
-@pytest.mark.parametrize(
-    ("ranks", "slots", "copies"),
-    [(2, 1, 1), (2, 2, 1), (3, 2, 1), (1, 1, 0)],
-    ids=["fit", "more_than_room", "fewer_are_enough", "one_rank_holds_all"],
-)
-def test_a_rank_has_at_most_as_many_copies_as_there_are_other_experts(ranks: int, slots: int, copies: int) -> None:
-    placed = ExpertLoads(((HOT,) * 5,), "replicate", slots).placed(ranks)
-    assert placed.copies == copies
-    if copies:
-        assert placed.kind == "replicate" and placed.ratio == pytest.approx(1, abs=1e-3) and placed.before > 1.5
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "relocate"), (4, "fixed"), (1, "fixed")])
+def test_experts_move_if_ranks_have_several(ranks: int, kind: str) -> None:
+    placed = ExpertLoads(((((9000, 5000, 500, 500)),) * 5,), "relocate").placed(ranks)
+    assert placed.kind == kind
+    if kind == "fixed":
+        assert placed.ratio == placed.before and placed.moved == 0
     else:
-        assert placed.kind == "fixed" and placed.ratio == placed.before == 1.0
+        assert placed.ratio == pytest.approx(9500 / 7500) and placed.before == pytest.approx(14000 / 7500)

@@ -146,7 +146,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
                 ["--trace", "step.json"],
                 ["--slow", "0=2"],
                 ["--loads", "run"],
-                ["--rematerialize"],
+                ["--placement", "relocate"],
                 ["--coupled"],
                 ["--overlap", "all"],
                 ["--dispatcher", "all_gather"],

@@ -155,7 +155,7 @@ def test_unsupported_replicas_are_rejected() -> None:
 
 def test_experts_that_move_have_no_replicas() -> None:
     rows = [40, 40, 2, 2, 2, 2, 2, 2]
-    loads = ExpertLoads.of({f"layers.{layer}": dict.fromkeys(range(10), rows) for layer in range(6)}, "relocate", 0)
+    loads = ExpertLoads.of({f"layers.{layer}": dict.fromkeys(range(10), rows) for layer in range(6)}, "relocate")
     request = PlanRequest(SHAPE, cluster(), Workload(1024, loads=loads), 8)
     placed = {ep: loads.placed(ep).kind for ep in (1, 2, 4)}
     assert set(placed.values()) == {"fixed", "relocate"}

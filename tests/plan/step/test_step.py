@@ -10,7 +10,7 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.files import model_named
-from moe_plan.model.load import ExpertLoads, Workload
+from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping, PlacedMapping
 from moe_plan.model.memory import MemoryPolicy
 from moe_plan.step import blocks as blocks_module, step as step_module
@@ -287,13 +287,7 @@ def test_gradients_overlap_with_backward_and_weights_with_forward() -> None:
         assert {name.split()[-1] for name in early.hidden} == set(kinds) and not late.hidden
         assert late.seconds - early.seconds == pytest.approx(sum(early.hidden.values()))
         assert not result(sharding, 16, overlap_gradients=True).hidden, "CPU ranks of a host copy with their cores"
-        copies = ExpertLoads((((9000, *[500] * 63),) * 5,), "replicate", 2)
         assert {name.split()[0] for name in early.hidden} == {"dense", "expert"}
-        with_copies = result(sharding, overlap_gradients=True, loads=copies)
-        assert with_copies.sent["expert copies"] and {name.split()[0] for name in with_copies.hidden} == {"dense"}
-    sharded, zero1 = (result(sharding, loads=copies) for sharding in ("fsdp", "zero1"))
-    for name in ("expert weights", "expert gradients", "expert copies"):
-        assert sharded.sent[name] == zero1.sent[name]
     assert exposed_seconds(3.0, 2.0) == 1.0 and exposed_seconds(2.0, 3.0) == 0.0
 
 

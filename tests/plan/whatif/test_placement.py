@@ -80,11 +80,11 @@ def test_the_command_prints_layers_decisions_and_replays(tmp_path: Path, capsys:
         tmp_path / "run", SyntheticRun(ranks=4, steps=40, ranks_per_host=2, ep=2, layers=2, span_steps=(1, 10))
     )
     out = tmp_path / "place.json"
-    assert cli.run(["place", str(run), "--every", "10", "--slots", "0", "--slots", "1", "--json", str(out)]) == 0
+    assert cli.run(["place", str(run), "--every", "10", "--every", "20", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "layers.1.moe" in printed and "decisions of the run" in printed and "replicate" in printed
+    assert "layers.1.moe" in printed and "decisions of the run" in printed
     result = json.loads(out.read_text())
-    assert result["ranks"] == 2 and [one["kind"] for one in result["settings"]] == ["relocate", "replicate"]
+    assert result["ranks"] == 2 and [one["every"] for one in result["settings"]] == [10, 20]
     layer = result["layers"][0]
     assert layer["steps"] == [1, 10, 20, 30, 40] and layer["best"] <= layer["realised"] <= layer["fixed"]
     assert len(layer["decisions"]) == 5 and len(layer["replays"]) == 2
@@ -92,26 +92,20 @@ def test_the_command_prints_layers_decisions_and_replays(tmp_path: Path, capsys:
     assert json.loads(out.read_text())["layers"][0]["realised"] is None and " - " in capsys.readouterr().out
     assert cli.run(["place", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
-    assert cli.run(["place", str(run), "--kind", "fixed"]) == 2
-    assert "unknown kind of placement 'fixed'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("", [("relocate", 0, 20, 5), ("replicate", 1, 20, 5), ("relocate", 0, 100, 5), ("replicate", 1, 100, 5)]),
-        ("--every 3", [("relocate", 0, 3, 3), ("replicate", 1, 3, 3)]),
-        ("--every 8 --window 8 --kind relocate", [("relocate", 0, 8, 8)]),
-        ("--every 8 --kind replicate", [("replicate", 1, 8, 5)]),
-        ("--every 8 --kind relocate --kind replicate --slots 2", [("relocate", 0, 8, 5), ("replicate", 2, 8, 5)]),
+        ("", [(20, 5, 0.05), (100, 5, 0.05)]),
+        ("--every 3", [(3, 3, 0.05)]),
+        ("--every 8 --window 8 --window 2", [(8, 8, 0.05), (8, 2, 0.05)]),
+        ("--every 8 --threshold 0.5", [(8, 5, 0.5)]),
         ("--every 8 --window 9", "window (9) must be at most every (8)"),
-        ("--kind relocate --slots 1", "--slots 1 is for --kind replicate"),
-        ("--kind replicate --slots 0 --slots 1", "--slots 0 is for --kind relocate"),
-        ("--kind relocate --kind replicate --slots 0", "--kind replicate needs --slots of at least 1"),
     ],
 )
 def test_each_option_of_the_command_takes_effect_or_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, expected: str | list[tuple[str, int, int, int]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, expected: str | list[tuple[int, int, float]]
 ) -> None:
     write(tmp_path)
     out = tmp_path / "place.json"
@@ -120,7 +114,7 @@ def test_each_option_of_the_command_takes_effect_or_is_refused(
         assert code == 2 and expected in capsys.readouterr().err
     else:
         settings = json.loads(out.read_text())["settings"]
-        assert [tuple(one[name] for name in ("kind", "slots", "every", "window")) for one in settings] == expected
+        assert [tuple(one[name] for name in ("every", "window", "threshold")) for one in settings] == expected
 
 
 def write_spans(run: Path, optimizer: str, dtype: str) -> None:
@@ -139,47 +133,19 @@ def write_spans(run: Path, optimizer: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "state", "dtype", "size"),
+    ("optimizer", "state", "dtype"),
     [
-        ('kind = "adamw"', 2, "float32", 4),
-        ('kind = "sgd"', 0, "bfloat16", 2),
-        ('kind = "sgd"\nmomentum = 0.9', 1, "float32", 4),
+        ('kind = "adamw"', 2, "float32"),
+        ('kind = "sgd"', 0, "bfloat16"),
+        ('kind = "sgd"\nmomentum = 0.9', 1, "float32"),
     ],
 )
-def test_switches_and_copies_cost_the_bytes_of_an_expert_at_the_rate_of_the_run(
-    tmp_path: Path, optimizer: str, state: int, dtype: str, size: int
+def test_switches_cost_the_bytes_of_an_expert_at_the_rate_of_the_run(
+    tmp_path: Path, optimizer: str, state: int, dtype: str
 ) -> None:
     write(tmp_path)
     write_spans(tmp_path, optimizer, dtype)
     result = study(tmp_path, [NEVER])
     assert result.costs and result.settings[0].seconds_per_row == pytest.approx(4 / sum(SKEWED))
-    # A switch sends masters and state. A copy needs the weight, and returns the fp32 gradient, in each step.
+    # A switch sends masters and state.
     assert result.settings[0].seconds_to_move == pytest.approx(3 * 16 * 8 * 4 * (1 + state) / 1000)
-    assert result.settings[0].seconds_to_publish == pytest.approx(3 * 16 * 8 * (size + 4) / 1000)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "recompute", "passes"), [("1f1b", "none", 2), ("zbv", "selective", 3), ("zbv", "full", 2)]
-)
-def test_rematerialized_copies_are_published_for_each_pass_of_a_micro_batch(
-    tmp_path: Path, schedule: str, recompute: str, passes: int
-) -> None:
-    write(tmp_path)
-    write_spans(tmp_path, 'kind = "adamw"', f'bfloat16"\nrecompute = "{recompute}')
-    with (tmp_path / "config.resolved.toml").open("a") as file:
-        file.write(f'[placement]\nrematerialize = true\n[parallel]\npp = 2\nschedule = "{schedule}"\n')
-        file.write("[data]\nmicro_batches = 3\n")
-    (settings,) = study(tmp_path, [NEVER]).settings
-    assert settings.seconds_to_publish == pytest.approx(3 * 16 * 8 * (2 * 3 * passes + 4) / 1000)
-
-
-def test_a_replay_makes_no_copies_that_cost_more_in_each_step_than_they_save(tmp_path: Path) -> None:
-    append(tmp_path / ATTEMPTS, Attempt(0, 2, 0.0, 1.0, 1, "fresh", {"dp": 2, "ep": 2}))
-    for step in (1, 100):
-        append(tmp_path / LOADS, LoadLine(step, "a", [7000, 1000, 1000, 1000]))
-    settings = [DecisionSettings("replicate", slots=1)]
-    assert study(tmp_path, settings).layers[0].replays[0].placement.has_copies
-    # 0.8 seconds per step are saved, 3.07 are spent. The switch alone, 9 of 80 seconds, would be worth it.
-    write_spans(tmp_path, 'kind = "adamw"', "float32")
-    result = study(tmp_path, settings)
-    assert result.costs and not result.layers[0].replays[0].placement.has_copies

@@ -134,30 +134,6 @@ def test_given_keys_are_kept(given: tuple[str, ...]) -> None:
     assert result.parallel.mapping(2).world == 2
 
 
-def test_copies_of_experts_exclude_mappings_that_do_not_support_them() -> None:
-    small = replace(two_hosts(GBIT), accelerator=replace(CORE, memory_bytes=520 << 20))
-    config = config_of("comm")
-    assert choose(config, shape_of(config), small).settings["sharding"] == "fsdp"
-    config = config_of("comm", "placement.kind=replicate", "placement.slots=1")
-    with pytest.raises(ConfigError, match=r"no mapping fits memory.* Nearest: .*zero1"):
-        choose(config, shape_of(config), small)
-
-
-def test_copies_exclude_degrees_without_room_for_them() -> None:
-    copies = ("placement.kind=replicate", "placement.slots=4", "placement.rematerialize=true", "data.batch=16")
-    config = config_of("comm", *copies)
-    for link in (GBIT, FAST):
-        choice = choose(config, shape_of(config), hosts_of_two(link))
-        assert {settings.get("ep", 1) for settings, _ in choice.candidates} <= {1, 4}  # with ep 2 nothing is saved
-    given = config_of("comm", *copies, "parallel.ep=2")
-    assert choose(given, shape_of(given), hosts_of_two(FAST)).settings["ep"] == 2
-    # The layers of a stage share memory: with ep 2, four layers would save some, but two do not.
-    copies = ("placement.kind=replicate", "placement.slots=6", "placement.rematerialize=true", "data.batch=16")
-    config = config_of("comm", *copies, "parallel.pp=2", "parallel.etp=1", "model.ffn=4096")
-    choice = choose(config, shape_of(config), replace(hosts_of_two(GBIT), inside=GBIT))
-    assert {settings.get("ep", 1) for settings, _ in choice.candidates} == {1}
-
-
 def hosts_of_two(between: Link) -> Cluster:
     return replace(two_hosts(between), gpus=4, host_size=2, inside=FAST)
 

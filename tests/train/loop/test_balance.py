@@ -78,9 +78,11 @@ def test_masters_in_files_train_experts_that_moved_to_shared_memory(
 
 
 def test_settings_that_balance_does_not_support_are_refused() -> None:
-    for other in ("placement.kind=relocate", "placement.slots=1"):
-        with pytest.raises(ConfigError, match=r"balance|slots"):
-            load(None, [LEND, other])
+    with pytest.raises(ConfigError, match="balance"):
+        load(None, [LEND, "placement.kind=relocate"])
+    for removed in ("placement.kind=replicate", "placement.slots=1", "placement.rematerialize=true"):
+        with pytest.raises(ConfigError, match=r"placement\.(kind|slots|rematerialize).*placement\.balance"):
+            load(None, [removed])
     with pytest.raises(ConfigError, match="splits backward"):
         load(None, [LEND, "parallel.pp=2", "parallel.schedule=zero_bubble", "data.micro_batches=4"])
     with pytest.raises(ConfigError, match="rows"):

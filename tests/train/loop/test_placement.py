@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +24,13 @@ from moe_comm.train.config import load
 from moe_comm.train.loop import job
 from moe_comm.train.loop.placement import ExpertPlacements, SwitchTimes
 from moe_comm.train.parallel.relocation import parameters_of
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.train.common import Trained, assert_floats, session, train, whole
 from tests.train.loop.test_resume import AUTO, Crash, crash_after, losses_of, state_of
 
 EXPERTS = 8
 CHANGES = (1, 2, 3)
-"""Steps after which experts move or get copies."""
+"""Steps after which experts move."""
 LONG = ("run.steps=5", f"model.experts={EXPERTS}", "model.ffn=8", "optimizer.clip=0.5", "model.aux_loss=0.01")
 
 
@@ -222,6 +224,24 @@ def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPo
     first = {line["step"]: line["loss"] for line in metrics_of(alone)}[11]
     assert_floats([first], [metrics_of(fixed)[10]["loss"]], 1e-5)
     assert all(placement["version"] == 0 for placement in placement_at_end(alone)["layers"].values())
+
+
+@on_ranks(2)
+def test_checkpoints_with_copies_are_loaded_without_them(shared_settings: list[str]) -> None:
+    with session([*shared_settings, *LONG, "placement.kind=relocate"]) as active:
+        train_state = active.trainer.train_state
+        placements = train_state.placements
+        state, homes = placements.state(), {}
+        for name, one in placements.by_layer.items():
+            moved = shuffled(one, 3)
+            owners = tuple((home, 1 - home) if e < 2 else (home,) for e, home in enumerate(moved.homes))
+            state["layers"][name] = json.loads(replace(moved, owners=owners, slots=2).to_json())
+            homes[name] = moved.homes
+        placements.load(state, move=True)
+        train_state.data_parallel.publish()
+        assert {name: one.homes for name, one in placements.by_layer.items()} == homes
+        assert not any(one.has_copies or one.slots for one in placements.by_layer.values())
+        assert math.isfinite(active.trainer.train_step(0).loss)
 
 
 @pytest.mark.slow

@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.cpu_gemm import ExpertWeights
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers import grouped_mlp
-from moe_comm.layers.data_parallel import sync_gradients
-from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.topology import ParallelConfig, ParallelMesh, Placement
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.parallel import DataParallel
 from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
 from tests.layers import tiny
@@ -100,54 +97,6 @@ def test_the_bundled_model_with_tensor_and_expert_parallel_stages(
     if recompute != "full" or schedule == "interleaved_1f1b" or not split_backward:
         # Every layer is on the two ranks of a stage. It runs once, and once more with full recomputation.
         assert sum(r[3] for r in results) == 2 * calls * (2 if recompute == "full" else 1)
-
-
-def gradients_of_copied_experts(rank: int, world: int, arg: tuple[str, bool]) -> dict[str, Tensor]:
-    """Run two steps, discard the first one, and return the gradients of experts with copies."""
-    schedule, interleave = arg
-    mesh = ParallelMesh(ParallelConfig(dp=2, pp=2, ep=2))
-    half = FOUR_LAYERS.moe.num_experts // 2
-    homes = [0] * half + [1] * half
-    owners = tuple((home, 1 - home) if expert % half == 0 else (home,) for expert, home in enumerate(homes))
-    moe = replace(FOUR_LAYERS.moe, placement=Placement(owners, 2))
-    plan = plan_stages(FOUR_LAYERS.layers, 2, schedule)
-    index = mesh.place["pp"]
-    part = ModelPlan.of(
-        mesh,
-        layers=plan.layers_of(index),
-        has_embedding=plan.is_first(index),
-        has_head=plan.is_last(index),
-        backend="all_to_all",
-        dtype=torch.float64,
-    )
-    stage = Transformer(replace(FOUR_LAYERS, tie=False, moe=moe), part)
-    initialize(stage, 3, mesh.place, mesh.sizes)
-    batches = []
-    for rows in zip(*(torch.cat([t, t]).split(2) for t in tiny.batch(packed=True)), strict=True):
-        ids, targets, documents = (tiny.own(t, stage.plan) for t in rows)
-        batches.append(MicroBatch(ids, targets, None, documents))
-    activations = ActivationShape(FOUR_LAYERS.hidden, torch.float64, 1)
-    runner = make_runner([stage], mesh, plan, schedule, activations, interleave=interleave, timeout_s=60)
-    for _ in range(2):
-        stage.zero_grad()
-        runner.step(batches, SCALE)
-    sync_gradients(stage, mesh.group("etp", "ep", "edp"))
-    gradients = {
-        name: plain(p.grad) for name, p in stage.named_parameters() if ".experts." in name and p.grad is not None
-    }
-    stage.close()
-    runner.close()
-    return gradients
-
-
-@pytest.mark.parametrize("interleave", [False, True])
-def test_split_backward_passes_compute_the_gradients_of_copies(interleave: bool, pool4: RankPool) -> None:
-    expected = pool4.run(gradients_of_copied_experts, ("1f1b", False))
-    results = pool4.run(gradients_of_copied_experts, ("zero_bubble", interleave))
-    for gradients, wanted in zip(results, expected, strict=True):
-        assert gradients.keys() == wanted.keys() and wanted
-        for name, grad in gradients.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-10, atol=1e-14, msg=name)
 
 
 def test_a_split_backward_computes_each_weight_gradient_of_the_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:

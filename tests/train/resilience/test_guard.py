@@ -111,8 +111,6 @@ class Fault(StepHook):
         if "loss" in self.plan.how:
             return math.nan
         grad: Any = next(p.grad for p in self.stages[-1].parameters() if p.grad is not None and p.grad.numel())
-        if self.plan.how == "copy":
-            grad = next(layer.copies.gradients[0] for _, layer in moe_layers(self.stages[-1]))
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         local.view(-1)[0] = 1e6 if self.plan.how == "large gradient" else math.nan
         return loss
@@ -216,32 +214,6 @@ def test_the_rank_whose_numbers_changed_is_named_on_every_rank(pool2: RankPool, 
         assert "the gradient's norm is nan" in record.what and "(gradients of rank 1)" in record.what
     for outcome in pool2.run(_train, (settings, Plan("loss", rank=1))):
         assert "(loss of rank 1)" in outcome.records[0].what
-
-
-def _train_with_copies(rank: int, world: int, settings: list[str]) -> list[FaultRecord]:
-    """Train while each rank has a copy of the other's first expert. The gradient of that of rank 1 is damaged."""
-    records: list[FaultRecord] = []
-    fault = Fault(Plan("copy", rank=1), rank)
-    with session(settings, hooks=[fault], on_fault=records.append) as active:
-        fault.install(active.stages)
-        placements = active.trainer.train_state.placements
-        half = placements.by_layer["layers.0.moe"].num_experts // 2
-        owners = [
-            (home, 1 - home) if expert % half == 0 else (home,) for expert, home in enumerate([0] * half + [1] * half)
-        ]
-        placements.switch({name: one.with_owners(owners) for name, one in placements.by_layer.items()})
-        active.trainer.train_state.data_parallel.publish()
-        active.trainer.fit()
-    return records
-
-
-def test_a_rank_is_named_if_the_gradient_of_a_copied_expert_changed(
-    pool2: RankPool, shared_settings: list[str]
-) -> None:
-    settings = [*shared_settings, RERUN, "parallel.ep=2", "placement.kind=replicate", "placement.slots=1"]
-    for records in pool2.run(_train_with_copies, settings):
-        (record,) = records
-        assert record.ranks == [1] and "(gradients of rank 1)" in record.what
 
 
 def test_a_wrong_reduction_is_distinguished_from_wrong_numbers_of_a_rank(shared_settings: list[str]) -> None:
