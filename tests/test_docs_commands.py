@@ -74,13 +74,14 @@ RUNS = sorted((page, line) for line, page in COMMANDS.items() if not any(re.matc
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the runs that the pages name."""
+    """Return a folder with the runs and the histogram that the pages name."""
     result = tmp_path_factory.mktemp("docs")
     synthetic = SyntheticRun(
         ranks=4, steps=60, ranks_per_host=4, layers=2, experts=8, load_every=1, span_steps=(20, 40), ep=4
     )
     for name in ("runs/a", "runs/b", RUN):
         write_run(result / name, synthetic)
+    (result / "lengths.json").write_text('{"512": 900, "32768": 3}')
     return result
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moe_comm.cli.options import JsonOut, echo, load
+from moe_comm.cli.plan_inputs import OFFLOAD_RATE, document_lengths, memory_policy, recorded_loads
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.transformer.shape import Recompute
-from moe_comm.runtime.untrusted import byte_count
 from moe_comm.topology.parallel import ShardingMode
 from moe_comm.topology.pipeline import ScheduleName
 from moe_comm.topology.rebalance import PlacementKind
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from moe_plan.machine.hardware import Cluster
-    from moe_plan.model.load import ExpertLoads
-    from moe_plan.model.memory import MemoryPolicy
     from moe_plan.search.request import PlanCandidate, PlanRequest
     from moe_plan.search.search import SearchResult
     from moe_plan.step.simulate import SimulatedStep
@@ -34,8 +32,6 @@ TOP, RANKS = 10, 2
 """Defaults of ``--top`` and ``--ranks``."""
 TTFT_S, TPOT_S = 5.0, 0.15
 """Defaults of ``--ttft`` and ``--tpot``."""
-OFFLOAD_RATE = 1.0
-"""Default of ``--offload-rate``, GB/s."""
 MOST, LONGEST = 1 << 20, 1 << 30
 """Upper bounds of accelerators and sequences, and of tokens per sequence."""
 
@@ -87,6 +83,14 @@ def plan(
     ] = None,
     placement: Annotated[
         PlacementKind | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        _option(
+            "Lengths of the documents: a histogram .json, prepared text, or a configuration of train.",
+            "FILE|FOLDER",
+            by="one document per sequence",
+        ),
     ] = None,
     host_size: Annotated[int | None, _option("Accelerators per host.", by="the hardware's", min=1, max=MOST)] = None,
     micro_batch: Annotated[int | None, _option("Sequences per micro-batch.", by="the fastest", min=1)] = None,
@@ -179,6 +183,7 @@ def plan(
             "--imbalance": imbalance,
             "--loads": loads,
             "--placement": placement,
+            "--lengths": lengths,
             "--micro-batch": micro_batch,
             "--recompute": recompute,
             "--sharding": sharding,
@@ -241,12 +246,14 @@ def plan(
 
     workload = Workload.assumed(seq_len, dtype, capacity_factor, imbalance)
     if loads is not None:
-        workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, imbalance))
+        workload = replace(workload, imbalance=1.0, loads=recorded_loads(loads, placement, imbalance))
     elif placement is not None:
         raise ConfigError("--placement needs the expert loads of a run: --loads RUN")
+    if lengths is not None:
+        workload = replace(workload, lengths=document_lengths(lengths, seq_len, global_batch))
     shape = load("moe_comm.train.plan_config", "train").model_named(model)
     budgets = {"--offload-budget": offload_budget, "--offload-activations": offload_activations}
-    policy = _policy(budgets, offload_weights, offload_rate)
+    policy = memory_policy(budgets, offload_weights, offload_rate)
     offloads: dict[str, object] = budgets | {"--offload-weights": offload_weights}
     if any(offloads.values()) and placement not in (None, "fixed"):
         option = next(name for name, value in offloads.items() if value)
@@ -270,36 +277,6 @@ def plan(
         _search(request, folded, fixed, top or TOP, outputs)
     else:
         outputs.write(request, PartialMapping(mapping, coupled=folded is False, **fixed).candidate(request))
-
-
-def _policy(budgets: dict[str, str | None], weights: bool, rate: float | None) -> MemoryPolicy:
-    """Return the memory policy with the budgets of offloaded state and activations, and a rate of ``rate`` GB/s."""
-    from moe_plan.model.memory import MemoryPolicy
-
-    if not any(budgets.values()) and not weights:
-        if rate is not None:
-            raise ConfigError("--offload-rate needs --offload-budget, --offload-activations or --offload-weights")
-        return MemoryPolicy()
-    rate = OFFLOAD_RATE if rate is None else rate
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--offload-rate must be a finite number above 0; got {rate}")
-    sizes: list[int | None] = []
-    for name, budget in budgets.items():
-        try:
-            sizes.append(None if budget is None else byte_count(budget))
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from None
-    return MemoryPolicy(offload=sizes[0], activations=sizes[1], weights=weights, offload_rate=rate * 1e9)
-
-
-def _loads(run: Path, placement: PlacementKind | None, imbalance: float | None) -> ExpertLoads:
-    """Return the recorded loads of a run with a placement."""
-    from moe_plan.model.load import ExpertLoads
-    from moe_plan.whatif.placement import read_loads, real_experts
-
-    if imbalance is not None:
-        raise ConfigError("--loads replaces --imbalance; pass one of them")
-    return ExpertLoads.of(read_loads(run), placement or "fixed", real_experts(run))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,15 @@ from rich.table import Table
 from moe_comm.runtime.untrusted import make_console
 from moe_plan.machine.hardware import Cluster
 from moe_plan.model.mapping import Mapping
-from moe_plan.search.plan_json import COMPUTED, GB, bubble_share, exposed_share, place_among, runners_up
+from moe_plan.search.plan_json import (
+    COMPUTED,
+    GB,
+    bubble_share,
+    compared_lengths,
+    exposed_share,
+    place_among,
+    runners_up,
+)
 from moe_plan.search.preference import CLOSE, STEP_ERROR, is_equal, why_slower
 from moe_plan.search.request import PlanCandidate, PlanRequest, changes_that_fit
 from moe_plan.search.search import SearchResult
@@ -44,6 +52,7 @@ def heading(request: PlanRequest) -> str:
     capacity = "" if load.capacity is None else f", capacity factor {load.capacity:g}"
     uneven = "" if load.imbalance == 1 else f", imbalance {load.imbalance:g}"
     uneven = uneven if load.loads is None else ", recorded loads of experts"
+    uneven += "" if load.lengths is None else f", documents of {load.lengths.mean(float):,.0f} tokens"
     return escape(
         f"{shape.name} ({_billions(shape.params)} parameters, {_billions(shape.active)} active) on {cluster.gpus:,} "
         f"{cluster.accelerator.name}, {cluster.host_size} per host: {request.global_batch:,} sequences of "
@@ -144,6 +153,7 @@ def short(mapping: Mapping) -> str:
     parts += [mapping.pipeline] if mapping.pipeline else []
     parts += [f"mb{mapping.micro_batch}", mapping.sharding]
     parts += [f"replicas{mapping.replicas}"] if mapping.replicas > 1 else []
+    parts += ["balanced"] if mapping.lengths == "balanced" else []
     if mapping.recompute != "none":
         parts.append(f"recompute-{mapping.recompute}")
     if mapping.overlap != "none":
@@ -160,12 +170,14 @@ def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[Renderabl
     lines.add_column(overflow="fold")
     mapping = candidate.mapping
     schedule = f" ({mapping.schedule})" if p.pp > 1 else ""
+    modes = {} if request.load.lengths is None else compared_lengths(request, mapping)
     replicas = f" with {mapping.replicas} replicas" if mapping.replicas > 1 else ""
     lines.add_row(
         "mapping",
         f"attention tp {p.tp}, cp {p.cp}, dp {p.dp}; experts etp {p.etp}, ep {p.ep}, edp {p.edp}; pipeline pp {p.pp}, "
         f"vpp {mapping.virtual}{schedule}; {mapping.micro_batches(request.global_batch)} micro-batches of "
         f"{mapping.micro_batch}; {mapping.sharding}{replicas}, recompute {mapping.recompute}, overlap {mapping.overlap}"
+        + (f", {mapping.lengths} lengths" if modes else "")
         + (f", dispatcher {mapping.dispatcher}" if p.ep * p.etp > 1 else ""),
     )
     if request.load.loads is not None:
@@ -174,6 +186,13 @@ def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[Renderabl
             "placement",
             f"[bold]{placed.kind}[/]: busiest rank {placed.before:.2f} -> {placed.ratio:.2f} times the mean; "
             f"first layer: {escape(placed.reason)}",
+        )
+    for mode, lengths in modes.items():
+        sent = [f"{number / GB:.3g} GB {_LINK_NAMES[link]}" for link, number in lengths["bytes"].items() if number]
+        lines.add_row(
+            f"{mode} lengths",
+            f"{lengths['step_s']:.4g} s; slowest rank {lengths['slowest']:.2f} times the mean work, idle share "
+            f"{lengths['idle_share']:.1%}; a rank sends {', '.join(sent) or 'nothing'}",
         )
     lines.add_row(
         "step",

@@ -23,6 +23,7 @@ from torch import nn
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.lengths.solve import CAPACITY
 from moe_comm.layers.transformer.shape import FAMILY, MASTER, ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture
 from moe_comm.topology.parallel import ShardingMode
@@ -35,7 +36,6 @@ from moe_comm.train.data.preparation import prepared
 from moe_comm.train.data.sources import check_files
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_comm.train.lengths.predict import can_balance, predict_lengths
-from moe_comm.train.lengths.solve import CAPACITY
 from moe_comm.train.loop.build import (
     DTYPES,
     FULL_PRECISION,

@@ -73,6 +73,36 @@ def _shape_of(path: str) -> ModelShape:
     return ModelShape.of(transformer_config(section, vocab, config.data.seq_len), Path(path).stem)
 
 
+def lengths_of(text: str, seq_len: int, batch: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each document of the first ``count`` sequences of a run.
+
+    Args:
+        text: a training configuration, or a folder of prepared text.
+        batch: sequences per step, which with several sources determine their order.
+
+    Raises:
+        ConfigError: the text is not prepared, or too short.
+        CorruptFile: a file of prepared text is altered.
+    """
+    from moe_comm.train.data.sequences import TrainingSequences, open_files
+    from moe_comm.train.data.settings import CorpusSettings
+
+    changes = {"seq_len": seq_len, "batch": batch, "micro_batches": 1, "documents": "separate"}
+    if Path(text).is_dir():
+        settings, seed = CorpusSettings.model_validate(changes | {"source": text}), 0
+        folders: list[Path] | None = [Path(text)]
+    else:
+        from moe_comm.train.config import load  # imports torch
+        from moe_comm.train.data.preparation import prepared
+
+        config = load(text)
+        settings, seed = config.data.model_copy(update=changes), config.run.seed
+        folders = prepared(settings)
+    if folders is None:
+        raise ConfigError(f"the text of {text} is not prepared; run: moe-comm data {text}")
+    return tuple(TrainingSequences(open_files(folders, settings), settings, seed).first_lengths(count))
+
+
 def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
     """Return the training configuration of a plan as TOML: ``candidate``'s mapping, ``request``'s model and batch.
 
@@ -94,6 +124,10 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         "optimizer": {"kind": request.policy.optimizer, "lr": _LR},
         "parallel": parallel_settings(request, mapping),
     }
+    if request.load.lengths is not None:
+        sections["data"] = {**sections["data"], "documents": "separate"}
+        if mapping.lengths == "balanced" and request.shape.latent is not None:
+            sections["model"] = {**sections["model"], "aux_loss": 0.0}
     offload: dict[str, object] = {}
     if request.policy.offload is not None:
         offload |= {"optimizer": "file", "budget": request.policy.offload}
@@ -146,6 +180,8 @@ def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ..
         deviations.append("rows from other hosts are forwarded after all of them have arrived")
     if mapping.parallel.etp > 1 and mapping.dispatcher != "all_gather":
         deviations.append("each row is sent to all ETP ranks of its expert, not sent to one and gathered by the others")
+    if mapping.lengths == "balanced" and request.shape.latent is not None:
+        deviations.append("there is no balance loss of each sequence, because balanced lengths do not keep them whole")
     if policy.reshard and mapping.sharding == "fsdp":
         deviations.append("fsdp keeps gradients, and the weights of pipeline stages, until the end of a step")
     if policy.cut_shared and request.shape.shared_ffn and mapping.parallel.tp > 1:
@@ -162,6 +198,8 @@ def parallel_settings(request: PlanRequest, mapping: Mapping) -> dict[str, objec
         settings |= {"schedule": mapping.schedule, "virtual": mapping.virtual}
     settings["sharding"] = mapping.sharding
     settings |= {"dp_replicate": mapping.replicas} if mapping.replicas > 1 else {}
+    if request.load.lengths is not None:
+        settings |= {"context": "ring", "lengths": mapping.lengths}
     if mapping.dispatcher != "all_to_all":
         settings["backend"] = mapping.dispatcher
         # The plan assumes that combine sends partial sums; by default the library sends each expert output row.

@@ -6,7 +6,7 @@ The imbalance is a number, or the rows of the busiest rank with recorded expert 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -16,6 +16,7 @@ from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import KINDS, DecisionSettings, Moves, PlacementKind, decide, replayed_ratio
 from moe_plan.machine.hardware import BYTES, item_bytes
+from moe_plan.model.lengths import DocumentLengths
 
 LAYERS, STEPS = 8, 10
 """Number of layers, evenly spaced, and of last steps that are evaluated."""
@@ -119,6 +120,8 @@ class Workload:
         overlap_gradients: for every overlap mode, gradient collectives overlap with the backward of the last
             micro-batch, and weight collectives with the next forward. Not between CPU ranks of one host.
         loads: recorded loads of experts and the placement of the experts, which replace ``imbalance``.
+        lengths: documents in the sequences, which attend to their own tokens only. Ranks of cp exchange keys in a ring.
+            None: a sequence is one document, and cp exchanges heads.
     """
 
     seq_len: int
@@ -130,6 +133,7 @@ class Workload:
     gradient_bytes: int = 4
     overlap_gradients: bool = False
     loads: ExpertLoads | None = None
+    lengths: DocumentLengths | None = None
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.dtype not in BYTES:
@@ -151,6 +155,10 @@ class Workload:
     def size(self) -> int:
         """Bytes of an activation element. With fp8, only the operands of matrix products are fp8."""
         return item_bytes(self.dtype)
+
+    def per_token(self, value: Callable[[int], float]) -> float:
+        """Return the mean over the tokens of ``value``, a function of the tokens of a document."""
+        return value(self.seq_len) if self.lengths is None else self.lengths.mean(value)
 
     def busiest(self, ep: int) -> float:
         """Return the rows of the busiest of ``ep`` ranks divided by the mean.

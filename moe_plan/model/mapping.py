@@ -28,6 +28,7 @@ from moe_plan.machine.hardware import Cluster
 OverlapMode = Literal["none", "outer", "chunks", "inter", "all"]
 Dispatcher = Literal["all_to_all", "all_gather", "hierarchical"]
 """Dispatch backends that the planner models."""
+LengthMode = Literal["static", "balanced"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """In increasing order of recomputed work."""
 MICRO_BATCHES = (1, 2, 4)
@@ -52,6 +53,7 @@ class Mapping:
         pipeline: name of the pipeline schedule in ``moe_comm.train``. None: 1F1B, or interleaved 1F1B with several
             stages per rank; naming that schedule is normalized to None.
         dispatcher: dispatch backend (``moe_plan.step.dispatching``).
+        lengths: as ``parallel.lengths`` of the trainer. "balanced" requires ``Workload.lengths``.
         replicas: with "fsdp", number of blocks of consecutive ranks that each store all shards, as
             ``parallel.dp_replicate`` of the trainer.
     """
@@ -65,6 +67,7 @@ class Mapping:
     pipeline: str | None = None
     dispatcher: Dispatcher = "all_to_all"
     replicas: int = 1
+    lengths: LengthMode = "static"
 
     def __post_init__(self) -> None:
         check_integer("mapping", virtual=self.virtual, micro_batch=self.micro_batch, replicas=self.replicas)
@@ -72,6 +75,10 @@ class Mapping:
             if self.sharding != "fsdp":
                 raise ConfigError(f"replicas = {self.replicas} requires sharding fsdp; got {self.sharding}")
             self.parallel.check_replicas(self.replicas)
+        if self.lengths == "balanced" and not self.can_balance:
+            raise ConfigError(
+                "balanced lengths require pp = 1, several ranks of dp x cp, and no interleaved micro-batches"
+            )
         if self.virtual > 1 and self.parallel.pp == 1:
             raise ConfigError(f"vpp = {self.virtual} needs a pipeline, but pp is 1")
         if self.pipeline is not None:
@@ -127,6 +134,11 @@ class Mapping:
         return self.overlap in ("inter", "all")
 
     @property
+    def can_balance(self) -> bool:
+        """Whether the trainer can balance lengths."""
+        return self.parallel.pp == 1 and self.parallel.dp * self.parallel.cp > 1 and not self.fuses
+
+    @property
     def waits_for_stages(self) -> bool:
         """Whether a rank idles during a transfer from a neighbouring stage."""
         return self.overlap in ("none", "chunks") or (self.overlap == "outer" and self.virtual == 1)
@@ -165,6 +177,7 @@ class Mapping:
     def __str__(self) -> str:
         settings = [f"micro-batch {self.micro_batch}", self.sharding, f"recompute {self.recompute}"]
         settings += [self.pipeline] if self.pipeline else []
+        settings += ["balanced lengths"] if self.lengths == "balanced" else []
         settings += [f"dispatcher {self.dispatcher}"] if self.dispatcher != "all_to_all" else []
         return f"{self.degrees},{', '.join(settings)}"
 

@@ -22,6 +22,7 @@ from functools import lru_cache
 from operator import mul
 
 from moe_comm.errors import ConfigError
+from moe_comm.layers.transformer.lengths.solve import CAPACITY
 from moe_comm.layers.transformer.shape import MASTER, ModelShape
 from moe_comm.topology.pipeline import plan_stages
 from moe_plan.model.activations import ActivationMemory, split_gradient_bytes
@@ -268,7 +269,9 @@ def _layout(
 
 
 def _tokens(mapping: Mapping, load: Workload) -> float:
-    return mapping.micro_batch * load.seq_len / (mapping.parallel.cp * mapping.parallel.tp)
+    """Return the tokens of a micro-batch on the rank with the most."""
+    share = CAPACITY if mapping.lengths == "balanced" else 1
+    return share * mapping.micro_batch * load.seq_len / (mapping.parallel.cp * mapping.parallel.tp)
 
 
 _estimate = lru_cache(maxsize=4096)(ActivationMemory)

@@ -40,6 +40,7 @@ _CAUSES = (
     ("expert transfers", ("dispatch", "combine", "expert ")),
     ("other layers' transfers", ()),
     ("sharded weights", ("sharded weights",)),
+    ("documents", ("document ", "uneven lengths")),
     ("pipeline", ("pipeline",)),
     ("gradients and weights", ("gradients and weights",)),
     ("optimizer", ("optimizer",)),

@@ -15,14 +15,17 @@ from moe_plan.model.mapping import Mapping
 from moe_plan.search.preference import STEP_ERROR, is_equal, why_slower
 from moe_plan.search.request import Fit, MappingChange, PlanCandidate, PlanRequest, changes_that_fit
 from moe_plan.search.search import SearchResult
+from moe_plan.search.space import SearchSpace
 from moe_plan.step.blocks import LINKS
+from moe_plan.step.lengths import LAUNCHES, UNEVEN
 from moe_plan.step.step import StepPrediction
 
 GB = 1e9
 COMPUTED = ("products", "memory passes")
 """Keys of a step's breakdown that are computation."""
 IDLE, UPDATE = "pipeline", "optimizer"
-"""Keys of the waiting time for other pipeline ranks and of the weight update. All other keys are transfers."""
+"""Keys of the waiting time for other pipeline ranks and of the weight update. All other keys but those of
+documents are transfers."""
 
 
 def bubble_share(step: StepPrediction) -> float:
@@ -32,7 +35,9 @@ def bubble_share(step: StepPrediction) -> float:
 
 def exposed_share(step: StepPrediction) -> float:
     """Return the fraction of a step in which the busiest pipeline rank only communicates."""
-    exposed_s = sum(seconds for cause, seconds in step.breakdown.items() if cause not in (*COMPUTED, IDLE, UPDATE))
+    exposed_s = sum(
+        seconds for cause, seconds in step.breakdown.items() if cause not in (*COMPUTED, IDLE, UPDATE, LAUNCHES, UNEVEN)
+    )
     return exposed_s / step.seconds
 
 
@@ -44,7 +49,8 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
     operator), ``breakdown`` (seconds by cause; the sum is ``step_s``), ``hidden`` (seconds of overlapped transfers,
     which are not part of ``step_s``), ``step_error`` (median error of predicted steps, a fraction), ``bubble_share``,
     ``exposed_share``, and ``would_fit`` (changes that make the mapping fit into memory; empty if it fits). With
-    recorded loads also ``placement`` (``PlacedLoads``). With a search also ``candidates`` and ``search``.
+    recorded loads also ``placement`` (``PlacedLoads``), with documents ``lengths``
+    (``compared_lengths``). With a search also ``candidates`` and ``search``.
     """
     shape, cluster, load = request.shape, request.cluster, request.load
     result: dict[str, Any] = {
@@ -61,6 +67,8 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
             for change in ([] if candidate.fit else changes_that_fit(request, candidate.mapping))
         ],
     }
+    if load.lengths is not None:
+        result["lengths"] = compared_lengths(request, candidate.mapping)
     if search is not None:
         result["candidates"] = [
             {**_candidate(request, other), "equal": is_equal(other, search.best), "why_slower": why}
@@ -82,6 +90,23 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
             "seconds": search.seconds,
             "complete": search.complete,
             "gpus_that_fit": cluster.gpus if search.best else search.gpus,
+        }
+    return result
+
+
+def compared_lengths(request: PlanRequest, mapping: Mapping) -> dict[str, dict[str, Any]]:
+    """Return the predictions of ``mapping`` by setting of lengths; one if it cannot balance them."""
+    result: dict[str, dict[str, Any]] = {}
+    for mode in SearchSpace().length_modes(request, mapping):
+        model = request.model(replace(mapping, lengths=mode))
+        assert model.documents is not None
+        step, documents = model.predict(), model.documents
+        result[mode] = {
+            "step_s": step.seconds,
+            "slowest": documents.slowest,
+            "idle_share": documents.idle,
+            "bytes": {link: sum(sent[link] for sent in step.sent.values()) for link in LINKS},
+            "key_bytes": sum(step.sent.get("document keys", {}).values()),
         }
     return result
 
@@ -121,8 +146,8 @@ def _candidate(request: PlanRequest, candidate: PlanCandidate) -> dict[str, Any]
 
 
 def _load(load: Workload) -> dict[str, Any]:
-    values = asdict(replace(load, loads=None))
-    del values["loads"]
+    values = asdict(replace(load, loads=None, lengths=None))
+    del values["loads"], values["lengths"]
     return values
 
 
@@ -140,6 +165,7 @@ def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:
         "overlap": mapping.overlap,
         "schedule": mapping.schedule if p.pp > 1 else None,
         "dispatcher": mapping.dispatcher,
+        "lengths": mapping.lengths,
         "option": mapping.degrees,
     }
 

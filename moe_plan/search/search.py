@@ -23,7 +23,7 @@ from itertools import product
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.pipeline import can_split
-from moe_plan.model.mapping import Dispatcher, Mapping, OverlapMode
+from moe_plan.model.mapping import Dispatcher, LengthMode, Mapping, OverlapMode
 from moe_plan.search.bound import BoundedStepModel, PassBounds
 from moe_plan.search.request import Fit, MappingChange, PlanCandidate, PlanRequest, changes_that_fit
 from moe_plan.search.space import PipelineShape, SearchSpace, Storage
@@ -132,6 +132,7 @@ class _OpenNode:
     dispatcher: Dispatcher
     recompute: int
     storages: tuple[Storage, ...]
+    lengths: LengthMode
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ class _Search:
         for p, trades in self._trades.items():
             if self._can_fit(p, None):
                 for shape, overlap, dispatcher in product(trades.shapes, self.space.overlap, trades.dispatchers):
-                    self._push_open(_OpenNode((p, shape), overlap, dispatcher, 0, trades.storages))
+                    for lengths in self._length_modes(p, overlap):
+                        self._push_open(_OpenNode((p, shape), overlap, dispatcher, 0, trades.storages, lengths))
             else:
                 self.too_large += self._mappings(p)
         best, complete = self._run()
@@ -213,7 +215,11 @@ class _Search:
         )
 
     def _mappings(self, p: ParallelConfig) -> int:
-        return self._trades[p].count * len(self.space.recompute) * len(self.space.overlap)
+        modes = sum(len(self._length_modes(p, overlap)) for overlap in self.space.overlap)
+        return self._trades[p].count * len(self.space.recompute) * modes
+
+    def _length_modes(self, p: ParallelConfig, overlap: OverlapMode) -> tuple[LengthMode, ...]:
+        return self.space.length_modes(self.request, Mapping(p, overlap=overlap))
 
     def _run(self) -> tuple[tuple[PlanCandidate, ...], bool]:
         best: dict[Key, PlanCandidate] = {}
@@ -243,6 +249,7 @@ class _Search:
             mapping = Mapping(
                 p, virtual, micro_batch, sharding, recompute, node.overlap, schedule, node.dispatcher, replicas
             )
+            mapping = replace(mapping, lengths=node.lengths)
             fits = self._fits(mapping)
             if fits:
                 bounded = BoundedStepModel.of(self.request, mapping)
@@ -290,7 +297,8 @@ class _Search:
         sharding = self.space.sharding[0]  # the bound holds for every sharding
         overlap, dispatcher = node.overlap, node.dispatcher
         mappings = (
-            Mapping(p, virtual, micro_batch, sharding, level, overlap, schedule, dispatcher) for level in levels
+            Mapping(p, virtual, micro_batch, sharding, level, overlap, schedule, dispatcher, lengths=node.lengths)
+            for level in levels
         )
         self._push(min(map(self._bounds.of, mappings)), node)
 

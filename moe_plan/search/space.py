@@ -37,6 +37,7 @@ from moe_plan.model.mapping import (
     MICRO_BATCHES,
     RECOMPUTE,
     Dispatcher,
+    LengthMode,
     Mapping,
     OverlapMode,
     PlacedMapping,
@@ -58,13 +59,14 @@ SCHEDULES = ("1f1b", "zero_bubble", "zbv", "dualpipev", "interleaved_1f1b", "gpi
 class SearchSpace:
     """The mappings to consider.
 
-    overlap, recompute, sharding, dispatcher: allowed values. micro_batches: sequences of a micro-batch; None: all
-    powers of two that divide the batch. steps: number of micro-batches in a step; None: any. fixed: required degrees,
-    as (axis, size). ep: allowed degrees of expert parallelism; None: all. virtual: pipeline stages per rank; None: all
-    numbers that divide a rank's layers evenly. folded: False: experts are distributed inside data parallelism (etp
-    equals tp, ep divides dp). wide: cp may exceed a host, and ep groups may straddle hosts. interleave: micro-batches
-    run in pairs, which a schedule treats as one. schedule: allowed schedules. gpipe is not faster than 1f1b and takes
-    more memory, so it is not a default. replicas: of fsdp's shards; None: 1, and the number of hosts that the ranks
+    overlap, recompute, sharding, dispatcher, lengths: allowed values. lengths applies to requests with documents.
+    micro_batches: sequences of a micro-batch; None: all powers of two that divide the batch. steps: number of
+    micro-batches in a step; None: any. fixed: required degrees, as (axis, size). ep: allowed degrees of expert
+    parallelism; None: all. virtual: pipeline stages per rank; None: all numbers that divide a rank's layers evenly.
+    folded: False: experts are distributed inside data parallelism (etp equals tp, ep divides dp).
+    wide: cp may exceed a host, and ep groups may straddle hosts. interleave: micro-batches run in pairs, which a
+    schedule treats as one. schedule: allowed schedules. gpipe is not faster than 1f1b and takes more memory, so it is
+    not a default. replicas: of fsdp's shards; None: 1, and the number of hosts that the ranks
     with the same dense parameters cover.
     """
 
@@ -82,6 +84,7 @@ class SearchSpace:
     interleave: bool = False
     schedule: tuple[str, ...] = SCHEDULES[:-1]
     replicas: int | None = None
+    lengths: tuple[LengthMode, ...] = get_args(LengthMode)
 
     def __post_init__(self) -> None:
         allowed_values: dict[str, tuple[Any, ...]] = {
@@ -90,6 +93,7 @@ class SearchSpace:
             "sharding": get_args(ShardingMode),
             "schedule": SCHEDULES,
             "dispatcher": get_args(Dispatcher),
+            "lengths": get_args(LengthMode),
         }
         for name, values in allowed_values.items():
             value = getattr(self, name)
@@ -127,7 +131,13 @@ class SearchSpace:
             dispatchers, trades = self.dispatchers(request, parallel), self.trades(request, parallel)
             for schedule, virtual, size in self.shapes(request, parallel):
                 for (recompute, (sharding, replicas), overlap), name in product(trades, dispatchers):
-                    yield Mapping(parallel, virtual, size, sharding, recompute, overlap, schedule, name, replicas)
+                    mapping = Mapping(parallel, virtual, size, sharding, recompute, overlap, schedule, name, replicas)
+                    yield from (replace(mapping, lengths=mode) for mode in self.length_modes(request, mapping))
+
+    def length_modes(self, request: PlanRequest, mapping: Mapping) -> tuple[LengthMode, ...]:
+        """Return the settings of lengths with which ``mapping`` can run. Capacities need whole sequences."""
+        balances = mapping.can_balance and request.load.lengths is not None and request.load.capacity is None
+        return tuple(mode for mode in self.lengths if mode == "static" or balances)
 
     def trades(self, request: PlanRequest, parallel: ParallelConfig) -> tuple[Trade, ...]:
         """Return the settings that are independent of micro-batch, stages and dispatcher."""
@@ -264,8 +274,8 @@ class PartialMapping:
     """A partially specified mapping.
 
     degrees: text for ``Mapping.parse``. Missing degrees are 1, and dp takes the remaining ranks. coupled: experts are
-    distributed inside data parallelism. micro_batch, recompute, dispatcher: None: open. schedule: None: 1F1B, or
-    interleaved 1F1B with vpp above 1.
+    distributed inside data parallelism. micro_batch, recompute, dispatcher, lengths: None: open. schedule: None: 1F1B,
+    or interleaved 1F1B with vpp above 1.
     """
 
     degrees: str
@@ -276,6 +286,7 @@ class PartialMapping:
     overlap: OverlapMode = "none"
     schedule: str | None = None
     dispatcher: Dispatcher | None = None
+    lengths: LengthMode | None = None
 
     def candidate(self, request: PlanRequest) -> PlanCandidate:
         """Return the fastest mapping that fits. If none fits, return the one with the least missing memory.
@@ -298,9 +309,10 @@ class PartialMapping:
         rejected: ConfigError | None = None
         best: PlanCandidate | None = None
         nearest: tuple[int, Mapping] | None = None
-        for size, dispatcher in product(sizes, dispatchers):
+        space = SearchSpace() if self.lengths is None else SearchSpace(lengths=(self.lengths,))
+        for size, dispatcher, lengths in product(sizes, dispatchers, space.length_modes(request, first)):
             for recompute in RECOMPUTE if self.recompute is None else (self.recompute,):
-                mapping = replace(first, micro_batch=size, recompute=recompute, dispatcher=dispatcher)
+                mapping = replace(first, micro_batch=size, recompute=recompute, dispatcher=dispatcher, lengths=lengths)
                 try:
                     model = request.model(mapping)
                     fit = request.fit(mapping)

@@ -271,7 +271,7 @@ class Operators:
 
     def _scores(self, tokens: float) -> BlockOperations:
         shape, p, gpu = self.shape, self._parallel, self._gpu
-        flops = shape.attention_block.per_context * shape.context(self.load.seq_len) * tokens / p.tp
+        flops = shape.attention_block.per_context * self.load.per_token(shape.context) * tokens / p.tp
         backward_flops = 2.5 * flops  # five products of the same size, one of which is recomputed
         dtype = "bf16" if self.load.dtype == "fp8" else self.load.dtype
         return BlockOperations(
@@ -326,6 +326,8 @@ class Operators:
         )
 
     def _swap(self, name: str, num_bytes: float, gemm: Gemm) -> BlockOperations:
+        if self.load.lengths is not None:  # keys are exchanged instead: moe_plan.step.lengths
+            return BlockOperations((), ())
         return self._all_to_all(name, self._spans["cp"], num_bytes, gemm)
 
     def _all_to_all(self, name: str, span: GroupSpan, num_bytes: float, gemm: Gemm | None) -> BlockOperations:

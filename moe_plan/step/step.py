@@ -13,6 +13,8 @@ the forward of the first micro-batch. With ``Workload.overlap_gradients`` they a
 one host. The collectives of one layer stay exposed, and so does the part of a transfer that occupies the cores that
 compute (``Link.processor``).
 
+With ``Workload.lengths``, all ranks wait in each micro-batch for the one with the most work (``lengths``).
+
 With overlap "none" or "chunks", ranks wait for transfers between pipeline stages. With "outer", only the transfers
 between virtual stages overlap with passes. With the other modes, all of them do.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -44,6 +46,7 @@ from moe_plan.step.blocks import (
     links,
     seconds_of,
 )
+from moe_plan.step.lengths import LAUNCHES, UNEVEN, DocumentCost, document_cost
 from moe_plan.step.operators import BlockOperations, Operators
 from moe_plan.step.pipeline import pipeline_tasks, shared_span
 from moe_plan.step.replay import ReplayPlan, prepare, replay
@@ -151,6 +154,11 @@ class StepModel:
             if seconds := float((array * self.passes)[stages].sum()):
                 totals["sharded weights"] = seconds
         causes["pipeline"] = self.span - float(self.busy[rank])
+        if (documents := self.documents) is not None:
+            rounds = self.micro_batches / self.stages.pp
+            causes[LAUNCHES] = rounds * documents.launch_s
+            causes[UNEVEN] = rounds * documents.uneven_s
+            causes["document keys"] = rounds * documents.keys_s
         causes["gradients and weights"], hidden_tail = self._exposed_tail(rank)
         causes["optimizer"] = self.weights.optimizer_seconds(rank)
         mapping, policy = self.placed.mapping, self._policy
@@ -169,12 +177,17 @@ class StepModel:
             seconds=sum(causes.values()),
             tokens=tokens,
             gpus=self.placed.mapping.parallel.world,
-            model_flops=_model_flops(self.shape, self.load.seq_len) * tokens,
+            model_flops=self.load.per_token(partial(_model_flops, self.shape)) * tokens,
             peak=self.placed.cluster.accelerator.peak(self.load.dtype),
             breakdown=causes,
             sent=self._sent(rank),
             hidden={**hidden, **hidden_tail},
         )
+
+    @cached_property
+    def documents(self) -> DocumentCost | None:
+        """What the lengths of documents add to a micro-batch."""
+        return None if self.load.lengths is None else document_cost(self.shape, self.placed, self.load)
 
     # --- the pipeline ---
 
@@ -389,6 +402,8 @@ class StepModel:
             for name, sent in cost.sent.items():
                 add(name, sent, times)
         add("stages", links(self._hop), self.micro_batches * float(neighbours(self.stages)[rank]))
+        if self.documents is not None:
+            add("document keys", self.documents.sent, self.micro_batches / self.stages.pp)
         for collective in self.weights.tail(rank):
             add(collective.name, links(collective.cost), 1)
         if self.placed.mapping.sharding == "fsdp":

@@ -11,7 +11,6 @@ global batch of 8 sequences, 2 micro-batches, dp 2        micro 0: [0 1 | 2 3]  
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,10 +22,11 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
-from moe_comm.train.data.packing import Contiguous, Packing, TokenRange, make_packing, read_row
-from moe_comm.train.data.sampler import SampledSource, Sampler, SequenceIndices
+from moe_comm.train.data.packing import Contiguous, Packing, read_row
+from moe_comm.train.data.sampler import SequenceIndices
+from moe_comm.train.data.sequences import TrainingSequences, open_files
 from moe_comm.train.data.settings import CorpusSettings
-from moe_comm.train.data.tokenfile import Ints, TokenFile, entropy, open_tokens
+from moe_comm.train.data.tokenfile import Ints, TokenFile, entropy
 from moe_comm.train.data.tokenizer import ByteTokenizer, Tokenizer, copy_tokenizer, load_tokenizer
 
 Shard = Callable[[Tensor], Tensor]
@@ -187,33 +187,14 @@ class Corpus:
 
     def __init__(self, files: Sequence[TokenFile], settings: CorpusSettings, seed: int = 0) -> None:
         self.settings = settings
-        self.files = list(files)
-        first = self.files[0]
-        specs = settings.sources
-        for spec, file in zip(specs, self.files, strict=True):
-            if (file.meta["tokenizer"], file.vocab_size) != (first.meta["tokenizer"], first.vocab_size):
-                raise ConfigError(
-                    f"data sources {specs[0].name!r} and {spec.name!r} were prepared with different "
-                    "tokenizers; prepare them together"
-                )
-        self.vocab_size = first.vocab_size
-        self.end_of_text = first.end_of_text
-        splits = [_split(file, spec.name, settings) for spec, file in zip(specs, self.files, strict=True)]
-        self.train = [training for training, _ in splits]
-        self.validation = [held_out for _, held_out in splits]
-        self._packings = [
-            make_packing(settings.packing, tokens, settings.seq_len, settings.documents, (seed, number))
-            for number, tokens in enumerate(self.train)
-        ]
+        training = TrainingSequences(files, settings, seed)
+        self.files, self.train, self.validation = training.files, training.train, training.validation
+        self.sampler, self._packings = training.sampler, training.packings
+        self.vocab_size = self.files[0].vocab_size
+        self.end_of_text = self.files[0].end_of_text
         self._held_out: list[Packing] = [
             Contiguous(tokens, settings.seq_len, settings.documents == "separate") for tokens in self.validation
         ]
-        sources = [
-            SampledSource(spec.name, file.digest, packing.sequences, spec.weight, packing.endless)
-            for spec, file, packing in zip(specs, self.files, self._packings, strict=True)
-        ]
-        other_settings = {key: getattr(settings, key) for key in ("seq_len", "packing", "documents", "validation")}
-        self.sampler = Sampler(sources, settings.batch, seed, settings.shuffle, other_settings)
 
     @classmethod
     def open(cls, paths: Sequence[str | Path], settings: CorpusSettings, seed: int = 0) -> Corpus:
@@ -223,9 +204,7 @@ class Corpus:
             ConfigError: see the class; or a folder is not a prepared one.
             CorruptFile: a file is truncated or altered.
         """
-        if len(paths) != len(settings.paths):
-            raise ConfigError(f"data has {len(settings.paths)} sources but {len(paths)} prepared folders")
-        return cls([open_tokens(path, settings.verify) for path in paths], settings, seed)
+        return cls(open_files(paths, settings), settings, seed)
 
     def batch_of(self, step: int) -> GlobalBatch:
         """Return the global batch of ``step`` (from 0). It depends only on the data, the settings and the step."""
@@ -334,28 +313,6 @@ def _spread_evenly(available: int, count: int) -> Ints:
     if count <= 1:
         return np.zeros(count, np.int64)
     return np.arange(count) * (available - 1) // (count - 1)
-
-
-def _split(file: TokenFile, name: str, settings: CorpusSettings) -> tuple[TokenRange, TokenRange]:
-    """Return the training split and the held-out split, which is at the end of the file.
-
-    The cut is between two documents if that holds out between half and twice the configured amount. Otherwise, as in a
-    single document, it is inside one.
-    """
-    total, window = len(file), settings.seq_len + 1
-    held_out = max(math.ceil(total * settings.validation), window) if settings.validation else 0
-    if total - held_out < window:
-        needed = "training and validation need" if held_out else "training needs"
-        raise ConfigError(
-            f"data source {name!r} has {total} tokens; {needed} {window} each at data.seq_len {settings.seq_len}"
-        )
-    cut = total - held_out
-    if held_out:
-        document = int(np.searchsorted(file.offsets, cut))
-        nearest = [int(file.offsets[d]) for d in (document - 1, document) if 0 <= d < len(file.offsets)]
-        fitting = [at for at in nearest if at >= window and max(window, held_out / 2) <= total - at <= 2 * held_out]
-        cut = min(fitting, key=lambda at: abs(at - cut), default=cut)
-    return TokenRange(file, 0, cut), TokenRange(file, cut, total)
 
 
 T = TypeVar("T")

@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.placed import DocumentPlacement
-from moe_comm.layers.attention.sequence import chunks_of
 from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.lengths.cost import LengthCost
+from moe_comm.layers.transformer.lengths.loads import static_loads
+from moe_comm.layers.transformer.lengths.solve import solve
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Batch, Corpus, GlobalBatch
 from moe_comm.train.data.packing import DocumentRun, Packing, document_runs, read_run
+from moe_comm.train.data.sequences import document_lengths
 from moe_comm.train.feed import CorpusFeed, LengthLoads, StepBatch
-from moe_comm.train.lengths.cost import LengthCost
-from moe_comm.train.lengths.solve import Assignment, solve
 from moe_comm.train.pipeline.batch import MicroBatch
 
 
@@ -64,7 +64,7 @@ class BalancedFeed(CorpusFeed):
         placement = DocumentPlacement.of(lengths, assignment.ranks, self._world, self._mesh.size("tp"))
         dp, cp = self._mesh.size("dp"), self._mesh.size("cp")
         # With static lengths each rank of dp needs a sequence.
-        static = static_loads(batch, dp, cp, "ring", self._cost) if len(batch.indices.source_B) >= dp else []
+        static = static_work(batch, dp, cp, self._cost) if batch.rows >= dp else ()
         pieces, padding = placement.pieces[self._rank], placement.padding[self._rank]
         tokens = sum(piece.size for piece in pieces)
         # Token 0 is a valid id for padding: it has no target, and MoE layers skip it.
@@ -88,7 +88,7 @@ class BalancedFeed(CorpusFeed):
             batch.num_targets,
             mask_S[None] if any(placement.padding) else None,
             placement,
-            LengthLoads(tuple(static), assignment.loads),
+            LengthLoads(static, assignment.loads),
         )
 
     def _step_batch(self, batches: list[Batch]) -> StepBatch:
@@ -111,29 +111,11 @@ def documents_of(batch: GlobalBatch) -> list[tuple[Packing, DocumentRun]]:
     ]
 
 
-def assign(batch: GlobalBatch, world: int, cost: LengthCost) -> tuple[list[int], Assignment]:
-    """Return the lengths of the documents of a micro-batch, and their ranks."""
-    lengths = [run.length for _, run in documents_of(batch)]
-    return lengths, solve(lengths, world, cost)
-
-
-def static_loads(batch: GlobalBatch, dp: int, cp: int, context: Context, cost: LengthCost) -> list[int]:
+def static_work(batch: GlobalBatch, dp: int, cp: int, cost: LengthCost) -> tuple[int, ...]:
     """Return the work of each rank of dp and cp for a micro-batch with static lengths. dp is the slower axis."""
-    loads = [0] * (dp * cp)
-    for dp_rank in range(dp):
-        rows = batch.rows_of(dp_rank, dp)
-        sources, indices = batch.indices.source_B[rows].tolist(), batch.indices.index_B[rows].tolist()
-        for source, index in zip(sources, indices, strict=True):
-            packing = batch.packings[source]
-            start = 0
-            for run in document_runs(packing, index):
-                for rank in range(cp):
-                    for begin, _, size in chunks_of(packing.seq_len, cp, rank, context):
-                        first, last = max(begin - start, 0), min(begin + size - start, run.length)
-                        if first < last:
-                            loads[dp_rank * cp + rank] += cost.work(last) - cost.work(first) + cost.document
-                start += run.length
-    return loads
+    sequences = document_lengths(batch.packings, batch.indices)
+    by_rank = [sequences[batch.rows_of(dp_rank, dp)] for dp_rank in range(dp)]
+    return static_loads(by_rank, batch.packings[0].seq_len, cp, cost).work
 
 
 def open_feed(
@@ -162,8 +144,8 @@ def cost_of(config: TrainConfig, architecture: TransformerConfig, mapping: Paral
     if config.parallel.machine is None:
         return cost
     # The planner is not imported without a machine.
-    from moe_comm.train.lengths.measured import measured_cost
     from moe_plan.machine.hardware_table import cluster_named
+    from moe_plan.step.lengths import measured_cost
 
     tokens = config.data.batch // config.data.micro_batches * config.data.seq_len // (mapping.dp * mapping.cp)
     cluster = cluster_named(config.parallel.machine, mapping.world)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.lengths.loads import MICRO_BATCHES, balanced_loads
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
-from moe_comm.train.lengths.feed import assign, check_model, cost_of, static_loads
+from moe_comm.train.data.sequences import document_lengths
+from moe_comm.train.lengths.feed import check_model, cost_of, static_work
 
-MICRO_BATCHES = 8
-"""Micro-batches to predict; a run's start waits for them."""
 WORTH = 1.1
 """Balanced lengths are recommended if the slowest rank's work falls by at least this factor."""
 
@@ -64,16 +64,16 @@ def predict_lengths(
     """
     if not can_balance(config, mapping, architecture):
         return None
-    world, parallel = mapping.dp * mapping.cp, config.parallel
+    world, data = mapping.dp * mapping.cp, config.data
     cost = cost_of(config, architecture, mapping)
     slowest = [0, 0]
     work = 0
-    for number in range(min(MICRO_BATCHES, config.run.steps * config.data.micro_batches)):
-        step, index = divmod(number, config.data.micro_batches)
-        micro_batch = corpus.batch_of(step).micro(index, config.data.micro_batches)
-        loads = static_loads(micro_batch, mapping.dp, mapping.cp, parallel.context, cost)
-        slowest[0] += max(loads)
-        slowest[1] += max(assign(micro_batch, world, cost)[1].loads)
-        work += sum(loads)
+    for number in range(min(MICRO_BATCHES, config.run.steps * data.micro_batches)):
+        step, index = divmod(number, data.micro_batches)
+        micro_batch = corpus.batch_of(step).micro(index, data.micro_batches)
+        static = static_work(micro_batch, mapping.dp, mapping.cp, cost)
+        slowest[0] += max(static)
+        slowest[1] += max(balanced_loads(document_lengths(micro_batch.packings, micro_batch.indices), world, cost).work)
+        work += sum(static)
     mean = max(work, 1) / world
-    return LengthPrediction(slowest[0] / mean, slowest[1] / mean, parallel.lengths == "balanced")
+    return LengthPrediction(slowest[0] / mean, slowest[1] / mean, config.parallel.lengths == "balanced")

@@ -17,20 +17,20 @@ from moe_comm.layers.attention.sequence import shard_sequence
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.layers.parallel.module import shardings_of
 from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.lengths.cost import LengthCost
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.layers.transformer.shape import ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
 from moe_comm.train.dry_run import describe
-from moe_comm.train.lengths.cost import LengthCost
-from moe_comm.train.lengths.feed import PlacedBatch, check_model, cost_of, documents_of, open_feed, static_loads
-from moe_comm.train.lengths.measured import UNIT_S
+from moe_comm.train.lengths.feed import PlacedBatch, check_model, cost_of, documents_of, open_feed, static_work
 from moe_comm.train.lengths.predict import LengthPrediction, can_balance, predict_lengths
 from moe_comm.train.loop.build import architecture_of, build_stages
 from moe_plan.machine.hardware_table import cluster_named
 from moe_plan.model.load import Workload
 from moe_plan.model.mapping import Mapping, PlacedMapping
+from moe_plan.step.lengths import UNIT_S
 from moe_plan.step.step import StepModel
 from tests.pool import RankPool
 from tests.train.common import config_of
@@ -225,12 +225,12 @@ def test_the_prediction_counts_the_pairs_of_every_rank(mapping: tuple[str, ...],
             local = batch.local(dp_rank, ranks.dp, shard)
             positions = local.positions_BS if local.mask_BS is None else local.positions_BS[local.mask_BS]
             loads.append(int((3 * (positions + 1) + 5).sum()))
-    assert static_loads(batch, ranks.dp, ranks.cp, "ring", cost) == loads
+    assert list(static_work(batch, ranks.dp, ranks.cp, cost)) == loads
     prediction = predict_lengths(config, corpus, ranks, architecture)
     assert prediction is not None and 1 <= prediction.balanced <= prediction.static
     model_cost = cost_of(config, architecture, ranks)
-    loads = static_loads(batch, ranks.dp, ranks.cp, "ring", model_cost)
-    assert prediction.static == pytest.approx(max(loads) * 4 / sum(loads))
+    work = static_work(batch, ranks.dp, ranks.cp, model_cost)
+    assert prediction.static == pytest.approx(max(work) * 4 / sum(work))
 
 
 @pytest.mark.parametrize("ep", [1, 4])

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from moe_comm.layers.transformer.lengths.cost import LengthCost
+from moe_comm.layers.transformer.lengths.solve import CAPACITY, group_sizes, solve
 from moe_comm.layers.transformer.shape import ModelShape
-from moe_comm.train.lengths.cost import LengthCost
-from moe_comm.train.lengths.solve import CAPACITY, group_sizes, solve
 
 COST = LengthCost(pair=4, token=4000)
 SLOW_LINKS = replace(COST, transfers=((2, 4000), (4, 6000)))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from moe_comm.train.lengths.cost import LengthCost
+from moe_comm.layers.transformer.lengths.cost import LengthCost
 
 CLOSE_PERCENT = 2
 """The search ends when the slowest rank has at most this much more work than the mean."""

@@ -15,7 +15,7 @@ SCORES_BACKWARD, WEIGHTS_BACKWARD = 2.5, 2.0
 class LengthCost:
     """Work of a document, in FLOPs of forward and backward of the whole model. Integers: equal on every machine.
 
-    ``measured_cost`` converts it to time.
+    ``moe_plan.step.lengths`` converts it to time.
 
     Attributes:
         pair: work per query and key.
@@ -67,6 +67,17 @@ class LengthCost:
     def work(self, length: int) -> int:
         """Return the work of a document of ``length`` tokens."""
         return self.pair * self._pairs(length) + self.token * length + self.document
+
+    def received(self, pieces: Sequence[tuple[int, int]]) -> int:
+        """Return the tokens whose keys a rank with ``pieces`` of a document receives, as a mean over the layers.
+
+        pieces: (first token, end) of each, ascending. The rank needs all tokens before, or those in the window.
+        """
+        before = [first - own for (first, _), own in zip(pieces, [0, *(last for _, last in pieces)], strict=False)]
+        if self.window is None:
+            return sum(before)
+        narrow = sum(min(tokens, self.window - 1) for tokens in before)
+        return narrow + (sum(before) - narrow) * self.full_layers // self.layers
 
     def exposed(self, lengths: Sequence[int], ranks: int) -> list[int]:
         """Return for documents on ``ranks`` ranks the work of each in transfers that its attention does not hide."""
