@@ -140,6 +140,11 @@ def test_routing_is_seeded_distinct_and_drifts() -> None:
     assert sorted(range(16), key=lambda one: loads[one])[-1] == weights.index(max(weights))
     uniform = PlacementBench(ranks=4, tokens=4000, experts=16, top_k=4, zipf=0.0).loads(0)
     assert max(uniform) < 1.1 * min(uniform)
+    hot = PlacementBench(ranks=4, tokens=4000, experts=16, top_k=3, hot=0.8)
+    loads = hot.loads(0)
+    assert all(len(set(token)) == 3 for token in hot.ids(0, 1).tolist())
+    assert abs(sum(loads[:4]) / sum(loads) - 0.8) < 0.01
+    assert max(loads[:4]) < 1.1 * min(loads[:4]) and max(loads[4:]) < 1.1 * min(loads[4:])
 
 
 def test_eplb_packs_evenly_and_ignores_the_placement_before() -> None:
@@ -167,6 +172,8 @@ def test_eplb_replicates_the_experts_with_the_most_rows_per_replica() -> None:
         {"every": 0},
         {"threshold": 1.0},
         {"slots": 5},
+        {"hot": 1.5},
+        {"hot": 0.5, "experts": 4, "slots": 0},
         {"window": 4},
         {"cores_per_rank": 65},
     ],

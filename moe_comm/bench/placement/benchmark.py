@@ -33,7 +33,7 @@ from moe_comm.bench.common.clock import Clock, gather
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import run_rounds, slowest
 from moe_comm.bench.common.ranks import on_hosts, on_ranks, run_benchmark, say
-from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb, eplb_replicas, rows_of_replicas
+from moe_comm.bench.placement.settings import HOT, Costs, PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
@@ -324,7 +324,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
     drift = f", two experts exchanged every {s['drift']} steps" if s["drift"] else ""
     hosts = f"; {s['hosts']} hosts, {s['link_gbit']:g} Gbit/s" if s["hosts"] > 1 else ""
     hosts += f"; {s['cores_per_rank']:g} cores per rank" if s["cores_per_rank"] else ""
-    heading = f"{report.heading(result)}{hosts}; Zipf {s['zipf']:g}{drift}; decisions every {s['every']} steps"
+    load = f"{s['hot']:.0%} of the slots for {HOT} experts" if s["hot"] else f"Zipf {s['zipf']:g}"
+    heading = f"{report.heading(result)}{hosts}; {load}{drift}; decisions every {s['every']} steps"
     equal = f"equal bits in {result['checked_steps']} compared steps; MB of copies are sent in each step"
     caption = report.captions(equal, "than fixed: by the mean of the steps, with the switches")
     rows = ({"name": name} | row for name, row in (result["contestants"] | result["peers"]).items())

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+HOT = 4
+"""Number of experts of rank 0 that get the share ``PlacementBench.hot``."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Measured seconds: of a row, and of moving an expert."""
@@ -45,6 +49,7 @@ class PlacementBench(BatchShape):
     """Settings of the benchmark. ``iterations`` is the number of measured steps, 0: 30.
 
     Args:
+        hot: share of the (token, slot) pairs whose experts are the first ``HOT``; the others are uniform. 0: ``zipf``.
         zipf: exponent s of Zipf's law: the n-th most popular expert is chosen in proportion to n ** -s. 0: uniform.
         window: number of steps of an interval that a decision uses, at most ``every``. A decision uses this interval
             and the one before, or up to 8 intervals after wrong switches.
@@ -57,6 +62,9 @@ class PlacementBench(BatchShape):
     experts: Experts = 32
     top_k: TopK = 4
     zipf: Annotated[float, typer.Option(min=0, help="Exponent of the popularity of experts; 0: uniform.")] = 1.0
+    hot: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the slots of tokens for 4 experts of rank 0; 0: Zipf's law.")
+    ] = 0.0
     drift: Annotated[
         int, typer.Option(min=0, help="Steps after which two experts exchange their popularity; 0: never.")
     ] = 0
@@ -84,12 +92,18 @@ class PlacementBench(BatchShape):
             raise ConfigError(f"tokens and window must be at least 1; got {self.tokens} and {self.window}")
         if self.window > self.every:
             raise ConfigError(f"window {self.window} must be at most every {self.every}: a decision sees no more steps")
-        if not 0 <= self.zipf <= 10 or not 0 <= self.threshold < 1:
+        if not 0 <= self.zipf <= 10 or not 0 <= self.threshold < 1 or not 0 <= self.hot <= 1:
             raise ConfigError(
-                f"zipf must be from 0 to 10 and threshold from 0 to below 1; got {self.zipf}, {self.threshold}"
+                "zipf must be from 0 to 10, threshold from 0 to below 1, and hot from 0 to 1; "
+                f"got {self.zipf}, {self.threshold}, {self.hot}"
             )
         if self.experts % self.ranks or self.ranks < 2:
             raise ConfigError(f"ranks must be at least 2 and divide {self.experts} experts; got {self.ranks}")
+        if self.hot and not (self.top_k <= HOT <= self.experts // self.ranks and self.top_k <= self.experts - HOT):
+            raise ConfigError(
+                f"hot needs at most {HOT} experts per token, and at least {HOT} of each rank; got top_k {self.top_k}, "
+                f"{self.experts} experts on {self.ranks} ranks"
+            )
         check_cores_per_rank(self.cores_per_rank, self.ranks)
         if self.ranks % self.hosts:
             raise ConfigError(f"ranks must be divisible by hosts; got {self.ranks} ranks, {self.hosts} hosts")
@@ -129,6 +143,13 @@ class PlacementBench(BatchShape):
 
         generator = torch.Generator().manual_seed((self.seed * 4096 + rank) * (1 << 20) + step)
         noise_TE = torch.rand(self.tokens, self.experts, generator=generator, dtype=torch.float64, device="cpu")
+        if self.hot:
+            hot_TK, cold_TK = noise_TE[:, :HOT].argsort(1), HOT + noise_TE[:, HOT:].argsort(1)
+            slot_K = torch.arange(self.top_k, dtype=torch.int64, device="cpu")
+            is_hot_TK = torch.rand(self.tokens, self.top_k, generator=generator, dtype=torch.float64, device="cpu")
+            hot_T1 = (is_hot_TK < self.hot).sum(1, keepdim=True)
+            ids_TK = cold_TK.gather(1, (slot_K - hot_T1).clamp(min=0))
+            return torch.where(slot_K < hot_T1, hot_TK[:, : self.top_k], ids_TK)
         # The largest sums of log weights and Gumbel noise are a sample without replacement.
         keys_TE = torch.tensor(self.popularity(step), dtype=torch.float64, device="cpu").log() - (-noise_TE.log()).log()
         return keys_TE.topk(self.top_k, dim=1).indices
