@@ -20,6 +20,7 @@ from moe_comm.integrations.blocks.distribute import distribute
 from moe_comm.integrations.blocks.find import FoundBlock
 from moe_comm.layers.moe.trial import Trial, difference
 from moe_comm.overlap.options import Overlap
+from moe_comm.topology import Placement
 
 
 def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: Overlap | None) -> None:
@@ -31,6 +32,9 @@ def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: O
     rank, group = dispatcher.rank, dispatcher.group
     trial = Trial.of(found.block, plan.formula, found.device, plan.narrow)
     tried = replace(plan, formula=trial.formula)
+    placement = dispatcher.expert_placement or Placement.of_layout(dispatcher.placement)
+    # Experts with copies cannot be trained; those that are lent have slots, but no copies in the placement.
+    trains = dispatcher.options.balance is not None or placement.slots_per_rank == placement.homes_per_rank
 
     def agreed(differences: list[str]) -> None:
         outcome: str | MoeCommError = ""
@@ -50,7 +54,7 @@ def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: O
         raised: list[str] = []
         try:
             block = trial.copy().requires_grad_().train(training)
-            expected = [_run(block, tried, source) for source in range(dispatcher.world)]
+            expected = [_run(block, tried, source, trains) for source in range(dispatcher.world)]
         except Exception as error:  # of the user's code
             raised.append(f"the original raised {type(error).__name__}: {error}")
         agreed(raised)  # before ranks wait for each other in the copies
@@ -60,7 +64,7 @@ def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: O
         try:
             with dispatcher.abort_on_error():
                 distribute(replace(found, block=block), tried, dispatcher, overlap, lambda: None)
-                got = _run(block, tried, rank)
+                got = _run(block, tried, rank, trains)
         except (PeerDied, PeerTimeout):
             raise
         except Exception as error:
@@ -69,35 +73,42 @@ def check(found: FoundBlock, plan: BlockPlan, dispatcher: Dispatcher, overlap: O
         experts: Any = block.get_submodule(plan.path)
         homes = list(experts.placement.homes_of(rank))
         pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
-            **{f"result {i}": pair for i, pair in enumerate(zip_longest(got[0], expected[rank][0]))},
-            "gradient of the tokens": (got[1], expected[rank][1]),
+            f"result {i}": pair for i, pair in enumerate(zip_longest(got[0], expected[rank][0]))
         }
+        if trains:
+            pairs["gradient of the tokens"] = got[1], expected[rank][1]
+            pairs |= {f"gradient of {key}": (getattr(experts, key).grad, g[homes]) for key, g in of_experts.items()}
         pairs |= {f"gradient of {name}": (got[2].get(name), value) for name, value in expected[rank][2].items()}
-        pairs |= {f"gradient of {key}": (getattr(experts, key).grad, value[homes]) for key, value in of_experts.items()}
         for what, (value, reference) in pairs.items():
             if text := difference(value, reference):
                 differences.append(f"{what} {text}")
     agreed(differences)
 
 
-def _run(block: nn.Module, plan: BlockPlan, seed: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+def _run(
+    block: nn.Module, plan: BlockPlan, seed: int, trains: bool
+) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
     """Run a block on the tokens of rank ``seed``: results, and gradients of the tokens and of replicated parameters.
 
-    Gradients of experts accumulate.
+    Gradients of experts accumulate. trains: run backward; otherwise there are no gradients.
     """
     inside = {*plan.formula.names, *(f"{plan.path}.{key}" for key in plan.formula.parts)}
     replicated = {n: p for n, p in block.named_parameters() if n not in inside}
     for param in replicated.values():
         param.grad = None
     device = next(block.parameters()).device
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False), replayed(block, device, 1000 + seed):
+    with (
+        torch.set_grad_enabled(trains),
+        torch.autocast(device.type, enabled=False),
+        replayed(block, device, 1000 + seed),
+    ):
         x = torch.randn(*plan.shape, plan.formula.layout.hidden, dtype=torch.float32, device=device).requires_grad_()
         results = [leaf for leaf in tree_flatten(call_block(block, x))[0] if isinstance(leaf, Tensor)]
-        loss = sum(
-            (leaf * torch.randn_like(leaf)).sum() for leaf in results if leaf.is_floating_point() and leaf.requires_grad
-        )
-        assert isinstance(loss, Tensor) and x is not None
-        loss.backward()
-    assert x.grad is not None
+        differentiable = [leaf for leaf in results if leaf.is_floating_point() and leaf.requires_grad]
+        if trains:
+            loss = sum((leaf * torch.randn_like(leaf)).sum() for leaf in differentiable)
+            assert isinstance(loss, Tensor)
+            loss.backward()
+    assert not trains or x.grad is not None
     grads = {n: p.grad for n, p in replicated.items() if p.grad is not None}
     return [leaf.detach() for leaf in results], x.grad, grads

@@ -32,7 +32,7 @@ from tests.integrations.blocks.styles import (
     Torchtitan,
     TwoLayers,
 )
-from tests.integrations.models import new_model
+from tests.integrations.models import assert_close, new_model
 from tests.pool import on_ranks
 
 
@@ -225,6 +225,19 @@ class Dropout(NoisyTopK):
 class Needy(Mixtral):
     def forward(self, inputs: Tensor, ids: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(inputs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", [Mixtral, Torchtitan])
+def test_a_placement_with_copies_is_for_inference(style: type[nn.Module], rank: int, group: ProcessGroup) -> None:
+    homes = [(expert * 2 // EXPERTS,) for expert in range(1, EXPERTS)]
+    placement = moe_comm.topology.Placement(((0, 1), *homes), 2, slots=2)
+    original = _model(style)
+    model = moe_comm.swap_moe(deepcopy(original), group, placement=placement)
+    with torch.no_grad():
+        assert_close(model(_tokens(rank))[0], original(_tokens(rank))[0], "logits")
+    with pytest.raises(ConfigError, match="for inference"):
+        model(_tokens(rank))
 
 
 @on_ranks(2)
