@@ -66,6 +66,24 @@ def transfer_rows(
 ) -> int:
     """Send rows of ``tensors``. Collective; nothing happens if there are no transfers.
 
+    Args and result: see ``start_rows``.
+    """
+    sent, finish = start_rows(channel, transfers, tensors, receive, what, memory)
+    finish()
+    return sent
+
+
+@torch.no_grad()
+def start_rows(
+    channel: SharedChannel,
+    transfers: Sequence[RowTransfer],
+    tensors: Sequence[Tensor],
+    receive: Receive,
+    what: str,
+    memory: Tensor | None = None,
+) -> tuple[int, Callable[[], None]]:
+    """Start to send rows of ``tensors``. Collective; nothing happens if there are no transfers.
+
     Args:
         transfers: the same on all ranks, between different ranks.
         tensors: [N, ...] local tensors of one dtype and device; only N may differ between ranks.
@@ -76,16 +94,18 @@ def transfer_rows(
             ``transfers`` and at multiples of ``BLOCK_ALIGN``. None: elsewhere.
 
     Returns:
-        Bytes of the rows that this rank sent.
+        Bytes of the rows that this rank sends, and a function that waits for the rows and calls ``receive``. It is
+        collective, called once. Rows that are sent have been read by now; those that peers read in shared memory are
+        read in the function.
     """
     if not transfers:
-        return 0
+        return 0, lambda: None
     counts, dtype = [tensor.shape[1:].numel() for tensor in tensors], tensors[0].dtype
     size, rank = sum(counts) * dtype.itemsize, channel.rank
     sent = sum(one.source == rank for one in transfers) * size
 
     def blocks(once: bool) -> tuple[list[list[int]], Pack, Use]:
-        """Return the sizes of blocks and the functions of ``send_blocks``. once: a block has each row once. Otherwise
+        """Return the sizes of blocks and the functions of ``start_blocks``. once: a block has each row once. Otherwise
         it has one for each transfer, by destination."""
         starts, own = dict[object, int](), dict[int, int]()
         sizes = [[0] * channel.world for _ in range(channel.world)]
@@ -113,25 +133,32 @@ def transfer_rows(
 
         return sizes, pack, use
 
-    if channel.uses_shared_memory(tensors[0]):
+    if not channel.uses_shared_memory(tensors[0]):
+        return sent, start_blocks(channel, tensors[0].device, blocks(once=False), what)
+
+    @torch.no_grad()
+    def share() -> None:
         sizes, pack, use = blocks(once=True)
         shared = SharedBlocks(sum(sizes[rank]), len(transfers) * size, pack, use, memory)
-        if share_blocks(channel, shared, what):
-            return sent
-    send_blocks(channel, tensors[0].device, blocks(once=False), what)
-    return sent
+        if not share_blocks(channel, shared, what):
+            start_blocks(channel, tensors[0].device, blocks(once=False), what)()
+
+    return sent, share
 
 
-def send_blocks(
+def start_blocks(
     channel: SharedChannel, device: torch.device, blocks: tuple[Sequence[Sequence[int]], Pack, Use], what: str
-) -> None:
-    """Send blocks of bytes with one all-to-all. Collective.
+) -> Callable[[], None]:
+    """Start to send blocks of bytes with one all-to-all. Collective.
 
     Args:
         device: device of the blocks.
         blocks: [source][destination], bytes of the block of each source, which has the parts for all destinations in
             order; a function that writes this rank's block; one that reads its parts of all blocks.
         what: description of the transfer, for errors.
+
+    Returns:
+        A function that waits for the blocks and reads this rank's parts. Called once.
     """
     sizes, pack, use = blocks
     rank = channel.rank
@@ -139,14 +166,16 @@ def send_blocks(
     block = warm_rows(1, sum(sizes[rank]), torch.uint8, device).view(-1)
     pack(block)
     # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
-    received = Channel(channel.comm, channel.timeout_s).all_to_all(block, sizes[rank], receive, what)
-    # Start of each source's block in ``received``, which has only this rank's part of the block.
+    pending = Channel(channel.comm, channel.timeout_s).start_all_to_all(block, sizes[rank], receive, what)
+    # Start of each source's block among the received bytes, which have only this rank's part of the block.
     starts = [sum(receive[:source]) - sum(of_source[:rank]) for source, of_source in enumerate(sizes)]
 
-    def read(source: int, first: int, size: int) -> Tensor:
-        return received[starts[source] + first :][:size]
+    @torch.no_grad()
+    def finish() -> None:
+        received = pending()
+        use(lambda source, first, size: received[starts[source] + first :][:size])
 
-    use(read)
+    return finish
 
 
 BLOCK_ALIGN = 64

@@ -22,7 +22,7 @@ from moe_comm.train.parallel.parameters import WeightsReport
 SERIES = 200
 """Default maximum number of per-layer values that a sink writes for a step: a dashboard cannot show 61 layers with 256
 experts each, so metrics are written for the worst layers only, and their quantiles over all layers always."""
-LENT_METRICS = ("rows_fixed", "rows_lent", "lent_experts", "copied_bytes")
+LENT_METRICS = ("rows_fixed", "rows_lent", "lent_experts", "resident_share", "copied_bytes")
 LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance", *LENT_METRICS)
 LOW_IS_BAD = frozenset({"least", "diversity"})
 """Metrics for which low values are bad."""
@@ -68,6 +68,8 @@ class ExpertLoad:
             next two are () unless experts are lent to other ranks.
         rows_lent: the same as computed.
         lent_experts: experts that were lent, mean over the calls of the layer.
+        resident_share: share of them whose weights were on the rank before the call, sent while other modules computed.
+            () if there were none.
         copied_bytes: bytes that all ranks sent: weights and gradients of lent experts. ()
             if none can.
         names: names of the layers.
@@ -85,6 +87,7 @@ class ExpertLoad:
     rows_fixed: tuple[float, ...] = ()
     rows_lent: tuple[float, ...] = ()
     lent_experts: tuple[float, ...] = ()
+    resident_share: tuple[float, ...] = ()
     copied_bytes: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     slots_LE: Tensor | None = field(default=None, compare=False, repr=False)
@@ -134,6 +137,8 @@ def _lent_metrics(layers: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         found["rows_fixed"] = tuple(one["fixed"] / one["rows"] if one["rows"] else 1.0 for one in layers)
         found["rows_lent"] = tuple(one["busiest"] / one["rows"] if one["rows"] else 1.0 for one in layers)
         found["lent_experts"] = tuple(one["experts"] / max(one["calls"], 1) for one in layers)
+    if any(one["resident"] for one in layers):
+        found["resident_share"] = tuple(one["resident"] / max(one["experts"], 1) for one in layers)
     return found
 
 

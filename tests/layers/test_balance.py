@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import moe_comm
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import DispatchOptions, PeerToPeerOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
@@ -48,6 +50,8 @@ class Run:
     balance: Balance | None = None
     device: str = "cpu"
     capacity: int | None = None
+    resident: bool = False
+    """Measure a step in which weights of experts that the step before has lent are sent by gloo before the calls."""
 
 
 CALLS = 2
@@ -108,8 +112,15 @@ def routed(layer: MoELayer, run: Run, rank: int, call: int) -> tuple[Tensor, Any
 
 def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
     """Run all forward passes, then all backward passes. Return outputs, gradients, and what was computed where."""
+    configure_collectives(CollectiveOptions(shared_memory=not run.resident))
     layer = build(run.balance, run)
-    result: dict[str, Any] = {"rows": [], "plans": [], "counts": []}
+    result: dict[str, Any] = {"rows": [], "plans": [], "counts": [], "resident": []}
+    if run.resident:
+        for call in range(CALLS):
+            layer(*routed(layer, run, rank, call)).sum().backward()
+        moe_comm.sync_gradients(layer, dist.group.WORLD)
+        layer.zero_grad()
+        layer.prefetch()
     calls = []
     for call in range(CALLS):
         x, routing = routed(layer, run, rank, call)
@@ -119,7 +130,9 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
         result["rows"].append(layer.dispatch_stats.received)
         result["counts"].append(int((routing.ids_TK >= 0).sum()))
         result["plans"].append(None if layer.last_plan is None else (layer.last_plan.lent, layer.last_plan.rows))
-    if run.balance is not None:  # ranks that share memory read weights where they are
+        if run.resident and layer.last_plan is not None:
+            result["resident"].append(layer.last_plan.resident)
+    if run.balance is not None and not run.resident:  # ranks that share memory read weights where they are
         assert layer.copies is not None
         sent = [
             one for lent, _ in result["plans"] for one in lent if layer.placement.homes[one.expert] == layer.place["ep"]
@@ -129,9 +142,11 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
         else:
             of_lent = layer.take_lent(layer.copies)[3:].tolist()
             nbytes = len(sent) * sum(p[0].nbytes for p in layer.experts.parameters())
-            assert of_lent == [CALLS, sum(len(one) for one, _ in result["plans"]), nbytes]
+            assert of_lent == [CALLS, sum(len(one) for one, _ in result["plans"]), 0, nbytes]
     for call, (x, weights, y) in enumerate(calls):
         y.backward(gradient(y, rank, call))
+        if run.checkpointed and layer.last_plan is not None:
+            assert layer.last_plan.lent == result["plans"][call][0]
         result |= {f"y{call}": y.detach(), f"x{call}": x.grad, f"weights{call}": weights.grad}
     moe_comm.sync_gradients(layer, dist.group.WORLD)
     shards = layer.experts.expert_gradients.shards
@@ -139,6 +154,7 @@ def run_layer(rank: int, world: int, run: Run) -> dict[str, Any]:
         assert param.grad is not None
         result[f"grad {name}"] = shards.gather(name, plain(param.grad))
     layer.dispatcher.close()
+    configure_collectives(CollectiveOptions())
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in result.items()}
 
 
@@ -172,6 +188,9 @@ CASES = [
     (4, Run("all_to_all", etp=2)),
     (4, Run("hierarchical")),
     (4, Run("shared_memory", tokens="all to one expert")),
+    (2, Run("all_to_all", checkpointed=True, resident=True)),
+    (4, Run("all_to_all", etp=2, overlap=Overlap(3, 1, executor="pipelined"), resident=True)),
+    (4, Run("hierarchical", recompute=True, resident=True)),
 ]
 
 
@@ -193,6 +212,7 @@ def compare(pool: RankPool, work: Any, world: int, run: Run) -> None:
         for call in range(CALLS):
             lent, rows = got["plans"][call]
             assert lent and got["rows"][call] == rows[rank // run.etp] <= even[call] == max(rows)
+            assert not run.resident or got["resident"][call] == len(lent)
         for name, value in wanted.items():
             if name.startswith("grad"):
                 if exact:

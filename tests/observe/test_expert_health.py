@@ -60,14 +60,14 @@ def test_the_load_of_a_step_has_metrics_and_slots_of_each_layer() -> None:
 
 def test_lent_experts_have_metrics_of_each_layer() -> None:
     """On 2 ranks that share the experts, in 3 calls; the second layer lends nothing, and the third has no rows."""
-    counts = ((20, 2 * 16, 2 * 11, 3, 6, 400), (20, 2 * 11, 2 * 11, 3, 0, 0), (0, 0, 0, 3, 0, 0))
+    counts = ((20, 2 * 16, 2 * 11, 3, 6, 3, 400), (20, 2 * 11, 2 * 11, 3, 0, 0, 0), (0, 0, 0, 3, 0, 0, 0))
     loads = {f"l{i}": replace(layer(3, 1), lent=torch.tensor(one)) for i, one in enumerate(counts)}
     load = ExpertLoad.of(loads, [2.0] * 3)
     assert load.rows_fixed == (1.6, 1.1, 1.0) and load.rows_lent == (1.1, 1.1, 1.0)
     assert load.lent_experts == (2, 0, 0) and load.copied_bytes == (400, 0, 0)
-    assert len(load.metrics()) == 12
-    published = ExpertLoad.of({"a": replace(layer(3, 1), lent=torch.tensor((0, 0, 0, 0, 0, 8)))}, [2.0])
-    assert published.copied_bytes == (8,) and published.rows_fixed == ()
+    assert load.resident_share == (0.5, 0, 0) and len(load.metrics()) == 13
+    published = ExpertLoad.of({"a": replace(layer(3, 1), lent=torch.tensor((0, 0, 0, 0, 0, 0, 8)))}, [2.0])
+    assert published.copied_bytes == (8,) and published.rows_fixed == published.resident_share == ()
 
 
 def test_stacked_layers_have_the_metrics_of_each_layer() -> None:

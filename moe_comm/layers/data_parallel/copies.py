@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.comm.sparse_rows import RowTransfer, into, transfer_rows
+from moe_comm.comm.sparse_rows import RowTransfer, into, start_rows, transfer_rows
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autograd import once_differentiable
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
@@ -77,6 +77,7 @@ class CallPlan:
         digest: hash of ``lent``; 0 if it is empty.
         rows: rows of each rank.
         counts: rows of each expert, and of them those of the ranks before this one, and of this rank.
+        resident: number of ``lent`` whose weights were published before the plan.
     """
 
     lent: tuple[Lent, ...]
@@ -84,6 +85,7 @@ class CallPlan:
     digest: int
     rows: tuple[int, ...]
     counts: tuple[list[int], list[int], list[int]]
+    resident: int = 0
 
     def of_rank(self, rank: int) -> dict[int, int]:
         """Return the experts that are lent to ``rank``, by place."""
@@ -185,6 +187,15 @@ class ExpertCopies:
         """Whether calls can lend experts by plans that stay on the device; equal on all ranks."""
         return False
 
+    def prefetch(self) -> None:
+        """Start to send weights that the next call will probably need. Collective if there are any."""
+
+    def end_step(self) -> None:
+        """The gradients of a step are complete. Called on all ranks."""
+
+    def forget(self) -> None:
+        """Begin the next step as a run that resumes does. Called on all ranks."""
+
     def take_tally(self) -> Tensor | None:
         """Return counts of lent experts that are on the device; None: there are none."""
         return None
@@ -203,11 +214,17 @@ class ExpertCopies:
     @torch.no_grad()
     def _send(self, copies: Iterable[tuple[int, int, int]], what: str) -> int:
         """Send weights to slots, given as (expert, rank, slot). Collective. Return the bytes that this rank sent."""
+        before = self.published_bytes
+        self._start_sending(copies, what)()
+        return self.published_bytes - before
+
+    def _start_sending(self, copies: Iterable[tuple[int, int, int]], what: str) -> Callable[[], None]:
+        """Start ``_send``. Return a function that waits until this rank's slots have their weights; collective."""
         stacks = [self._stack(name) for name in self._params()]
         transfers = [self._transfer_of(*one) for one in copies]
-        sent = transfer_rows(channel_of(self._shards.group), transfers, stacks, into(stacks), what)
+        sent, finish = start_rows(channel_of(self._shards.group), transfers, stacks, into(stacks), what)
         self.published_bytes += sent
-        return sent
+        return finish
 
     @torch.no_grad()
     def _add(

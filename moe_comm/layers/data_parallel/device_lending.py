@@ -20,7 +20,8 @@ from moe_comm.dispatch.peer_to_peer.lending import DevicePlan, ExpertStacks, Len
 from moe_comm.gpu.heap import HeapBlock
 from moe_comm.layers.data_parallel.copies import CallPlan, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
-from moe_comm.layers.data_parallel.lending import LentCall, LentExperts, LentGradients
+from moe_comm.layers.data_parallel.lending import LentCall, LentExperts
+from moe_comm.layers.data_parallel.lent_gradients import LentGradients
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance
 
@@ -78,6 +79,11 @@ class DeviceLentExperts(LentExperts):
             and not (gradients is not None and gradients.prepared_for_fsdp)
         )
 
+    def prefetch(self) -> None:
+        """Start to send the weights of residents if calls are planned on the CPU."""
+        if not self.plans_on_device:
+            super().prefetch()
+
     def begin_on_device(self, x_TD: Tensor, ids_TK: Tensor, counted: bool) -> LentCall:
         """Plan a call, and copy the weights that this rank is lent. Collective, and the CPU does not wait.
 
@@ -110,8 +116,8 @@ class DeviceLentExperts(LentExperts):
             return None
         tally = self._homes.tally.clone()
         self._homes.tally.zero_()
-        tally[-1] *= sum(param.shape[1:].numel() * param.element_size() for param in self.parameters)
-        return tally
+        nbytes = tally[-1:] * sum(param.shape[1:].numel() * param.element_size() for param in self.parameters)
+        return torch.cat([tally[:-1], torch.zeros_like(nbytes), nbytes])  # no residents
 
     def _collect(self, plan: DevicePlan, gradients: HeapGradients | None, names: Sequence[str]) -> list[Tensor]:
         """Return the gradients of the parameters ``names``. Collective."""

@@ -3,11 +3,14 @@
     forward    row counts of all ranks ─▶ plan ─▶ weights of lent experts ─▶ rows to ranks of the plan ─▶ experts
     backward   experts ─▶ gradients in fp32: rank of the plan ─▶ home
 
+    first forward pass after weights have changed
+    weights of residents:  start ─ attention, router ─ wait │ row counts ─▶ plan that prefers residents ─▶ as above
+
 Ranks that dispatch through shared memory have their parameters there, and read the weights of other ranks where they
 are. Otherwise the home sends them into the slots for copies of the stacks of ``ExpertCopies``, and again in backward if
 another call has used these. Experts then compute with one tensor of each parameter, on any device. Weights that are in
-a slot already are not sent again: in the other micro-batches of a step, and in inference, where the plan also prefers
-them.
+a slot already are not sent again. Plans prefer them: in inference all of them, and in training only those of residents
+(``residents.py``), which do not change until weights change, because recomputation must find the same plan.
 
 The gradient of a lent expert is that of its home, then those of the other ranks in order, added in fp32 and rounded
 once. So the experts write all gradients of a call that lends in fp32, and not as results of autograd. The home reads
@@ -16,7 +19,7 @@ those of other ranks where they are in shared memory. After backward the gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,81 +29,19 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.group_setup import channel_of
-from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.comm.sparse_rows import (
-    Read,
-    SharedBlocks,
-    aligned_bytes,
-    into,
-    new_block,
-    share_blocks,
-    transfer_rows,
-)
+from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, into, share_blocks, transfer_rows
 from moe_comm.errors import ConfigError, RankMismatch
-from moe_comm.kernels.expert_mlp import ExpertMLP, Gradients
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import core
 from moe_comm.layers.data_parallel.copies import CallPlan, ExpertCopies, Values, entered
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.lent_adapters import Adapters, Loan, lend_adapters
-from moe_comm.runtime.memory import warm_rows
+from moe_comm.layers.data_parallel.lent_gradients import LentGradients, Orient
+from moe_comm.layers.data_parallel.residents import Residents
 from moe_comm.topology import Placement
 from moe_comm.topology.balance import Balance, Lent, Limits, digest, plan_rows, rows_of_ranks
 
 EMPTY = -1
-Orient = Callable[[Values], Sequence[Tensor | None]]
-"""Returns the tensors of an ``ExpertMLP`` for those of parameters; None for missing ones."""
-
-
-class LentGradients:
-    """The gradients of the experts of a call, in fp32 or a wider dtype. Allocated when backward asks for them.
-
-    Args:
-        params: the trained parameters, of one dtype.
-        slots: number of experts in the stacks: this rank's, and those lent to it whose weights have been sent.
-        others: number of experts whose weights are read in place. None: ranks do not read weights in place.
-        channel: where gradients of ``others`` are shared, if there is room.
-
-    Attributes:
-        stacks: [slots, ...] by name of the parameter.
-        others: [others, ...] by name; {} if weights are not read in place.
-        memory: the shared memory that has ``others``; None: elsewhere.
-    """
-
-    def __init__(self, params: Values, slots: int, others: int | None, channel: SharedChannel) -> None:
-        self._params, self._slots, self._count, self._channel = params, slots, others, channel
-        self.stacks: dict[str, Tensor] = {}
-        self.others: dict[str, Tensor] = {}
-        self.memory: Tensor | None = None
-
-    def release(self) -> None:
-        """Release the memory."""
-        self.stacks, self.others, self.memory = {}, {}, None
-
-    def outputs(self, orient: Orient) -> tuple[Gradients, Gradients]:
-        """Return ``stacks`` and ``others`` as the experts write them. orient: returns views."""
-        if not self.stacks:
-            self._allocate()
-        return orient(self.stacks), orient(self.others)
-
-    def _allocate(self) -> None:
-        shapes = {name: param.shape[1:] for name, param in self._params.items()}
-        param = next(iter(self._params.values()))
-        wide, device = torch.promote_types(param.dtype, torch.float32), param.device
-        for name, shape in shapes.items():
-            self.stacks[name] = warm_rows(self._slots, shape.numel(), wide, device).view(self._slots, *shape)
-        if (count := self._count) is None:
-            return
-        width = sum(shape.numel() for shape in shapes.values())
-        stride = aligned_bytes(width * wide.itemsize)
-        if count and (block := new_block(self._channel, count * stride)) is not None:
-            bytes_, self.memory = block
-            rows_NX = bytes_.view(wide).view(count, -1)[:, :width]
-        else:
-            rows_NX = torch.empty(count, width, dtype=wide, device=device)
-        parts = rows_NX.split([shape.numel() for shape in shapes.values()], 1)
-        self.others = {
-            name: part.unflatten(1, shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
 
 
 @dataclass(eq=False, slots=True)
@@ -169,6 +110,7 @@ class LentExperts(ExpertCopies):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that shares its parameters in its first call: a copy of those of all ranks takes memory."""
+        self._wait()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         own = vars(self) | {"_memory": [], "_peers": []}
@@ -183,14 +125,50 @@ class LentExperts(ExpertCopies):
         world, slots = placement.world, placement.slots or 0
         self._held = [[EMPTY] * slots for _ in range(world)]  # experts whose weights are in the buffers of each rank
         self._seen: list[tuple[int, int]] = []
+        self._residents = Residents(slots)
+        self._arriving: Callable[[], None] | None = None  # waits for the weights of residents that are being sent
 
     def weights_changed(self) -> None:
-        """Send weights again from the next call on. ``plan`` also detects changes itself."""
+        """Send weights again from the next call on. ``plan`` also detects changes itself. Called on all ranks."""
         super().weights_changed()
         self._seen = []
 
+    def forget(self) -> None:
+        """Choose no residents before the next step has ended: they are not part of checkpoints. Called on all ranks."""
+        self._residents = Residents(self.placement.slots or 0)
+
+    def end_step(self) -> None:
+        """Choose other residents before the next call, which sends trained weights again. Called on all ranks."""
+        if self._trained():
+            self.weights_changed()
+        self._due = True
+
     def publish_if_due(self) -> None:
-        """Do nothing: ``materialize`` sends the weights that a call needs."""
+        """Call ``prefetch``. ``materialize`` sends the other weights that a call needs."""
+        self.prefetch()
+
+    @torch._disable_dynamo
+    def prefetch(self) -> None:
+        """Start to send the weights of residents, at the start of a step. ``plan`` waits for them. Collective."""
+        if self._due:
+            self._start_residents(() if self._seen else range(self.placement.world))
+
+    def _start_residents(self, changed: Collection[int]) -> None:
+        """Choose the residents of new weights, and start to send them. Collective. changed: homes with new weights."""
+        self._wait()  # a call raised an error before its plan
+        self._due, homes = False, self.placement.homes
+        for held in self._held:
+            held[:] = [EMPTY if e != EMPTY and homes[e] in changed else e for e in held]
+        pairs = self._residents.advance()
+        self._arriving = self._start(pairs, self._places(pairs), f"publishing lent experts of layer {self._label!r}")
+        if changed:
+            self._seen = self._present()
+
+    def _wait(self) -> None:
+        """Wait for the weights of residents. Collective if they are being sent."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving()
 
     def publish(self) -> int:
         """Send weights again from the next call on. Return 0: the plan of a call determines the copies."""
@@ -208,14 +186,14 @@ class LentExperts(ExpertCopies):
         Raises:
             RankMismatch: ranks have other settings; on every rank.
         """
+        self._wait()
         placement, channel = self.placement, channel_of(self._shards.group)
         experts, rank = placement.num_experts, channel.rank
         params = self.parameters
         if getattr(self._experts, "gemm_dtype", "same") == "fp8":
             self._in_place = False  # the quantized experts are one tensor of each parameter
         moved = self._in_place and [param.data_ptr() for param in params] != [one.data_ptr() for one in self._memory]
-        seen = self._present()
-        changed, self._seen = seen != self._seen, seen
+        changed = self._seen != self._present()
         weights, size = sum(param.shape[1:].numel() for param in params), params[0].element_size()
         costs = self.balance.costs(weights, size, len(set(channel.comm.hosts)), params[0].device.type)
         settings = (*self.balance.words(), *costs)
@@ -233,30 +211,40 @@ class LentExperts(ExpertCopies):
         if any(moved_W):
             self._share_parameters()
         parts = self._shards.sizes["etp"]
-        changed_homes = {one // parts for one, flag in enumerate(changed_W) if flag}
-        for held in self._held:
-            held[:] = [EMPTY if e != EMPTY and placement.homes[e] in changed_homes else e for e in held]
-        # Recomputation must find the same plan, so only inference prefers copies that happen to be present.
-        residents = [] if any(grads_W) else [(e, r) for r, held in enumerate(self._held) for e in held if e != EMPTY]
+        if any(changed_W):
+            self._start_residents({one // parts for one, flag in enumerate(changed_W) if flag})
+            self._wait()
+        residents: Sequence[tuple[int, int]] = self._residents.pairs
+        if not any(grads_W):  # recomputation need not find the same plan
+            residents = [(e, r) for r, held in enumerate(self._held) for e in held if e != EMPTY]
         loads_E, world = counts_WE.sum(0).tolist(), placement.world
         # With slices, each (token, slot) pair is a row of ``parts`` ranks.
         largest = parts * int(counts_WE.sum(1).max())
         limits = self.balance.limits(sum(loads_E), largest, world, placement.slots or 0, costs)
         lent, hashed = choose_rows(loads_E, placement, limits, residents)
+        pairs = [(one.expert, one.rank) for one in lent]
+        if any(grads_W) and not self._in_place:
+            self._residents.record(lent)
         counts = loads_E, counts_WE[:rank].sum(0).tolist(), counts_WE[rank].tolist()
         rows = tuple(rows_of_ranks(loads_E, placement.homes, world, lent))
-        return CallPlan(lent, self._places(lent), hashed, rows, counts)
+        return CallPlan(lent, self._places(pairs), hashed, rows, counts, len(set(residents).intersection(pairs)))
 
     def _present(self) -> list[tuple[int, int]]:
         """Return memory and version of each parameter."""
         return list(zip([param.data_ptr() for param in self.parameters], self._present_versions(), strict=True))
 
-    def _places(self, lent: Sequence[Lent]) -> tuple[int, ...]:
-        """Return the slot of each lent expert: the one that has its weights, or else the first that is not used."""
-        used = {(one.rank, one.expert) for one in lent}
-        free = [[at for at, e in enumerate(held) if (rank, e) not in used] for rank, held in enumerate(self._held)]
-        held = self._held
-        return tuple(held[rank].index(e) if e in held[rank] else free[rank].pop(0) for e, rank, _ in lent)
+    def _places(self, pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the slot of each (expert, rank): the one that has its weights, or else the first that is not used,
+        at best by no resident."""
+        used, kept, held = set(pairs), set(self._residents.pairs), self._held
+        free = [
+            sorted(
+                (at for at, e in enumerate(of_rank) if (e, rank) not in used),
+                key=lambda at: (of_rank[at], rank) in kept,
+            )
+            for rank, of_rank in enumerate(held)
+        ]
+        return tuple(held[rank].index(e) if e in held[rank] else free[rank].pop(0) for e, rank in pairs)
 
     def _share_parameters(self) -> None:
         """Move the parameters into shared memory, where other ranks read them. Collective."""
@@ -355,18 +343,26 @@ class LentExperts(ExpertCopies):
         assert plan is not None
         if self._in_place:
             return
-        fresh = [
-            one for one in zip(plan.lent, plan.place, strict=True) if self._held[one[0].rank][one[1]] != one[0].expert
-        ]
+        pairs = [(one.expert, one.rank) for one in plan.lent]
+        finish = self._start(pairs, plan.place, f"lending experts of layer {self._label!r}")
+        if finish is not None:
+            finish()
+
+    def _start(self, pairs: Sequence[tuple[int, int]], places: Sequence[int], what: str) -> Callable[[], None] | None:
+        """Start to send the weights of (expert, rank) that are not in their slots ``places``. Collective if there are
+        any. Return a function that waits for them; None: there are none."""
+        homes, fresh = self.placement.homes_per_rank, list[tuple[int, int, int]]()
+        for (expert, rank), place in zip(pairs, places, strict=True):
+            if self._held[rank][place] != expert:
+                self._held[rank][place] = expert
+                fresh.append((expert, rank, homes[rank] + place))
         if not fresh:
-            return
-        for one, place in fresh:
-            self._held[one.rank][place] = one.expert
-        homes, unchanged = self.placement.homes_per_rank, self._seen == self._present()
-        copies = [(one.expert, one.rank, homes[one.rank] + place) for one, place in fresh]
-        self._send(copies, f"lending experts of layer {self._label!r}")
+            return None
+        unchanged = self._seen == self._present()
+        finish = self._start_sending(fresh, what)
         if unchanged:
             self._seen = self._present()  # the first call moves the parameters into stacks
+        return finish
 
     def return_gradients(self, plan: CallPlan, gradients: LentGradients, names: Sequence[str]) -> list[Tensor]:
         """Add the gradients of lent experts to those of their homes. Collective.

@@ -68,6 +68,8 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     experts, reduced = {id(param) for param in expert_parameters(model).values()}, set[int]()
     by_edp: dict[ProcessGroup | None, list[nn.Parameter]] = {}
     for _, module, gradients in expert_modules(model):
+        if (copies := getattr(module, "copies", None)) is not None:
+            copies.end_step()
         edp = gradients.edp_group(group)
         if gradients.audit is not None:
             gradients.audit.group = group

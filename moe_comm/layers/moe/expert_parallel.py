@@ -118,10 +118,11 @@ class SlotTable:
             yield expert, slots[expert], lengths
 
 
-LENT_COUNTS = ("rows", "fixed", "busiest", "calls", "experts", "bytes")
+LENT_COUNTS = ("rows", "fixed", "busiest", "calls", "experts", "resident", "bytes")
 """Counts of a layer that lends experts, in training. Over all calls: rows of all ranks; rows of the busiest rank, times
-the number of ranks, with all experts at home and as computed; calls; lent experts. Then the bytes that this rank sent
-for copies. Recomputed calls count, so compare sums of calls only with each other."""
+the number of ranks, with all experts at home and as computed; calls; lent experts, and those whose weights were sent
+before the call. Then the bytes that this rank sent for copies. Recomputed calls count, so compare sums of calls only
+with each other."""
 _layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
 _numbers = count()
 
@@ -271,7 +272,7 @@ class ExpertParallel(ParallelModule):
         if self.training and on_device is None:
             loads_E, world = plan.counts[0], self.placement.world
             fixed = max(rows_of_ranks(loads_E, self.placement.homes, world, ()))
-            counts = (sum(loads_E), fixed * world, max(plan.rows) * world, 1, len(plan.lent))
+            counts = (sum(loads_E), fixed * world, max(plan.rows) * world, 1, len(plan.lent), plan.resident)
             self._lent_counts = [a + b for a, b in zip(self._lent_counts, counts, strict=True)]
         return lent
 

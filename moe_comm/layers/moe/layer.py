@@ -363,6 +363,15 @@ class MoELayer(ExpertParallel):
         """
         return 0 if self.copies is None else self.copies.publish()
 
+    def prefetch(self) -> None:
+        """Start to send weights that the next call will probably lend (``balance``), if weights have changed.
+
+        Optional: the call does so itself. Collective over the expert group. Work between this method and the call hides
+        the transfer.
+        """
+        if self.copies is not None:
+            self.copies.prefetch()
+
     def relocate(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> int:
         """Move experts to other ranks: weights, and the state of ``optimizer``. Collective over the expert group.
 

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.agree import compare
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.shared_channel import SharedChannel
-from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, send_blocks, share_blocks
+from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, share_blocks, start_blocks
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
@@ -186,7 +186,7 @@ class RowMoves:
             Channel(channel.comm, channel.timeout_s).all_gather(ready, f"{what}: all ranks have their rows")
             self.apply(read)
 
-        send_blocks(channel, self._like.device, (self.sizes, self.pack, use), what)
+        start_blocks(channel, self._like.device, (self.sizes, self.pack, use), what)()
 
     def pack(self, block: Tensor) -> None:
         """Copy what moves from this rank into its block."""

@@ -185,6 +185,8 @@ class TransformerBlock(nn.Module):
         return x_BSD + call.result()
 
     def _attend(self, y_BSD: Tensor, tokens: TokenContext) -> Tensor:
+        if self.is_moe:
+            self.moe.prefetch()
         with EVENTS.span(Kind.COMPUTE, "attention", layer=self._label):
             attended_BSD: Tensor = self.attention(y_BSD, tokens.rope, tokens.documents)
             return attended_BSD
@@ -319,6 +321,7 @@ class ShortcutBlock(TransformerBlock):
 
     def _steps(self, x_BSD: Tensor, tokens: TokenContext) -> Steps[Tensor]:
         schedule = self.schedule
+        self.moe.prefetch()
         x_BSD = x_BSD + self.attention(recomputed_block(self.attention_norm, x_BSD), tokens.rope, tokens.documents)
         y_BSD = recomputed_block(self.ffn_norm, x_BSD)
         call = self.moe.begin(y_BSD, token_index=tokens.index_BS, mask=tokens.mask_BS)

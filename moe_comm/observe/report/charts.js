@@ -146,7 +146,7 @@ function owners({ state }) {
 const HEALTH = { imbalance: ["busiest expert's load", "× mean"], least: ["idlest expert's load", "× mean"], mean: ["average load", "slots an expert"],
   dead_share: ["dead experts", "%"], diversity: ["routing entropy, exp(H)/E", ""], dropped: ["dropped slots", "%"], balance: ["balance loss", ""],
   rows_fixed: ["rows of the busiest rank, experts at home", "× mean"], rows_lent: ["rows of the busiest rank, as computed", "× mean"],
-  lent_experts: ["lent experts", "a call"], copied_bytes: ["sent for copies", "bytes a step"] };
+  lent_experts: ["lent experts", "a call"], resident_share: ["lent experts with resident copies", "%"], copied_bytes: ["sent for copies", "bytes a step"] };
 function health({ runs, state }) {
   const metric = HEALTH[state.view.health] ? state.view.health : "imbalance", unit = HEALTH[metric][1], scale = unit === "%" ? 100 : 1;
   const traces = [];

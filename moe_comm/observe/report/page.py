@@ -60,6 +60,7 @@ PANELS = (
             ("rows_fixed", "busiest rank, experts at home"),
             ("rows_lent", "busiest rank, as computed"),
             ("lent_experts", "lent experts"),
+            ("resident_share", "resident copies"),
             ("copied_bytes", "bytes of copies"),
         ),
     ),

@@ -42,7 +42,7 @@ OFFLOAD = tuple(f"{tier}_{name}" for tier, names in TIERS.items() for name in na
 LENGTHS = ("static_most", "static_least", "balanced_most", "balanced_least")
 """Work of the slowest and the idlest rank relative to the mean, as curves with the prefix ``lengths_``."""
 ALL_CURVES = (*CURVES, *OFFLOAD, *(f"lengths_{name}" for name in LENGTHS))
-LENT = ("rows_fixed", "rows_lent", "lent_experts", "copied_bytes")
+LENT = ("rows_fixed", "rows_lent", "lent_experts", "resident_share", "copied_bytes")
 HEALTH = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance", *LENT)
 Record = TypeVar("Record", PlacementLine, RankStep, LoadLine, Attempt, FaultRecord)
 

@@ -156,6 +156,7 @@ class RunSaver:
         train_state.optimizer.load_steps(steps)
         train_state.placements.load(state.get("placement"), move=move)
         train_state.data_parallel.publish()
+        train_state.data_parallel.forget_residents()
         train_state.history.load(state.get("history"))
         self._corpus.resume(state["sampler"])
 

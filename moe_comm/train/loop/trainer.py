@@ -300,7 +300,9 @@ class Trainer:
 
     def _save(self, report: StepReport) -> None:
         """Save a checkpoint if it is due. The time counts as checkpoint time of the next step."""
-        every = self.config.checkpoint.every
+        every, peer_every = self.config.checkpoint.every, self.config.checkpoint.peer_every
+        if any(one and report.step % one == 0 for one in (every, peer_every)):
+            self.train_state.data_parallel.forget_residents()
         if self._saver is not None and (report.stop or (every and report.step % every == 0)):
             start = time.perf_counter()
             with EVENTS.span(Kind.CHECKPOINT, "save"):

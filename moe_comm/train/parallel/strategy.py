@@ -188,6 +188,14 @@ class DataParallel:
         for copies in self._copies:
             copies.weights_changed()
 
+    def forget_residents(self) -> None:
+        """Begin the next step as a run that resumes does, without weights that lent experts are expected to need.
+
+        All ranks call it between steps.
+        """
+        for copies in self._copies:
+            copies.forget()
+
     def wait_weights(self) -> None:
         """Wait until all parameters of the model have the values of the last ``publish``."""
         self._schedule.wait_weights()

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError
+from moe_comm.layers import MoELayer
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.train.config import load
 from moe_comm.train.metrics import StepReport
@@ -64,6 +68,46 @@ def test_a_run_that_lends_experts_trains_the_same_model(
         assert_floats(trained.norms, wanted.norms, 3e-5)
         assert_floats([trained.validation], [wanted.validation])
     assert_close(whole([one.parts for one, _ in results]), whole([one.parts for one in expected]), 3e-4)
+
+
+def train_over_sockets(rank: int, world: int, arg: tuple[list[str], bool]) -> tuple[Trained, list[float]]:
+    """Train while gloo sends the weights of experts that are lent. Return also the resident share of each step.
+
+    arg: settings, and whether the weights are sent behind attention.
+    """
+    settings, behind_attention = arg
+    with session(settings) as active, pytest.MonkeyPatch.context() as patch:
+        configure_collectives(CollectiveOptions(shared_memory=False))
+        if not behind_attention:  # calls send the weights before their plan
+            patch.setattr(MoELayer, "prefetch", lambda layer: None)
+        active.trainer.fit()
+        reports = active.trainer.reports
+        trained = Trained(
+            [one.loss for one in reports], [one.grad_norm for one in reports], [], active.parts(), 0.0, ""
+        )
+        return trained, [max(one.load.resident_share, default=0.0) for one in reports]
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, ["parallel.sharding=zero1", "model.recompute=full"]),
+        (2, ["parallel.interleave=true", "parallel.overlap_chunks=2"]),
+        (4, ["parallel.pp=2", "parallel.schedule=interleaved_1f1b", "model.layers=4", "checkpoint.every=2"]),
+    ],
+)
+def test_weights_sent_behind_attention_change_no_bits(
+    world: int, settings: list[str], shared_settings: list[str], pools: dict[int, RankPool]
+) -> None:
+    settings = [*shared_settings, "parallel.ep=2", "parallel.backend=all_to_all", LEND, *SGD, *settings]
+    expected, results = (
+        pools[world].run(train_over_sockets, (settings, behind), timeout=120) for behind in (False, True)
+    )
+    for (trained, shares), (wanted, _) in zip(results, expected, strict=True):
+        assert (trained.losses, trained.norms) == (wanted.losses, wanted.norms)
+        assert shares[0] == 0 < shares[1] and (shares[2] == 0) is ("checkpoint.every=2" in settings)
+    parts = [whole([one.parts for one, _ in runs]) for runs in (results, expected)]
+    assert all(torch.equal(tensor, parts[1][name]) for name, tensor in parts[0].items())
 
 
 def test_masters_in_files_train_experts_that_moved_to_shared_memory(

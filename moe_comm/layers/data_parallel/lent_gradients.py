@@ -1,0 +1,69 @@
+"""Memory for the gradients of the experts that a rank computes in a call that lends experts (``lending.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_comm.comm.shared_channel import SharedChannel
+from moe_comm.comm.sparse_rows import aligned_bytes, new_block
+from moe_comm.kernels.expert_mlp import Gradients
+from moe_comm.layers.data_parallel.copies import Values
+from moe_comm.runtime.memory import warm_rows
+
+Orient = Callable[[Values], Sequence[Tensor | None]]
+"""Returns the tensors of an ``ExpertMLP`` for those of parameters; None for missing ones."""
+
+
+class LentGradients:
+    """The gradients of the experts of a call, in fp32 or a wider dtype. Allocated when backward asks for them.
+
+    Args:
+        params: the trained parameters, of one dtype.
+        slots: number of experts in the stacks: this rank's, and those lent to it whose weights have been sent.
+        others: number of experts whose weights are read in place. None: ranks do not read weights in place.
+        channel: where gradients of ``others`` are shared, if there is room.
+
+    Attributes:
+        stacks: [slots, ...] by name of the parameter.
+        others: [others, ...] by name; {} if weights are not read in place.
+        memory: the shared memory that has ``others``; None: elsewhere.
+    """
+
+    def __init__(self, params: Values, slots: int, others: int | None, channel: SharedChannel) -> None:
+        self._params, self._slots, self._count, self._channel = params, slots, others, channel
+        self.stacks: dict[str, Tensor] = {}
+        self.others: dict[str, Tensor] = {}
+        self.memory: Tensor | None = None
+
+    def release(self) -> None:
+        """Release the memory."""
+        self.stacks, self.others, self.memory = {}, {}, None
+
+    def outputs(self, orient: Orient) -> tuple[Gradients, Gradients]:
+        """Return ``stacks`` and ``others`` as the experts write them. orient: returns views."""
+        if not self.stacks:
+            self._allocate()
+        return orient(self.stacks), orient(self.others)
+
+    def _allocate(self) -> None:
+        shapes = {name: param.shape[1:] for name, param in self._params.items()}
+        param = next(iter(self._params.values()))
+        wide, device = torch.promote_types(param.dtype, torch.float32), param.device
+        for name, shape in shapes.items():
+            self.stacks[name] = warm_rows(self._slots, shape.numel(), wide, device).view(self._slots, *shape)
+        if (count := self._count) is None:
+            return
+        width = sum(shape.numel() for shape in shapes.values())
+        stride = aligned_bytes(width * wide.itemsize)
+        if count and (block := new_block(self._channel, count * stride)) is not None:
+            bytes_, self.memory = block
+            rows_NX = bytes_.view(wide).view(count, -1)[:, :width]
+        else:
+            rows_NX = torch.empty(count, width, dtype=wide, device=device)
+        parts = rows_NX.split([shape.numel() for shape in shapes.values()], 1)
+        self.others = {
+            name: part.unflatten(1, shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
