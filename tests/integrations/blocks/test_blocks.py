@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 import moe_comm
 from moe_comm.errors import ConfigError, InputError, PeerRaised, UnsupportedModel
+from moe_comm.topology import Placement
 from tests.integrations.blocks.styles import (
     EXPERTS,
     STYLES,
@@ -231,7 +232,7 @@ class Needy(Mixtral):
 @pytest.mark.parametrize("style", [Mixtral, Torchtitan])
 def test_a_placement_with_copies_is_for_inference(style: type[nn.Module], rank: int, group: ProcessGroup) -> None:
     homes = [(expert * 2 // EXPERTS,) for expert in range(1, EXPERTS)]
-    placement = moe_comm.topology.Placement(((0, 1), *homes), 2, slots=2)
+    placement = Placement(((0, 1), *homes), 2, slots=2)
     original = _model(style)
     model = moe_comm.swap_moe(deepcopy(original), group, placement=placement)
     with torch.no_grad():
