@@ -215,8 +215,6 @@ class _DeviceExperts(torch.autograd.Function):
 class DeviceCall(ExpertCall):
     """The call of ``device_call``. ``rows`` are the tokens, which hooks must not replace."""
 
-    skips_empty_slots = False
-
     def __init__(
         self, dispatcher: LocalDispatcher, x_TD: Tensor, weights_TK: Tensor, rows: _Rows, handle: DeviceHandle
     ) -> None:

@@ -262,8 +262,6 @@ class ExpertCall:
             compute.
         handle: the dispatch handle.
         lent: which experts the layer lends to other ranks for this call; None without ``MoELayer.balance``.
-        skips_empty_slots: whether ``compute`` accepts parameters without those of the last experts, if these have no
-            rows, with the counts of the others.
         saved_bytes: bytes of rows, inputs of the activation and outputs that autograd keeps for backward, after
             ``combine``; 0 without a backward pass.
     """
@@ -271,7 +269,6 @@ class ExpertCall:
     rows: Tensor
     handle: DispatchHandle
     lent: Any = None
-    skips_empty_slots = True
     saved_bytes = 0
 
     def __init__(
@@ -387,9 +384,7 @@ def uncounted_call(
 ) -> ExpertCall:
     """Run ``serial_call`` with ``Dispatcher.dispatch_uncounted``, for experts that ``expert_mlp_gpu`` takes."""
     dispatched = dispatcher.dispatch_uncounted(x_TD, ids_TK, label)
-    call = call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)
-    call.skips_empty_slots = False
-    return call
+    return call_of(dispatcher, dispatched, x_TD, ids_TK, weights_TK, observed)
 
 
 def call_of(

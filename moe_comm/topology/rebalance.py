@@ -109,7 +109,6 @@ class DecisionSettings:
     """Settings of ``decide``.
 
     Args:
-        kind: "fixed": never switch. "relocate": move experts.
         every: steps between decisions.
         window: number of last steps of each interval between two decisions that are used.
         threshold: minimum share of the busiest rank's rows to save.
@@ -117,7 +116,6 @@ class DecisionSettings:
         seconds_to_move: seconds in which a rank sends or receives one expert.
     """
 
-    kind: PlacementKind = "relocate"
     every: int = 100
     threshold: float = 0.05
     seconds_per_row: float = 1.0
@@ -125,8 +123,6 @@ class DecisionSettings:
     window: int = 5
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"the kind of placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
         for name, bound in (("every", 1), ("window", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < bound:
@@ -176,8 +172,8 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
     for loads_E in window:
         check_loads(loads_E, current.num_experts)
     rows = sum(map(sum, window))
-    if settings.kind == "fixed" or not rows:
-        return Decision(None, "the window has no rows" if settings.kind != "fixed" else "the placement is fixed")
+    if not rows:
+        return Decision(None, "the window has no rows")
     before = sum(busiest_rows(loads_E, current) for loads_E in window)
     ratio = over_mean(before, rows, current.world)
     # Skip the search if even the lower bound of the rows would not save enough.

@@ -14,7 +14,7 @@ from typing import Self
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import KINDS, DecisionSettings, Moves, PlacementKind, decide, replayed_ratio
+from moe_comm.topology.rebalance import KINDS, Decision, DecisionSettings, Moves, PlacementKind, decide, replayed_ratio
 from moe_plan.machine.hardware import BYTES, item_bytes
 from moe_plan.model.lengths import DocumentLengths
 
@@ -47,7 +47,7 @@ class ExpertLoads:
 
     Args:
         layers: for each layer the rows of each expert in each step.
-        kind: the placement, as in ``decide``. A layer that would gain too little remains fixed.
+        kind: "fixed", or "relocate": experts move as ``decide`` chooses.
         every: steps between switches, over which their bytes are divided.
 
     Raises:
@@ -87,10 +87,11 @@ class ExpertLoads:
 @lru_cache(maxsize=1024)
 def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
     first = Placement.contiguous(loads.experts, ranks)
-    settings = DecisionSettings(loads.kind, every=loads.every)
+    settings = DecisionSettings(every=loads.every)
     before, after, moved, reasons = 0.0, 0.0, 0, []
     for steps in loads.layers:
-        decision = decide(steps, first, settings)
+        fixed = Decision(None, "the placement is fixed")
+        decision = fixed if loads.kind == "fixed" else decide(steps, first, settings)
         reasons.append(decision.reason)
         before += replayed_ratio(steps, first)
         after += replayed_ratio(steps, decision.placement or first)

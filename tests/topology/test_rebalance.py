@@ -29,7 +29,7 @@ from moe_comm.topology.rebalance import (
 SEEDED = settings(deadline=None, derandomize=True)
 LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=24)
 COSTS: dict[str, Any] = {"seconds_per_row": 1e-6, "seconds_to_move": 1e-3, "every": 100}
-RELOCATE = DecisionSettings("relocate", **COSTS)
+RELOCATE = DecisionSettings(**COSTS)
 
 
 def zipf(experts: int, rows: int, s: float, rng: random.Random) -> list[int]:
@@ -175,7 +175,7 @@ def test_the_number_of_moves_matters_only_if_they_stall_a_step() -> None:
     loads = zipf(32, 40_000, 1.0, random.Random(1))
     current, moved, rows = Placement.contiguous(32, 4), [], []
     for seconds_to_move in (0.0, 1e-9, 1e-2):
-        settings = DecisionSettings("relocate", seconds_per_row=1e-6, seconds_to_move=seconds_to_move, every=10**6)
+        settings = DecisionSettings(seconds_per_row=1e-6, seconds_to_move=seconds_to_move, every=10**6)
         new = decide([loads], current, settings).placement
         assert new is not None
         moved.append(len(Moves.of(current, new).homes))
@@ -213,7 +213,6 @@ def test_loads_that_do_not_fit_are_refused_with_the_numbers(loads: list[Any]) ->
 
 def test_bad_settings_are_refused() -> None:
     for name, value in (
-        ("kind", "often"),
         ("threshold", 1.0),
         ("threshold", nan),
         ("every", 0),
@@ -299,7 +298,6 @@ def test_a_switch_must_save_twice_its_cost_and_more_than_the_threshold() -> None
     assert "not above 2 times" in reason(seconds_to_move=1.01 * cost)
     gain = 1 - paid.ratio_after / paid.ratio_before
     assert "not above the threshold" in reason(threshold=gain + 1e-9) or "at most" in reason(threshold=gain + 1e-9)
-    assert reason(kind="fixed") == "the placement is fixed"
 
 
 @pytest.mark.parametrize("window", [[], [[0] * 8] * 3])

@@ -255,13 +255,13 @@ class EPExperts(ExpertParallel):
         )  # fmt: skip
         try:
             with self._computing(call), without_autocast(x_TD):
-                rows_per_expert, copies = self._prepare_experts(self, call), self.copies
+                rows_per_expert = self._prepare_experts(self, call)
                 lent, dtype = call.lent, call.rows.dtype
                 weights: Any = self
                 if lent is not None:
                     weights = SimpleNamespace(**lent.values) if lent.values else self
-                elif copies is not None and len(rows_per_expert) == copies.num_slots:
-                    weights = SimpleNamespace(**copies.stacked())
+                elif self.copies is not None:
+                    weights = SimpleNamespace(**self.copies.stacked())
                 mlp = expert_mlp(self.layout, weights, dtype, self.gemm_dtype)
                 if lent is not None:
                     cast = partial(expert_mlp, self.layout, dtype=dtype)

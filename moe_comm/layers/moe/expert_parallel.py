@@ -59,7 +59,7 @@ class SlotTable:
 
     The rows of an expert with copies are divided over its owners. Each rank divides its own rows, in the order of
     (token, slot), into one interval per owner. Their lengths follow from the rank's own counts
-    (``share_rows``), so nothing is exchanged, and a recomputed forward pass sends the rows to the same owners.
+    (``share_rows``), so nothing is exchanged. With ``balance``, the intervals are those of a plan for all ranks' rows.
 
     Args:
         placement: ranks of each expert.
@@ -397,25 +397,20 @@ class ExpertParallel(ParallelModule):
         """Send the weights of lent experts that are not in their slots. Collective if there are any.
 
         Returns:
-            Row counts of the slots to compute with. Slots for copies are left out if there is no copy.
+            Row counts of the slots to compute with.
         """
-        copies: Any = getattr(experts, "copies", None)
-        if call.lent is not None:
-            copies.materialize(call.lent.plan)
-        counts = call.handle.rows_per_expert
-        homes = self.placement.homes_per_rank[self.place["ep"]]
-        if call.lent is not None:
-            return counts if isinstance(counts, DeviceCounts) else counts[: call.lent.slots]
-        # A rank without experts always computes with the slots for copies.
-        return counts[:homes] if homes and not self._uses_copies(call) else counts
+        counts, copies, lent = call.handle.rows_per_expert, getattr(experts, "copies", None), call.lent
+        if copies is None or lent is None:
+            return counts
+        copies.materialize(lent.plan)
+        return counts if isinstance(counts, DeviceCounts) else counts[: lent.slots]
 
     def _follow_backward(self, experts: nn.Module, call: ExpertCall, out_RD: Tensor) -> None:
         """Register the hooks that run in backward before the experts that computed ``out_RD``."""
         if self.in_flight_hook is not None:
             self._call_in_backward(out_RD)
-        copies: Any = getattr(experts, "copies", None)
-        lent = call.lent
-        if lent is not None and out_RD.requires_grad and self._uses_copies(call):
+        copies, lent = getattr(experts, "copies", None), call.lent
+        if copies is not None and lent is not None and lent.values and out_RD.requires_grad:
             out_RD.register_hook(lambda _: copies.materialize(lent.plan))  # after the hook, which runs other layers
 
     def _call_in_backward(self, rows: Tensor) -> None:
@@ -423,9 +418,3 @@ class ExpertParallel(ParallelModule):
         hook = self.in_flight_hook
         if hook is not None and rows.requires_grad:
             rows.register_hook(lambda _: hook())
-
-    def _uses_copies(self, call: ExpertCall) -> bool:
-        """Return whether a rank may compute with the slots for copies; equal on all ranks."""
-        if not call.skips_empty_slots:
-            return True
-        return self.placement.has_copies if call.lent is None else bool(call.lent.plan.lent)

@@ -202,8 +202,7 @@ class Experts(nn.Module):
 
         Args:
             rows_RD: [R, D], grouped by expert.
-            rows_per_expert: E row counts; their sum is R. With slots for copies, a count for each slot, or only for the
-                E experts if no slot has a copy.
+            rows_per_expert: E row counts; their sum is R. With slots for copies, a count for each slot.
             call: the call of a layer that dispatched the rows; None: the rows are those of this rank alone.
 
         Returns:
@@ -212,7 +211,7 @@ class Experts(nn.Module):
         Raises:
             InputError: shapes or dtypes do not match.
         """
-        mlp = self.mlp_for(rows_RD, len(rows_per_expert), None if call is None else call.lent)
+        mlp = self.mlp_for(rows_RD, None if call is None else call.lent)
         if call is None:
             return run_mlp(rows_RD, rows_per_expert, mlp)
         return call.compute(rows_RD, rows_per_expert, mlp)
@@ -238,17 +237,16 @@ class Experts(nn.Module):
             and isinstance(self.activation, Composed)
         )
 
-    def mlp_for(self, rows: Tensor, slots: int = 0, lent: LentCall | None = None) -> ExpertMLP:
+    def mlp_for(self, rows: Tensor, lent: LentCall | None = None) -> ExpertMLP:
         """Return the parameters in the dtype in which ``rows`` are computed.
 
         Args:
-            slots: number of experts to compute with: this rank's, or those and all slots for copies. 0: all.
             lent: the experts that are lent in this call.
         """
         values: Mapping[str, Tensor | None] = {"w13": self.w13, "w2": self.w2, "b13": self.b13, "b2": self.b2}
-        if lent is not None and lent.values:
-            values = lent.values
-        elif self.copies is not None and slots in (0, self.copies.num_slots):
+        if lent is not None:
+            values = lent.values or values
+        elif self.copies is not None:
             values = self.copies.stacked()
         # Every layer runs this before its first kernel, so it enters no function that has nothing to do.
         if torch.is_autocast_enabled(rows.device.type):

@@ -56,8 +56,6 @@ def fp8_fault() -> ConfigError:
 class DeviceCall(PipelinedCall):
     """One call of a whole layer of experts. Collective."""
 
-    skips_empty_slots = False
-
     def __init__(
         self,
         dispatcher: OverlappedPrimitives,

@@ -372,8 +372,6 @@ def _rows(like: Tensor, width: int) -> Tensor:
 class PipelinedCall(ExpertCall):
     """One call of a whole layer; ``rows`` is the autograd token."""
 
-    skips_empty_slots = True
-
     def __init__(
         self, dispatch: RowDispatch, send: RowSend, x_TD: Tensor, weights_TK: Tensor, scaled: bool = False
     ) -> None:

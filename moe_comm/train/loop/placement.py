@@ -247,7 +247,6 @@ class ExpertPlacements:
     def _decide(self) -> dict[str, Decision]:
         section, times = self.section, self._measure()
         settings = DecisionSettings(
-            kind=section.kind,
             every=section.every,
             threshold=section.threshold,
             seconds_per_row=times.per_row,

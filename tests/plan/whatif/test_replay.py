@@ -11,7 +11,7 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.topology.load_window import LoadWindow
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import DecisionSettings, PlacementKind, busiest_rows, replayed_ratio
+from moe_comm.topology.rebalance import DecisionSettings, busiest_rows, replayed_ratio
 from moe_plan.whatif.placement import best_ratio, replay
 
 CURRENT = Placement.contiguous(4, 2)
@@ -29,12 +29,9 @@ def test_skewed_loads_switch_at_the_first_decision_and_the_ratio_is_that_of_the_
     assert busiest_rows(SKEWED, result.placement) == 5000
 
 
-def test_even_loads_and_fixed_placements_never_switch() -> None:
-    cases: tuple[tuple[PlacementKind, list[int]], ...] = (("relocate", EVEN), ("fixed", SKEWED))
-    for kind, load in cases:
-        settings = DecisionSettings(kind, every=2, window=2)
-        result = replay(dict.fromkeys(range(1, 9), load), CURRENT, settings)
-        assert result.switches == 0 and result.placement is CURRENT and result.saved_rows == 0
+def test_even_loads_never_switch() -> None:
+    result = replay(dict.fromkeys(range(1, 9), EVEN), CURRENT, DecisionSettings(every=2, window=2))
+    assert result.switches == 0 and result.placement is CURRENT and result.saved_rows == 0
 
 
 def test_decisions_follow_recorded_steps_that_are_sparse() -> None:
@@ -43,7 +40,7 @@ def test_decisions_follow_recorded_steps_that_are_sparse() -> None:
 
 
 def test_a_decision_sees_the_last_steps_of_two_intervals() -> None:
-    window, settings = LoadWindow(2), DecisionSettings("fixed")
+    window, settings = LoadWindow(2), DecisionSettings(threshold=0.99)
     seen = []
     for loads in (SKEWED, EVEN, SKEWED):
         window.add([1, 2, 3, 4])
@@ -91,7 +88,7 @@ def test_a_restored_window_that_is_smaller_has_the_last_steps_of_each_interval()
     window = LoadWindow(3)
     for loads in (EVEN, SKEWED, SKEWED):
         window.add(loads)
-    window.decide(CURRENT, DecisionSettings("fixed"))
+    window.decide(CURRENT, DecisionSettings(threshold=0.99))
     for loads in (SKEWED, EVEN):
         window.add(loads)
     smaller = LoadWindow.of(1, json.loads(json.dumps(window.state())), CURRENT)
