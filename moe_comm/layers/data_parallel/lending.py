@@ -28,6 +28,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from moe_comm.comm.agree import digest as checksum
 from moe_comm.comm.group_setup import channel_of
 from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, into, share_blocks, transfer_rows
 from moe_comm.errors import ConfigError, RankMismatch
@@ -184,7 +185,7 @@ class LentExperts(ExpertCopies):
             trains: whether a backward pass may follow.
 
         Raises:
-            RankMismatch: ranks have other settings; on every rank.
+            RankMismatch: ranks have other settings, or other plans; on every rank.
         """
         self._wait()
         placement, channel = self.placement, channel_of(self._shards.group)
@@ -223,11 +224,20 @@ class LentExperts(ExpertCopies):
         limits = self.balance.limits(sum(loads_E), largest, world, placement.slots or 0, costs)
         lent, hashed = choose_rows(loads_E, placement, limits, residents)
         pairs = [(one.expert, one.rank) for one in lent]
+        places = self._places(pairs)
+        if not self._in_place and max(rows_of_ranks(loads_E, placement.homes, world, ())) > limits.rows:
+            # Weights are sent before the header of the dispatch, which compares plans.
+            state = checksum(hashed, places, self._held)
+            hashes = channel.gather_values((state, 0), f"the plan of layer {self._label!r}")
+            if any(one != hashes[0] for one in hashes):
+                raise RankMismatch(
+                    f"ranks have other plans of lent experts of layer {self._label!r}, from equal row counts"
+                )
         if any(grads_W) and not self._in_place:
             self._residents.record(lent)
         counts = loads_E, counts_WE[:rank].sum(0).tolist(), counts_WE[rank].tolist()
         rows = tuple(rows_of_ranks(loads_E, placement.homes, world, lent))
-        return CallPlan(lent, self._places(pairs), hashed, rows, counts, len(set(residents).intersection(pairs)))
+        return CallPlan(lent, places, hashed, rows, counts, len(set(residents).intersection(pairs)))
 
     def _present(self) -> list[tuple[int, int]]:
         """Return memory and version of each parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,31 @@ from moe_comm.train.config import load
 from moe_comm.train.metrics import StepReport
 from tests.pool import RankPool
 from tests.train.common import SGD, Trained, assert_close, assert_floats, session, whole
+from tests.train.loop.test_resume import AUTO, MOMENTUM, _run_until, folder_of, losses_of, weights_of
 
 LEND = "placement.balance={rows = 1.0, worth = 0}"
 
 
-def train_lending(rank: int, world: int, settings: list[str]) -> tuple[Trained, list[int]]:
-    """Train, and return also the number of experts that were lent in the last pass of each step."""
+def train_lending(rank: int, world: int, settings: list[str]) -> tuple[Trained, list[float]]:
+    """Train, and return also how many experts the layers of all stages lent in a call, mean of each step."""
     lent = []
     with session(settings) as active:
-        layers = [layer for _, layer in moe_layers(active.stages[0])]
+        layers = [layer for stage in active.stages for _, layer in moe_layers(stage)]
 
         def count(report: StepReport) -> None:
-            if any(lends := [layer.last_plan is not None for layer in layers]):
-                load = report.load
-                assert all(lends) and max(load.rows_lent) <= 1.02 < max(load.rows_fixed)  # the mean is rounded up
-                assert max(load.lent_experts) > 0 and max(load.copied_bytes) > 0
-            lent.append(sum(len(layer.last_plan.lent) for layer in layers if layer.last_plan is not None))
+            load, lends = report.load, [layer.last_plan is not None for layer in layers]
+            lent.append(sum(load.lent_experts))
+            if not any(lends):
+                return
+            assert all(lends) and max(load.rows_lent) <= 1.02 < max(load.rows_fixed)  # the mean is rounded up
+            assert max(load.copied_bytes) > 0
+            for layer in layers:
+                assert layer.dispatch_stats is not None and layer.last_plan is not None
+                assert layer.dispatch_stats.received == layer.last_plan.rows[layer.place["ep"]]
+            if "data.micro_batches=1" in settings:  # plans count what is not dropped
+                kept = [round(sum(slots) * (1 - drop)) for slots, drop in zip(load.slots, load.dropped, strict=True)]
+                rows = [sum(layer.last_plan.rows) for layer in layers if layer.last_plan is not None]
+                assert rows == kept and (sum(load.dropped) > 0) is ("model.capacity=1.2" in settings)
 
         status = active.trainer.fit(count)
         reports = active.trainer.reports
@@ -46,21 +56,34 @@ def train_lending(rank: int, world: int, settings: list[str]) -> tuple[Trained, 
         return trained, lent
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["parallel.sharding=zero1", "parallel.overlap_chunks=2"],
-        ["parallel.sharding=replicate", "parallel.interleave=true", "parallel.overlap_chunks=2"],
-        ["parallel.sharding=fsdp", "model.recompute=full"],
-        ["parallel.sharding=fsdp", "parallel.backend=all_to_all", "data.micro_batches=2"],  # sends weights to slots
-    ],
-)
+CASES = {
+    "zero1, overlap": (2, "parallel.sharding=zero1 parallel.overlap_chunks=2"),
+    "replicate, interleaved": (2, "parallel.sharding=replicate parallel.interleave=true parallel.overlap_chunks=2"),
+    "fsdp, recomputation": (2, "parallel.sharding=fsdp model.recompute=full"),
+    "fsdp, sent weights": (2, "parallel.sharding=fsdp parallel.backend=all_to_all data.micro_batches=2"),
+    "zero1, capacity": (2, "parallel.sharding=zero1 model.capacity=1.2 data.micro_batches=1"),
+    "fsdp, capacity of batches": (2, "parallel.sharding=fsdp model.capacity=1.2 model.capacity_scope=batch"),
+    "1f1b": (
+        4,
+        "parallel.pp=2 parallel.schedule=1f1b data.micro_batches=4 parallel.sharding=fsdp model.recompute=full",
+    ),
+    "interleaved 1f1b": (
+        4,
+        "parallel.pp=2 parallel.schedule=interleaved_1f1b model.layers=4 data.micro_batches=4 parallel.sharding=zero1",
+    ),
+    "etp, fsdp, sent weights": (4, "parallel.etp=2 parallel.sharding=fsdp parallel.backend=all_to_all"),
+    "etp, zero1, recomputation": (4, "parallel.etp=2 parallel.sharding=zero1 model.recompute=full"),
+    "edp": (4, "parallel.sharding=zero1 parallel.overlap_gradients=on"),
+}
+
+
+@pytest.mark.parametrize(("world", "settings"), CASES.values(), ids=CASES)
 def test_a_run_that_lends_experts_trains_the_same_model(
-    settings: list[str], shared_settings: list[str], pool2: RankPool
+    world: int, settings: str, shared_settings: list[str], pool2: RankPool, pool4: RankPool
 ) -> None:
-    settings = [*shared_settings, "parallel.ep=2", *SGD, *settings]
-    expected = [one for one, _ in pool2.run(train_lending, settings, timeout=120)]
-    results = pool2.run(train_lending, [*settings, LEND], timeout=120)
+    pool, given = {2: pool2, 4: pool4}[world], [*shared_settings, "parallel.ep=2", *SGD, *settings.split()]
+    expected = [one for one, _ in pool.run(train_lending, given, timeout=120)]
+    results = pool.run(train_lending, [*given, LEND], timeout=120)
     for (trained, lent), wanted in zip(results, expected, strict=True):
         assert len(lent) == 4 and min(lent) > 0
         assert trained.losses[0] == wanted.losses[0]  # later ones follow from gradients with other bits
@@ -108,6 +131,27 @@ def test_weights_sent_behind_attention_change_no_bits(
         assert shares[0] == 0 < shares[1] and (shares[2] == 0) is ("checkpoint.every=2" in settings)
     parts = [whole([one.parts for one, _ in runs]) for runs in (results, expected)]
     assert all(torch.equal(tensor, parts[1][name]) for name, tensor in parts[0].items())
+
+
+def test_a_run_that_lends_experts_resumes_on_other_numbers_of_ranks(
+    settings: list[str], pool2: RankPool, pool4: RankPool, tmp_path: Path
+) -> None:
+    """Two steps on each mapping, of which the last does not lend experts, have the losses of one process."""
+    common = [*settings, *MOMENTUM, "run.steps=6", "checkpoint.every=2"]
+    alone = [*common, f"run.folder={tmp_path / 'alone'}"]
+    _run_until(0, 1, (alone, None))
+    stages = (
+        (pool2, ["parallel.ep=2", LEND], 2),
+        (pool4, ["parallel.ep=4", LEND], 4),
+        (pool2, ["parallel.ep=2"], None),
+    )
+    for pool, mapping, crash in stages:
+        pool.run(_run_until, ([*common, AUTO, *mapping], crash), timeout=90)
+    folder = folder_of(common)
+    assert_floats(losses_of(folder), losses_of(folder_of(alone)))
+    assert_close(weights_of(folder), weights_of(folder_of(alone)))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [sum(one["load"].get("lent_experts", ())) > 0 for one in lines if "load" in one] == [True] * 4 + [False] * 2
 
 
 def test_masters_in_files_train_experts_that_moved_to_shared_memory(
