@@ -13,7 +13,7 @@ import moe_comm
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.errors import InputError, PeerDied
+from moe_comm.errors import InputError, PeerDied, PeerRaised
 from moe_comm.layers import MoELayer, RouterConfig
 from moe_comm.layers.data_parallel.residents import STEPS, Residents
 from moe_comm.topology.balance import Balance, Lent
@@ -133,6 +133,35 @@ def test_residents_are_those_of_the_last_steps_up_to_the_slots() -> None:
         residents.record([])
         chosen = residents.advance()
     assert chosen == ()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_error_before_the_plan_is_raised_on_every_rank(
+    group: dist.ProcessGroup, rank: int, shared: bool, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure_collectives(CollectiveOptions(shared_memory=shared))
+    layer = build(ALWAYS, Run("all_to_all"))
+    x, routing = routed(layer, Run(), rank, 0)
+    expected = layer(x, routing)
+    expected.sum().backward()
+    moe_comm.sync_gradients(layer, group)
+    if rank == 0:  # the other rank sends weights in its call only
+        layer.prefetch()
+
+    def fail(*args: object) -> None:
+        raise ValueError("no route")
+
+    with monkeypatch.context() as patch:
+        if rank:
+            patch.setattr(layer.router, "forward", fail)
+        with pytest.raises(ValueError if rank else PeerRaised, match="no route"):
+            layer.begin(x) if interleaved else layer(x)
+    assert torch.equal(layer(x, routing), expected)
+    assert layer.last_plan is not None and layer.last_plan.resident == len(layer.last_plan.lent) > 0
+    layer.dispatcher.close()
+    configure_collectives(CollectiveOptions())
 
 
 def exit_while_weights_are_sent(rank: int, world: int, arg: None) -> str:

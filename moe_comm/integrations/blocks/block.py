@@ -356,7 +356,7 @@ def _new(make: Callable[..., Any], kind: type, *args: Any) -> Any:
 def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inputs: Any) -> Any:
     """Return the result of a swapped block. Collective."""
     experts, _ = experts_of(block, plan)
-    dispatcher, label, adapter = experts.dispatcher, experts.label, plan.adapter
+    adapter = plan.adapter
     try:
         x = tokens_of(inputs, plan.formula.layout.hidden)
         x_TD = x.reshape(-1, x.shape[-1])
@@ -373,9 +373,9 @@ def run_block(block: nn.Module, plan: BlockPlan, forward: Callable[[], Any], inp
                 )
                 weights_TK = weights_TK.detach().requires_grad_(x.requires_grad or any(trained))
     except InputError as error:
-        dispatcher.refuse(error, label=label)
+        experts._refuse(experts, error)
     except Exception as error:  # the other ranks would wait in dispatch
-        dispatcher.abort(error, label=label)
+        experts._abort(experts, error)
         raise
     y_TD = block.get_submodule(plan.path)(x_TD, ids_TK, weights_TK)  # with the adapters around it
     if adapter is not None:

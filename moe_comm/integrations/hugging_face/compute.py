@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_comm.comm.channel import AbortOnError
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.types import INVALID_LOGITS, OnDevice
 from moe_comm.kernels.activations import Composed
@@ -18,6 +20,7 @@ from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.layers.moe.expert_parallel import ExpertParallel
 from moe_comm.layers.moe.experts import has_hooks
 from moe_comm.layers.moe.formula import ExpertsLayout
+from moe_comm.runtime.memory import as_tensors
 
 
 def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:
@@ -43,9 +46,10 @@ def start_call(
     Raises:
         RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
     """
-    dispatcher = parallel.dispatcher
-    x_TD, ids_TK, weights_TK = dispatcher.readable(parallel.label, x=x_TD, ids=ids_TK, weights=weights_TK)
-    with dispatcher.abort_on_error(parallel.label):
+    (x_TD, ids_TK, weights_TK), fault = as_tensors(x=x_TD, ids=ids_TK, weights=weights_TK)
+    if fault is not None:
+        parallel._refuse(experts, fault)
+    with AbortOnError(partial(parallel._abort, experts)):
         ids_TK = mark_invalid(ids_TK, weights_TK)
     device = "" if layout is None or fp8 else on_device(layout, experts, x_TD)
     return parallel._start_call(experts, x_TD, ids_TK, weights_TK, fp8=fp8, on_device=device)

@@ -236,7 +236,7 @@ class EPExperts(ExpertParallel):
         except InputError as error:  # raised on every rank
             self._refuse(self, error)
         except Exception as error:  # the other ranks would wait in dispatch
-            self.dispatcher.abort(error, label=self.label)
+            self._abort(self, error)
             raise
         in_place = not self.adapters
         plain = in_place and not fp8 and self.copies is None and self.offloaded is None

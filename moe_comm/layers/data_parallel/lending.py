@@ -187,6 +187,7 @@ class LentExperts(ExpertCopies):
         Raises:
             RankMismatch: ranks have other settings, or other plans; on every rank.
         """
+        self.prefetch()  # a rank that has raised an error calls only this
         self._wait()
         placement, channel = self.placement, channel_of(self._shards.group)
         experts, rank = placement.num_experts, channel.rank

@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
+from moe_comm.comm.channel import needs_report
 from moe_comm.dispatch import Dispatcher
 from moe_comm.dispatch.expert_call import ExpertCall, serial_call, uncounted_call
 from moe_comm.dispatch.types import DeviceCounts, OnDevice
@@ -288,6 +290,14 @@ class ExpertParallel(ParallelModule):
         """Raise ``fault`` of this rank on every rank, in place of the next dispatch."""
         self._lend(experts, None)
         self.dispatcher.refuse(fault, label=self.label)
+
+    def _abort(self, experts: Any, error: Exception) -> None:
+        """Report an exception before a dispatch to the other ranks; see ``Dispatcher.abort``."""
+        copies: ExpertCopies | None = getattr(experts, "copies", None)
+        if copies is not None and not copies.plans_on_device and needs_report(error, self.dispatcher.comm):
+            with suppress(MoeCommError):  # the other ranks plan before they dispatch
+                self._lend(experts, None)
+        self.dispatcher.abort(error, label=self.label)
 
     def _use_placement(self, placement: Placement) -> None:
         parts = self.sizes["etp"]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.comm.channel import Channel
+from moe_comm.comm.channel import AbortOnError, Channel
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.expert_call import ExpertCall
 from moe_comm.dispatch.operation import tokens_fault
@@ -499,7 +499,7 @@ class MoELayer(ExpertParallel):
         try:
             tokens = self._route(x, routing, token_index, mask)
         except Exception as error:  # the other ranks would wait in dispatch
-            self.dispatcher.abort(error, label=self.label)
+            self._abort(self.experts, error)
             raise
         shared_TD: Tensor | None = None
         at_once = routing is None and not torch.is_grad_enabled() and self._takes_one_call(tokens)
@@ -544,7 +544,7 @@ class MoELayer(ExpertParallel):
         and backward. Otherwise no transfer is in flight between the calls. Arguments, results and errors are those of
         ``forward``.
         """
-        with self.dispatcher.abort_on_error(self.label):
+        with AbortOnError(partial(self._abort, self.experts)):
             tokens = self._route(x, routing, token_index, mask)
         call = self._dispatch(tokens)
         call.complete()  # the caller uses the group before ``compute``
@@ -634,7 +634,7 @@ class MoELayer(ExpertParallel):
 
     def _in_compute_dtype(self, x_TD: Tensor) -> Tensor:
         """Return tokens in the dtype of autocast, which is on."""
-        with self.dispatcher.abort_on_error(self.label):  # the cast allocates memory
+        with AbortOnError(partial(self._abort, self.experts)):  # the cast allocates memory
             return x_TD.to(compute_dtype(x_TD))
 
     def _dispatch(self, tokens: _Tokens) -> ExpertCall:
